@@ -146,7 +146,7 @@ async def measure(template: str, sessions: int, repeats: int, given: argparse.Na
                 seed=0,
                 temperature=1.0,
                 limits=EpisodeLimits(max_turns=10**6, max_tokens=10**6, max_new_tokens=given.answer),
-                texts=Texts(tokenizer=tokenizer, end_token_ids=frozenset([end])),
+                texts=Texts(tokenizer=tokenizer, end_token_ids=frozenset([end]), vocab_size=len(tokenizer)),
                 score=None,  # pyright: ignore[reportArgumentType] - nothing is scored
             )
             conversation = Conversation(renderer_of=lambda tools: renderer)

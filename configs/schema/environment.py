@@ -10,7 +10,9 @@ from configs.schema.base import Count, GivenPath, Schema, Seconds, Tokens
 def _module_and_name(environment: str) -> str:
     module, colon, name = environment.partition(":")
     if not (module and colon and name) or ":" in name:
-        raise ValueError(f"environment {environment!r} is not of the form module:name")
+        raise ValueError(
+            f"environment {environment!r} is not of the form module:name, e.g. my_environment:Game"
+        )
     return environment
 
 
@@ -33,7 +35,8 @@ class EnvironmentLimits(Schema):
     episode before a request (``token_limit``). None: as many as learner.token_budget, the model's positions and
     rollout.max_total_tokens allow."""
     timeout_s: Seconds = 600.0
-    """Deadline of an episode. A later one is cancelled and not scored (``time_limit``)."""
+    """Deadline of an episode, its waiting for servers included. A later one is cancelled and not scored
+    (``time_limit``)."""
     max_concurrency: Count = 512
     """Episodes under way at the same time."""
     reward_at_limit: Annotated[float, Field(allow_inf_nan=False)] | None = 0.0

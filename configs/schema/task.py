@@ -123,9 +123,10 @@ class FunctionReward(Schema):
     """Factor of this reward, as a part of ``weighted`` and alone."""
     function: str
     """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or
-    ``(number, parts)``, where ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. A function
-    with a parameter ``row`` also gets the whole record of the data file, as a dict (None for countdown). The
-    module is looked for in the current folder, and among the installed ones."""
+    ``(number, parts)``, where ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. It may be
+    ``async``. Further parameters, by name: ``row``, the whole record of the data file as a dict (None for
+    countdown); ``num_tokens`` of the response; ``finish_reason``, ``stop`` or ``length``. The module is
+    looked for in the current folder, and among the installed ones."""
     timeout_s: Seconds = 10.0
     """Deadline of one call. A sample that misses it scores 0 and is marked failed."""
     num_workers: PositiveInt | None = None

@@ -84,6 +84,6 @@ def _print_ends(renderer: "ChatRenderer", stop_ids: Sequence[int]) -> None:
     print(f"end of the assistant's turn: {named(renderer.end_token_ids)}")
     if missing := [number for number in renderer.end_token_ids if number not in stop_ids]:
         print(
-            f"warning: the model does not stop at {named(missing)}, but at {named(stop_ids)}: a response would go on into "
-            "the next turn; add the id to eos_token_id in generation_config.json"
+            f"warning: the model does not stop at {named(missing)}, but at {named(stop_ids)}: environments stop there, but a "
+            "single turn would go on; add the id to eos_token_id in generation_config.json"
         )

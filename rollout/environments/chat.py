@@ -45,7 +45,7 @@ ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
 
 
 class ChatEpisodes:
-    """An ``Environment`` of the user's messages, in processes of a pool.
+    """An ``Environment`` of the user's messages, in processes of a pool. Used inside ``async with``, which ends them.
 
     Args:
         renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
@@ -65,6 +65,12 @@ class ChatEpisodes:
         self._pool, self._make_renderer, self._parse = pool, renderer_of, parse
         self._system_prompt = system_prompt
         self._renderers: dict[str, Renderer] = {}
+
+    async def __aenter__(self) -> "ChatEpisodes":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._pool.close()
 
     async def check(self) -> None:
         """Start the first process and make its renderer.

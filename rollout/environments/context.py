@@ -1,9 +1,10 @@
 """The contexts of one episode: each is a sequence of tokens, and the engine that continues it."""
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,6 +35,8 @@ class Texts:
     tokenizer: "PreTrainedTokenizerBase"
     end_token_ids: frozenset[int]
     """Tokens that end a response; they are no part of its text."""
+    vocab_size: int
+    """Token ids are below it."""
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -47,8 +50,14 @@ class Texts:
 
 
 @dataclass(slots=True)
-class _Count:
-    value: int = 0
+class _Episode:
+    """What the contexts of an episode share."""
+
+    turns: int = 0
+    """Asked for, of all sequences."""
+    requests: set[asyncio.Future] = field(default_factory=set)
+    """Under way."""
+    is_over: bool = False
 
 
 ScoreText = Callable[[Prompt, str, int, FinishReason], Awaitable[Score]]
@@ -71,7 +80,7 @@ class EpisodeContext:
     ) -> None:
         self.sequence, self._session = TokenSequence(), Session()
         self._forks: list[EpisodeContext] = []
-        self._turns_of_episode = _Count()
+        self._episode, self._is_acting = _Episode(), False
         self._client, self._problem, self._seed = client, problem, seed
         self._temperature, self._limits, self._texts, self._score = temperature, limits, texts, score
 
@@ -83,14 +92,25 @@ class EpisodeContext:
         """Of the episode, which this context began: its own, and behind it each fork with the forks of that."""
         return [self.sequence, *(one for fork in self._forks for one in fork.sequences())]
 
+    async def end(self) -> None:
+        """End the requests of all contexts of the episode. They can do nothing from now on."""
+        self._episode.is_over = True
+        requests = list(self._episode.requests)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+
     def fork(self, at: int | None = None) -> "EpisodeContext":
-        fork = copy(self)  # the engine, the limits, and the count of turns are shared
-        fork.sequence, fork._forks = self.sequence.beginning(at), []
+        self._require_running()
+        fork = copy(self)  # the engine, the limits, and what the episode shares
+        fork.sequence, fork._forks, fork._is_acting = self.sequence.beginning(at), [], False
         fork._seed = _derived(self._seed, f"fork {len(self._forks)}")
         self._forks.append(fork)
         return fork
 
     def observe(self, token_ids: Sequence[int]) -> None:
+        self._require_idle("observe")
+        self._require_tokens(token_ids)
         room = self._limits.max_tokens - len(self.sequence)
         if len(token_ids) > room:
             raise EpisodeEnded(
@@ -103,7 +123,11 @@ class EpisodeContext:
     async def act(
         self, *, max_new_tokens: int | None = None, stop_token_ids: Sequence[int] = ()
     ) -> Completion:
-        turn, length = self._turns_of_episode.value, len(self.sequence)
+        self._require_idle("act")
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        self._require_tokens(stop_token_ids)
+        turn, length = self._episode.turns, len(self.sequence)
         if not length:
             raise ValueError("act() before observe(): there is nothing to continue; observe the prompt first")
         if turn >= self._limits.max_turns:
@@ -116,17 +140,27 @@ class EpisodeContext:
                 Status.TOKEN_LIMIT,
                 f"turn {turn + 1} follows {length} tokens, but environment.max_tokens={self._limits.max_tokens}",
             )
-        self._turns_of_episode.value += 1  # before the answer: forks may act at the same time
-        (completion,) = await self._client.generate_group(
-            self.sequence.token_ids.tolist(),
-            max_new_tokens=min(
-                max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens, room
-            ),
-            temperature=self._temperature,
-            stop_token_ids=[*self._texts.end_token_ids, *stop_token_ids],
-            seeds=[turn_seed(self._seed, len(self.sequence.turns))],
-            session=self._session,
+        self._episode.turns += 1  # before the answer: forks may act at the same time
+        request = asyncio.ensure_future(
+            self._client.generate_group(
+                self.sequence.token_ids.tolist(),
+                max_new_tokens=min(
+                    max_new_tokens or self._limits.max_new_tokens, self._limits.max_new_tokens, room
+                ),
+                temperature=self._temperature,
+                stop_token_ids=[*self._texts.end_token_ids, *stop_token_ids],
+                seeds=[turn_seed(self._seed, len(self.sequence.turns))],
+                session=self._session,
+            )
         )
+        self._episode.requests.add(request)
+        self._is_acting = True
+        try:
+            (completion,) = await request
+        finally:
+            self._is_acting = False
+            self._episode.requests.discard(request)
+        self._require_running()
         self.sequence.append(completion)
         return completion
 
@@ -138,9 +172,24 @@ class EpisodeContext:
 
     async def score(self, response_text: str) -> Score:
         turns = self.sequence.turns
-        num_tokens = sum(turn.end - turn.start for turn in turns)
+        num_tokens = turns[-1].end - turns[-1].start if turns else 0
         finish_reason = turns[-1].finish_reason if turns else FinishReason.STOP
         return await self._score(self._problem, response_text, num_tokens, finish_reason)
+
+    def _require_running(self) -> None:
+        if self._episode.is_over:
+            raise RuntimeError("the episode is over; await everything that it starts before run() returns")
+
+    def _require_idle(self, what: str) -> None:
+        self._require_running()
+        if self._is_acting:
+            raise RuntimeError(f"{what}() while act() is under way; await it first, or fork the context")
+
+    def _require_tokens(self, token_ids: Sequence[int]) -> None:
+        ids, most = np.asarray(token_ids), self._texts.vocab_size - 1
+        if ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0 or ids.max() > most):
+            wrong = next((i for i in token_ids if type(i) is not int or not 0 <= i <= most), token_ids[0])
+            raise ValueError(f"{wrong!r} is no token id; they are integers from 0 to {most}")
 
 
 def turn_seed(episode_seed: int, turn: int) -> int:

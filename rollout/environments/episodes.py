@@ -1,7 +1,8 @@
 """Samples of one prompt: single responses, or episodes of an environment. The sampler knows only ``SampleMaker``."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -162,7 +163,7 @@ class Episodes:
     async def _outcome(self, prompt: Prompt, context: EpisodeContext) -> Outcome:
         try:
             async with asyncio.timeout(self._config.timeout_s) as deadline:
-                outcome = checked(await self._environment.run(prompt, context))
+                outcome = checked(await self._run(prompt, context))
         except EpisodeEnded as end:
             outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)
         except EpisodeFailed as failure:
@@ -174,12 +175,45 @@ class Episodes:
                 return _failed(error)
             limit = f"no outcome within environment.timeout_s={self._config.timeout_s:g} s"
             return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
+        except asyncio.CancelledError as error:
+            if (task := asyncio.current_task()) is None or task.cancelling():
+                raise
+            return _failed(error)  # the environment has cancelled something of its own
         except Exception as error:  # the user's code may raise anything
             return _failed(error)
         if not any(sequence.turns for sequence in context.sequences()):
             error = "the episode ended before the policy's first turn"
             return Outcome(reward=None, status=outcome.status, error=error)
         return outcome
+
+    async def _run(self, prompt: Prompt, context: EpisodeContext) -> object:
+        """What the environment returns. Its requests end with it."""
+        with _one_error():
+            try:
+                return await self._environment.run(prompt, context)
+            finally:
+                await context.end()
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """Of several errors at once, as forks in an asyncio.TaskGroup raise them, the one that decides."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        errors = list(_leaves(group))
+        for kind in (ENDS_THE_RUN, (EpisodeEnded, EpisodeFailed), BaseException):
+            for error in errors:
+                if isinstance(error, kind):
+                    raise error from group
+
+
+def _leaves(group: BaseExceptionGroup) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error
 
 
 def _with_something_to_pack(sequence: TokenSequence, prompt: Prompt) -> TokenSequence:
@@ -190,13 +224,20 @@ def _with_something_to_pack(sequence: TokenSequence, prompt: Prompt) -> TokenSeq
 
 
 def checked(outcome: object) -> Outcome:
-    """The outcome with plain numbers. One without a score where its reward is no finite number.
+    """The outcome with plain values. One without a score where its reward is no finite number.
 
     Raises:
-        TypeError: it is no Outcome, or its parts are no numbers by name.
+        TypeError: it is no Outcome, its status is none, or its parts are no numbers by name.
     """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"run() returned {type(outcome).__name__}; return an Outcome")
+    if not isinstance(outcome.status, Status):
+        raise TypeError(f"run() returned the status {outcome.status!r}; give a Status, or leave it out")
+    outcome = replace(
+        outcome,
+        correct=None if outcome.correct is None else bool(outcome.correct),
+        error=None if outcome.error is None else str(outcome.error),
+    )
     if outcome.reward is None:
         return replace(outcome, parts={}, error=outcome.error or "the environment gave no reward")
     try:

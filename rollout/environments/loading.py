@@ -1,13 +1,20 @@
 """From the config's ``environment`` block to what makes samples."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from configs.schema import RunConfig
-from configs.schema.environment import ChatEnvironment, MessageEnvironment, TokenEnvironment
+from configs.schema.environment import (
+    AgentEnvironment,
+    ChatEnvironment,
+    EnvironmentLimits,
+    MessageEnvironment,
+    TokenEnvironment,
+)
 from rollout.environments.agent import AgentEpisodes
 from rollout.environments.agent_process import command_of
 from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer
@@ -24,6 +31,15 @@ from rollout.sampling.prompt_room import PromptsOf, sequence_limits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+logger = logging.getLogger(__name__)
+
+BOTH: tuple[PromptsOf, PromptsOf] = ("training", "held-out")
+_AFTER_AGENT_S = 60.0
+"""Time to end an agent and to score its episode, after its own deadline."""
+_NO_LIMIT = 2**31 - 1
+"""Held-out episodes of a model without positions, on servers that choose their own pool."""
 
 
 @asynccontextmanager
@@ -45,7 +61,7 @@ async def sample_makers(
         ValueError: the environment cannot be made, or nothing limits the tokens of its episodes.
         EnvironmentStartError: its process cannot be started.
     """
-    texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset(stop_token_ids))
+    texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset(stop_token_ids), vocab_size=len(tokenizer))
     score, block = score_by(scorer), config.environment
     if block.type == "single_turn":
         maker = SingleTurns(
@@ -56,46 +72,27 @@ async def sample_makers(
         )
         yield lambda which: maker
         return
-    async with AsyncExitStack() as pools:
-        environments: dict[PromptsOf, Environment] = {}
+    async with AsyncExitStack() as exits:
         if block.type == "tokens":
-            environment = make_environment(block)
-            environments = {"training": environment, "held-out": environment}
+            environments = dict.fromkeys(BOTH, make_environment(block))
         elif block.type == "agent":
-            model, vocab_size = config.model.path.name, len(tokenizer)
-            gateway = await pools.enter_async_context(Gateway(host=host, model=model, vocab_size=vocab_size))
-            agents = AgentEpisodes(
-                gateway,
-                command_of(block),
-                renderer_of=renderer_maker(block, tokenizer),
-                parse=pools.enter_context(call_parser(block)),
-                reward=block.reward,
-                timeout_s=block.timeout_s,
-                pass_row=block.pass_row,
-                system_prompt=getattr(config.task, "system_prompt", None),
-            )
-            agents.check()
-            environments = {"training": agents, "held-out": agents}
-            # The agent's own deadline comes first: its error has the end of what the agent wrote.
-            changed = {"max_concurrency": max_processes(block), "timeout_s": block.timeout_s + _AFTER_AGENT_S}
-            block = block.model_copy(update=changed)
+            gateway = Gateway(host=host, model=config.model.path.name, vocab_size=texts.vocab_size)
+            await exits.enter_async_context(gateway)
+            parse = await exits.enter_async_context(call_parser(block))
+            environments = dict.fromkeys(BOTH, agent_episodes(config, block, gateway, tokenizer, parse))
         else:
-            parse = pools.enter_context(call_parser(block))
-            for which in ("training", "held-out"):
-                pool = ProcessPool(Program.of(block), limits_of(block), max_processes=max_processes(block))
-                await pools.enter_async_context(pool)
-                environments[which] = chat = chat_episodes(config, block, pool, tokenizer, parse)
-                if which == "training":
-                    await chat.check()
-            # No episode waits for a process of another: that would count as its own time.
-            block = block.model_copy(update={"max_concurrency": max_processes(block)})
+            parse = await exits.enter_async_context(call_parser(block))
+            environments = {which: chat_episodes(config, block, tokenizer, parse) for which in BOTH}
+            for chat in environments.values():
+                await exits.enter_async_context(chat)
+            await environments["training"].check()
 
         def episodes(which: PromptsOf) -> Episodes:
             limits = sequence_limits(config, which, max_positions=max_positions)
             limits |= {} if block.max_tokens is None else {"environment.max_tokens": block.max_tokens}
             return Episodes(
                 environments[which],
-                config=block,
+                config=limits_around(block),
                 limits=EpisodeLimits(
                     max_turns=block.max_turns,
                     max_tokens=min(limits.values(), default=_NO_LIMIT),
@@ -108,15 +105,47 @@ async def sample_makers(
         yield episodes
 
 
+def limits_around(block: TokenEnvironment | ChatEnvironment | AgentEnvironment) -> EnvironmentLimits:
+    """The limits within which episodes are played."""
+    if block.type == "tokens":
+        return block
+    # No episode waits for a process of another: that would count as its own time.
+    changed: dict[str, float] = {"max_concurrency": max_processes(block)}
+    if block.type == "agent":
+        # The agent's own deadline comes first: its error has the end of what the agent wrote.
+        changed["timeout_s"] = block.timeout_s + _AFTER_AGENT_S
+    return block.model_copy(update=changed)
+
+
+def agent_episodes(
+    config: RunConfig,
+    block: AgentEnvironment,
+    gateway: Gateway,
+    tokenizer: "PreTrainedTokenizerBase",
+    parse: ParseCalls | None,
+) -> AgentEpisodes:
+    agents = AgentEpisodes(
+        gateway,
+        command_of(block),
+        renderer_of=renderer_maker(block, tokenizer),
+        parse=parse,
+        reward=block.reward,
+        timeout_s=block.timeout_s,
+        pass_row=block.pass_row,
+        system_prompt=getattr(config.task, "system_prompt", None),
+    )
+    agents.check()
+    return agents
+
+
 def chat_episodes(
     config: RunConfig,
     block: ChatEnvironment,
-    pool: ProcessPool,
     tokenizer: "PreTrainedTokenizerBase",
     parse: ParseCalls | None,
 ) -> ChatEpisodes:
     return ChatEpisodes(
-        pool,
+        ProcessPool(Program.of(block), limits_of(block), max_processes=max_processes(block)),
         renderer_of=renderer_maker(block, tokenizer),
         parse=parse,
         system_prompt=getattr(config.task, "system_prompt", None),
@@ -131,29 +160,35 @@ def renderer_maker(
             return PlainRenderer(partial(tokenizer.encode, add_special_tokens=False))
         from rollout.environments.rendering import ChatRenderer
 
-        return ChatRenderer(tokenizer, tools=tools, arguments=block.template_arguments)
+        renderer = ChatRenderer(tokenizer, tools=tools, arguments=block.template_arguments)
+        for note in renderer.notes:
+            if note not in told:
+                told.add(note)
+                logger.warning("%s", note)
+        return renderer
 
+    told: set[str] = set()
     return renderer_of
 
 
-@contextmanager
-def call_parser(block: MessageEnvironment) -> Iterator[ParseCalls | None]:
-    """SGLang's parser in a process of its own; None where the config names none. Raises ValueError."""
+@asynccontextmanager
+async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | None]:
+    """SGLang's parser in a process of its own, which is started; None where the config names none.
+
+    Raises:
+        ValueError: SGLang has no such parser.
+        WorkerStartError: the process cannot be started.
+    """
     if block.tool_call_parser is None:
         yield None
         return
     with ToolCallParser(block.tool_call_parser, reasoning_parser=block.reasoning_parser) as parser:
+        await asyncio.to_thread(parser.start)
 
         async def parse(text: str, tools: Tools) -> ParsedTurn:
             return await asyncio.to_thread(parser, text, tools)
 
         yield parse
-
-
-_AFTER_AGENT_S = 60.0
-"""Time to end an agent and to score its episode, after its own deadline."""
-_NO_LIMIT = 2**31 - 1
-"""Held-out episodes of a model without positions, on servers that choose their own pool."""
 
 
 def score_by(scorer: Scorer) -> ScoreText:

@@ -8,7 +8,7 @@ turn before.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -67,6 +67,8 @@ class Context(Protocol):
 
         Raises:
             EpisodeEnded: the sequence would be longer than ``environment.max_tokens``.
+            ValueError: one of them is no token of the model.
+            RuntimeError: a turn of this context is under way.
         """
         ...
 
@@ -106,12 +108,12 @@ class Context(Protocol):
         ...
 
     def decode(self, completion: Completion) -> str:
-        """The text of a turn without the end token, if one ended it."""
+        """The text of a turn without the model's end token. A token of ``stop_token_ids`` stays."""
         ...
 
     async def score(self, response_text: str) -> Score:
-        """The run's reward of this text as the response to the problem. A reward that fails gives a score with an
-        error."""
+        """The run's reward of this text as the response to the problem, with the length and the end of the last turn. A
+        reward that fails gives a score with an error."""
         ...
 
 
@@ -121,10 +123,7 @@ class Environment(Protocol):
     async def run(self, problem: Prompt, context: Context) -> Outcome:
         """Play one episode. It is cancelled after ``environment.timeout_s``: clean up in ``finally``.
 
-        Any exception but EpisodeEnded and CancelledError ends the episode without a score, and is reported.
+        Any exception but EpisodeEnded ends the episode without a score, and is reported. What it has started is ended
+        with it.
         """
         ...
-
-
-MakeEnvironment = Any
-"""A class, or a function, that returns an ``Environment``."""

@@ -139,7 +139,8 @@ class ChatRenderer:
                 raise ValueError(
                     f"{self._name} takes no messages of role 'tool' here; `tandem check-template --tools` says why"
                 )
-            self._check_reply(role, reply := REPLIES.get(role, [{"role": role, "content": REPLY}]))
+            reply: list[Message] = [{"role": role, "content": REPLY}]
+            self._check_reply(role, reply)
             self.replies[role] = reply
         ids = self.encode(self._suffix(messages, _History()).text)
         if ids[0] not in self.end_token_ids:

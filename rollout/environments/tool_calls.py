@@ -6,7 +6,6 @@ pass it on, a lost server would fail an episode, and a parser that hangs on a sa
 expressions) would hang the server, and with it every sample there. A process of its own has a deadline, and is killed.
 """
 
-import hashlib
 import json
 import os
 import subprocess
@@ -40,7 +39,7 @@ class ParsedTurn:
     content: str
     """Without calls and thinking. The whole text, without thinking, where a call could not be read."""
     calls: list[dict[str, Any]]
-    """{id, name, arguments} each; arguments are an object of JSON."""
+    """{name, arguments} each; arguments are an object of JSON."""
     error: str | None = None
     """Why a call could not be read; there are no calls then."""
     reasoning: str = ""
@@ -48,13 +47,17 @@ class ParsedTurn:
 
 
 class ParserProcess:
-    """The process of SGLang's parsers. It starts on first use, and again after it was lost. Several threads may ask."""
+    """The process of SGLang's parsers. It starts again after it was lost. Several threads may ask."""
 
     def __init__(
         self, *, timeout_s: float = PARSE_TIMEOUT_S, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._asking = threading.Lock()
+        """Held by the thread that asks or starts: one question at a time."""
         self._lock = threading.Lock()
+        """Keeps ``close`` and a start apart. Nobody waits for the process while holding it."""
+        self._is_closed = False
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
 
@@ -64,22 +67,29 @@ class ParserProcess:
 
     def start(self) -> None:
         """Raises WorkerStartError."""
-        with self._lock:
+        with self._asking:
             self._running()
 
     def close(self) -> None:
-        """End the process. Using it again would start another."""
+        """End the process, for good. A thread that waits for it sees its end, and cleans up."""
         with self._lock:
-            self._end()
+            self._is_closed = True
+            if self._process is not None:
+                kill_tree(self._process)
+        if self._asking.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._asking.release()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of ``tool_call_parsers.parse``.
 
         Raises:
             WorkerStartError: the process cannot be started.
-            LateOrLost: it did not answer in time, or ended meanwhile.
+            LateOrLost: it did not answer in time, ended meanwhile, or was closed.
         """
-        with self._lock:
+        with self._asking:
             connection = self._running()
             try:
                 connection.send_bytes(
@@ -104,27 +114,32 @@ class ParserProcess:
         ours, theirs = cast("tuple[Connection, Connection]", Pipe())
         path = [entry or os.getcwd() for entry in sys.path]
         command = BOOTSTRAP.format(path=path, descriptor=theirs.fileno())
-        with theirs:
+        with theirs, self._lock:
+            if self._is_closed:
+                raise LateOrLost("the parser was closed")
             self._process = subprocess.Popen(
                 [sys.executable, "-c", command],
                 stdin=subprocess.DEVNULL, stdout=sys.__stderr__, pass_fds=[theirs.fileno()],
             )  # fmt: skip
-        self._connection = ours
+            self._connection = ours
         try:
             _receive(ours, self._start_timeout_s)
         except (TimeoutError, EOFError, OSError) as error:
             self._end()
+            if self._is_closed:
+                raise LateOrLost("the parser was closed") from error
             raise WorkerStartError(
                 "the process of SGLang's tool-call parsers did not start; its error output says why"
             ) from error
         return ours
 
     def _end(self) -> None:
-        if self._process is not None:
-            kill_tree(self._process)
-        if self._connection is not None:
-            self._connection.close()
-        self._process = self._connection = None
+        with self._lock:
+            if self._process is not None:
+                kill_tree(self._process)
+            if self._connection is not None:
+                self._connection.close()
+            self._process = self._connection = None
 
 
 class ToolCallParser:
@@ -154,6 +169,10 @@ class ToolCallParser:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def start(self) -> None:
+        """Start the process, so that no turn waits for it. Raises WorkerStartError."""
+        self._process.start()
+
     def close(self) -> None:
         """End the process if it is the parser's own."""
         if self._owns_process:
@@ -171,33 +190,15 @@ class ToolCallParser:
             answer = self._process.ask({"text": text, "tools": [dict(tool) for tool in tools], **self._names})
         except LateOrLost as error:
             return ParsedTurn(content=text, calls=[], error=str(error))
-        calls = [{"id": _call_id(text, number), **call} for number, call in enumerate(answer["calls"])]
         return ParsedTurn(
-            content=answer["content"], calls=calls, error=answer["error"], reasoning=answer["reasoning"]
+            content=answer["content"],
+            calls=answer["calls"],
+            error=answer["error"],
+            reasoning=answer["reasoning"],
         )
-
-
-_shared_process = ParserProcess()
-
-
-def parse_tool_calls(
-    text: str, tools: Tools, parser: str, *, reasoning_parser: str | None = None
-) -> ParsedTurn:
-    """The content and the tool calls of a turn's text, by a process that all callers of this function share.
-
-    Raises:
-        ValueError: SGLang has no such parser.
-        WorkerStartError: its process cannot be started.
-    """
-    return ToolCallParser(parser, reasoning_parser=reasoning_parser, process=_shared_process)(text, tools)
 
 
 def _receive(connection: Connection, timeout_s: float) -> dict[str, Any]:
     if not connection.poll(timeout_s):
         raise TimeoutError(f"no answer within {timeout_s:g} s")
     return json.loads(connection.recv_bytes())
-
-
-def _call_id(text: str, number: int) -> str:
-    """Nine letters and digits, as Mistral's template wants them. The same text has the same ids."""
-    return hashlib.sha256(f"{number} {text}".encode(errors="surrogatepass")).hexdigest()[:9]

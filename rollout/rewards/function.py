@@ -15,8 +15,12 @@ from typing import cast
 from rollout.records import Score
 
 RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
-"""f(prompt_text, response_text, reference) -> value, or (value, parts). A function with a parameter ``row``
-also gets the record of the data file."""
+"""f(prompt_text, response_text, reference) -> value, or (value, parts). It may be ``async``, and may have further
+parameters, of ``FURTHER``."""
+
+FURTHER = {"row": {}, "num_tokens": 1, "finish_reason": "stop"}
+"""Further parameters by name, with values for a trial: the record of the data file, the tokens of the response with
+its end token, and ``stop`` or ``length``."""
 
 
 def import_reward_function(path: str) -> RewardFunction:
@@ -24,7 +28,7 @@ def import_reward_function(path: str) -> RewardFunction:
 
     Raises:
         ValueError: the module or the function is missing, the import fails or ends the process, or the
-        function is `async` or does not take three texts.
+        function does not take three texts.
     """
     return _checked_function(
         path, import_named("reward function", path, "module:function, e.g. my_rewards:score")
@@ -80,28 +84,25 @@ def _checked_function(path: str, function: object) -> RewardFunction:
         raise ValueError(
             f"reward function {path!r} is a {type(function).__name__}, not a function; name something callable"
         )
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-        raise ValueError(
-            f"reward function {path!r} is `async def` ({place_of(function)}), and nothing awaits it; "
-            "write `def`, and asyncio.run inside"
-        )
     try:
-        row = {"row": {}} if takes_row(function) else {}
-        inspect.signature(function).bind("prompt", "response", "reference", **row)
+        further = {name: FURTHER[name] for name in further_parameters(function)}
+        inspect.signature(function).bind("prompt", "response", "reference", **further)
     except TypeError as error:
-        must = "must take (prompt_text, response_text, reference), and beside them at most row"
+        must = (
+            f"must take (prompt_text, response_text, reference), and beside them at most {', '.join(FURTHER)}"
+        )
         raise ValueError(f"reward function {path!r} {must}: {error}") from error
     except ValueError:  # some C functions have no signature; the first call checks them
         pass
     return cast(RewardFunction, function)
 
 
-def takes_row(function: Callable) -> bool:
-    """Whether a reward function has a parameter ``row``, for the whole record of the data file."""
+def further_parameters(function: Callable) -> list[str]:
+    """Those of ``FURTHER`` that a reward function has."""
     try:
-        return "row" in inspect.signature(function).parameters
+        return [name for name in FURTHER if name in inspect.signature(function).parameters]
     except ValueError:  # some C functions have no signature
-        return False
+        return []
 
 
 def to_score(returned: object) -> Score:
@@ -111,8 +112,6 @@ def to_score(returned: object) -> Score:
         TypeError: the value is neither a real number nor a pair of a real number and a dict of them.
         ValueError: a value is infinite or NaN.
     """
-    if inspect.iscoroutine(returned):
-        returned.close()  # else Python warns that nothing awaited it
     value, parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
         raise TypeError(

@@ -12,7 +12,7 @@ import os
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -97,8 +97,15 @@ def default_num_workers(cores: int) -> int:
     return max(1, min(MOST_DEFAULT_WORKERS, cores // 2))
 
 
-_Reward = Callable[[Prompt, str, int], Awaitable[Score]]
-"""f(prompt, response_text, num_tokens)"""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Response:
+    text: str
+    num_tokens: int
+    """With the end token. ``rollout.max_new_tokens`` where a limit cut it off."""
+    finish_reason: FinishReason
+
+
+_Reward = Callable[[Prompt, _Response], Awaitable[Score]]
 
 
 class Scorer:
@@ -152,10 +159,10 @@ class Scorer:
         match part.type:
             case "countdown":
                 return _inline_reward(
-                    lambda prompt, text, num_tokens: countdown_reward(prompt.reference, text)
+                    lambda prompt, response: countdown_reward(prompt.reference, response.text)
                 )
             case "gsm8k":
-                return _inline_reward(lambda prompt, text, num_tokens: gsm8k_reward(prompt.reference, text))
+                return _inline_reward(lambda prompt, response: gsm8k_reward(prompt.reference, response.text))
             case "overlong":
                 longest, buffer = self._max_new_tokens, part.buffer_tokens
                 if buffer > longest:
@@ -163,13 +170,13 @@ class Scorer:
                         f"{field}.buffer_tokens={buffer} is more than rollout.max_new_tokens={longest}; lower it"
                     )
                 penalty = partial(overlong_penalty, max_tokens=longest, buffer_tokens=buffer)
-                return _inline_reward(lambda prompt, text, num_tokens: Score(value=penalty(num_tokens)))
+                return _inline_reward(lambda prompt, response: Score(value=penalty(response.num_tokens)))
             case "model":
                 model = RewardModel(part, name=field)
                 self._models.append(model)
                 self._exits.push_async_callback(model.close)
                 await model.start()
-                return lambda prompt, text, num_tokens: model.score(prompt, text)
+                return lambda prompt, response: model.score(prompt, response.text)
             case _:
                 processes = _Processes(part, num_workers=part.num_workers or self._num_workers)
                 self._exits.callback(processes.close)
@@ -192,9 +199,8 @@ class Scorer:
         """
         if finish_reason is FinishReason.LENGTH:
             num_tokens = self._max_new_tokens  # the model's positions may have cut it off earlier
-        results = await asyncio.gather(
-            *(reward(prompt, response_text, num_tokens) for reward in self._rewards.values())
-        )
+        response = _Response(text=response_text, num_tokens=num_tokens, finish_reason=finish_reason)
+        results = await asyncio.gather(*(reward(prompt, response) for reward in self._rewards.values()))
         scores = dict(zip(self._rewards, results, strict=True))
         for field, score in scores.items():
             if score.error is not None:
@@ -228,12 +234,12 @@ class Scorer:
         return score
 
 
-def _inline_reward(function: Callable[[Prompt, str, int], Score]) -> _Reward:
+def _inline_reward(function: Callable[[Prompt, _Response], Score]) -> _Reward:
     """A pure and quick reward, which runs in the event loop's own thread."""
 
-    async def score(prompt: Prompt, response_text: str, num_tokens: int) -> Score:
+    async def score(prompt: Prompt, response: _Response) -> Score:
         try:
-            return function(prompt, response_text, num_tokens)
+            return function(prompt, response)
         except ValueError as error:  # an unusable reference
             return Score(value=0.0, error=f"{type(error).__name__}: {error}")
 
@@ -251,9 +257,14 @@ class _Processes:
         )
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
-    async def score(self, prompt: Prompt, response_text: str, num_tokens: int) -> Score:
+    async def score(self, prompt: Prompt, response: _Response) -> Score:
         job = Job(
-            prompt_text=prompt.text, response_text=response_text, reference=prompt.reference, row=prompt.row
+            prompt_text=prompt.text,
+            response_text=response.text,
+            reference=prompt.reference,
+            row=prompt.row,
+            num_tokens=response.num_tokens,
+            finish_reason=response.finish_reason.value,
         )
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.call, job)
 

@@ -92,7 +92,11 @@ class _Trial:
         raised: dict[str, str] = {}
         for name, response in made_responses(problem.reference).items():
             job = Job(
-                prompt_text=problem.text, response_text=response, reference=problem.reference, row=problem.row
+                prompt_text=problem.text,
+                response_text=response,
+                reference=problem.reference,
+                row=problem.row,
+                num_tokens=len(response) + 1,
             )
             self._connection.send(job)
             fix, limit_s = "make it faster, or raise its timeout_s", self._reward.timeout_s

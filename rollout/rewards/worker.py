@@ -10,7 +10,9 @@ A worker is a fresh interpreter (no fork: the parent has threads and sockets) in
 parent, with which it is ended.
 """
 
+import asyncio
 import faulthandler
+import inspect
 import os
 import queue
 import signal
@@ -31,9 +33,9 @@ from rollout.records import Score
 from rollout.rewards.function import (
     RewardFunction,
     describe,
+    further_parameters,
     import_reward_function,
     place_of,
-    takes_row,
     to_score,
 )
 from rollout.rewards.math_answers import math_verify_reward
@@ -53,6 +55,8 @@ class Job:
     response_text: str
     reference: str
     row: Mapping[str, object] | None = None
+    num_tokens: int = 0
+    finish_reason: str = "stop"
 
 
 Reply = tuple[Literal["ready", "failed", "score", "raised", "unusable"], Score | str | None]
@@ -75,12 +79,13 @@ def serve(descriptor: int, reward: str) -> None:
             connection.send(("failed", str(error)))
             return
         connection.send(("ready", None))
-        while True:
-            try:
-                job = connection.recv()
-            except EOFError:  # the parent closed the pipe, or is gone
-                return
-            connection.send(_score_job(function, job))
+        with asyncio.Runner() as runner:  # one event loop for all calls of a function that is async
+            while True:
+                try:
+                    job = connection.recv()
+                except EOFError:  # the parent closed the pipe, or is gone
+                    return
+                connection.send(_score_job(function, job, runner))
 
 
 def _load_reward(reward: str) -> RewardFunction:
@@ -95,11 +100,17 @@ def _math_verify(prompt_text: str, response_text: str, reference: str) -> tuple[
     return score.value, score.parts
 
 
-def _score_job(function: RewardFunction, job: Job) -> Reply:
+def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Reply:
     try:
-        row = {"row": job.row} if takes_row(function) else {}
-        returned = function(job.prompt_text, job.response_text, job.reference, **row)
-    except (Exception, SystemExit) as error:  # reward code may raise anything, or call exit()
+        further = {name: getattr(job, name) for name in further_parameters(function)}
+        returned = function(job.prompt_text, job.response_text, job.reference, **further)
+        if inspect.iscoroutine(returned):
+            returned = runner.run(returned)
+    except (
+        Exception,
+        SystemExit,
+        asyncio.CancelledError,
+    ) as error:  # reward code may raise anything, or exit()
         return "raised", describe(error)
     try:
         return "score", to_score(returned)

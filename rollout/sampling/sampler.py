@@ -260,10 +260,10 @@ def _failed_rewards(prompt: Prompt, samples: Sequence[Sample]) -> list[str]:
 def _check_rewards(failures: Sequence[str], num_scored: int) -> None:
     """Log the failed rewards. Raises SamplingError where no other is left."""
     for failure in failures[:MAX_LOGGED_FAILURES]:
-        logger.warning("reward failed for %s", failure)
+        logger.warning("a sample failed: %s", failure)
     if len(failures) > MAX_LOGGED_FAILURES:
         logger.warning(
-            "the rewards of %d further samples failed, all scored 0", len(failures) - MAX_LOGGED_FAILURES
+            "%d further samples failed; their errors are not shown", len(failures) - MAX_LOGGED_FAILURES
         )
     if failures and len(failures) == num_scored:
         raise SamplingError(

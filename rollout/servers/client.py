@@ -3,13 +3,13 @@
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import NamedTuple, Self
 
 import aiohttp
 import numpy as np
@@ -17,12 +17,11 @@ import orjson
 
 from rollout.client import ClientStats, GenerationError, Session
 from rollout.connections import PEER_TIMEOUT_S, is_unreachable
+from rollout.gathering import all_or_first_error
 from rollout.http_replicas import AttemptFailed, Replica, ReplicaLost, open_session, request_with_retries
 from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
 from rollout.run_key import RunKey
 from rollout.servers.command import NO_WEIGHT_VERSION
-
-T = TypeVar("T")
 
 REUSE_S = 4.0
 """Idle connections are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
@@ -193,7 +192,7 @@ class SGLangClient:
             requests = (
                 self._request_completions(list(prompt_ids), [sampling], session) for sampling in samplings
             )
-            return [completion for (completion,) in await _gather_or_cancel(requests)]
+            return [completion for (completion,) in await all_or_first_error(requests)]
         completions: list[Completion] = []
         for start in range(0, len(samplings), self._max_concurrency):
             part = samplings[start : start + self._max_concurrency]
@@ -373,16 +372,6 @@ def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Comple
         return [parse_completion(reply, sent) for reply in replies]
     except GenerationError as error:
         raise GenerationError(f"{url}: {error}") from error
-
-
-async def _gather_or_cancel(requests: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results of all. The first failure cancels the others and is raised by itself, in no group."""
-    tasks = [asyncio.ensure_future(request) for request in requests]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 class _NetworkPatience:

@@ -276,7 +276,7 @@ def test_math_verify_names_a_reference_it_cannot_read():
 # -----------------------------------------------------------------------------------------------------------
 
 USER_MODULE = '''
-import os, subprocess, sys, time
+import asyncio, os, subprocess, sys, time
 import numpy
 
 def score(prompt_text, response_text, reference):
@@ -305,8 +305,16 @@ def score(prompt_text, response_text, reference):
         "huge": 10 ** 400, "parts": (0.5, {"style": 1}), "bad part": (0.5, {"style": float("nan")}), "bad parts": (0.5, 3),
     }.get(response_text, float(prompt_text == "p" and reference == "r"))
 
-async def coroutine(prompt_text, response_text, reference):
+async def answer(response_text):
+    await asyncio.sleep(0)
+    if response_text == "raise":
+        raise KeyError("lost")
+    if response_text == "cancelled":
+        raise asyncio.CancelledError
     return 1.0
+
+async def coroutine(prompt_text, response_text, reference):
+    return await answer(response_text)
 
 def late_coroutine(prompt_text, response_text, reference):
     return coroutine(prompt_text, response_text, reference)
@@ -320,12 +328,15 @@ def of_row(prompt_text, response_text, reference, row):
 def of_optional_row(prompt_text, response_text, reference, *, row=None):
     return -1.0 if row is None else float(row["level"])
 
+def of_everything(prompt_text, response_text, reference, finish_reason, *, num_tokens, row):
+    return num_tokens, {"is_cut": finish_reason == "length", "has_row": row is not None}
+
 def unknown_fourth(prompt_text, response_text, reference, metadata):
     return 1.0
 
 class Async:
     async def __call__(self, prompt_text, response_text, reference):
-        return 1.0
+        return await answer(response_text)
 
 async_object = Async()
 
@@ -526,6 +537,9 @@ def test_a_function_that_names_row_is_given_the_record(user_module):
     assert [s.value for s in scores_of(function_config(user_module, "of_optional_row"), "3")] == [-1.0], (
         "a task without a file has no rows"
     )
+    check_reward(function_config(user_module, "of_everything"))
+    (told,) = scores_of(function_config(user_module, "of_everything"), "3", prompt=prompt)
+    assert (told.value, told.parts) == (1.0, {"is_cut": 0.0, "has_row": 1.0})
     with pytest.raises(ValueError, match="'metadata'"):
         check_reward(function_config(user_module, "unknown_fourth"))
 
@@ -546,7 +560,7 @@ def test_check_reward_finds_what_is_wrong(user_module):
         "no_such.sub:f": "there is no module 'no_such.sub'",
         f"{stem}:scroe": "did you mean 'score'",
         f"{stem}:number": "is a int, not a function",
-        f"{stem}:two": "must take \\(prompt_text, response_text, reference\\), and beside them at most row",
+        f"{stem}:two": "must take \\(prompt_text, response_text, reference\\), and beside them at most row, num_tokens, finish_reason",
     }.items():
         with pytest.raises(ValueError, match=message):
             import_reward_function(path)
@@ -575,13 +589,14 @@ def test_modules_that_fail_to_import(user_module, tmp_path):
             import_reward_function(f"{name}:f")
 
 
-@pytest.mark.parametrize("name", ["coroutine", "async_object"])
-def test_a_coroutine_is_no_reward(user_module, name):
-    with pytest.raises(
-        ValueError,
-        match=rf"`async def` \({user_module.name}:\d+ in \w+\), and nothing awaits it; write `def`",
-    ):
-        check_reward(function_config(user_module, name=name))
+@pytest.mark.parametrize("name", ["coroutine", "late_coroutine", "async_object"])
+def test_a_function_that_is_async_is_awaited(user_module, name):
+    config = function_config(user_module, name=name)
+    check_reward(config)
+    scores = scores_of(config, "fine", "raise", "cancelled")
+    assert [score.value for score in scores] == [1.0, 0.0, 0.0]
+    assert re.search(rf"KeyError: 'lost' \({user_module.name}:\d+ in answer\)", scores[1].error)
+    assert "CancelledError" in scores[2].error
 
 
 # --- its trial before a start
@@ -599,7 +614,7 @@ def nan(prompt, response, reference):
 
 def awaited(prompt, response, reference):
     async def later():
-        return 1.0
+        return "1"
     return later()
 
 def both(prompt, response, reference):
@@ -652,7 +667,7 @@ def trial(tmp_path, monkeypatch) -> Path:
             r"reward.function: scoring an ordinary response .* not <class 'NoneType'> \(tried.py:5 in none\); return a finite",
         ),
         ("nan", r"the reward is nan, which is not finite \(tried.py:8 in nan\); return a finite number"),
-        ("awaited", r"not <class 'coroutine'> \(tried.py:11 in awaited\)"),
+        ("awaited", r"not str '1' \(tried.py:11 in awaited\)"),
         (
             "both",
             r"ordinary response .* raised JSONDecodeError: .* \(tried.py:17 in both\), and scoring an empty .*; .*`check: import`",
@@ -908,12 +923,12 @@ def test_a_failed_part_counts_zero_and_the_others_stand(user_module):
         WeightedReward(
             parts={
                 "right": CountdownReward(weight=3.0),
-                "mine": function_config(user_module, name="late_coroutine"),
+                "mine": function_config(user_module, name="of_row"),
             }
         ),
         "1+2",
     )
-    assert (fine.value, fine.correct) == (3.0, True) and "coroutine" in fine.error
+    assert (fine.value, fine.correct) == (3.0, True) and "NoneType" in fine.error
 
 
 def test_a_buffer_longer_than_a_response_is_refused():

@@ -179,7 +179,7 @@ ask(); say("7 8")
     for seed, one in zip((11, 12), samples_of(script, tmp_path), strict=True):
         first, second = two_turns(seed, "7 8")
         assert one.sequence.token_ids.tolist() == [3, 4, 5, *first, 7, 8, *second]
-        assert one.status is Status.OK and one.reward == (len(first) + len(second)) / 2
+        assert one.status is Status.OK and one.reward == len(second) / 2
         assert one.parts["refused_requests"] == 0.0
 
 
@@ -273,8 +273,8 @@ def test_limits_of_an_episode_are_no_fault(tmp_path):
     assert (one.reward, one.status, one.error) == (0.0, Status.TURN_LIMIT, None)
     handled = ASK + "ask(); say('7')\ntry: say('8')\nexcept OSError: print('enough')"
     (one,) = samples_of(handled, tmp_path, seeds=[1], limits=limits)
-    first, second = two_turns(1, "7")
-    assert (one.reward, one.status) == ((len(first) + len(second)) / 2, Status.TURN_LIMIT)
+    _, second = two_turns(1, "7")
+    assert (one.reward, one.status) == (len(second) / 2, Status.TURN_LIMIT)
 
 
 def test_a_failing_engine_ends_the_run_at_once(tmp_path):

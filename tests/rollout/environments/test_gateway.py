@@ -528,7 +528,7 @@ def play_with_a_template(parse) -> None:
         conversation = Conversation(
             renderer_of=lambda tools: ChatRenderer(tokenizer, tools=tools), parse=parse
         )
-        texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset([end]))
+        texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset([end]), vocab_size=len(tokenizer))
         limits = EpisodeLimits(max_turns=5, max_tokens=4000, max_new_tokens=100)
         async with opened(conversation=conversation, engine=engine, texts=texts, limits=limits) as (one,):
             messages = [{"role": "system", "content": "Be brief."}, user("What is 2 + 2?")]

@@ -1,8 +1,6 @@
 """The process of the tool-call parsers: names, deadlines, losses, its end. What the parsers find:
 servers/test_tool_call_parsers.py."""
 
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -21,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[3]
 NOT_STARTED = ParserProcess()
 ANSWERS = (
     "answer = {'content': 'heard', 'calls': [], 'error': None, 'reasoning': ''}; "
-    "[c.send_bytes(json.dumps(answer).encode()) for _ in iter(c.recv_bytes, 0)]"
+    "[b'END' in question and sys.exit() or c.send_bytes(json.dumps(answer).encode()) for question in iter(c.recv_bytes, 0)]"
 )
 READY = "c.send_bytes(b'{}'); "
 
@@ -69,11 +67,29 @@ def test_a_lost_process_costs_one_turn_and_is_started_again(process):
     parser = ToolCallParser("llama3", process=process)
     assert parser("a", []).content == "heard"
     lost = process.pid
-    os.kill(lost, signal.SIGSTOP)  # it answers nothing any more
-    threading.Timer(0.3, os.kill, (lost, signal.SIGKILL)).start()
-    turn = parser("b", [])
-    assert (turn.content, turn.calls, turn.error) == ("b", [], "the parser's process ended")
+    turn = parser("END", [])
+    assert (turn.content, turn.calls, turn.error) == ("END", [], "the parser's process ended")
     assert parser("c", []).content == "heard" and process.pid != lost
+
+
+@pytest.mark.parametrize(
+    "process", [READY + "print(c.recv_bytes(), file=sys.stderr); time.sleep(600)"], indirect=True
+)
+def test_closing_waits_for_no_answer_and_nothing_starts_again(process):
+    parser, turns = ToolCallParser("llama3", process=process), []
+    process._timeout_s = 600
+    process.start()
+    asking = [threading.Thread(target=lambda: turns.append(parser("x", []))) for _ in range(3)]
+    for thread in asking:
+        thread.start()
+    while not process._asking.locked():
+        time.sleep(0.01)
+    pid = process.pid
+    process.close()
+    for thread in asking:
+        thread.join(timeout=60)
+    assert [turn.error for turn in turns] == ["the parser's process ended", *["the parser was closed"] * 2]
+    assert process.pid is None and not psutil.pid_exists(pid)
 
 
 @pytest.mark.parametrize("process", [READY + "time.sleep(60)"], indirect=True)
