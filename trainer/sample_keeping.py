@@ -1,8 +1,8 @@
 """Keeps the samples of a few groups of each step in the run folder; ``tracking/samples.py`` has the format.
 
 The groups are the first of the step in the order of the data, so every rank knows without a question which of its
-sequences they are. What the learner says of their tokens is summed on rank 0, over one rank of each data-parallel
-share, each of which has zeros where it has no token. It costs one small collective a step, and no forward pass.
+sequences they are. Rank 0 sums their log-probs over its data-parallel group, in which each rank has zeros for the
+tokens that it lacks. It costs one small collective a step, and no forward pass.
 """
 
 from collections.abc import Mapping, Sequence

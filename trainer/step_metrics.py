@@ -17,6 +17,7 @@ from trainer.algorithm.value_loss import explained_variance
 from trainer.batch.step_batch import StepBatch
 from trainer.learner import Update
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
+from trainer.ranks.totals import Total, total_over
 from trainer.sampling import Sampled
 from trainer.weight_sync import SyncResult
 
@@ -45,7 +46,9 @@ def step_metrics(
 
     measured: of this rank's share, before the update. sync: None where it failed.
     """
-    before = merge_over_ranks(merge_metrics([*measured, reward_metrics_of(batch, updates, mode)]), group)
+    before = merge_over_ranks(
+        merge_metrics([*measured, reward_metrics_of(batch, updates, mode, total_over(group))]), group
+    )
     merged = merge_metrics([before, *(u.metrics for u in updates)])
     numbers = values(merged) | first_and_sign(updates, mode)
     explained = explained_variance(numbers)
@@ -62,9 +65,13 @@ def step_metrics(
     return StepMetrics(recorded=numbers, sampled_gap=SampledGap.of(merged))
 
 
-def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) -> dict[str, Metric]:
+def reward_metrics_of(
+    batch: StepBatch, updates: Sequence[Update], mode: str, total: Total
+) -> dict[str, Metric]:
     """The mean reward as sampled, and under the learner's policy: ``old``, or in bypass mode each minibatch's
-    ``current``. Empty in a critic's warm-up, where the policy may not have scored the batch."""
+    ``current``. Empty in a critic's warm-up, where the policy may not have scored the batch.
+
+    An episode that forked counts once, with the log-ratio of all its sequences, on the rank that has the first."""
     packed, train_T = batch.packed, batch.packed.old_logprobs_T if mode == "decoupled" else None
     if train_T is None:
         current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
@@ -72,11 +79,15 @@ def reward_metrics_of(batch: StepBatch, updates: Sequence[Update], mode: str) ->
             return {}
         train_T = batch.scattered(current)
     log_ratio_T = torch.where(packed.response_mask_T, train_T - packed.rollout_logprobs_T, 0.0)
-    return reward_metrics(
-        batch.rewards_S[packed.sequence_ids_S],
-        sum_per_sequence(log_ratio_T.to(torch.float64), packed.cu_seqlens),
-        count_per_sequence(packed.response_mask_T, packed.cu_seqlens) > 0,
-    )
+    rewards_S = batch.rewards_S[packed.sequence_ids_S]
+    log_ratio_S = sum_per_sequence(log_ratio_T.to(torch.float64), packed.cu_seqlens)
+    tokens_S = count_per_sequence(packed.response_mask_T, packed.cu_seqlens)
+    if batch.episode_ids_S is not None:
+        log_ratio_E, tokens_E = batch.per_episode(log_ratio_S, total), batch.per_episode(tokens_S, total)
+        episode_S = batch.episodes_of()
+        is_first_S = torch.isin(packed.sequence_ids_S, batch.first_sequences())
+        log_ratio_S, tokens_S = log_ratio_E[episode_S], torch.where(is_first_S, tokens_E[episode_S], 0.0)
+    return reward_metrics(rewards_S, log_ratio_S, tokens_S > 0)
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
@@ -96,17 +107,21 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     sequences = [t for g in groups for t in g.trajectories]
     samples = [t for t in sequences if t.branch == 0]
     rewards = [t.reward for t in samples if t.reward is not None]
-    lengths = [int(t.response_mask.sum()) for t in sequences]
+    responses = [t for t in sequences if t.turns]  # an episode may have failed before its first turn
+    lengths = [int(t.response_mask.sum()) for t in responses]
     parts: dict[str, list[float]] = defaultdict(list)
     for name, value in (part for t in samples for part in t.reward_parts.items()):
         parts[name].append(value)
     numbers = {f"reward/part/{name}": fmean(scores) for name, scores in parts.items()} | {
-        "response/length_mean": fmean(lengths),
-        "response/length_max": max(lengths),
         "response/tokens": sum(lengths),
-        "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in sequences),
         "groups/no_signal_fraction": fmean(_is_without_signal(g) for g in groups),
     }
+    if responses:
+        numbers |= {
+            "response/length_mean": fmean(lengths),
+            "response/length_max": max(lengths),
+            "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in responses),
+        }
     if rewards:
         std = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
         numbers |= {"reward/mean": fmean(rewards), "reward/std": std}

@@ -107,7 +107,7 @@ def cells(grid: Grid, seeds: Sequence[int], warm_steps: int) -> list[Cell]:
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0], lr=3e-4, steps=100)
-    parser.add_argument("--warm-steps", type=int, default=800)
+    parser.add_argument("--warm-steps", type=int, default=1500)
     given = parser.parse_args()
     grid, seeds = grid_of(given), given.seeds
     grid.folder.mkdir(parents=True, exist_ok=True)

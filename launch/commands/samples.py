@@ -18,6 +18,7 @@ from trainer.tracking.transcripts import (
     Decode,
     Piece,
     Stretch,
+    beginning,
     find_decode,
     gap_labels,
     outcome,
@@ -104,17 +105,17 @@ def transcript(samples: Sequence[Sample], decode: Decode, *, tokens: bool) -> It
     yield Text(f"step {samples[0].step}, sampled for version {samples[0].version} of the weights", TITLE)
     if tokens:
         yield _legend(samples)
-    group = None
+    group, prompt = None, None
     for sample in samples:
         parts = stretches(sample, decode)
         if sample.group != group:
-            group = sample.group
+            group, prompt = sample.group, beginning(sample)
             yield Text(f"\n━━ group {group}, prompt {visible(sample.prompt_id)}", TITLE)
             if parts and parts[0].turn is None:
                 yield Text(parts[0].text, OBSERVED)
         yield Text(f"\n── {sample.name}: {outcome(sample)}", TITLE)
         for part in parts:
-            if part.turn is not None or part.number > 0:
+            if part.turn is not None or part.number > 0 or beginning(sample) != prompt:
                 yield from _stretch(part, tokens)
         if tokens and (table := _worst_tokens(parts)) is not None:
             yield table

@@ -26,7 +26,9 @@ class ScoredGroup:
     has_signal: bool
     """False where dynamic sampling replaces the group."""
     failures: list[str]
-    """Prompt and error of each reward that failed."""
+    """Prompt and error of each sample whose reward or episode failed."""
+    num_usable: int = 0
+    """Samples whose reward says something: scored, and by a reward that did not fail."""
 
 
 def step_end(start: int, count: int, max_rounds: int, lacks_signal: Sequence[bool]) -> int:

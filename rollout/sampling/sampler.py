@@ -111,7 +111,9 @@ class GroupSampler:
         try:
             scored = await self._pool.next_step()
             failures = [failure for group in scored for failure in group.failures]
-            _check_rewards(failures, len(scored) * self._rollout.group_size)
+            _log_failures(failures)
+            if not any(group.num_usable for group in scored):
+                raise SamplingError(_nothing_to_learn(failures, len(scored) * self._rollout.group_size))
             _check_versions([s.group for s in scored], newest=newest, max_staleness=max_staleness)
         except BaseException:
             await self._pool.restart(self._pool.first)
@@ -174,7 +176,9 @@ class GroupSampler:
         failures = [
             f for p, samples in zip(prompts, sampled, strict=True) for f in _failed_rewards(p, samples)
         ]
-        _check_rewards(failures, sum(map(len, sampled)))
+        _log_failures(failures)
+        if failures and len(failures) == sum(map(len, sampled)):
+            raise SamplingError(_nothing_to_learn(failures, len(failures)))
         return _summarise_samples(sampled)
 
     async def _sample_group(self, number: int) -> ScoredGroup:
@@ -188,6 +192,7 @@ class GroupSampler:
             group=_make_group(number, prompt, samples),
             has_signal=_has_signal(samples, self._dynamic),
             failures=_failed_rewards(prompt, samples),
+            num_usable=sum(sample.reward is not None and sample.error is None for sample in samples),
         )
 
     def _sample_seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
@@ -257,18 +262,20 @@ def _failed_rewards(prompt: Prompt, samples: Sequence[Sample]) -> list[str]:
     ]
 
 
-def _check_rewards(failures: Sequence[str], num_scored: int) -> None:
-    """Log the failed rewards. Raises SamplingError where no other is left."""
+def _log_failures(failures: Sequence[str]) -> None:
     for failure in failures[:MAX_LOGGED_FAILURES]:
         logger.warning("a sample failed: %s", failure)
     if len(failures) > MAX_LOGGED_FAILURES:
-        logger.warning(
-            "%d further samples failed; their errors are not shown", len(failures) - MAX_LOGGED_FAILURES
+        logger.warning("%d further samples failed in this step", len(failures) - MAX_LOGGED_FAILURES)
+
+
+def _nothing_to_learn(failures: Sequence[str], count: int) -> str:
+    if not failures:
+        return (
+            f"none of the {count} samples has a score: all reached a limit of the environment; raise the limit, or set "
+            "environment.reward_at_limit"
         )
-    if failures and len(failures) == num_scored:
-        raise SamplingError(
-            f"the rewards of all {num_scored} samples failed: nothing can be learned; the first: {failures[0]}"
-        )
+    return f"the rewards of all {count} samples failed: nothing can be learned; the first: {failures[0]}"
 
 
 def _check_versions(groups: Sequence[Group], *, newest: int, max_staleness: int) -> None:

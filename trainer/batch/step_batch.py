@@ -46,6 +46,26 @@ class StepBatch:
         """Of the whole step."""
         return len(self.rewards_S) if self.episode_ids_S is None else int(self.episode_ids_S.max()) + 1
 
+    def per_episode(self, x_S: Tensor, total: Total, rows: Sequence[int] | None = None) -> Tensor:
+        """Sums over the sequences of each episode of the step, on all ranks. [S] of these rows (None: all of this
+        rank) -> [E]"""
+        sums_E = torch.zeros(self.num_episodes, dtype=torch.float64)
+        return total(sums_E.index_add_(0, self.episodes_of(rows), x_S.to(sums_E)))
+
+    def episodes_of(self, rows: Sequence[int] | None = None) -> Tensor:
+        """The episode of each of these rows (None: of all)."""
+        numbers = self.packed.sequence_ids_S if rows is None else self.packed.sequence_ids_S[rows]
+        return numbers if self.episode_ids_S is None else self.episode_ids_S[numbers]
+
+    def first_sequences(self) -> Tensor:
+        """The number of each episode's first sequence. [E]"""
+        if self.episode_ids_S is None:
+            return torch.arange(len(self.rewards_S))
+        numbers_S = torch.arange(len(self.episode_ids_S))
+        return torch.zeros(self.num_episodes, dtype=torch.int64).scatter_reduce(
+            0, self.episode_ids_S, numbers_S, "amin", include_self=False
+        )
+
     def minibatches(self) -> list[list[PackedBatch]]:
         """This rank's micro-batches of each optimizer step."""
         return [[self.packed.select(rows) for rows in microbatches] for microbatches in self.rows]
@@ -119,21 +139,12 @@ class StepBatch:
             if self.episode_ids_S is None or mode != config.type:  # turns are counted each by itself
                 counts, tokens_S = GlobalCounts.of(tokens_S).summed(total), None
             else:
-                tokens_E = self._per_episode(tokens_S, rows, total)
-                counts, tokens_S = GlobalCounts.of(tokens_E), tokens_E[self._episodes_of(rows)]
+                tokens_E = self.per_episode(tokens_S, total, rows)
+                counts, tokens_S = GlobalCounts.of(tokens_E), tokens_E[self.episodes_of(rows)]
             weights_T[places] = aggregation_weights(
                 part_T, bounds_of_units, mode=mode, constant=config.constant, counts=counts, tokens_S=tokens_S
             )
         return weights_T
-
-    def _episodes_of(self, rows: Sequence[int]) -> Tensor:
-        assert self.episode_ids_S is not None
-        return self.episode_ids_S[self.packed.sequence_ids_S[rows]]
-
-    def _per_episode(self, x_S: Tensor, rows: Sequence[int], total: Total) -> Tensor:
-        """Sums over the sequences of each episode of the step, on all ranks. [S] of these rows -> [E]"""
-        sums_E = torch.zeros(self.num_episodes, dtype=torch.float64)
-        return total(sums_E.index_add_(0, self._episodes_of(rows), x_S.to(sums_E)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from trainer.tracking.transcripts import (
     Piece,
     Stretch,
     age_labels,
+    beginning,
     find_decode,
     gap_labels,
     outcome,
@@ -111,7 +112,8 @@ def _group(number: int, members: Sequence[Sample], decode: Decode) -> ShownGroup
     for sample in members[:MOST_SIBLINGS]:
         parts = stretches(sample, decode)
         prompts.append([part for part in parts if part.number == 0])
-        after = _shortened([part for part in parts if part.number > 0])
+        has_other = beginning(sample) != beginning(members[0])
+        after = _shortened([part for part in parts if part.number > 0 or has_other])
         samples.append(ShownSample(title=f"{sample.name.capitalize()}: {outcome(sample)}", parts=after))
     prompt = "".join(token.text for part in _shortened(prompts[0]) for token in part.tokens)
     return ShownGroup(title=title, prompt=prompt, samples=samples)

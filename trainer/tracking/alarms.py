@@ -136,7 +136,8 @@ _RULES = (
         name="reward_failed_max",
         metrics=("reward/failed_fraction",),
         healthy=operator.le,
-        wrong="rewards could not be computed, and their samples count as if they had earned 0: the run learns to avoid unscored responses",
+        wrong="rewards could not be computed. Single turns count as if they had earned 0, so the run learns to avoid them; episodes of an "
+        "environment are left out, so the others are a biased choice",
         cause="reward code that raises, runs out of time or returns no finite number for some responses, or an overloaded reward model",
         advice="read the first failures in the sample role's log (`tandem logs RUN --role sample`), which name the prompt and the line of "
         "code; raise reward.timeout_s where it is too short",

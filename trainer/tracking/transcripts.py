@@ -116,6 +116,11 @@ def _decode_of(folder: Path) -> Decode:
     return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
+def beginning(sample: Sample) -> list[int]:
+    """The tokens before its first turn. Siblings have one prompt, but a fork may begin with other tokens."""
+    return sample.token_ids[: sample.turns[0].start if sample.turns else None]
+
+
 def outcome(sample: Sample) -> str:
     """Reward with its parts, status and size, in a line."""
     reward = "not scored" if sample.reward is None else f"reward {sample.reward:g}"

@@ -50,6 +50,19 @@ def test_one_group_and_sibling(run):
     assert text.count("── sibling") == 1 and "sibling 1:" in text
 
 
+def test_a_fork_shows_what_it_began_with(run):
+    first = make_sample(b"p1urxfgh", step=9)
+    same = make_sample(b"p1abxfgh", step=9, branch=1)
+    other = make_sample(b"zzcdxfgh", step=9, branch=2)
+    sample_file(run / FOLDER, 9).write_bytes(as_lines([first, same, other]))
+    text = said(run)
+    assert "── sibling 0, sequence 2: reward 0.5, ok, 2 turns, 5 sampled tokens\nturn 1, 2 tokens" in text
+    assert (
+        "── sibling 0, sequence 3: reward 0.5, ok, 2 turns, 5 sampled tokens\nprompt, 2 tokens\nzz\nturn 1"
+        in text
+    )
+
+
 def test_tokens_by_their_gap(run):
     text = said(run, "--group", "5", "--sibling", "1", "--tokens")
     assert "|Δp| = |p rollout - p learner|: up to 0.001  up to 0.01" in text and "over 0.5" in text

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,8 +53,9 @@ from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
 from trainer.batch.step_batch import Share, StepBatch, split_groups, step_batch
+from trainer.ranks.metrics import merge_over_ranks, values
 from trainer.ranks.totals import total_over
-from trainer.step_metrics import sample_metrics
+from trainer.step_metrics import reward_metrics_of, sample_metrics
 
 VOCAB = 7
 CONSTANT = 5
@@ -622,6 +624,58 @@ def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
         ).packed
         assert (found.value_aggregation_T is None) == (values_T is None)
         assert len(counted) == num_counts
+
+
+def test_metrics_of_samples_by_hand():
+    """The first sample forked, the second is not scored and had no turn, the third is plain."""
+    (group,) = make_groups([[5, 7, 4, 6]], [[1.0, 1.0, 0.0, 0.25]], seed=2)
+    group = forked(group, [False, True, False, False])
+    first, fork, unscored, plain = group.trajectories
+    unscored = replace(unscored, reward=None, turns=[], response_mask=np.zeros(4, dtype=bool))
+    parts = {"reward_parts": {"a": 1.0}}
+    found = sample_metrics(
+        [replace(group, trajectories=[replace(first, **parts), replace(fork, **parts), unscored, plain])]
+    )
+    lengths = [int(t.response_mask.sum()) for t in (first, fork, plain)]
+    assert (found["reward/mean"], found["reward/std"]) == (0.625, 0.375)
+    assert found["reward/part/a"] == 1.0 and found["groups/no_signal_fraction"] == 0.0
+    assert found["response/length_mean"] == pytest.approx(sum(lengths) / 3)
+    assert (found["response/tokens"], found["response/length_max"]) == (sum(lengths), max(lengths))
+    assert found["episode/not_scored_fraction"] == pytest.approx(1 / 3)
+    nothing = sample_metrics([replace(group, trajectories=[unscored])])
+    assert not {"reward/mean", "response/length_mean"} & nothing.keys() and nothing["response/tokens"] == 0
+    assert nothing["groups/no_signal_fraction"] == 1.0
+
+
+def test_rewards_under_the_learners_policy_count_an_episode_once(ranks):
+    """On any number of ranks as by hand: w of an episode is the product over all its sequences."""
+    groups = make_groups(LENGTHS, REWARDS, seed=4)
+    groups = [forked(group, [False, number % 2 == 0, True]) for number, group in enumerate(groups)]
+    rewards, log_ratios = {}, defaultdict(float)
+    for group in groups:
+        for t in group.trajectories:
+            for place in np.flatnonzero(t.response_mask):
+                before, token = t.token_ids[place - 1], t.token_ids[place]
+                own = float(OLD.double().log_softmax(-1)[before, token])
+                log_ratios[t.group_id, t.sibling_id] += own - t.rollout_logprobs[place]
+            rewards[t.group_id, t.sibling_id] = t.reward
+    weights = {key: math.exp(log_ratio) for key, log_ratio in log_ratios.items()}
+    wanted = sum(weights[key] * rewards[key] for key in weights) / sum(weights.values())
+    for num_ranks in (1, 2, 3):
+        shares = split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
+        for found in ranks.call(reward_metrics_on_rank, shares):
+            assert found["reward/as_sampled"] == pytest.approx(
+                sum(rewards[key] for key in weights) / len(weights)
+            )
+            assert found["reward/importance_weighted"] == pytest.approx(wanted, rel=1e-5)
+
+
+def reward_metrics_on_rank(share: Share, group: dist.ProcessGroup) -> dict[str, float]:
+    batch = step_batch(share)
+    old = [scores(OLD, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()]
+    batch = batch.with_fields(old_logprobs_T=batch.scattered(old))
+    own = reward_metrics_of(batch, [], "decoupled", total_over(group))
+    return values(merge_over_ranks(own, group))
 
 
 def test_parts_of_the_reward_are_means_over_the_samples_that_have_them():

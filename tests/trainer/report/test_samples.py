@@ -1,6 +1,7 @@
 """The report's samples: escaped, self-contained, limited in size, and a note where they cannot be shown."""
 
 import re
+from pathlib import Path
 
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.trainer.report.test_report import Page, few_metrics, make_config, make_run
@@ -72,6 +73,18 @@ def test_many_and_long_samples_are_cut(tmp_path, monkeypatch):
     assert source.count(f"[…{3000 - 9 - HEAD - TAIL} tokens are left out…]") == 16
     assert "4 more samples are not shown" in page.text
     assert len(source.encode()) < 2_000_000
+
+
+def test_a_fork_shows_what_it_began_with(tmp_path, monkeypatch):
+    write(tmp_path, 1, make_sample(), make_sample(branch=1), make_sample(b"zycdefgh", branch=2))
+    shown = shown_samples(tmp_path, Path("gone"))
+    (group,) = shown.steps[0].groups
+    assert [sample.title.partition(":")[0] for sample in group.samples] == [
+        "Sibling 0", "Sibling 0, sequence 2", "Sibling 0, sequence 3"
+    ]  # fmt: skip
+    assert [sample.parts[0].title.partition(",")[0] for sample in group.samples] == [
+        "turn 1", "turn 1", "prompt"
+    ]  # fmt: skip
 
 
 def test_a_damaged_file_and_a_lost_tokenizer_are_notes(tmp_path, monkeypatch):
