@@ -44,11 +44,38 @@ from parallel.planning.layout import (
 )
 
 
-def rotary_frequencies(folder: Path, model_type: str) -> tuple[Tensor, float]:
+def rotary_frequencies(folder: Path, hf_config: Mapping[str, Any]) -> tuple[Tensor, float]:
     """(inv_freq [F] float32, attention factor) that transformers computes for this config.json.
 
     Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope).
     """
+    # transformers and its Llama take three CPU seconds to import, and nothing else in a rank's start needs them.
+    if (plain := plain_rotary(hf_config)) is not None:
+        theta, head_dim = plain
+        return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)), 1.0
+    return rotary_frequencies_of_transformers(folder, str(hf_config.get("model_type")))
+
+
+def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
+    """(theta, head size) of a config.json with plain frequencies that names both. None for any other, such as one
+    that leaves either to a default of transformers."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    thetas = {
+        fields["rope_theta"]
+        for fields in (hf_config, rope)
+        if isinstance(fields.get("rope_theta"), int | float)
+    }
+    is_plain = rope.keys() <= {"rope_type", "rope_theta"} and rope.get("rope_type", "default") == "default"
+    head_dim = hf_config.get("head_dim")
+    if head_dim is None and hf_config.get("model_type") in ("llama", "qwen2"):
+        head_dim = hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    if len(thetas) != 1 or not is_plain or not isinstance(head_dim, int):
+        return None
+    return thetas.pop(), head_dim
+
+
+def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[Tensor, float]:
+    """``rotary_frequencies`` of any config.json, by transformers itself."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -489,7 +516,7 @@ def _make_backbone(
     vp_stage: int | None,
 ) -> Backbone:
     architecture = read_architecture(hf_config)
-    inv_freq_F, attention_factor = rotary_frequencies(folder, architecture.model_type)
+    inv_freq_F, attention_factor = rotary_frequencies(folder, hf_config)
     return Backbone(
         architecture=architecture,
         config=transformer_config(architecture, dtype, recompute, sequence_parallel=sequence_parallel),

@@ -1,12 +1,14 @@
 """The Megatron model against transformers: logits in float32, and weights there and back to the bit."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from parallel.megatron.model import plain_rotary, rotary_frequencies, rotary_frequencies_of_transformers
 from parallel.megatron.rms_norm import rms_norm
 from parallel.planning.layout import padded_vocab_size
 from parallel.weights import hf_conversion, hf_files
@@ -171,6 +173,43 @@ def test_rms_norm_matches_torch_in_float64_with_gradients(shape):
 
 def test_vocabulary_is_padded_to_divide():
     assert [padded_vocab_size(43, size) for size in (1, 2, 4, 8)] == [43, 44, 44, 48]
+
+
+MODEL_CONFIGS = sorted((Path(__file__).parents[2] / "model_configs").glob("*/config.json"))
+
+
+@pytest.mark.parametrize("file", MODEL_CONFIGS, ids=lambda file: file.parent.name)
+def test_rotary_frequencies_are_those_of_transformers(file):
+    hf_config = json.loads(file.read_text())
+    found_F, factor = rotary_frequencies(file.parent, hf_config)
+    wanted_F, wanted_factor = rotary_frequencies_of_transformers(file.parent, hf_config["model_type"])
+    assert torch.equal(found_F, wanted_F) and factor == wanted_factor
+    assert (plain_rotary(hf_config) is None) == (hf_config.get("rope_scaling") is not None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "plain"),
+    [
+        ({}, (10_000.0, 16)),
+        ({"rope_parameters": None, "rope_theta": 500}, (500, 16)),
+        ({"rope_theta": 500}, None),  # which of the two counts is for transformers to say
+        ({"rope_parameters": None}, None),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}}, None),
+        ({"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}, None),
+        ({"rope_parameters": None, "rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 2.0}}, None),
+        ({"head_dim": None}, None),  # 128, by the default of Qwen3's config class
+        ({"head_dim": None, "model_type": "llama"}, (10_000.0, 8)),
+    ],
+)  # fmt: skip
+def test_frequencies_that_a_config_does_not_spell_out_are_left_to_transformers(tmp_path, changes, plain):
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    hf_config = json.loads((folder / "config.json").read_text()) | changes
+    assert plain_rotary(hf_config) == plain
+    if plain is not None:
+        (folder / "config.json").write_text(json.dumps(hf_config))
+        found_F, factor = rotary_frequencies(folder, hf_config)
+        wanted_F, wanted_factor = rotary_frequencies_of_transformers(folder, hf_config["model_type"])
+        assert torch.equal(found_F, wanted_F) and factor == wanted_factor
 
 
 def test_transformers_rotary_frequencies_survive_the_stand_ins(tmp_path):
