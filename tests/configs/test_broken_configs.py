@@ -71,7 +71,7 @@ def forgets(prompt, response, reference):
     pass
 
 async def later(prompt, response, reference):
-    return 1.0
+    return None
 """
 BASE = {"model": {"path": "dense"}, "task": {"type": "countdown"}, "rollout": {"max_new_tokens": 14}}
 
@@ -391,7 +391,7 @@ TABLE = {
     ),
     "reward function among others": Broken(
         options="reward.type=weighted reward.parts={mine: {type: function, function: my_rewards:later}}",
-        field="reward.parts.mine.function", value="my_rewards:later", error="`async def` (my_rewards.py:8 in later)", fix="write `def`",
+        field="reward.parts.mine.function", value="my_rewards:later", error="a number, not <class 'NoneType'> (my_rewards.py:8 in later)", fix="return a finite number",
     ),
     "reward module that ends the process": Broken(
         options="reward={type: function, function: script:score}", field="reward.function", value="script:score",
