@@ -5,7 +5,8 @@ An engine without delay answers requests of a client in another process, over HT
 OpenAI's API wants it.
 
 - work: CPU time of the gateway's process per turn, the median over rounds. This is what bounds the turns per second.
-- start: CPU time of an agent's process that imports OpenAI's client and makes one, with its guard.
+- start: CPU time of an agent that imports OpenAI's client and makes one, with its guard: as a process of its own, and as
+  a fork behind ``preload: [openai]``.
 - answer: time of a request as its client sees it, the median over all turns. Of 256 sessions without any sampling
   between two requests, it is the queue of the other 255.
 
@@ -19,6 +20,7 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -29,7 +31,12 @@ sys.path.insert(0, str(ROOT))
 import aiohttp  # noqa: E402
 import numpy as np  # noqa: E402
 
+from configs.schema.environment import AgentEnvironment  # noqa: E402
+from rollout.environments.agent_process import running  # noqa: E402
+from rollout.environments.agent_template import AgentTemplate, agent_starter  # noqa: E402
+
 TARGET_MS = 5.0
+STARTS = 5
 WORDS = "The answer is 4. What is 2 + 2? Let me see, are you sure? Yes, the tool says: "
 
 
@@ -74,21 +81,30 @@ def main() -> None:
                 f"(5 %: {row['answer_ms'][1]:.2f}, 95 %: {row['answer_ms'][2]:.2f}), {len(answers)} turns   "
                 f"target: at most {TARGET_MS:g} ms of work"
             )
-    starts = [start_of_an_agent() for _ in range(rounds)]
-    result["start_s"] = [statistics.median(starts), min(starts), max(starts)]
-    print("start of an agent: {:.2f} CPU s ({:.2f} - {:.2f})".format(*result["start_s"]))
+    for name, preload in (("process", ()), ("fork", ("openai",))):
+        starts = [start_of_an_agent(preload) for _ in range(rounds)]
+        result[f"start_s, {name}"] = seconds = [statistics.median(starts), min(starts), max(starts)]
+        print("start of an agent, {}: {:.2f} CPU s ({:.2f} - {:.2f})".format(name, *seconds))
     write({"hardware": hardware(), "result": result, "turns": given.turns}, given.json)
 
 
-def start_of_an_agent() -> float:
-    """CPU seconds."""
-    from rollout.environments.agent_process import running
+def start_of_an_agent(preload: tuple[str, ...]) -> float:
+    """CPU seconds of an agent: the mean of ``STARTS``, one after another. Importing ``preload`` is not counted."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder) / "agent.py"
+        script.write_text("import openai; openai.OpenAI(api_key='k')")
+        block = AgentEnvironment(command=(str(script),), preload=preload)
+        return (cpu_of_starts(block, STARTS) - cpu_of_starts(block, 0)) / STARTS
 
+
+def cpu_of_starts(block: AgentEnvironment, number: int) -> float:
     async def start() -> None:
-        async with running(
-            [sys.executable, "-c", "import openai; openai.OpenAI(api_key='k')"], {}
-        ) as process:
-            assert await process.ended() == 0, process.errors
+        async with agent_starter(block) as starter:
+            if isinstance(starter, AgentTemplate):
+                await starter.ready()
+            for _ in range(number):
+                async with running(starter, {}) as process:
+                    assert await process.ended() == 0, process.errors
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     asyncio.run(start())

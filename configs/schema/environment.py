@@ -1,8 +1,9 @@
 """The environment: what happens between a problem and its reward."""
 
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, field_validator, model_validator
 
 from configs.schema.base import Count, GivenPath, Schema, Seconds, Tokens
 
@@ -72,9 +73,6 @@ class MessageEnvironment(EnvironmentLimits):
     """chat: the model's chat template. plain: the texts of the messages one after another, and nothing else."""
     template_arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the chat template, such as ``enable_thinking: false``."""
-    max_processes: Count | None = None
-    """Processes at a time, of training episodes and of held-out ones each. None: max_concurrency, but at most 16 per
-    core."""
 
     @model_validator(mode="after")
     def _fits_together(self):
@@ -87,7 +85,15 @@ class MessageEnvironment(EnvironmentLimits):
         return self
 
 
-class ChatEnvironment(MessageEnvironment):
+class ProcessEnvironment(MessageEnvironment):
+    """Episodes in processes of their own."""
+
+    max_processes: Count | None = None
+    """Processes at a time, of training episodes and of held-out ones each. None: max_concurrency, but at most 16 per
+    core."""
+
+
+class ChatEnvironment(ProcessEnvironment):
     """An environment of messages. It runs in processes of its own, one episode at a time in each
     (``rollout/environments/tandem_worker``). A crash, a hang or an exception ends the episode without a score; its process
     is killed with everything that it started. ``rollout/environments/chat.py`` turns messages into tokens."""
@@ -122,7 +128,7 @@ class ChatEnvironment(MessageEnvironment):
         return self
 
 
-class AgentEnvironment(MessageEnvironment):
+class AgentEnvironment(ProcessEnvironment):
     """An agent of the user's own, unchanged: a program that asks an OpenAI server for its turns. Each episode is a process
     of it, which gets the server's address as OPENAI_BASE_URL, a key of its own as OPENAI_API_KEY, and the problem as
     TANDEM_PROBLEM (JSON: prompt_id, text, messages). ``rollout/environments/gateway.py`` turns its requests into turns."""
@@ -132,6 +138,12 @@ class AgentEnvironment(MessageEnvironment):
     """The program and its arguments. ``{python}`` is Tandem's Python, which also runs a first word that ends with
     ``.py``. A word that names a file in the current folder becomes its whole path, since an agent has a working folder of
     its own, which is removed after its episode."""
+    preload: tuple[str, ...] = ()
+    """Modules that the agent imports, for a command that is a Python script: they are imported once, and each episode's
+    process is forked behind them. OpenAI's client takes a CPU second to import. Modules that start threads are refused,
+    and what a module reads while it is imported (its environment variables) is the run's."""
+    start_timeout_s: Seconds = 120.0
+    """Time to import ``preload``."""
     reward: Literal["run", "agent"] = "run"
     """run: the run's ``reward`` scores the last answer of the policy. agent: the last line that the agent prints is
     ``{"reward": number, "parts": {name: number}}``; parts may be left out."""
@@ -139,6 +151,56 @@ class AgentEnvironment(MessageEnvironment):
     """Whether TANDEM_PROBLEM has the whole row of the data file as ``row``. It may hold the answer."""
 
 
+class OpenEnvironment(MessageEnvironment):
+    """An environment that OpenEnv serves (github.com/meta-pytorch/OpenEnv): JSON over a WebSocket, one session per
+    episode. The servers are started beside the run, and outlive it. ``rollout/environments/openenv.py`` has the
+    messages."""
+
+    type: Literal["openenv"] = "openenv"
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Its servers, such as http://node:8000. An episode goes to the one with the fewest. Their max_concurrent_envs
+    together must be at least max_concurrency; an episode without room waits, up to reset_timeout_s."""
+    interface: Literal["text", "tools"] = "text"
+    """text: the policy's answer becomes ``action``. tools: the environment's tools (MCP) may be called, and an answer
+    without a call ends the episode. Where no step gives a reward, the run's ``reward`` scores the last answer."""
+    action: dict[str, Any] = Field(default_factory=lambda: {"message": "{answer}"})
+    """The action of interface=text. ``{answer}`` stands for the policy's answer."""
+    observation: str | None = None
+    """Field of an observation that the policy reads. None: the whole observation as JSON, without its metadata."""
+    reset: dict[str, str] = Field(default_factory=dict)
+    """Arguments of reset, and the fields of the problem's row that they get. ``seed`` is given without being named: a
+    number of the problem, the same for all of its samples."""
+    api_key_variable: str | None = None
+    """The environment variable that holds the servers' key, which is sent as a bearer token. None: no key."""
+    start_timeout_s: Seconds = 60.0
+    """Time for a server to answer before the first step."""
+    reset_timeout_s: Seconds = 60.0
+    """Time to connect, to get a free place, and for ``reset``."""
+    step_timeout_s: Seconds = 60.0
+    """Time for a step."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if urlsplit(url).scheme not in ("http", "https", "ws", "wss") or not urlsplit(url).hostname:
+                raise ValueError(f"url {url!r} is not of the form http://HOST:PORT")
+        return urls
+
+    @model_validator(mode="after")
+    def _the_answer_has_a_place(self):
+        if self.interface == "tools" and self.tool_call_parser is None:
+            raise ValueError(
+                "environment.interface=tools needs environment.tool_call_parser, SGLang's name of the model's form of calls"
+            )
+        if self.interface == "text" and "{answer}" not in str(self.action):
+            raise ValueError(
+                f"environment.action={self.action} has no place for the policy's answer; write {{answer}} there"
+            )
+        return self
+
+
 EnvironmentConfig = Annotated[
-    SingleTurn | TokenEnvironment | ChatEnvironment | AgentEnvironment, Field(discriminator="type")
+    SingleTurn | TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment,
+    Field(discriminator="type"),
 ]

@@ -251,9 +251,13 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         first_problem = partial(_first_problem, config.task)
         yield from finding_of(field, check_reward, config.reward_type, first_problem, _print_comment)
     if config.environment.type == "agent":
-        from rollout.environments.agent_process import check_agent
+        from rollout.environments.agent_template import check_agent
 
         yield from finding_of("environment.command", check_agent, config.environment)
+    elif config.environment.type == "openenv":
+        from rollout.environments.openenv import check_openenv
+
+        yield from finding_of("environment", check_openenv, config.environment)
     elif config.environment.type != "single_turn":
         from rollout.environments.processes import check_environment
 

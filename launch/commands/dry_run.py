@@ -14,7 +14,8 @@ from configs.schema import RunConfig, SftConfig
 from configs.schema.environment import (
     AgentEnvironment,
     ChatEnvironment,
-    MessageEnvironment,
+    OpenEnvironment,
+    ProcessEnvironment,
     TokenEnvironment,
 )
 from configs.schema.launch import NodesConfig
@@ -83,15 +84,18 @@ def _indented(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _environment_lines(
-    environment: TokenEnvironment | ChatEnvironment | AgentEnvironment,
+    environment: TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment,
 ) -> Iterator[str]:
     at_once = environment.max_concurrency
-    if isinstance(environment, MessageEnvironment):
+    if isinstance(environment, ProcessEnvironment):
         from rollout.environments.processes import max_processes
 
         at_once = max_processes(environment)
     if isinstance(environment, AgentEnvironment):
-        yield f"a process per episode: {' '.join(environment.command)}"
+        behind = f", forked behind {', '.join(environment.preload)}" if environment.preload else ""
+        yield f"a process per episode: {' '.join(environment.command)}{behind}"
+    elif isinstance(environment, OpenEnvironment):
+        yield f"OpenEnv at {', '.join(environment.urls)}, {environment.interface}"
     else:
         yield f"{environment.environment}, options {environment.options}"
     most = "" if environment.max_tokens is None else f", {environment.max_tokens} tokens"

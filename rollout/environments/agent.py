@@ -8,12 +8,12 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from rollout.environments.agent_process import AgentProcess, running
+from rollout.environments.agent_process import AgentProcess, AgentStarter, running
 from rollout.environments.chat import ParseCalls, Renderer, problem_fields
 from rollout.environments.gateway import Gateway
 from rollout.environments.gateway_session import Conversation, GatewaySession
@@ -32,7 +32,7 @@ MOST_RENDERERS = 64
 
 
 class AgentEpisodes:
-    """An ``Environment``. Each episode is a process of ``command``.
+    """An ``Environment``. Each episode is a process of its own.
 
     Args:
         renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
@@ -46,7 +46,7 @@ class AgentEpisodes:
     def __init__(
         self,
         gateway: Gateway,
-        command: Sequence[str],
+        starter: AgentStarter,
         *,
         renderer_of: Callable[[Tools], Renderer],
         parse: ParseCalls | None,
@@ -55,7 +55,7 @@ class AgentEpisodes:
         pass_row: bool = False,
         system_prompt: str | None = None,
     ) -> None:
-        self._gateway, self._command, self._make_renderer = gateway, list(command), renderer_of
+        self._gateway, self._starter, self._make_renderer = gateway, starter, renderer_of
         self._conversation = Conversation(renderer_of=self._renderer_of, parse=parse)
         self._reward, self._timeout_s = reward, timeout_s
         self._pass_row, self._system_prompt = pass_row, system_prompt
@@ -68,7 +68,7 @@ class AgentEpisodes:
     async def run(self, problem: Prompt, context: Context) -> Outcome:
         told = self._told(problem)
         async with self._gateway.session(context, self._conversation) as session:
-            async with running(self._command, self._variables(session, told)) as process:
+            async with running(self._starter, self._variables(session, told)) as process:
                 code = await self._end_of(process, session)
         if code != 0:
             raise session.limit or EpisodeFailed(

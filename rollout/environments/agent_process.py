@@ -12,9 +12,10 @@ import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.processes import WORKER, check_parser_names, end_guarded, finished
+from rollout.environments.processes import WORKER, Guard, end_guarded, finished
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 
@@ -54,12 +55,6 @@ def _whole_path(word: str) -> str:
     return os.path.abspath(word) if os.path.isfile(word) else word
 
 
-def check_agent(config: AgentEnvironment) -> None:
-    """Raises ValueError where the command or a parser's name cannot be used."""
-    command_of(config)
-    check_parser_names(config)
-
-
 def agent_environment(variables: Mapping[str, str]) -> dict[str, str]:
     """The variables of this process, without those by which Tandem finds its own modules, and ``variables``."""
     own = dict(os.environ)
@@ -72,10 +67,33 @@ def agent_environment(variables: Mapping[str, str]) -> dict[str, str]:
     return {**own, "PYTHONUNBUFFERED": "1", **variables}
 
 
+class AgentStarter(Protocol):
+    async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
+        """An agent in ``folder``, with ``variables`` beside those of ``agent_environment``. Raises EpisodeFailed."""
+        ...
+
+
+class NewProcesses:
+    """Starts each agent as a new process of ``command``."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._command = list(command)
+
+    async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
+        try:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, "-I", WORKER, *self._command,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+                cwd=folder, env=agent_environment(variables), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:  # too many processes, or a problem that is too large for a variable
+            raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error
+
+
 class AgentProcess:
     """Made by ``running``."""
 
-    def __init__(self, guard: asyncio.subprocess.Process) -> None:
+    def __init__(self, guard: Guard) -> None:
         self._guard = guard
         assert guard.stdout is not None and guard.stderr is not None
         self._printed, self._errors = _Tail(), _Tail()
@@ -125,23 +143,15 @@ class _Tail:
 
 
 @asynccontextmanager
-async def running(command: Sequence[str], variables: Mapping[str, str]) -> AsyncIterator[AgentProcess]:
-    """A process of ``command``. Leaving ends it, with everything that it started, and removes its folder.
+async def running(starter: AgentStarter, variables: Mapping[str, str]) -> AsyncIterator[AgentProcess]:
+    """An agent. Leaving ends it, with everything that it started, and removes its folder.
 
     Raises:
         EpisodeFailed: it cannot be started.
     """
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="tandem-agent-")
     try:
-        try:
-            guard = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", WORKER, *command,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                cwd=folder, env=agent_environment(variables), start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:  # too many processes, or a problem that is too large for a variable
-            raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error
-        process = AgentProcess(guard)
+        process = AgentProcess(await starter.start(folder, variables))
         try:
             yield process
         finally:

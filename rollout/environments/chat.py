@@ -6,11 +6,11 @@ only for the environment and for the parser of tool calls.
 
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
+from rollout.environments.processes import Message, Opened, Ready, Stepped, require_parser
 from rollout.environments.protocol import Context, EpisodeFailed, Outcome
 from rollout.environments.tool_calls import ParsedTurn, Tools
 from rollout.records import Completion, Prompt, Status
@@ -41,11 +41,25 @@ class PlainRenderer:
         return self.opening(messages)
 
 
+class PlayedEpisode(Protocol):
+    """See ``processes.EnvironmentProcess``."""
+
+    async def reset(self, problem: Mapping[str, Any], /) -> Opened: ...
+    async def step(self, message: Message, /) -> Stepped: ...
+
+
+class EpisodeSource(Protocol):
+    """What plays the environment's side: processes (``processes.ProcessPool``), or servers (``openenv.py``)."""
+
+    async def ready(self) -> Ready: ...
+    def episode(self) -> AbstractAsyncContextManager[PlayedEpisode]: ...
+
+
 ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
 
 
 class ChatEpisodes:
-    """An ``Environment`` of the user's messages, in processes of a pool. Used inside ``async with``, which ends them.
+    """An ``Environment`` of the user's messages.
 
     Args:
         renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
@@ -56,7 +70,7 @@ class ChatEpisodes:
 
     def __init__(
         self,
-        pool: ProcessPool,
+        pool: EpisodeSource,
         *,
         renderer_of: Callable[[Tools], Renderer],
         parse: ParseCalls | None,
@@ -65,12 +79,6 @@ class ChatEpisodes:
         self._pool, self._make_renderer, self._parse = pool, renderer_of, parse
         self._system_prompt = system_prompt
         self._renderers: dict[str, Renderer] = {}
-
-    async def __aenter__(self) -> "ChatEpisodes":
-        return self
-
-    async def __aexit__(self, *exc_info: object) -> None:
-        await self._pool.close()
 
     async def check(self) -> None:
         """Start the first process and make its renderer.

@@ -13,14 +13,17 @@ from configs.schema.environment import (
     ChatEnvironment,
     EnvironmentLimits,
     MessageEnvironment,
+    OpenEnvironment,
     TokenEnvironment,
 )
 from rollout.environments.agent import AgentEpisodes
-from rollout.environments.agent_process import command_of
-from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer
+from rollout.environments.agent_process import AgentStarter
+from rollout.environments.agent_template import agent_starter
+from rollout.environments.chat import ChatEpisodes, EpisodeSource, ParseCalls, PlainRenderer, Renderer
 from rollout.environments.context import EpisodeLimits, ScoreText, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
 from rollout.environments.gateway import Gateway
+from rollout.environments.openenv import OpenEnvServers
 from rollout.environments.processes import ProcessPool, Program, limits_of, max_processes
 from rollout.environments.protocol import Environment
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
@@ -78,13 +81,17 @@ async def sample_makers(
         elif block.type == "agent":
             gateway = Gateway(host=host, model=config.model.path.name, vocab_size=texts.vocab_size)
             await exits.enter_async_context(gateway)
+            starter = await exits.enter_async_context(agent_starter(block))
             parse = await exits.enter_async_context(call_parser(block))
-            environments = dict.fromkeys(BOTH, agent_episodes(config, block, gateway, tokenizer, parse))
+            agents = agent_episodes(config, block, gateway, starter, tokenizer, parse)
+            environments = dict.fromkeys(BOTH, agents)
         else:
             parse = await exits.enter_async_context(call_parser(block))
-            environments = {which: chat_episodes(config, block, tokenizer, parse) for which in BOTH}
-            for chat in environments.values():
-                await exits.enter_async_context(chat)
+            sources = {which: await exits.enter_async_context(episode_source(block)) for which in BOTH}
+            environments = {
+                which: chat_episodes(config, block, source, tokenizer, parse)
+                for which, source in sources.items()
+            }
             await environments["training"].check()
 
         def episodes(which: PromptsOf) -> Episodes:
@@ -105,9 +112,11 @@ async def sample_makers(
         yield episodes
 
 
-def limits_around(block: TokenEnvironment | ChatEnvironment | AgentEnvironment) -> EnvironmentLimits:
+def limits_around(
+    block: TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment,
+) -> EnvironmentLimits:
     """The limits within which episodes are played."""
-    if block.type == "tokens":
+    if block.type in ("tokens", "openenv"):
         return block
     # No episode waits for a process of another: that would count as its own time.
     changed: dict[str, float] = {"max_concurrency": max_processes(block)}
@@ -121,12 +130,13 @@ def agent_episodes(
     config: RunConfig,
     block: AgentEnvironment,
     gateway: Gateway,
+    starter: AgentStarter,
     tokenizer: "PreTrainedTokenizerBase",
     parse: ParseCalls | None,
 ) -> AgentEpisodes:
     agents = AgentEpisodes(
         gateway,
-        command_of(block),
+        starter,
         renderer_of=renderer_maker(block, tokenizer),
         parse=parse,
         reward=block.reward,
@@ -138,14 +148,22 @@ def agent_episodes(
     return agents
 
 
+def episode_source(block: ChatEnvironment | OpenEnvironment) -> ProcessPool | OpenEnvServers:
+    """Used inside ``async with``, which ends it. Raises ValueError where the key of a server is missing."""
+    if block.type == "openenv":
+        return OpenEnvServers(block)
+    return ProcessPool(Program.of(block), limits_of(block), max_processes=max_processes(block))
+
+
 def chat_episodes(
     config: RunConfig,
-    block: ChatEnvironment,
+    block: ChatEnvironment | OpenEnvironment,
+    source: EpisodeSource,
     tokenizer: "PreTrainedTokenizerBase",
     parse: ParseCalls | None,
 ) -> ChatEpisodes:
     return ChatEpisodes(
-        ProcessPool(Program.of(block), limits_of(block), max_processes=max_processes(block)),
+        source,
         renderer_of=renderer_maker(block, tokenizer),
         parse=parse,
         system_prompt=getattr(config.task, "system_prompt", None),

@@ -14,12 +14,17 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 import psutil
 
-from configs.schema.environment import ChatEnvironment, MessageEnvironment, TokenEnvironment
+from configs.schema.environment import (
+    ChatEnvironment,
+    MessageEnvironment,
+    ProcessEnvironment,
+    TokenEnvironment,
+)
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 from rollout.rewards.worker import WorkerStartError
@@ -286,7 +291,22 @@ def plain_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-async def end_guarded(guard: asyncio.subprocess.Process) -> None:
+class Guard(Protocol):
+    """A guard (``tandem_worker``) as ``asyncio.subprocess.Process`` has it. Closing its ``stdin`` ends it."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def stdin(self) -> Any: ...
+    @property
+    def stdout(self) -> asyncio.StreamReader | None: ...
+    @property
+    def stderr(self) -> asyncio.StreamReader | None: ...
+
+    async def wait(self) -> int: ...
+
+
+async def end_guarded(guard: Guard) -> None:
     """Have a guard (``tandem_worker``) kill all below it, and end. Returns after the last of them is gone."""
     assert guard.stdin is not None
     guard.stdin.close()  # it sees that
@@ -412,7 +432,7 @@ def limits_of(config: ChatEnvironment | TokenEnvironment) -> Limits:
     return Limits(start=config.start_timeout_s, reset=config.reset_timeout_s, step=config.step_timeout_s)
 
 
-def max_processes(config: MessageEnvironment) -> int:
+def max_processes(config: ProcessEnvironment) -> int:
     """Processes for the episodes of one kind, training or held out."""
     return min(config.max_concurrency, config.max_processes or PER_CORE * cores())
 

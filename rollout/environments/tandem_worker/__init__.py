@@ -13,6 +13,7 @@ server.py       requests and answers
 interfaces.py   the environment, by its interface; wrong forms are named with their line
 tool_schemas.py JSON schemas of functions
 failures.py     errors in one line, with the user's line
+template.py     forks a Python agent behind the modules that it imports
 
 Requests, in this order: ``start`` once, then episodes (``reset``, any number of ``step``, ``end``), then ``close``.
 An answer is ``{"ok": ...}`` or ``{"error": {"kind": ..., "message": ...}}``, where kind is
@@ -24,5 +25,6 @@ reward    its reward is no finite number
 
 What the user prints goes to the error stream. Nothing is unpickled.
 
-With a command as arguments this folder is the guard of that command instead, which an agent is (``agent_process.py``).
+With a command as arguments this folder is the guard of that command instead, which an agent is (``agent_process.py``);
+with ``--template`` it forks agents.
 """

@@ -1,10 +1,16 @@
-"""``python tandem_worker [command]``: see ``__init__.py``."""
+"""``python tandem_worker [command]`` and ``python tandem_worker --template ...``: see ``__init__.py``."""
 
 import os
 import sys
 
+is_template = sys.argv[1:2] == ["--template"]
 sys.path[0] = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-from tandem_worker.guard import main  # noqa: E402  # pyright: ignore[reportMissingImports]
+from tandem_worker import guard  # noqa: E402  # pyright: ignore[reportMissingImports]
 
+if is_template:
+    from tandem_worker import template  # pyright: ignore[reportMissingImports]
 del sys.path[0]  # the folder of this one, whose modules may have the names of a user's
-main(sys.argv[1:])
+if is_template:
+    template.run(template.main(*sys.argv[2:]))
+else:
+    guard.main(sys.argv[1:])

@@ -22,28 +22,36 @@ END_TIMEOUT_S = 5.0
 
 def main(command=()):
     """Guard and server, or guard and ``command``. Exits as they do; 128 + number after a signal."""
+    code = under_guard()
+    if code is not None:
+        os._exit(code)
+    if command:
+        become(command)
+    from .server import serve  # here, so that the guard stays small
+
+    serve()
+    os._exit(0)
+
+
+def under_guard():
+    """Fork. -> None in the child. The parent stands guard: it returns after the child and all that it started are gone,
+    with the child's exit code."""
     set_of_process(PR_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
-    server = os.fork()
-    if server == 0:
-        os.setsid()  # `os.killpg(0, SIGKILL)` in the user's code must not reach the guard
-        set_of_process(PR_SET_CHILD_SUBREAPER, 1)
-        set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # it ended before the line above
-            os._exit(0)
-        if command:
-            become(command)
-        from .server import serve  # here, so that the guard stays small
-
-        serve()
+    child = os.fork()
+    if child:
+        return stand_guard(child)
+    os.setsid()  # `os.killpg(0, SIGKILL)` in the user's code must not reach the guard
+    set_of_process(PR_SET_CHILD_SUBREAPER, 1)
+    set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != guard:  # it ended before the line above
         os._exit(0)
-    os._exit(stand_guard(server))
+    return None
 
 
 def become(command):
     """Run a command in place of this process, without input. Its orphans are the guard's."""
-    set_of_process(PR_SET_CHILD_SUBREAPER, 0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    leave_to_the_user()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
         signal.signal(number, signal.SIG_DFL)
     try:
@@ -51,6 +59,14 @@ def become(command):
     except OSError as error:
         print(f"{command[0]} cannot be run: {error}", file=sys.stderr, flush=True)
         os._exit(127)
+
+
+def leave_to_the_user():
+    """Before a program of the user's: no input, and its orphans are the guard's."""
+    set_of_process(PR_SET_CHILD_SUBREAPER, 0)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def stand_guard(server):

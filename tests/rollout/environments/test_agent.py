@@ -17,7 +17,8 @@ from configs.schema import RunConfig
 from configs.schema.environment import AgentEnvironment
 from rollout.client import GenerationError
 from rollout.environments.agent import AgentEpisodes
-from rollout.environments.agent_process import PACKAGES, agent_environment, check_agent, command_of
+from rollout.environments.agent_process import PACKAGES, agent_environment, command_of
+from rollout.environments.agent_template import agent_starter, check_agent
 from rollout.environments.chat import PlainRenderer
 from rollout.environments.context import EpisodeLimits, turn_seed
 from rollout.environments.episodes import Episodes, Sample
@@ -77,6 +78,10 @@ class Model(Numbers):
         return VOCAB
 
 
+def names(process: psutil.Process, folder: Path) -> bool:
+    return any(str(folder) in word for word in process.info["cmdline"] or ())
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(tmp_path, monkeypatch):
     folders = tmp_path / "folders"
@@ -85,9 +90,21 @@ def nothing_is_left(tmp_path, monkeypatch):
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
+    # What was forked by a template is no child of ours. Its command line has the script.
+    left |= {process for process in psutil.process_iter(["cmdline"]) if names(process, tmp_path)}
     daemons = [int(file.name.partition("-")[2]) for file in tmp_path.glob("daemon-*")]
     running = [pid for pid in daemons if psutil.pid_exists(pid)]
     assert (left, running, list(folders.iterdir())) == (set(), [], [])
+
+
+@pytest.fixture(params=[(), ("json", "urllib.request")], ids=["process", "fork"], autouse=True)
+def start(request, monkeypatch) -> tuple[str, ...]:
+    """Every test of a whole agent holds for a process of its own, and for a fork behind its modules."""
+    monkeypatch.setitem(FIELDS, "preload", request.param)
+    return request.param
+
+
+FIELDS: dict[str, object] = {"template": "plain", "timeout_s": 30.0}
 
 
 def samples_of(
@@ -95,15 +112,13 @@ def samples_of(
 ) -> list[Sample]:
     file = folder / "agent.py"
     file.write_text(script)
-    config = AgentEnvironment.model_validate(
-        {"command": ["{python}", str(file)], "template": "plain", "timeout_s": 30.0} | fields
-    )
+    config = AgentEnvironment.model_validate({"command": ["{python}", str(file)]} | FIELDS | fields)
 
     async def samples() -> list[Sample]:
-        async with asyncio.timeout(DEADLINE_S), Gateway() as gateway:
+        async with asyncio.timeout(DEADLINE_S), Gateway() as gateway, agent_starter(config) as starter:
             environment = AgentEpisodes(
                 gateway,
-                command_of(config),
+                starter,
                 renderer_of=lambda tools: PlainRenderer(TEXTS.encode),
                 parse=None,
                 reward=config.reward,

@@ -1,0 +1,228 @@
+"""Agents that are forked behind the modules that they import (``environment.preload``).
+
+Importing OpenAI's client takes a CPU second, and an episode is a process of its own. The template imports once; a fork of
+it takes milliseconds. ``tandem_worker/template.py`` is its process. Nobody but this one reaches it: they share a pair of
+sockets without a name.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
+
+from configs.schema.environment import AgentEnvironment
+from rollout.environments.agent_process import AgentStarter, NewProcesses, agent_environment, command_of
+from rollout.environments.processes import WORKER, EnvironmentStartError, Guard, check_parser_names, finished
+from rollout.environments.protocol import EpisodeFailed
+from rollout.records import Status
+from rollout.servers.watched_process import how_it_ended
+
+LARGEST_REPLY = 2**16
+FORK_TIMEOUT_S = 60.0
+KILLED = 128 + 9
+
+
+@asynccontextmanager
+async def agent_starter(config: AgentEnvironment) -> AsyncIterator[AgentStarter]:
+    """Raises ValueError where the command cannot be used."""
+    command = command_of(config)
+    if not config.preload:
+        yield NewProcesses(command)
+        return
+    if len(command) < 2 or not command[1].endswith(".py"):
+        raise ValueError(
+            f"environment.preload={list(config.preload)} needs a command that is a Python script, [agent.py, ...] or "
+            f"[a Python, agent.py, ...], not {list(config.command)}; leave out preload"
+        )
+    async with AgentTemplate(command, config.preload, start_timeout_s=config.start_timeout_s) as template:
+        yield template
+
+
+def check_agent(config: AgentEnvironment) -> None:
+    """Raises ValueError where the command, a parser's name or a module of ``preload`` cannot be used."""
+
+    async def start_template() -> None:
+        async with agent_starter(config) as starter:
+            if isinstance(starter, AgentTemplate):
+                await starter.ready()
+
+    check_parser_names(config)
+    try:
+        asyncio.run(start_template())
+    except EnvironmentStartError as error:
+        raise ValueError(str(error)) from error
+
+
+class AgentTemplate:
+    """Starts agents, inside ``async with``. The template is started with the first.
+
+    Args:
+        command: a Python, its script, and the script's arguments.
+        modules: imported before the first fork.
+        start_timeout_s: time for that.
+    """
+
+    def __init__(self, command: Sequence[str], modules: Sequence[str], *, start_timeout_s: float) -> None:
+        self._python, self._script, *self._arguments = command
+        self._modules, self._start_timeout_s = list(modules), start_timeout_s
+        self._one_at_a_time = asyncio.Lock()
+        self._process: asyncio.subprocess.Process | None = None
+        self._socket: socket.socket | None = None
+
+    async def __aenter__(self) -> "AgentTemplate":
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self._end()
+
+    @property
+    def pid(self) -> int:
+        """Of the template."""
+        assert self._process is not None
+        return self._process.pid
+
+    async def ready(self) -> None:
+        """Start the template, if there is none. Raises EnvironmentStartError."""
+        if self._socket is None:
+            await self._start()
+
+    async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
+        """An agent in ``folder``, under its guard.
+
+        Raises:
+            EpisodeFailed: it cannot be forked.
+            EnvironmentStartError: the template cannot be started.
+        """
+        content = {
+            "folder": folder,
+            "variables": agent_environment(variables),
+            "arguments": self._arguments,
+        }
+        with ExitStack() as closing:
+            pipes = [_pipe(closing) for _ in range(4)]
+            (input_reader, input_writer), *outputs = pipes
+            request = os.memfd_create("an agent's request")
+            closing.callback(os.close, request)
+            with os.fdopen(os.dup(request), "w") as file:
+                json.dump(content, file)
+            theirs = [request, input_reader, *(writer for _, writer in outputs)]
+            async with self._one_at_a_time:
+                await self.ready()
+                pid = await finished(self._fork(theirs))
+            readers = [await _stream(os.dup(reader)) for reader, _ in outputs]
+            return ForkedGuard(pid, os.dup(input_writer), *readers)
+
+    async def _fork(self, descriptors: Sequence[int]) -> int:
+        assert self._socket is not None  # since ready
+        try:
+            socket.send_fds(self._socket, [b"fork"], list(descriptors))
+            reply = json.loads(await self._reply(FORK_TIMEOUT_S))
+        except (OSError, ValueError, TimeoutError) as error:
+            await self._end()  # the next episode has another
+            raise EpisodeFailed(
+                Status.FAILED, f"the agent cannot be started: its template ended: {error}"
+            ) from error
+        if "error" in reply:
+            raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {reply['error']}")
+        return int(reply["pid"])
+
+    async def _start(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        self._socket = ours
+        with theirs:
+            words = ["--template", str(theirs.fileno()), self._script, *self._modules]
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    self._python, WORKER, *words,
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
+                    env=agent_environment({}), pass_fds=[theirs.fileno()], start_new_session=True,
+                )  # fmt: skip
+            except OSError as error:
+                await self._end()
+                raise EnvironmentStartError(f"{self._python} cannot be started: {error}") from error
+        try:
+            ready = json.loads(await self._reply(self._start_timeout_s) or b"null")
+        except BaseException as error:
+            code = await self._end()
+            if not isinstance(error, (OSError, ValueError, TimeoutError)):
+                raise
+            why = f"took longer than environment.start_timeout_s={self._start_timeout_s:g} s"
+            if not isinstance(error, TimeoutError):
+                why = f"{how_it_ended(code)}; its error output may say why"
+            raise EnvironmentStartError(
+                f"environment.preload={self._modules}: importing them {why}"
+            ) from error
+        if "error" in ready:
+            await self._end()
+            raise EnvironmentStartError(f"environment.preload={self._modules}: {ready['error']}")
+
+    async def _reply(self, within_s: float) -> bytes:
+        assert self._socket is not None
+        async with asyncio.timeout(within_s):
+            reply = await asyncio.get_running_loop().sock_recv(self._socket, LARGEST_REPLY)
+        if not reply:
+            raise ConnectionError("it closed its socket")
+        return reply
+
+    async def _end(self) -> int:
+        """End the template. Agents under way go on, each under its guard. -> its exit code"""
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        process, self._process = self._process, None
+        if process is None:
+            return 0
+        with suppress(ProcessLookupError):
+            process.kill()  # it has nothing to clean up
+        return await process.wait()
+
+
+class ForkedGuard:
+    """A guard that is not this process's child. See ``agent_process.Guard``."""
+
+    def __init__(
+        self,
+        pid: int,
+        stdin: int,
+        stdout: asyncio.StreamReader,
+        stderr: asyncio.StreamReader,
+        status: asyncio.StreamReader,
+    ) -> None:
+        self.pid, self.stdin, self.stdout, self.stderr = pid, _Closable(stdin), stdout, stderr
+        self._code = asyncio.ensure_future(status.read())
+
+    async def wait(self) -> int:
+        text = await asyncio.shield(self._code)
+        return int(text) if text else KILLED
+
+
+class _Closable:
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def _pipe(closing: ExitStack) -> tuple[int, int]:
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    closing.callback(os.close, reader)
+    closing.callback(os.close, writer)
+    return reader, writer
+
+
+async def _stream(descriptor: int) -> asyncio.StreamReader:
+    """Of a pipe, which is closed at its end."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+    )
+    return reader

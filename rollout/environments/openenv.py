@@ -1,0 +1,413 @@
+"""Environments that OpenEnv serves: one WebSocket per episode, JSON messages.
+
+::
+
+    OpenEnvServers ── {"type": "reset", "data": {...}} ──> server        {"type": "observation", "data":
+                   ── {"type": "step", "data": action} ──>                  {"observation": {...}, "reward": ..., "done": ...}}
+                                                                         {"type": "error", "data": {"message", "code"}}
+
+Tools are actions too: ``{"type": "list_tools"}``, ``{"type": "call_tool", "tool_name", "arguments"}``. Their results are
+of MCP. The sessions have the form of ``processes.EnvironmentProcess``, so ``chat.ChatEpisodes`` plays them. Written
+after the messages of OpenEnv 0.10.0, whose package is not needed.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+from urllib.parse import urlsplit, urlunsplit
+
+import aiohttp
+
+from configs.schema.environment import OpenEnvironment
+from rollout.environments.processes import (
+    LARGEST_ANSWER,
+    MOST_FAILED_STARTS,
+    EnvironmentStartError,
+    Message,
+    Opened,
+    Ready,
+    Stepped,
+    check_parser_names,
+    finished,
+    plain_value,
+)
+from rollout.environments.protocol import EpisodeFailed
+from rollout.http_replicas import Replica, open_session
+from rollout.records import Status
+from rollout.rewards.function import to_score
+
+ANSWER = "{answer}"
+NO_ROOM = "CAPACITY_REACHED"
+NO_ROOM_FIX = ": all places of the servers are taken; raise their max_concurrent_envs, or lower environment.max_concurrency"
+WAIT_FOR_ROOM_S = (0.05, 1.0)
+"""The first wait for a free place, which doubles, and the longest."""
+PING_S = 20.0
+"""A server that does not answer a ping within half of it is gone."""
+T = TypeVar("T")
+JSON = dict[str, Any]
+
+
+class _NoRoom(Exception):
+    """All places of a server are taken."""
+
+
+class _Unreachable(Exception):
+    """No connection to a server."""
+
+
+class OpenEnvServers:
+    """Sessions on the servers of a config, inside ``async with``.
+
+    Raises:
+        ValueError: the variable of the key is not set.
+    """
+
+    def __init__(self, config: OpenEnvironment) -> None:
+        self._config = config
+        self._servers = [Replica(_websocket_url(url)) for url in config.urls]
+        self._client: aiohttp.ClientSession | None = None
+        self._failed_in_a_row = 0
+        self._key = key_of(config)
+
+    async def __aenter__(self) -> "OpenEnvServers":
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
+        self._client = open_session(headers=headers)
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        if self._client is not None:
+            await self._client.close()
+
+    async def ready(self) -> Ready:
+        """The tools of the environment; every server answers. Raises EnvironmentStartError."""
+        limit_s = self._config.start_timeout_s
+        tools: list[JSON] = []
+        for server in self._servers:
+            session = self._session([server])
+            try:
+                async with asyncio.timeout(limit_s):
+                    opened = await session.reset({"prompt_id": "", "row": {}, "text": "", "messages": []})
+                tools = opened.tools
+            except (_Unreachable, EpisodeFailed, TimeoutError) as error:
+                why = str(error) or f"no answer within environment.start_timeout_s={limit_s:g} s"
+                raise EnvironmentStartError(
+                    f"environment.urls: {server.url}: {why}; start the server, or correct the address"
+                ) from error
+            finally:
+                await session.close()
+        return Ready(tools=tools)
+
+    @asynccontextmanager
+    async def episode(self) -> AsyncIterator["OpenEnvSession"]:
+        """A session for one episode.
+
+        Raises:
+            EpisodeFailed: there is no free place in time, or no connection.
+            EnvironmentStartError: many episodes in a row could not connect.
+        """
+        session = self._session(self._servers)
+        try:
+            yield session
+        except _Unreachable as error:
+            self._failed_in_a_row += 1
+            if self._failed_in_a_row >= MOST_FAILED_STARTS:
+                raise EnvironmentStartError(
+                    f"environment.urls: {MOST_FAILED_STARTS} episodes in a row could not connect, the last to {error}; start "
+                    "the servers, and resume the run"
+                ) from error
+            raise EpisodeFailed(Status.FAILED, f"no connection to {error}") from error
+        finally:
+            if session.has_connected:
+                self._failed_in_a_row = 0
+            await finished(session.close())
+
+    def _session(self, servers: Sequence[Replica]) -> "OpenEnvSession":
+        assert self._client is not None, "use it inside async with"
+        return OpenEnvSession(self._client, servers, self._config)
+
+
+class OpenEnvSession:
+    """One episode, on the server with the fewest. See ``processes.EnvironmentProcess``."""
+
+    def __init__(
+        self, client: aiohttp.ClientSession, servers: Sequence[Replica], config: OpenEnvironment
+    ) -> None:
+        self._client, self._servers, self._config = client, servers, config
+        self._server: Replica | None = None
+        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._waits_for_room = False
+        self.has_connected = False
+
+    async def reset(self, problem: Mapping[str, Any]) -> Opened:
+        """Waits for a free place."""
+        return await self._within("reset", self._config.reset_timeout_s, self._reset(problem))
+
+    async def step(self, message: Message) -> Stepped:
+        return await self._within("step", self._config.step_timeout_s, self._step(message))
+
+    async def close(self) -> None:
+        socket, self._socket = self._socket, None
+        server, self._server = self._server, None
+        if server is not None:
+            server.in_flight -= 1
+        if socket is not None:
+            with suppress(aiohttp.ClientError, ConnectionError):
+                await socket.close()
+
+    async def _within(self, stage: str, limit_s: float, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(limit_s) as deadline:
+                return await work
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            why = NO_ROOM_FIX if self._waits_for_room else ""
+            raise EpisodeFailed(
+                Status.TIME_LIMIT,
+                f"{stage} took longer than environment.{stage}_timeout_s={limit_s:g} s{why}",
+            ) from error
+
+    async def _reset(self, problem: Mapping[str, Any]) -> Opened:
+        arguments = reset_arguments(self._config.reset, problem)
+        data = await self._placed(arguments)
+        if data.get("done") is True:
+            raise EpisodeFailed(Status.FAILED, "reset says that the episode is over")
+        text = self._text_of(data.get("observation"))
+        if self._config.interface == "tools":
+            listed = await self._ask("step", {"type": "list_tools"})
+            follows = [{"role": "user", "content": text}] if text else []
+            return Opened(
+                messages=[*problem["messages"], *follows], tools=_schemas(listed.get("observation"))
+            )
+        system = [message for message in problem["messages"] if message["role"] == "system"]
+        return Opened(messages=[*system, {"role": "user", "content": text}], tools=[])
+
+    async def _placed(self, arguments: JSON) -> JSON:
+        """The answer to reset of the first server that has room. Raises _Unreachable where none can be connected to."""
+        wait_s, unreachable = WAIT_FOR_ROOM_S[0], set()
+        while True:
+            server = min(self._servers, key=lambda one: (one.is_lost, one.in_flight))
+            server.in_flight += 1
+            self._server = server
+            try:
+                data = await self._open(server.url, arguments)
+            except _Unreachable:
+                server.is_lost = True
+                unreachable.add(server)
+                await self.close()
+                if len(unreachable) == len(self._servers):
+                    raise
+            except _NoRoom:
+                self._waits_for_room = self.has_connected = True
+                await self.close()
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, WAIT_FOR_ROOM_S[1])
+            else:
+                server.is_lost, self._waits_for_room, self.has_connected = False, False, True
+                return data
+
+    async def _open(self, url: str, arguments: JSON) -> JSON:
+        try:
+            self._socket = await self._client.ws_connect(url, max_msg_size=LARGEST_ANSWER, heartbeat=PING_S)
+        except (aiohttp.ClientError, OSError) as error:
+            raise _Unreachable(f"{url}: {str(error) or type(error).__name__}") from error
+        return await self._ask("reset", arguments)
+
+    async def _step(self, message: Message) -> Stepped:
+        if self._config.interface == "text":
+            data = await self._ask("step", with_answer(self._config.action, message["content"]))
+            text = self._text_of(data.get("observation"))
+            return _stepped(data, [{"role": "user", "content": text}] if text else [])
+        calls = message.get("tool_calls") or []
+        answers, rewards, errors, done = [], [], 0, not calls
+        for call in calls:
+            function = call["function"]
+            content, failed, data = await self._call(function["name"], function["arguments"])
+            errors += failed
+            rewards += [] if data.get("reward") is None else [_number(data["reward"])]
+            answers.append(
+                {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": content}
+            )
+            if done := data.get("done") is True:
+                break
+        return Stepped(
+            messages=answers,
+            reward=sum(rewards) if rewards else None,
+            done=done,
+            parts={},
+            tool_calls=len(answers),
+            tool_errors=errors,
+        )
+
+    async def _call(self, name: str, arguments: object) -> tuple[str, bool, JSON]:
+        """(text for the policy, whether it is an error, the answer)"""
+        if not isinstance(arguments, dict):
+            return f"Error: the arguments of {name} are no object of JSON", True, {}
+        data = await self._ask("step", {"type": "call_tool", "tool_name": name, "arguments": arguments})
+        observation = data.get("observation")
+        if not isinstance(observation, dict):
+            raise _no_answer(data)
+        if error := observation.get("error"):
+            text = error.get("message") if isinstance(error, dict) else error
+            return f"Error: {text}", True, data
+        content, failed = _result_text(observation.get("result"))
+        return content, failed, data
+
+    async def _ask(self, kind: str, data: JSON) -> JSON:
+        """The data of the observation that answers."""
+        assert self._socket is not None  # since reset
+        try:
+            await self._socket.send_str(json.dumps({"type": kind, "data": data}, default=plain_value))
+            received = await self._socket.receive()
+        except (aiohttp.ClientError, ConnectionError) as error:
+            raise EpisodeFailed(Status.FAILED, f"the connection was lost in {kind}: {error}") from error
+        if received.type is not aiohttp.WSMsgType.TEXT:
+            code = self._socket.close_code
+            reason = f" with code {code}" if code else ""
+            if code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG:
+                reason = f": its answer has more than {LARGEST_ANSWER} bytes"
+            raise EpisodeFailed(Status.FAILED, f"the server closed the session in {kind}{reason}")
+        try:
+            answer = json.loads(received.data)
+            content = answer["data"]
+            if answer["type"] == "error":
+                if content.get("code") == NO_ROOM:
+                    raise _NoRoom
+                raise EpisodeFailed(
+                    Status.FAILED,
+                    f"the environment answered {kind} with {content.get('code')}: {content.get('message')}",
+                )
+            if answer["type"] != "observation" or not isinstance(content, dict):
+                raise _no_answer(answer)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise _no_answer(received.data) from error
+        return content
+
+    def _text_of(self, observation: object) -> str:
+        """What the policy reads."""
+        if not isinstance(observation, dict):
+            raise _no_answer(observation)
+        shown: object = {name: value for name, value in observation.items() if name != "metadata"}
+        if (field := self._config.observation) is not None:
+            if field not in observation:
+                names = ", ".join(sorted(observation))
+                raise EpisodeFailed(
+                    Status.FAILED,
+                    f"an observation has no field environment.observation={field}, only {names}",
+                )
+            shown = observation[field]
+        return (
+            shown
+            if isinstance(shown, str)
+            else ""
+            if shown is None
+            else json.dumps(shown, ensure_ascii=False)
+        )
+
+
+def check_openenv(config: OpenEnvironment) -> None:
+    """Before a start; the servers may come up later. Raises ValueError."""
+    check_parser_names(config)
+    key_of(config)
+
+
+def key_of(config: OpenEnvironment) -> str | None:
+    """Raises ValueError where the variable is not set."""
+    name = config.api_key_variable
+    if name is not None and not os.environ.get(name):
+        raise ValueError(f"environment.api_key_variable={name} is not set; export it, or leave the field out")
+    return None if name is None else os.environ[name]
+
+
+def reset_arguments(fields: Mapping[str, str], problem: Mapping[str, Any]) -> JSON:
+    """``seed`` of the problem, and the row's values. Raises EpisodeFailed where the row lacks one."""
+    row = problem["row"]
+    if problem["prompt_id"] and (missing := [field for field in fields.values() if field not in row]):
+        raise EpisodeFailed(
+            Status.FAILED,
+            f"environment.reset names the field {missing[0]!r}, but the row of {problem['prompt_id']} has only "
+            f"{', '.join(sorted(row)) or 'none'}",
+        )
+    seed = int.from_bytes(hashlib.sha256(str(problem["prompt_id"]).encode()).digest()[:4], "big") >> 1
+    return {"seed": seed, **{name: row[field] for name, field in fields.items() if field in row}}
+
+
+def with_answer(action: Any, answer: str) -> Any:
+    """The action with the policy's answer in its place."""
+    if isinstance(action, dict):
+        return {name: with_answer(value, answer) for name, value in action.items()}
+    if isinstance(action, list):
+        return [with_answer(value, answer) for value in action]
+    return action.replace(ANSWER, answer) if isinstance(action, str) else action
+
+
+def _stepped(data: JSON, messages: list[Message]) -> Stepped:
+    reward, done = data.get("reward"), data.get("done")
+    if not isinstance(done, bool):
+        raise _no_answer(data)
+    if not messages and not done:
+        raise EpisodeFailed(
+            Status.FAILED, "an observation is empty, and done is false; the policy has nothing to answer"
+        )
+    return Stepped(
+        messages=messages,
+        reward=None if reward is None else _number(reward),
+        done=done,
+        parts={},
+        tool_calls=0,
+        tool_errors=0,
+    )
+
+
+def _number(reward: object) -> float:
+    try:
+        return to_score(reward).value
+    except (TypeError, ValueError) as error:
+        raise EpisodeFailed(Status.REWARD_FAILED, f"the environment's reward: {error}") from error
+
+
+def _schemas(observation: object) -> list[JSON]:
+    """MCP's tools in OpenAI's form."""
+    try:
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": str(tool["name"]),
+                    "description": str(tool.get("description") or ""),
+                    "parameters": dict(tool.get("input_schema") or tool.get("inputSchema") or {}),
+                },
+            }
+            for tool in observation["tools"]  # pyright: ignore[reportIndexIssue] - checked by its error
+        ]
+    except (TypeError, KeyError, AttributeError, ValueError) as error:
+        raise _no_answer(observation) from error
+
+
+def _result_text(result: object) -> tuple[str, bool]:
+    """(text, whether the tool failed) of a result of MCP: its data, or the texts of its content."""
+    failed = False
+    if isinstance(result, dict):
+        failed = result.get("is_error", result.get("isError")) is True
+        if result.get("data") is not None:
+            result = result["data"]
+        elif isinstance(result.get("content"), list):
+            parts = [part.get("text", "") for part in result["content"] if isinstance(part, dict)]
+            result = "".join(map(str, parts))
+    return (result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)), failed
+
+
+def _no_answer(received: object) -> EpisodeFailed:
+    return EpisodeFailed(
+        Status.FAILED, f"the server sent {str(received)[:80]!r}, which is no answer of OpenEnv"
+    )
+
+
+def _websocket_url(url: str) -> str:
+    parts = urlsplit(url)
+    scheme = {"http": "ws", "https": "wss"}.get(parts.scheme, parts.scheme)
+    return urlunsplit((scheme, parts.netloc, f"{parts.path.rstrip('/')}/ws", parts.query, ""))
