@@ -79,7 +79,7 @@ class AgentEpisodes:
                 Status.FAILED,
                 f"the agent ended without a turn: nothing that it asked of OPENAI_BASE_URL was answered{_why(process, session)}",
             )
-        outcome = await self._outcome(process, session, context)
+        outcome = await self._outcome(process, session)
         # An agent that ends in order after a limit is scored, and the metrics count the limit.
         return outcome if session.limit is None else replace(outcome, status=session.limit.status)
 
@@ -101,14 +101,14 @@ class AgentEpisodes:
             raise session.failure.result()
         return ended.result()
 
-    async def _outcome(self, process: AgentProcess, session: GatewaySession, context: Context) -> Outcome:
+    async def _outcome(self, process: AgentProcess, session: GatewaySession) -> Outcome:
         counts = {
             "forks": float(session.num_forks),
             "refused_requests": float(session.refused),
             "unread_calls": float(session.unread_calls),
         }
         if self._reward == "run":
-            outcome = Outcome.of(await context.score(session.last_text))
+            outcome = Outcome.of(await session.score())
         else:
             reward, parts = _reward_of(process.last_line)
             outcome = Outcome(reward=reward, parts=parts)

@@ -42,7 +42,7 @@ from rollout.environments.openai_form import (
 )
 from rollout.environments.protocol import Context, EpisodeEnded
 from rollout.environments.tool_calls import ParsedTurn, Tools
-from rollout.records import Completion, FinishReason, Status
+from rollout.records import Completion, FinishReason, Score, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,8 @@ class GatewaySession:
 
     def __init__(self, context: Context, conversation: Conversation, *, base_url: str, model: str) -> None:
         self.base_url, self.key, self.model = base_url, secrets.token_urlsafe(32), model
-        self.refused, self.unread_calls, self.last_text = 0, 0, ""
+        self.refused, self.unread_calls = 0, 0
+        self.last_text, self._last_context = "", context
         self.last_refusal: str | None = None
         self.limit: EpisodeEnded | None = None
         """The limit that refused the last turn. A later turn that is answered clears it."""
@@ -155,6 +156,10 @@ class GatewaySession:
         """Sequences behind the first."""
         answered = [branch for branch in self._branches if any(turn.end is not None for turn in branch.turns)]
         return max(0, len(answered) - 1)
+
+    async def score(self) -> Score:
+        """The run's reward of the last answer, with the length and the end of its own turn."""
+        return await self._last_context.score(self.last_text)
 
     def check_open(self) -> None:
         if self._is_closed:
@@ -375,7 +380,7 @@ class GatewaySession:
         branch.messages.append(message)
         branch.keys.append(comparable(message))
         turn.end, turn.sampled_end = len(branch.context.token_ids), sampled_end
-        self.last_text = parsed.content
+        self.last_text, self._last_context = parsed.content, branch.context
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
         return Answer(
             message=for_the_wire(message, parsed.reasoning),
@@ -389,7 +394,7 @@ class GatewaySession:
         max_tokens, *stop_token_ids = turn.request.options
         completion = await self._act(branch, max_tokens, stop_token_ids)
         turn.end = len(branch.context.token_ids)
-        self.last_text = branch.context.decode(completion)
+        self.last_text, self._last_context = branch.context.decode(completion), branch.context
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
         return Answer(message={}, completion=completion, prompt_tokens=turn.start, finish_reason=finish)
 

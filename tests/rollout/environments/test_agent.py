@@ -183,6 +183,15 @@ ask(); say("7 8")
         assert one.parts["refused_requests"] == 0.0
 
 
+def test_the_last_answer_is_scored_with_the_length_of_its_own_turn(tmp_path):
+    """Also where it is of a fork."""
+    script = ASK + 'ask(); messages[:] = [{"role": "user", "content": "7 8"}]; ask()'
+    made = samples_of(script, tmp_path, seeds=range(11, 17))
+    lengths = [[s.turns[0].end - s.turns[0].start for s in one.sequences] for one in made]
+    assert any(first != second for first, second in lengths)
+    assert [one.reward for one in made] == [second / 2 for _, second in lengths]
+
+
 def test_a_row_is_passed_where_the_config_says_so(tmp_path):
     script = ASK + 'ask(); print(json.dumps({"reward": problem["row"] == {"key": "row"} and 2}))'
     (one,) = samples_of(script, tmp_path, seeds=[1], pass_row=True, reward="agent")
