@@ -73,7 +73,7 @@ def stand_guard(server):
             break
         events = dict(poll.poll())
         if 0 in events or asked_to_end:
-            code = 0
+            code = 128 + asked_to_end[0] if asked_to_end else 0
         if wake in events:
             os.read(wake, 4096)
     end_descendants()

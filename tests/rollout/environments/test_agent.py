@@ -37,7 +37,7 @@ from tests.support.fake_engine import FakeEngine, fake_tokens
 
 DEADLINE_S = 60.0
 ASK = """
-import json, os, subprocess, sys, urllib.request
+import json, os, subprocess, sys, time, urllib.request
 problem = json.loads(os.environ["TANDEM_PROBLEM"])
 messages = [{"role": "user", "content": problem["text"]}]
 
@@ -203,6 +203,7 @@ def test_what_an_agent_may_do_wrong_is_no_score(tmp_path):
     faults = [
         ("raise KeyError('x')", Status.FAILED, r"ended with exit code 1; its error output ends with: .*KeyError: 'x'$"),
         ("os.kill(os.getpid(), 9)", Status.FAILED, "the agent was killed by SIGKILL; it wrote no error output"),
+        ("ask(); os.kill(os.getppid(), 15); time.sleep(1000)", Status.FAILED, "the agent was killed by SIGTERM; it wrote"),
         ("ask(); sys.exit(3)", Status.FAILED, "ended with exit code 3; it wrote no error output"),
         ("pass", Status.FAILED, "ended without a turn"),
         ("ask(key='wrong')", Status.FAILED, "exit code 1; .*401"),
