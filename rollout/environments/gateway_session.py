@@ -356,12 +356,14 @@ class GatewaySession:
             self.failure.set_result(error)
 
     async def _act(self, branch: _Branch, max_tokens: int | None, stop: Sequence[int]) -> Completion:
+        before = self.limit
         try:
             completion = await branch.context.act(max_new_tokens=max_tokens, stop_token_ids=stop)
         except EpisodeEnded as limit:  # what was observed before it stays
             branch.is_full, self.limit = True, limit
             raise
-        self.limit = None
+        if self.limit is before:  # else it is of a request that came after this one
+            self.limit = None
         return completion
 
     async def _chat_turn(self, branch: _Branch, number: int) -> Answer:

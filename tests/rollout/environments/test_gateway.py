@@ -444,6 +444,21 @@ def test_limits_of_the_episode():
     run(test)
 
 
+def test_a_limit_is_not_forgotten_for_a_turn_that_was_asked_for_before_it():
+    async def test():
+        engine = Slow()
+        limits = EpisodeLimits(max_turns=1, max_tokens=400, max_new_tokens=6)
+        async with opened(engine=engine, limits=limits) as (one,):
+            asking = asyncio.ensure_future(one.ask([user("3")]))
+            await engine.asked.wait()
+            await one.refused("turn_limit", [user("4")])
+            engine.may_answer.set()
+            await asking
+            assert one.session.limit is not None and one.session.limit.status is Status.TURN_LIMIT
+
+    run(test)
+
+
 def test_a_failing_engine_is_no_fault_of_the_agent():
     async def test():
         async with opened(engine=FakeEngine(fail=lambda prompt, seed: True)) as (one,):
