@@ -193,7 +193,8 @@ class GatewaySession:
 
     async def generate(self, body: JSON, vocab_size: int | None, *, may_repeat: bool = True) -> Answer:
         """Raises Refused."""
-        token_ids, (max_tokens, stop) = token_ids_of(body, "token_ids", vocab_size), sampling_of(body)
+        token_ids = token_ids_of(body, "token_ids", vocab_size)
+        max_tokens, stop = sampling_of(body, vocab_size)
         if not token_ids:
             raise Refused(400, "invalid_value", "token_ids is empty; give the prompt's tokens", "token_ids")
         request = _Request(keys=[], messages=[], token_ids=token_ids, tools=[], options=(max_tokens, *stop))

@@ -24,6 +24,7 @@ from rollout.environments.tool_calls import ParsedTurn
 from rollout.records import FinishReason, Status
 from tests.rollout.environments.test_chat import END, ToyRenderer
 from tests.rollout.environments.test_episodes import (
+    LARGEST,
     PROMPT,
     STOP,
     TEXTS,
@@ -612,6 +613,9 @@ def test_a_conversation_in_tokens():
             for token_ids, status, message in wrong:
                 found, answer = await one.post("generate", json.dumps({"token_ids": token_ids}))
                 assert (found, message in answer["error"]["message"]) == (status, True), answer
+            stop = {"token_ids": so_far, "sampling_params": {"stop_token_ids": [LARGEST]}}
+            found, answer = await one.post("generate", json.dumps(stop))
+            assert (found, answer["error"]["param"]) == (400, "stop_token_ids")
             assert one.context.token_ids.tolist() == so_far and one.session.num_turns == 3
             for changed in ([*so_far[:4], (so_far[4] + 1) % VOCAB, *so_far[5:], 7], so_far[:5]):
                 status, answer = await one.post("generate", json.dumps({"token_ids": changed}))
