@@ -113,6 +113,11 @@ class _Branch:
     is_full: bool = False
 
     @property
+    def ends_in_messages(self) -> bool:
+        """Whether the messages say all that it holds. What a request of tokens has added has none."""
+        return self.renderer is not None and self.turns[-1].request.token_ids is None
+
+    @property
     def may_continue(self) -> bool:
         """Whether its last request was answered."""
         return not self.is_full and (not self.turns or self.turns[-1].end is not None)
@@ -217,7 +222,8 @@ class GatewaySession:
         branch = self._continued(request)
         if branch is None:
             self._branches.append(branch := self._forked(request))
-        branch.messages, branch.keys = [*request.messages], [*request.keys]
+        if request.token_ids is None:
+            branch.messages, branch.keys = [*request.messages], [*request.keys]
         return self._start(branch, request)
 
     def _continued(self, request: _Request) -> _Branch | None:
@@ -247,7 +253,7 @@ class GatewaySession:
         if request.token_ids is not None:
             is_begun = request.token_ids[: len(so_far)] == so_far.tolist()
             return len(so_far) if is_begun else 0
-        is_begun = branch.renderer is not None and branch.tools_key == request.tools_key
+        is_begun = branch.ends_in_messages and branch.tools_key == request.tools_key
         return len(so_far) if is_begun and request.keys[: len(branch.keys)] == branch.keys else 0
 
     def _require_a_new_message(self, request: _Request) -> None:
@@ -296,8 +302,10 @@ class GatewaySession:
         """Raises ValueError where the rest of the messages cannot follow the cut."""
         branch = cut.branch
         if request.token_ids is not None:
-            tokens = request.token_ids[cut.tokens :]
-        elif rest := request.messages[cut.messages :]:
+            context = branch.context.fork(cut.tokens)
+            self._observe(context, request.token_ids[cut.tokens :])
+            return _Branch(context=context, tools_key="", renderer=None)
+        if rest := request.messages[cut.messages :]:
             assert branch.renderer is not None
             tokens = branch.renderer.following(rest, sampled_end=cut.sampled_end)
             self._note_difference(request)
@@ -328,7 +336,7 @@ class GatewaySession:
 
     def _start(self, branch: _Branch, request: _Request) -> "asyncio.Task[Answer]":
         start = len(branch.context.token_ids)
-        answering = self._token_turn if branch.renderer is None else self._chat_turn
+        answering = self._chat_turn if request.token_ids is None else self._token_turn
         # The turn is known before its task runs.
         task = asyncio.ensure_future(answering(branch, len(branch.turns)))
         task.add_done_callback(self._note_failure)
@@ -404,7 +412,7 @@ class GatewaySession:
 
 def _cuts_of_messages(branch: _Branch, keys: list[str]) -> Iterator[_Cut]:
     """Before an answer to the same messages, and behind each answer that the request repeats."""
-    for turn in branch.turns:
+    for turn in (turn for turn in branch.turns if turn.request.token_ids is None):
         asked = len(turn.request.keys)
         if turn.request.keys == keys:
             yield _Cut(branch=branch, tokens=turn.start, messages=asked)

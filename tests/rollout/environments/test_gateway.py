@@ -625,3 +625,29 @@ def test_a_conversation_in_tokens():
             assert one.context.token_ids.tolist() == so_far and one.session.num_forks == 3
 
     run(test)
+
+
+def test_a_conversation_that_goes_on_in_tokens():
+    """It stays one sequence. Messages, which do not say what its tokens hold, then fork behind the last answer to messages."""
+
+    async def test():
+        async with opened(conversation=APART) as (one,):
+
+            async def generate(token_ids: list[int]) -> list[int]:
+                body = {"token_ids": token_ids, "sampling_params": {"stop_token_ids": [9]}}
+                status, answer = await one.post("generate", json.dumps(body))
+                assert status == 200, answer
+                return [*token_ids, *answer["choices"][0]["token_ids"]]
+
+            messages = [user("3 4 5")]
+            messages.append((await one.ask(messages)).choices[0].message)
+            first = one.context.token_ids.tolist()
+            whole = await generate([*first, 7, 8])
+            assert one.context.token_ids.tolist() == whole and one.session.num_forks == 0
+            forked = await generate([*first[:-1], 6])
+            await one.ask([*messages, user("7 8")])
+            made = [sequence.token_ids.tolist() for sequence in one.context.sequences()]
+            assert made[:2] == [whole, forked] and made[2][: len(first) + 2] == [*first, 7, 8]
+            assert (one.session.num_turns, one.session.num_forks) == (4, 2)
+
+    run(test)
