@@ -5,6 +5,7 @@ an exception or a cancellation the process is killed with everything that it sta
 """
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -215,10 +216,12 @@ class EnvironmentProcess:
     async def _ask(
         self, request: dict[str, Any], kind: type[T], stage: str, limit: str | None, limit_s: float
     ) -> T:
+        # Escapes: a value may be half of a surrogate pair, which the policy can write but UTF-8 cannot carry.
+        asked = json.dumps(request, default=_json_value).encode()
         was_clean, self._is_clean = self._is_clean, False
         try:
             async with asyncio.timeout(limit_s):
-                line = await self._exchange(msgspec.json.encode(request, enc_hook=plain_value))
+                line = await self._exchange(asked)
         except TimeoutError:
             name = f"environment.{limit}=" if limit else ""
             where = await self._current_line()
@@ -284,6 +287,10 @@ class EnvironmentProcess:
 def plain_value(value: Any) -> Any:
     """A value of a row that JSON does not have: a number or an array of numpy, else its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _json_value(value: Any) -> Any:
+    return msgspec.to_builtins(value, enc_hook=plain_value)
 
 
 async def end_guarded(guard: asyncio.subprocess.Process) -> None:

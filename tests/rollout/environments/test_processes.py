@@ -143,6 +143,32 @@ def test_a_daemon_is_gone_before_the_next_episode_of_its_process(tmp_path):
     assert asyncio.run(play()) == (True, 2, [])
 
 
+def test_what_a_policy_writes_fails_no_episode():
+    """Half of a surrogate pair, and a number that no machine word holds, in the arguments of a tool."""
+    config = config_of(
+        environment="tests.support.chat_environments:Echo",
+        interface="tools",
+        options={},
+        tool_call_parser="p",
+    )
+    arguments = [{"text": "half \ud83d"}, {"text": 10**40}, {"text": "\ud83d", "fails": True}]
+    calls = [{"id": "c", "function": {"name": "echo", "arguments": one}} for one in arguments]
+    calls.append({"id": "c", "function": {"name": "\ud83d", "arguments": {}}})
+
+    async def play():
+        async with (
+            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            pool.episode() as process,
+        ):
+            await process.reset({"messages": [], "row": {"half": "\ud83d"}})
+            return await process.step({"role": "assistant", "content": "", "tool_calls": calls})
+
+    stepped = asyncio.run(play())
+    *contents, unknown = [m["content"] for m in stepped.messages]
+    assert contents == ["half ?", str(10**40), "Error: ValueError: ?"]
+    assert unknown.startswith("Error: there is no tool")
+
+
 @pytest.mark.parametrize("fault", ["hang", "hang_with_daemon"])
 def test_a_late_step_is_killed(fault, sound, tmp_path):
     samples = asyncio.run(samples_of(config_of(fault, tmp_path, step_timeout_s=HANG_S), size=len(SEEDS)))
