@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.processes import WORKER, check_parser_names, end_guarded, finished
+from rollout.environments.processes import WORKER, check_parser_names, end_guarded, finished, start_guarded
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 
@@ -134,7 +134,7 @@ async def running(command: Sequence[str], variables: Mapping[str, str]) -> Async
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="tandem-agent-")
     try:
         try:
-            guard = await asyncio.create_subprocess_exec(
+            guard = await start_guarded(
                 sys.executable, "-I", WORKER, *command,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
                 cwd=folder, env=agent_environment(variables), start_new_session=True,

@@ -152,7 +152,7 @@ class EnvironmentProcess:
         """Raises EnvironmentStartError."""
         trace = os.memfd_create("lines of an environment")
         try:
-            process = await asyncio.create_subprocess_exec(
+            process = await start_guarded(
                 program.python or sys.executable,
                 WORKER,
                 stdin=asyncio.subprocess.PIPE,
@@ -291,6 +291,22 @@ def plain_value(value: Any) -> Any:
 
 def _json_value(value: Any) -> Any:
     return msgspec.to_builtins(value, enc_hook=plain_value)
+
+
+async def start_guarded(*command: str | Path, **options: Any) -> asyncio.subprocess.Process:
+    """Start a guard (``tandem_worker``). asyncio would kill it where this is cancelled, which sets free what it guards:
+    the start is waited for instead, and the guard ended. Raises OSError."""
+    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **options))
+
+    async def undo() -> None:
+        with suppress(OSError):
+            await end_guarded(await starting)
+
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await finished(undo())
+        raise
 
 
 async def end_guarded(guard: asyncio.subprocess.Process) -> None:

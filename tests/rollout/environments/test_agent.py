@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from configs.schema import RunConfig
 from configs.schema.environment import AgentEnvironment
 from rollout.client import GenerationError
 from rollout.environments.agent import AgentEpisodes
-from rollout.environments.agent_process import PACKAGES, agent_environment, check_agent, command_of
+from rollout.environments.agent_process import PACKAGES, agent_environment, check_agent, command_of, running
 from rollout.environments.chat import PlainRenderer
 from rollout.environments.context import EpisodeLimits, turn_seed
 from rollout.environments.episodes import Episodes, Sample
@@ -275,6 +276,31 @@ if {{hangs}}:
     (one,) = samples_of(script.replace("{hangs}", "False"), tmp_path, seeds=[1])
     assert (one.status, one.error) == (Status.OK, None)
     assert len(list(tmp_path.glob("daemon-*"))) == 6
+
+
+def test_an_agent_that_is_cancelled_at_its_start_leaves_nothing(tmp_path):
+    """The event loop is busy meanwhile, as with the templates of other episodes, so the agent is ahead of it."""
+    command = ["sh", "-c", f"setsid sleep 1000 & touch {tmp_path}/daemon-$!; sleep 1000"]
+
+    async def play():
+        async def start():
+            async with running(command, {}):
+                raise AssertionError("it was cancelled")
+
+        children = psutil.Process().children
+        before, starting = children(), asyncio.ensure_future(start())
+        async with asyncio.timeout(DEADLINE_S):
+            while children() == before:
+                await asyncio.sleep(0)
+        deadline = time.monotonic() + DEADLINE_S
+        while not list(tmp_path.glob("daemon-*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(play())
+    assert len(list(tmp_path.glob("daemon-*"))) == 1
 
 
 def test_limits_of_an_episode_are_no_fault(tmp_path):
