@@ -323,7 +323,7 @@ async def end_guarded(guard: asyncio.subprocess.Process) -> None:
             top = psutil.Process(guard.pid)
             tree = [top, *top.children(recursive=True)]
         for process in tree:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 process.kill()
         await guard.wait()
 

@@ -118,7 +118,9 @@ def end_descendants(kept=frozenset()):
         if not found:
             return
         for pid, _ in found:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # one of another user may end by itself
                 os.kill(pid, signal.SIGKILL)
         for (pid, _), parent in found.items():
             if parent == os.getpid():

@@ -17,6 +17,7 @@ from rollout.environments.tandem_worker.interfaces import INTERFACES
 from rollout.environments.tandem_worker.server import Server
 from rollout.environments.tandem_worker.tool_schemas import schema_of
 
+ROOT = Path(__file__).resolve().parents[3]
 PROBLEM = {
     "prompt_id": "p",
     "text": "2+3?",
@@ -297,6 +298,36 @@ def test_a_text_that_is_no_unicode_is_an_error_answer():
     server.environment = of("chat", reset=lambda self, p: [{"role": "user", "content": "\ud800"}], step=print)
     error = json.loads(server.answer({"do": "reset", "problem": PROBLEM}))["error"]
     assert error["kind"] == "unusable" and "surrogates not allowed" in error["message"]
+
+
+UNDER_A_GUARD = """
+import os, subprocess, sys
+from rollout.environments.tandem_worker import guard
+
+guard.set_of_process(guard.PR_SET_CHILD_SUBREAPER, 1)
+guard.END_TIMEOUT_S, kill = 0.5, os.kill
+first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+
+def refuse_first(pid, number):
+    if pid == first.pid:
+        raise PermissionError("it is of another user")
+    kill(pid, number)
+
+os.kill = refuse_first
+try:
+    guard.end_descendants()
+except TimeoutError as error:
+    print(str(error) == f"processes {[first.pid]} survive SIGKILL")
+print(list(guard.descendants()) and os.path.exists(f"/proc/{second.pid}"))
+kill(first.pid, 9)
+"""
+
+
+def test_a_process_that_may_not_be_killed_keeps_no_other_alive():
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_A_GUARD], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 def test_the_folder_imports_the_standard_library_alone():
