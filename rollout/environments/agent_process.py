@@ -5,6 +5,7 @@ prints the ends are kept.
 """
 
 import asyncio
+import logging
 import os
 import shutil
 import sys
@@ -18,8 +19,12 @@ from rollout.environments.processes import WORKER, check_parser_names, end_guard
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 
+logger = logging.getLogger(__name__)
+
 LARGEST_LINE = 2**16
 """Bytes that are kept of the end of what an agent prints."""
+END_OF_OUTPUT_S = 2.0
+"""Time for the end of the pipes after the end of the processes that have them."""
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 PYTHON = "{python}"
@@ -96,7 +101,14 @@ class AgentProcess:
 
     async def end(self) -> None:
         await end_guarded(self._guard)
-        await asyncio.wait(self._readers)
+        _, waiting = await asyncio.wait(self._readers, timeout=END_OF_OUTPUT_S)
+        if waiting:
+            logger.warning(
+                "a process that an agent started outlives the agent's guard (pid %d), and holds its output; look for it",
+                self.pid,
+            )
+            self._guard._transport.close()  # pyright: ignore[reportAttributeAccessIssue] - only this closes the pipes
+            await asyncio.wait(self._readers)
 
     @property
     def last_line(self) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -301,6 +302,22 @@ def test_an_agent_that_is_cancelled_at_its_start_leaves_nothing(tmp_path):
 
     asyncio.run(play())
     assert len(list(tmp_path.glob("daemon-*"))) == 1
+
+
+def test_an_agent_that_kills_its_guard_ends_its_episode_alone(tmp_path, caplog):
+    """What it set free holds its output, and nobody can find it; the episode ends all the same."""
+    script = (
+        ASK
+        + f"""
+daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+open({str(tmp_path / "free")!r}, "w").write(str(daemon.pid))
+os.kill(os.getppid(), 9)
+"""
+    )
+    (one,) = samples_of(script, tmp_path, seeds=[1], timeout_s=5.0)
+    os.kill(int((tmp_path / "free").read_text()), signal.SIGKILL)
+    assert (one.reward, one.status) == (None, Status.TIME_LIMIT)
+    assert "outlives the agent's guard" in caplog.text
 
 
 def test_limits_of_an_episode_are_no_fault(tmp_path):
