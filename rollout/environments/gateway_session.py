@@ -149,6 +149,8 @@ class GatewaySession:
         """Why the episode forked first."""
         self._context, self._conversation = context, conversation
         self._branches: list[_Branch] = []
+        self._too_long: int | None = None
+        """Tokens of the shortest prompt that had no room."""
         self._num_calls, self._is_closed = 0, False
 
     @property
@@ -272,10 +274,8 @@ class GatewaySession:
                 return self._fork(cut, request)
             except (ValueError, TypeError):  # the template does not take the rest behind our answer
                 continue
-        context = self._context.fork(0) if self._branches else self._context
         if request.token_ids is not None:
-            self._observe(context, request.token_ids)
-            return _Branch(context=context, tools_key="", renderer=None)
+            return _Branch(context=self._begun(request.token_ids), tools_key="", renderer=None)
         try:
             renderer = self._conversation.renderer_of(request.tools)
             tokens = renderer.opening(request.messages)
@@ -283,9 +283,16 @@ class GatewaySession:
             raise _no_tokens(error) from error
         if not tokens:
             raise Refused(400, "no_tokens", "these messages have no tokens; give a text", "messages")
-        self._observe(context, tokens)
+        context = self._begun(tokens)
         self._note_difference(request)
         return _Branch(context=context, tools_key=request.tools_key, renderer=renderer)
+
+    def _begun(self, token_ids: Sequence[int]) -> Context:
+        """A sequence that begins anew."""
+        self._require_room(len(token_ids))
+        context = self._context.fork(0) if self._branches else self._context
+        self._observe(context, token_ids)
+        return context
 
     def _cuts(self, request: _Request) -> list[_Cut]:
         """Where the request may leave a branch, the place with most tokens first."""
@@ -302,8 +309,7 @@ class GatewaySession:
         """Raises ValueError where the rest of the messages cannot follow the cut."""
         branch = cut.branch
         if request.token_ids is not None:
-            context = branch.context.fork(cut.tokens)
-            self._observe(context, request.token_ids[cut.tokens :])
+            context = self._forked_at(cut, request.token_ids[cut.tokens :])
             return _Branch(context=context, tools_key="", renderer=None)
         if rest := request.messages[cut.messages :]:
             assert branch.renderer is not None
@@ -311,9 +317,14 @@ class GatewaySession:
             self._note_difference(request)
         else:
             tokens = []
-        context = branch.context.fork(cut.tokens)
-        self._observe(context, tokens)
+        context = self._forked_at(cut, tokens)
         return _Branch(context=context, tools_key=branch.tools_key, renderer=branch.renderer)
+
+    def _forked_at(self, cut: _Cut, token_ids: Sequence[int]) -> Context:
+        self._require_room(cut.tokens + len(token_ids))
+        context = cut.branch.context.fork(cut.tokens)
+        self._observe(context, token_ids)
+        return context
 
     def _note_difference(self, request: _Request) -> None:
         if not self._branches or self.first_difference is not None:
@@ -331,8 +342,21 @@ class GatewaySession:
             if token_ids:
                 context.observe(token_ids)
         except EpisodeEnded as limit:  # nothing was added: a shorter message may follow
-            self.limit = limit
+            self._note_limit(limit, len(context.token_ids) + len(token_ids))
             raise limit_reached(limit) from limit
+
+    def _note_limit(self, limit: EpisodeEnded, prompt_tokens: int) -> None:
+        self.limit = limit
+        if limit.status is Status.TOKEN_LIMIT:
+            self._too_long = min(self._too_long or prompt_tokens, prompt_tokens)
+
+    def _require_room(self, prompt_tokens: int) -> None:
+        """Refuse a prompt at least as long as one that had no room. An agent may ask for it in an endless loop, and each
+        fork that is begun keeps its tokens until the episode ends. Raises Refused."""
+        if self._too_long is not None and prompt_tokens >= self._too_long:
+            text = f"its prompt has {prompt_tokens} tokens, and one of {self._too_long} had no room"
+            self.limit = EpisodeEnded(Status.TOKEN_LIMIT, text)
+            raise limit_reached(self.limit)
 
     def _start(self, branch: _Branch, request: _Request) -> "asyncio.Task[Answer]":
         start = len(branch.context.token_ids)
@@ -369,7 +393,8 @@ class GatewaySession:
         try:
             completion = await branch.context.act(max_new_tokens=max_tokens, stop_token_ids=stop)
         except EpisodeEnded as limit:  # what was observed before it stays
-            branch.is_full, self.limit = True, limit
+            branch.is_full = True
+            self._note_limit(limit, len(branch.context.token_ids))
             raise
         if self.limit is before:  # else it is of a request that came after this one
             self.limit = None

@@ -445,6 +445,33 @@ def test_limits_of_the_episode():
     run(test)
 
 
+def test_requests_that_have_no_room_begin_no_further_forks():
+    """An agent that asks in an endless loop would fill the memory with them."""
+
+    async def test():
+        limits = EpisodeLimits(max_turns=9, max_tokens=12, max_new_tokens=6)
+        async with opened(conversation=APART, limits=limits) as (one,):
+            start = [user("3 4 5")]
+            answer = (await one.ask(start)).choices[0].message
+            full = [user("6 " * 12)]  # an observation that fits, and no turn behind it
+            too_long = [[*start, user("7 " * 12)], [user("8 " * 20)], full, [user("three")]]
+            for _ in range(3):
+                for messages in too_long:
+                    for number in range(3):
+                        code = "no_tokens" if "three" in messages[0]["content"] else "context_length_exceeded"
+                        await one.refused(code, messages, max_tokens=1 + number % 2)
+            for number in range(3):
+                status, _ = await one.post("generate", json.dumps({"token_ids": [3, *[9] * 20, number]}))
+                assert status == 400
+            assert len(one.context.sequences()) <= 4
+            assert one.session.limit is not None and one.session.limit.status is Status.TOKEN_LIMIT
+            await one.ask([user("9")])
+            await one.ask([*start, answer, user("2")], max_tokens=1)
+            assert (one.session.limit, one.session.num_turns) == (None, 3)
+
+    run(test)
+
+
 def test_a_limit_is_not_forgotten_for_a_turn_that_was_asked_for_before_it():
     async def test():
         engine = Slow()
