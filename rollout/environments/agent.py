@@ -14,7 +14,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rollout.environments.agent_process import AgentProcess, running
-from rollout.environments.chat import ParseCalls, Renderer, problem_fields
+from rollout.environments.chat import ParseCalls, Renderer, Renderers, problem_fields
 from rollout.environments.gateway import Gateway
 from rollout.environments.gateway_session import Conversation, GatewaySession
 from rollout.environments.processes import plain_value
@@ -27,8 +27,6 @@ LARGEST_PROBLEM = 2**17 - 2**10
 """Bytes of TANDEM_PROBLEM: Linux takes 128 KiB for one variable."""
 LONGEST_TAIL = 1000
 """Characters of an agent's error output in an error."""
-MOST_RENDERERS = 64
-"""Renderers are kept for as many sets of tools: making one takes tens of milliseconds."""
 
 
 class AgentEpisodes:
@@ -55,11 +53,10 @@ class AgentEpisodes:
         pass_row: bool = False,
         system_prompt: str | None = None,
     ) -> None:
-        self._gateway, self._command, self._make_renderer = gateway, list(command), renderer_of
+        self._gateway, self._command, self._renderer_of = gateway, list(command), Renderers(renderer_of)
         self._conversation = Conversation(renderer_of=self._renderer_of, parse=parse)
         self._reward, self._timeout_s = reward, timeout_s
         self._pass_row, self._system_prompt = pass_row, system_prompt
-        self._renderers: dict[str, Renderer] = {}
 
     def check(self) -> None:
         """Raises ValueError where the template cannot be used."""
@@ -141,16 +138,6 @@ class AgentEpisodes:
             "NO_PROXY": direct,
             "no_proxy": direct,
         }
-
-    def _renderer_of(self, tools: Tools) -> Renderer:
-        key = json.dumps(tools, sort_keys=True)
-        renderer = self._renderers.get(key)
-        if renderer is None:
-            renderer = self._make_renderer(tools)
-            if len(self._renderers) >= MOST_RENDERERS:
-                del self._renderers[next(iter(self._renderers))]
-            self._renderers[key] = renderer
-        return renderer
 
 
 def _why(process: AgentProcess, session: GatewaySession) -> str:

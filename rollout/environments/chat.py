@@ -41,6 +41,25 @@ class PlainRenderer:
         return self.opening(messages)
 
 
+class Renderers:
+    """Makes renderers by their tools, and keeps the last ones: making one takes tens of milliseconds."""
+
+    MOST = 64
+
+    def __init__(self, renderer_of: Callable[[Tools], Renderer]) -> None:
+        """renderer_of: see ``ChatEpisodes``."""
+        self._make, self._kept = renderer_of, dict[str, Renderer]()
+
+    def __call__(self, tools: Tools) -> Renderer:
+        """Raises ValueError where the template cannot be used."""
+        key = json.dumps(tools, sort_keys=True)
+        renderer = self._kept.pop(key, None) or self._make(tools)
+        self._kept[key] = renderer  # the last one
+        if len(self._kept) > self.MOST:
+            del self._kept[next(iter(self._kept))]
+        return renderer
+
+
 ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
 
 
@@ -62,9 +81,8 @@ class ChatEpisodes:
         parse: ParseCalls | None,
         system_prompt: str | None = None,
     ) -> None:
-        self._pool, self._make_renderer, self._parse = pool, renderer_of, parse
+        self._pool, self._renderer_of, self._parse = pool, Renderers(renderer_of), parse
         self._system_prompt = system_prompt
-        self._renderers: dict[str, Renderer] = {}
 
     async def __aenter__(self) -> "ChatEpisodes":
         return self
@@ -114,12 +132,6 @@ class ChatEpisodes:
             with _messages_of_the_environment():
                 following = renderer.following(messages, sampled_end=sampled_end)
             context.observe(following)
-
-    def _renderer_of(self, tools: Tools) -> Renderer:
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._renderers:
-            self._renderers[key] = self._make_renderer(tools)
-        return self._renderers[key]
 
 
 @contextmanager
