@@ -126,10 +126,9 @@ class AgentEpisodes:
         return told
 
     def _variables(self, session: GatewaySession, told: str) -> dict[str, str]:
-        # A proxy of the machine does not know this server.
-        direct = ",".join(
-            filter(None, [os.environ.get("NO_PROXY"), urlsplit(session.base_url).hostname or ""])
-        )
+        # A proxy of the machine does not know this server. Programs read the name in either case, many the small one.
+        known = [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), urlsplit(session.base_url).hostname]
+        direct = ",".join(dict.fromkeys(filter(None, known)))
         return {
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.key,

@@ -194,6 +194,20 @@ def test_the_last_answer_is_scored_with_the_length_of_its_own_turn(tmp_path):
     assert [one.reward for one in made] == [second / 2 for _, second in lengths]
 
 
+def test_hosts_that_need_no_proxy_stay(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "judge.internal")
+    script = (
+        ASK
+        + """
+assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "judge.internal,127.0.0.1", os.environ
+ask()
+"""
+    )
+    (one,) = samples_of(script, tmp_path, seeds=[1])
+    assert (one.status, one.error) == (Status.OK, None)
+
+
 def test_a_row_is_passed_where_the_config_says_so(tmp_path):
     script = ASK + 'ask(); print(json.dumps({"reward": problem["row"] == {"key": "row"} and 2}))'
     (one,) = samples_of(script, tmp_path, seeds=[1], pass_row=True, reward="agent")
