@@ -12,10 +12,16 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.processes import WORKER, check_parser_names, end_guarded, finished, start_guarded
+from rollout.environments.processes import (
+    WORKER,
+    check_parser_names,
+    end_guarded,
+    finished,
+    start_guarded,
+    users_variables,
+)
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 
@@ -25,8 +31,6 @@ LARGEST_LINE = 2**16
 """Bytes that are kept of the end of what an agent prints."""
 END_OF_OUTPUT_S = 2.0
 """Time for the end of the pipes after the end of the processes that have them."""
-PACKAGES = Path(__file__).resolve().parents[2]
-"""The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 PYTHON = "{python}"
 
 
@@ -63,18 +67,6 @@ def check_agent(config: AgentEnvironment) -> None:
     """Raises ValueError where the command or a parser's name cannot be used."""
     command_of(config)
     check_parser_names(config)
-
-
-def agent_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this process, without those by which Tandem finds its own modules, and ``variables``."""
-    own = dict(os.environ)
-    own.pop("PYTHONSAFEPATH", None)  # a script must find the modules in its folder
-    path = [
-        entry for entry in own.pop("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry) != PACKAGES
-    ]
-    if path:
-        own["PYTHONPATH"] = os.pathsep.join(path)
-    return {**own, "PYTHONUNBUFFERED": "1", **variables}
 
 
 class AgentProcess:
@@ -149,7 +141,7 @@ async def running(command: Sequence[str], variables: Mapping[str, str]) -> Async
             guard = await start_guarded(
                 sys.executable, "-I", WORKER, *command,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                cwd=folder, env=agent_environment(variables), start_new_session=True,
+                cwd=folder, env={**users_variables(), "PYTHONUNBUFFERED": "1", **variables}, start_new_session=True,
             )  # fmt: skip
         except OSError as error:  # too many processes, or a problem that is too large for a variable
             raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error

@@ -30,6 +30,8 @@ from rollout.servers.watched_process import how_it_ended
 logger = logging.getLogger(__name__)
 
 WORKER = Path(__file__).with_name("tandem_worker").resolve()
+PACKAGES = Path(__file__).resolve().parents[2]
+"""The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
 END_TIMEOUT_S = 10.0
@@ -160,6 +162,7 @@ class EnvironmentProcess:
                 stderr=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
                 limit=LARGEST_ANSWER + 2**16,
                 pass_fds=[trace],
+                env=users_variables(),
                 start_new_session=True,  # its guard ends it after this process; a killed group must not take the guard
             )
         except BaseException as error:
@@ -291,6 +294,16 @@ def plain_value(value: Any) -> Any:
 
 def _json_value(value: Any) -> Any:
     return msgspec.to_builtins(value, enc_hook=plain_value)
+
+
+def users_variables() -> dict[str, str]:
+    """The variables of this process for a user's program, without those by which Tandem finds its own modules."""
+    variables = dict(os.environ)
+    variables.pop("PYTHONSAFEPATH", None)  # a script must find the modules in its folder
+    entries = variables.pop("PYTHONPATH", "").split(os.pathsep)
+    if path := [entry for entry in entries if entry and Path(entry) != PACKAGES]:
+        variables["PYTHONPATH"] = os.pathsep.join(path)
+    return variables
 
 
 async def start_guarded(*command: str | Path, **options: Any) -> asyncio.subprocess.Process:

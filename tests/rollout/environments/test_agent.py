@@ -1,7 +1,6 @@
 """Agents in processes of their own around a deterministic engine: whole episodes, faults, and what is left of them."""
 
 import asyncio
-import json
 import os
 import re
 import shutil
@@ -19,12 +18,13 @@ from configs.schema import RunConfig
 from configs.schema.environment import AgentEnvironment
 from rollout.client import GenerationError
 from rollout.environments.agent import AgentEpisodes
-from rollout.environments.agent_process import PACKAGES, agent_environment, check_agent, command_of, running
+from rollout.environments.agent_process import check_agent, command_of, running
 from rollout.environments.chat import PlainRenderer
 from rollout.environments.context import EpisodeLimits, turn_seed
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.loading import sample_makers
+from rollout.environments.processes import PACKAGES
 from rollout.records import Prompt, Status
 from tests.rollout.environments.test_episodes import (
     STOP,
@@ -166,7 +166,7 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
     pack([group_of(made)])
 
 
-def test_the_run_scores_the_last_answer_and_the_reference_stays_here(tmp_path):
+def test_the_run_scores_the_last_answer_and_the_reference_stays_here(tmp_path, monkeypatch):
     script = (
         ASK
         + f"""
@@ -178,6 +178,8 @@ open("left_over", "w").write("x")
 ask(); say("7 8")
 """
     )
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGES))  # as the roles have them
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     for seed, one in zip((11, 12), samples_of(script, tmp_path), strict=True):
         first, second = two_turns(seed, "7 8")
         assert one.sequence.token_ids.tolist() == [3, 4, 5, *first, 7, 8, *second]
@@ -372,10 +374,3 @@ def test_a_command_is_checked_before_the_start(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="tool_call_parser=nothing is unknown"):
         check_agent(AgentEnvironment(command=("agent.py",), tool_call_parser="nothing"))
     assert shutil.which("sh")
-
-
-def test_an_agents_variables(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}{os.pathsep}/theirs")
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    made = agent_environment({"A": json.dumps({"b": 1})})
-    assert (made["PYTHONPATH"], made["A"], "PYTHONSAFEPATH" in made) == ("/theirs", '{"b": 1}', False)

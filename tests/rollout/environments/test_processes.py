@@ -270,6 +270,37 @@ def test_another_python_plays_the_same_episodes(sound, monkeypatch):
     check_others(asyncio.run(samples_of(config_of(python=python))), sound, lambda one: False)
 
 
+@pytest.mark.parametrize("python", [None, sys.executable])
+def test_a_script_of_an_environment_finds_its_own_modules(python, tmp_path, monkeypatch):
+    """Not those of Tandem, which has some with usual names."""
+    for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "script.py").write_text(
+        "import os, trainer; print(trainer.__file__, os.environ['PYTHONPATH'])"
+    )
+    (tmp_path / "trainer.py").touch()
+    (tmp_path / "runs_it.py").write_text(
+        "import subprocess, sys\n"
+        "class E:\n"
+        "  def reset(self):\n"
+        "    return subprocess.check_output([sys.executable, 'script.py'], text=True).strip()\n"
+        "  def step(self, text): ..."
+    )
+    config = config_of(environment="runs_it:E", interface="text", options={}, python=python)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), "/theirs"]))  # as the roles have them
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+
+    async def play():
+        async with (
+            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            pool.episode() as process,
+        ):
+            return (await process.reset({})).messages
+
+    assert asyncio.run(play()) == [{"role": "user", "content": f"{tmp_path / 'trainer.py'} /theirs"}]
+
+
 def test_a_cancelled_episode_leaves_no_process(tmp_path):
     async def play():
         playing = asyncio.ensure_future(samples_of(config_of("hang", tmp_path)))
