@@ -208,8 +208,8 @@ class Chat(MessageAdapter):
         written = [tool for tool in tools if isinstance(tool, dict)]
         if written and len(written) < len(tools):
             raise Failure("start", "tools has functions and JSON schemas; give it one kind")
-        self._functions = {} if written else {tool.__name__: tool for tool in tools}
         self.tools = written or [schema_of(tool) for tool in tools]
+        self._functions = {} if written else {tool.__name__: tool for tool in tools}
 
     def reset(self, problem):
         messages = self.messages_of("reset", self.call(self.made.reset, problem))

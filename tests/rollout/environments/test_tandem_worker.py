@@ -1,9 +1,11 @@
 """The server inside an environment's process: interfaces, wrong forms with their lines, schemas of tools."""
 
+import functools
 import json
 import math
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -262,6 +264,24 @@ def test_a_schema_from_sphinx_and_without_descriptions():
     parameters = {"key": {"type": "string", "description": "what"}, "deep": {"description": "how far"}}
     assert schema_of(find)["function"]["description"] == "Find it."
     assert schema_of(find)["function"]["parameters"]["properties"] == parameters
+
+
+def test_types_without_arguments():
+    def find(key: typing.Dict, deep: typing.Mapping, some: typing.List):  # noqa: UP006
+        """Find it."""
+
+    schema = schema_of(find)["function"]["parameters"]["properties"]
+    assert schema == {
+        "key": {"type": "object"},
+        "deep": {"type": "object"},
+        "some": {"type": "array", "items": {}},
+    }
+
+
+@pytest.mark.parametrize("tool", ["search", 3, functools.partial(print)])
+def test_a_tool_that_is_no_function_with_a_name(tool):
+    with pytest.raises(Failure, match="is no function with a name; define one"):
+        of("chat", reset=lambda self, p: [], step=lambda self, m: None, tools=[tool])
 
 
 def untyped(key):
