@@ -267,13 +267,17 @@ class EnvironmentProcess:
     async def _current_line(self) -> str:
         """``, at env.py:12 in step``; an empty text where it is not told in time."""
         with suppress(psutil.NoSuchProcess, TimeoutError, OSError):
-            (server,) = psutil.Process(self.pid).children() or [None]
-            if server is None or not _catches(server.pid, signal.SIGUSR1):  # it would end the process
+            servers = psutil.Process(
+                self.pid
+            ).children()  # several: it has just ended, and the guard has its orphans
+            if len(servers) != 1 or not _catches(servers[0].pid, signal.SIGUSR1):  # it would end the process
                 return ""
-            server.send_signal(signal.SIGUSR1)
+            servers[0].send_signal(signal.SIGUSR1)
+            written, before = b"", None
             async with asyncio.timeout(TRACE_WITHIN_S):
-                while not (written := os.pread(self._trace, 2**16, 0)).endswith(b"\n"):
+                while not written.endswith(b"\n") or written != before:  # it is written piece by piece
                     await asyncio.sleep(0.01)
+                    written, before = os.pread(self._trace, 2**16, 0), written
             for file, line, function in _FRAME.findall(written.decode(errors="replace")):  # innermost first
                 if Path(file).parent != WORKER and not _LIBRARY.search(file):
                     return f", at {os.path.basename(file)}:{line} in {function}"

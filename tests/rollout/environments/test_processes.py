@@ -28,6 +28,7 @@ from rollout.environments.processes import (
     limits_of,
     max_processes,
 )
+from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 from tests.rollout.environments.test_episodes import PROMPT, TEXTS, group_of, pack, score_by_length
 from tests.support.chat_environments import is_faulty
@@ -178,6 +179,30 @@ def test_a_late_step_is_killed(fault, sound, tmp_path):
             message = r"environment.step_timeout_s=3 s, at chat_environments.py:\d+ in hang"
             assert re.search(message, one.error or ""), one.error
     check_others(samples, sound, lambda one: is_faulty(first_turn(one)))
+
+
+def test_the_current_line_is_that_of_the_whole_trace(tmp_path, monkeypatch):
+    """The process writes its trace piece by piece, here with a pause behind each line."""
+    config = config_of("hang", tmp_path, step_timeout_s=0.5)
+    pread, pieces = os.pread, []
+
+    def slowly(descriptor, size, offset):
+        lines = pread(descriptor, size, offset).splitlines(keepends=True)
+        if lines:
+            pieces.append(len(lines))
+        return b"".join(lines[: len(pieces)])
+
+    async def play():
+        async with (
+            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            pool.episode() as process,
+        ):
+            await process.reset({"text": "1"})
+            monkeypatch.setattr(os, "pread", slowly)
+            await process.step({"role": "assistant", "content": "3"})
+
+    with pytest.raises(EpisodeFailed, match=r", at chat_environments.py:\d+ in hang"):
+        asyncio.run(play())
 
 
 @pytest.mark.parametrize(
