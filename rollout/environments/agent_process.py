@@ -7,6 +7,7 @@ prints the ends are kept.
 import asyncio
 import logging
 import os
+import secrets
 import shutil
 import sys
 import tempfile
@@ -135,8 +136,9 @@ async def running(command: Sequence[str], variables: Mapping[str, str]) -> Async
     Raises:
         EpisodeFailed: it cannot be started.
     """
-    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="tandem-agent-")
+    folder = os.path.join(tempfile.gettempdir(), f"tandem-agent-{secrets.token_hex(8)}")
     try:
+        await finished(asyncio.to_thread(os.mkdir, folder, 0o700))
         try:
             guard = await start_guarded(
                 sys.executable, "-I", WORKER, *command,
@@ -151,5 +153,17 @@ async def running(command: Sequence[str], variables: Mapping[str, str]) -> Async
         finally:
             await finished(process.end())
     finally:
-        with suppress(OSError):
-            await finished(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+        await finished(asyncio.to_thread(remove, folder))
+
+
+def remove(folder: str) -> None:
+    """Remove an agent's folder with all in it, also folders in which nothing may be written, as some tools make them."""
+    with suppress(OSError):
+        os.chmod(folder, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+    for inner, names, _ in os.walk(folder):  # what is left, from the top
+        for path in (os.path.join(inner, name) for name in names):
+            with suppress(OSError):
+                if not os.path.islink(path):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from configs.schema import RunConfig
 from configs.schema.environment import AgentEnvironment
 from rollout.client import GenerationError
 from rollout.environments.agent import AgentEpisodes
-from rollout.environments.agent_process import check_agent, command_of, running
+from rollout.environments.agent_process import check_agent, command_of, remove, running
 from rollout.environments.chat import PlainRenderer
 from rollout.environments.context import EpisodeLimits, turn_seed
 from rollout.environments.episodes import Episodes, Sample
@@ -350,6 +351,54 @@ def test_a_failing_engine_ends_the_run_at_once(tmp_path):
     script = ASK + 'try: ask()\nexcept OSError: subprocess.run(["sleep", "1000"])'
     with pytest.raises(GenerationError, match="asked to fail"):
         samples_of(script, tmp_path, engine=FakeEngine(fail=lambda prompt, seed: seed == 12))
+
+
+def test_folders_that_may_not_be_written_are_removed():
+    """As a user other than root, who may write anywhere."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        folder = tempfile.mkdtemp(dir="/tmp")
+        os.makedirs(f"{folder}/closed/inner/shut")
+        Path(folder, "closed/inner/file").touch()
+        os.symlink("/", f"{folder}/closed/root")
+        os.chmod(f"{folder}/closed/inner/shut", 0)
+        os.chmod(f"{folder}/closed/inner", 0o555)
+        os.chmod(f"{folder}/closed", 0o555)
+        os.chmod(folder, 0)
+        remove(folder)
+        assert not os.path.exists(folder)
+    finally:
+        os.seteuid(own)
+
+
+def test_an_agent_that_is_cancelled_while_its_folder_is_made_leaves_none(monkeypatch):
+    """The fixture looks."""
+    started, may_go = threading.Event(), threading.Event()
+
+    def slow(function):
+        def called(*arguments, **named):
+            started.set()
+            may_go.wait(DEADLINE_S)
+            return function(*arguments, **named)
+
+        return called
+
+    async def play():
+        async def start():
+            async with running(["true"], {}):
+                raise AssertionError("it was cancelled")
+
+        starting = asyncio.ensure_future(start())
+        await asyncio.to_thread(started.wait, DEADLINE_S)
+        starting.cancel()
+        asyncio.get_running_loop().call_soon(may_go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    monkeypatch.setattr(os, "mkdir", slow(os.mkdir))
+    asyncio.run(play())
 
 
 def test_a_command_is_checked_before_the_start(tmp_path, monkeypatch):
