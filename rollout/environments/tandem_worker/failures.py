@@ -26,7 +26,11 @@ def readable(text):
 
 def error_text(error):
     """``KeyError: 'x'``, in one line."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    try:
+        told = str(error)
+    except Exception:  # the text of a user's exception may be any code
+        told = ""
+    text = f"{type(error).__name__}: {told}" if told else type(error).__name__
     text = " ".join(readable(text).split())
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}…"
 

@@ -313,6 +313,20 @@ def test_a_function_that_is_no_tool(function, message):
         schema_of(function)
 
 
+def test_an_exception_that_cannot_tell_its_text_is_an_error_answer():
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError("x")
+
+    def step(self, message):
+        raise Mute
+
+    server = Server()
+    server.environment = of("chat", reset=lambda self, p: [], step=step)
+    error = json.loads(server.answer({"do": "step", "message": answer("5")}))["error"]
+    assert error["kind"] == "raised" and error["message"].startswith("Mute (test_tandem_worker.py:")
+
+
 def test_a_text_that_is_no_unicode_is_an_error_answer():
     server = Server()
     server.environment = of("chat", reset=lambda self, p: [{"role": "user", "content": "\ud800"}], step=print)
