@@ -69,7 +69,7 @@ class ChatEpisodes:
     Args:
         renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
             used.
-        parse: finds the tool calls in a text; None: there are none.
+        parse: finds the tool calls in a text, and the thinking; None: there are none.
         system_prompt: first message of each problem.
     """
 
@@ -117,7 +117,7 @@ class ChatEpisodes:
             sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
             text = text_of(context, completion, sampled_end=sampled_end)
             turn = ParsedTurn(content=text, calls=[])
-            if opened.tools and self._parse is not None:
+            if self._parse is not None:
                 turn = await self._parse(text, opened.tools)
             if turn.error is not None:
                 totals.unparsed += 1

@@ -52,7 +52,7 @@ class Conversation:
     renderer_of: Callable[[Tools], Renderer]
     """Raises ValueError where the template cannot be used with these tools."""
     parse: ParseCalls | None = None
-    """Finds the tool calls in a text. None: requests with tools are refused."""
+    """Finds the tool calls in a text, and the thinking. None: requests with tools are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,7 +408,7 @@ class GatewaySession:
         sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
         text = text_of(branch.context, completion, sampled_end=sampled_end)
         parsed = ParsedTurn(content=text, calls=[])
-        if turn.request.tools and self._conversation.parse is not None:
+        if self._conversation.parse is not None:
             parsed = await self._conversation.parse(text, turn.request.tools)
             self.unread_calls += parsed.error is not None
         message = canonical(message_of(parsed, first_call=self._num_calls), place="our answer")

@@ -136,6 +136,16 @@ async def no_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
     return ParsedTurn(content=text, calls=[])
 
 
+async def think(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+    assert tools == []
+    return ParsedTurn(content="7", calls=[], reasoning=text)
+
+
+def test_thinking_is_apart_without_tools_too():
+    """The reward is the number that the environment reads in the second answer."""
+    assert [one.reward for one in play("Faulty", interface="chat", parse=think)] == [7.0] * len(SEEDS)
+
+
 def test_without_a_reward_the_run_scores_the_last_answer():
     for one in play("Unscored", interface="tools", parse=no_calls):
         (turn,) = one.sequence.turns

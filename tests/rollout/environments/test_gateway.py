@@ -497,6 +497,19 @@ def test_a_failing_engine_is_no_fault_of_the_agent():
     run(test)
 
 
+def test_thinking_is_apart_without_tools_too():
+    async def parse(text, tools):
+        return ParsedTurn(content="7", calls=[], reasoning=f"of {tools}")
+
+    async def test():
+        async with opened(conversation=Conversation(renderer_of=ToyRenderer, parse=parse)) as (one,):
+            message = (await one.ask([user("abc")])).choices[0].message.model_dump()
+            assert (message["content"], message["reasoning_content"]) == ("7", "of []")
+            assert one.session.last_text == "7"
+
+    run(test)
+
+
 def test_tool_calls_come_and_go_in_openais_form():
     huge = 10**40
 
