@@ -99,7 +99,7 @@ def check_others(
 
 
 FAULTS = [
-    ("crash", Status.FAILED, r"its? process|process \(pid \d+\) ended with exit code 3 in step"),
+    ("crash", Status.FAILED, r"process \(pid \d+\) ended with exit code 3 in step"),
     ("crash_with_daemon", Status.FAILED, "ended with exit code 3 in step"),
     ("poison", Status.REWARD_FAILED, r"returned nan as reward, .* \(chat_environments.py:\d+ in step\)"),
     ("shout", Status.FAILED, r"an answer may have 4194304 \(chat_environments.py:\d+ in step\)"),
