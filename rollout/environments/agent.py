@@ -14,7 +14,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from rollout.environments.agent_process import AgentProcess, AgentStarter, running
-from rollout.environments.chat import ParseCalls, Renderer, problem_fields
+from rollout.environments.chat import ParseCalls, Renderer, Renderers, problem_fields
 from rollout.environments.gateway import Gateway
 from rollout.environments.gateway_session import Conversation, GatewaySession
 from rollout.environments.processes import plain_value
@@ -27,8 +27,6 @@ LARGEST_PROBLEM = 2**17 - 2**10
 """Bytes of TANDEM_PROBLEM: Linux takes 128 KiB for one variable."""
 LONGEST_TAIL = 1000
 """Characters of an agent's error output in an error."""
-MOST_RENDERERS = 64
-"""Renderers are kept for as many sets of tools: making one takes tens of milliseconds."""
 
 
 class AgentEpisodes:
@@ -55,11 +53,10 @@ class AgentEpisodes:
         pass_row: bool = False,
         system_prompt: str | None = None,
     ) -> None:
-        self._gateway, self._starter, self._make_renderer = gateway, starter, renderer_of
+        self._gateway, self._starter, self._renderer_of = gateway, starter, Renderers(renderer_of)
         self._conversation = Conversation(renderer_of=self._renderer_of, parse=parse)
         self._reward, self._timeout_s = reward, timeout_s
         self._pass_row, self._system_prompt = pass_row, system_prompt
-        self._renderers: dict[str, Renderer] = {}
 
     def check(self) -> None:
         """Raises ValueError where the template cannot be used."""
@@ -79,7 +76,7 @@ class AgentEpisodes:
                 Status.FAILED,
                 f"the agent ended without a turn: nothing that it asked of OPENAI_BASE_URL was answered{_why(process, session)}",
             )
-        outcome = await self._outcome(process, session, context)
+        outcome = await self._outcome(process, session)
         # An agent that ends in order after a limit is scored, and the metrics count the limit.
         return outcome if session.limit is None else replace(outcome, status=session.limit.status)
 
@@ -101,14 +98,14 @@ class AgentEpisodes:
             raise session.failure.result()
         return ended.result()
 
-    async def _outcome(self, process: AgentProcess, session: GatewaySession, context: Context) -> Outcome:
+    async def _outcome(self, process: AgentProcess, session: GatewaySession) -> Outcome:
         counts = {
             "forks": float(session.num_forks),
             "refused_requests": float(session.refused),
             "unread_calls": float(session.unread_calls),
         }
         if self._reward == "run":
-            outcome = Outcome.of(await context.score(session.last_text))
+            outcome = Outcome.of(await session.score())
         else:
             reward, parts = _reward_of(process.last_line)
             outcome = Outcome(reward=reward, parts=parts)
@@ -129,10 +126,9 @@ class AgentEpisodes:
         return told
 
     def _variables(self, session: GatewaySession, told: str) -> dict[str, str]:
-        # A proxy of the machine does not know this server.
-        direct = ",".join(
-            filter(None, [os.environ.get("NO_PROXY"), urlsplit(session.base_url).hostname or ""])
-        )
+        # A proxy of the machine does not know this server. Programs read the name in either case, many the small one.
+        known = [os.environ.get("no_proxy"), os.environ.get("NO_PROXY"), urlsplit(session.base_url).hostname]
+        direct = ",".join(dict.fromkeys(filter(None, known)))
         return {
             "OPENAI_BASE_URL": session.base_url,
             "OPENAI_API_KEY": session.key,
@@ -141,16 +137,6 @@ class AgentEpisodes:
             "NO_PROXY": direct,
             "no_proxy": direct,
         }
-
-    def _renderer_of(self, tools: Tools) -> Renderer:
-        key = json.dumps(tools, sort_keys=True)
-        renderer = self._renderers.get(key)
-        if renderer is None:
-            renderer = self._make_renderer(tools)
-            if len(self._renderers) >= MOST_RENDERERS:
-                del self._renderers[next(iter(self._renderers))]
-            self._renderers[key] = renderer
-        return renderer
 
 
 def _why(process: AgentProcess, session: GatewaySession) -> str:

@@ -5,24 +5,34 @@ prints the ends are kept.
 """
 
 import asyncio
+import logging
 import os
+import secrets
 import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Protocol
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.processes import WORKER, Guard, end_guarded, finished
+from rollout.environments.processes import (
+    WORKER,
+    Guard,
+    end_guarded,
+    finished,
+    start_guarded,
+    users_variables,
+)
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 
+logger = logging.getLogger(__name__)
+
 LARGEST_LINE = 2**16
 """Bytes that are kept of the end of what an agent prints."""
-PACKAGES = Path(__file__).resolve().parents[2]
-"""The folder of Tandem's packages, which the roles have on PYTHONPATH."""
+END_OF_OUTPUT_S = 2.0
+"""Time for the end of the pipes after the end of the processes that have them."""
 PYTHON = "{python}"
 
 
@@ -55,21 +65,9 @@ def _whole_path(word: str) -> str:
     return os.path.abspath(word) if os.path.isfile(word) else word
 
 
-def agent_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """The variables of this process, without those by which Tandem finds its own modules, and ``variables``."""
-    own = dict(os.environ)
-    own.pop("PYTHONSAFEPATH", None)  # a script must find the modules in its folder
-    path = [
-        entry for entry in own.pop("PYTHONPATH", "").split(os.pathsep) if entry and Path(entry) != PACKAGES
-    ]
-    if path:
-        own["PYTHONPATH"] = os.pathsep.join(path)
-    return {**own, "PYTHONUNBUFFERED": "1", **variables}
-
-
 class AgentStarter(Protocol):
     async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
-        """An agent in ``folder``, with ``variables`` beside those of ``agent_environment``. Raises EpisodeFailed."""
+        """An agent in ``folder``, with ``agent_variables``. Raises EpisodeFailed."""
         ...
 
 
@@ -81,13 +79,17 @@ class NewProcesses:
 
     async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
         try:
-            return await asyncio.create_subprocess_exec(
+            return await start_guarded(
                 sys.executable, "-I", WORKER, *self._command,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                cwd=folder, env=agent_environment(variables), start_new_session=True,
+                cwd=folder, env=agent_variables(variables), start_new_session=True,
             )  # fmt: skip
         except OSError as error:  # too many processes, or a problem that is too large for a variable
             raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error
+
+
+def agent_variables(variables: Mapping[str, str]) -> dict[str, str]:
+    return {**users_variables(), "PYTHONUNBUFFERED": "1", **variables}
 
 
 class AgentProcess:
@@ -114,7 +116,14 @@ class AgentProcess:
 
     async def end(self) -> None:
         await end_guarded(self._guard)
-        await asyncio.wait(self._readers)
+        _, waiting = await asyncio.wait(self._readers, timeout=END_OF_OUTPUT_S)
+        if waiting:
+            logger.warning(
+                "a process that an agent started outlives the agent's guard (pid %d), and holds its output; look for it",
+                self.pid,
+            )
+            self._guard._transport.close()  # pyright: ignore[reportAttributeAccessIssue] - only this closes the pipes
+            await asyncio.wait(self._readers)
 
     @property
     def last_line(self) -> str:
@@ -149,13 +158,26 @@ async def running(starter: AgentStarter, variables: Mapping[str, str]) -> AsyncI
     Raises:
         EpisodeFailed: it cannot be started.
     """
-    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="tandem-agent-")
+    folder = os.path.join(tempfile.gettempdir(), f"tandem-agent-{secrets.token_hex(8)}")
     try:
+        await finished(asyncio.to_thread(os.mkdir, folder, 0o700))
         process = AgentProcess(await starter.start(folder, variables))
         try:
             yield process
         finally:
             await finished(process.end())
     finally:
-        with suppress(OSError):
-            await finished(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))
+        await finished(asyncio.to_thread(remove, folder))
+
+
+def remove(folder: str) -> None:
+    """Remove an agent's folder with all in it, also folders in which nothing may be written, as some tools make them."""
+    with suppress(OSError):
+        os.chmod(folder, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
+    for inner, names, _ in os.walk(folder):  # what is left, from the top
+        for path in (os.path.join(inner, name) for name in names):
+            with suppress(OSError):
+                if not os.path.islink(path):
+                    os.chmod(path, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -10,12 +10,20 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.agent_process import AgentStarter, NewProcesses, agent_environment, command_of
-from rollout.environments.processes import WORKER, EnvironmentStartError, Guard, check_parser_names, finished
+from rollout.environments.agent_process import AgentStarter, NewProcesses, agent_variables, command_of
+from rollout.environments.processes import (
+    END_TIMEOUT_S,
+    WORKER,
+    EnvironmentStartError,
+    Guard,
+    check_parser_names,
+    finished,
+)
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 from rollout.servers.watched_process import how_it_ended
@@ -98,7 +106,7 @@ class AgentTemplate:
         """
         content = {
             "folder": folder,
-            "variables": agent_environment(variables),
+            "variables": agent_variables(variables),
             "arguments": self._arguments,
         }
         with ExitStack() as closing:
@@ -112,8 +120,8 @@ class AgentTemplate:
             async with self._one_at_a_time:
                 await self.ready()
                 pid = await finished(self._fork(theirs))
-            readers = [await _stream(os.dup(reader)) for reader, _ in outputs]
-            return ForkedGuard(pid, os.dup(input_writer), *readers)
+            streams = [await _stream(os.dup(reader)) for reader, _ in outputs]
+            return ForkedGuard(pid, os.dup(input_writer), streams)
 
     async def _fork(self, descriptors: Sequence[int]) -> int:
         assert self._socket is not None  # since ready
@@ -140,7 +148,7 @@ class AgentTemplate:
                     self._python, WORKER, *words,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
-                    env=agent_environment({}), pass_fds=[theirs.fileno()], start_new_session=True,
+                    env=agent_variables({}), pass_fds=[theirs.fileno()], start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 await self._end()
@@ -148,7 +156,7 @@ class AgentTemplate:
         try:
             ready = json.loads(await self._reply(self._start_timeout_s) or b"null")
         except BaseException as error:
-            code = await self._end()
+            code = await self._end(END_TIMEOUT_S if isinstance(error, ConnectionError) else 0.0)
             if not isinstance(error, (OSError, ValueError, TimeoutError)):
                 raise
             why = f"took longer than environment.start_timeout_s={self._start_timeout_s:g} s"
@@ -169,31 +177,35 @@ class AgentTemplate:
             raise ConnectionError("it closed its socket")
         return reply
 
-    async def _end(self) -> int:
-        """End the template. Agents under way go on, each under its guard. -> its exit code"""
+    async def _end(self, within_s: float = END_TIMEOUT_S) -> int:
+        """End the template. Agents under way go on, each under its guard. -> its exit code
+
+        within_s: time to end by itself, which it does as its socket closes. Killing a process that has just ended would
+        lose its exit code: asyncio's watcher and ``kill`` both wait for it.
+        """
         if self._socket is not None:
             self._socket.close()
             self._socket = None
         process, self._process = self._process, None
         if process is None:
             return 0
-        with suppress(ProcessLookupError):
-            process.kill()  # it has nothing to clean up
-        return await process.wait()
+        try:
+            async with asyncio.timeout(within_s):
+                return await process.wait()
+        except TimeoutError:
+            process.kill()
+            return await process.wait()
 
 
 class ForkedGuard:
     """A guard that is not this process's child. See ``agent_process.Guard``."""
 
     def __init__(
-        self,
-        pid: int,
-        stdin: int,
-        stdout: asyncio.StreamReader,
-        stderr: asyncio.StreamReader,
-        status: asyncio.StreamReader,
+        self, pid: int, stdin: int, streams: Sequence[tuple[asyncio.StreamReader, asyncio.BaseTransport]]
     ) -> None:
-        self.pid, self.stdin, self.stdout, self.stderr = pid, _Closable(stdin), stdout, stderr
+        (self.stdout, out), (self.stderr, errors), (status, _) = streams
+        self.pid, self.stdin = pid, _Closing(partial(os.close, stdin))
+        self._transport = _Closing(out.close, errors.close)
         self._code = asyncio.ensure_future(status.read())
 
     async def wait(self) -> int:
@@ -201,14 +213,16 @@ class ForkedGuard:
         return int(text) if text else KILLED
 
 
-class _Closable:
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+class _Closing:
+    """Does once what closing takes."""
+
+    def __init__(self, *close: Callable[[], object]) -> None:
+        self._close = close
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
+        close, self._close = self._close, ()
+        for one in close:
+            one()
 
 
 def _pipe(closing: ExitStack) -> tuple[int, int]:
@@ -218,11 +232,10 @@ def _pipe(closing: ExitStack) -> tuple[int, int]:
     return reader, writer
 
 
-async def _stream(descriptor: int) -> asyncio.StreamReader:
+async def _stream(descriptor: int) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
     """Of a pipe, which is closed at its end."""
     reader = asyncio.StreamReader()
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
     )
-    return reader
+    return reader, transport

@@ -55,6 +55,25 @@ class EpisodeSource(Protocol):
     def episode(self) -> AbstractAsyncContextManager[PlayedEpisode]: ...
 
 
+class Renderers:
+    """Makes renderers by their tools, and keeps the last ones: making one takes tens of milliseconds."""
+
+    MOST = 64
+
+    def __init__(self, renderer_of: Callable[[Tools], Renderer]) -> None:
+        """renderer_of: see ``ChatEpisodes``."""
+        self._make, self._kept = renderer_of, dict[str, Renderer]()
+
+    def __call__(self, tools: Tools) -> Renderer:
+        """Raises ValueError where the template cannot be used."""
+        key = json.dumps(tools, sort_keys=True)
+        renderer = self._kept.pop(key, None) or self._make(tools)
+        self._kept[key] = renderer  # the last one
+        if len(self._kept) > self.MOST:
+            del self._kept[next(iter(self._kept))]
+        return renderer
+
+
 ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
 
 
@@ -64,7 +83,7 @@ class ChatEpisodes:
     Args:
         renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
             used.
-        parse: finds the tool calls in a text; None: there are none.
+        parse: finds the tool calls in a text, and the thinking; None: there are none.
         system_prompt: first message of each problem.
     """
 
@@ -76,9 +95,8 @@ class ChatEpisodes:
         parse: ParseCalls | None,
         system_prompt: str | None = None,
     ) -> None:
-        self._pool, self._make_renderer, self._parse = pool, renderer_of, parse
+        self._pool, self._renderer_of, self._parse = pool, Renderers(renderer_of), parse
         self._system_prompt = system_prompt
-        self._renderers: dict[str, Renderer] = {}
 
     async def check(self) -> None:
         """Start the first process and make its renderer.
@@ -107,7 +125,7 @@ class ChatEpisodes:
             sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
             text = text_of(context, completion, sampled_end=sampled_end)
             turn = ParsedTurn(content=text, calls=[])
-            if opened.tools and self._parse is not None:
+            if self._parse is not None:
                 turn = await self._parse(text, opened.tools)
             if turn.error is not None:
                 totals.unparsed += 1
@@ -122,12 +140,6 @@ class ChatEpisodes:
             with _messages_of_the_environment():
                 following = renderer.following(messages, sampled_end=sampled_end)
             context.observe(following)
-
-    def _renderer_of(self, tools: Tools) -> Renderer:
-        key = json.dumps(tools, sort_keys=True)
-        if key not in self._renderers:
-            self._renderers[key] = self._make_renderer(tools)
-        return self._renderers[key]
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from rollout.environments.openai_form import (
 )
 from rollout.environments.protocol import Context, EpisodeEnded
 from rollout.environments.tool_calls import ParsedTurn, Tools
-from rollout.records import Completion, FinishReason, Status
+from rollout.records import Completion, FinishReason, Score, Status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Conversation:
     renderer_of: Callable[[Tools], Renderer]
     """Raises ValueError where the template cannot be used with these tools."""
     parse: ParseCalls | None = None
-    """Finds the tool calls in a text. None: requests with tools are refused."""
+    """Finds the tool calls in a text, and the thinking. None: requests with tools are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,11 @@ class _Branch:
     is_full: bool = False
 
     @property
+    def ends_in_messages(self) -> bool:
+        """Whether the messages say all that it holds. What a request of tokens has added has none."""
+        return self.renderer is not None and self.turns[-1].request.token_ids is None
+
+    @property
     def may_continue(self) -> bool:
         """Whether its last request was answered."""
         return not self.is_full and (not self.turns or self.turns[-1].end is not None)
@@ -133,7 +138,8 @@ class GatewaySession:
 
     def __init__(self, context: Context, conversation: Conversation, *, base_url: str, model: str) -> None:
         self.base_url, self.key, self.model = base_url, secrets.token_urlsafe(32), model
-        self.refused, self.unread_calls, self.last_text = 0, 0, ""
+        self.refused, self.unread_calls = 0, 0
+        self.last_text, self._last_context = "", context
         self.last_refusal: str | None = None
         self.limit: EpisodeEnded | None = None
         """The limit that refused the last turn. A later turn that is answered clears it."""
@@ -143,6 +149,8 @@ class GatewaySession:
         """Why the episode forked first."""
         self._context, self._conversation = context, conversation
         self._branches: list[_Branch] = []
+        self._too_long: int | None = None
+        """Tokens of the shortest prompt that had no room."""
         self._num_calls, self._is_closed = 0, False
 
     @property
@@ -155,6 +163,10 @@ class GatewaySession:
         """Sequences behind the first."""
         answered = [branch for branch in self._branches if any(turn.end is not None for turn in branch.turns)]
         return max(0, len(answered) - 1)
+
+    async def score(self) -> Score:
+        """The run's reward of the last answer, with the length and the end of its own turn."""
+        return await self._last_context.score(self.last_text)
 
     def check_open(self) -> None:
         if self._is_closed:
@@ -188,7 +200,8 @@ class GatewaySession:
 
     async def generate(self, body: JSON, vocab_size: int | None, *, may_repeat: bool = True) -> Answer:
         """Raises Refused."""
-        token_ids, (max_tokens, stop) = token_ids_of(body, "token_ids", vocab_size), sampling_of(body)
+        token_ids = token_ids_of(body, "token_ids", vocab_size)
+        max_tokens, stop = sampling_of(body, vocab_size)
         if not token_ids:
             raise Refused(400, "invalid_value", "token_ids is empty; give the prompt's tokens", "token_ids")
         request = _Request(keys=[], messages=[], token_ids=token_ids, tools=[], options=(max_tokens, *stop))
@@ -211,7 +224,8 @@ class GatewaySession:
         branch = self._continued(request)
         if branch is None:
             self._branches.append(branch := self._forked(request))
-        branch.messages, branch.keys = [*request.messages], [*request.keys]
+        if request.token_ids is None:
+            branch.messages, branch.keys = [*request.messages], [*request.keys]
         return self._start(branch, request)
 
     def _continued(self, request: _Request) -> _Branch | None:
@@ -241,7 +255,7 @@ class GatewaySession:
         if request.token_ids is not None:
             is_begun = request.token_ids[: len(so_far)] == so_far.tolist()
             return len(so_far) if is_begun else 0
-        is_begun = branch.renderer is not None and branch.tools_key == request.tools_key
+        is_begun = branch.ends_in_messages and branch.tools_key == request.tools_key
         return len(so_far) if is_begun and request.keys[: len(branch.keys)] == branch.keys else 0
 
     def _require_a_new_message(self, request: _Request) -> None:
@@ -260,10 +274,8 @@ class GatewaySession:
                 return self._fork(cut, request)
             except (ValueError, TypeError):  # the template does not take the rest behind our answer
                 continue
-        context = self._context.fork(0) if self._branches else self._context
         if request.token_ids is not None:
-            self._observe(context, request.token_ids)
-            return _Branch(context=context, tools_key="", renderer=None)
+            return _Branch(context=self._begun(request.token_ids), tools_key="", renderer=None)
         try:
             renderer = self._conversation.renderer_of(request.tools)
             tokens = renderer.opening(request.messages)
@@ -271,9 +283,16 @@ class GatewaySession:
             raise _no_tokens(error) from error
         if not tokens:
             raise Refused(400, "no_tokens", "these messages have no tokens; give a text", "messages")
-        self._observe(context, tokens)
+        context = self._begun(tokens)
         self._note_difference(request)
         return _Branch(context=context, tools_key=request.tools_key, renderer=renderer)
+
+    def _begun(self, token_ids: Sequence[int]) -> Context:
+        """A sequence that begins anew."""
+        self._require_room(len(token_ids))
+        context = self._context.fork(0) if self._branches else self._context
+        self._observe(context, token_ids)
+        return context
 
     def _cuts(self, request: _Request) -> list[_Cut]:
         """Where the request may leave a branch, the place with most tokens first."""
@@ -290,16 +309,22 @@ class GatewaySession:
         """Raises ValueError where the rest of the messages cannot follow the cut."""
         branch = cut.branch
         if request.token_ids is not None:
-            tokens = request.token_ids[cut.tokens :]
-        elif rest := request.messages[cut.messages :]:
+            context = self._forked_at(cut, request.token_ids[cut.tokens :])
+            return _Branch(context=context, tools_key="", renderer=None)
+        if rest := request.messages[cut.messages :]:
             assert branch.renderer is not None
             tokens = branch.renderer.following(rest, sampled_end=cut.sampled_end)
             self._note_difference(request)
         else:
             tokens = []
-        context = branch.context.fork(cut.tokens)
-        self._observe(context, tokens)
+        context = self._forked_at(cut, tokens)
         return _Branch(context=context, tools_key=branch.tools_key, renderer=branch.renderer)
+
+    def _forked_at(self, cut: _Cut, token_ids: Sequence[int]) -> Context:
+        self._require_room(cut.tokens + len(token_ids))
+        context = cut.branch.context.fork(cut.tokens)
+        self._observe(context, token_ids)
+        return context
 
     def _note_difference(self, request: _Request) -> None:
         if not self._branches or self.first_difference is not None:
@@ -317,12 +342,25 @@ class GatewaySession:
             if token_ids:
                 context.observe(token_ids)
         except EpisodeEnded as limit:  # nothing was added: a shorter message may follow
-            self.limit = limit
+            self._note_limit(limit, len(context.token_ids) + len(token_ids))
             raise limit_reached(limit) from limit
+
+    def _note_limit(self, limit: EpisodeEnded, prompt_tokens: int) -> None:
+        self.limit = limit
+        if limit.status is Status.TOKEN_LIMIT:
+            self._too_long = min(self._too_long or prompt_tokens, prompt_tokens)
+
+    def _require_room(self, prompt_tokens: int) -> None:
+        """Refuse a prompt at least as long as one that had no room. An agent may ask for it in an endless loop, and each
+        fork that is begun keeps its tokens until the episode ends. Raises Refused."""
+        if self._too_long is not None and prompt_tokens >= self._too_long:
+            text = f"its prompt has {prompt_tokens} tokens, and one of {self._too_long} had no room"
+            self.limit = EpisodeEnded(Status.TOKEN_LIMIT, text)
+            raise limit_reached(self.limit)
 
     def _start(self, branch: _Branch, request: _Request) -> "asyncio.Task[Answer]":
         start = len(branch.context.token_ids)
-        answering = self._token_turn if branch.renderer is None else self._chat_turn
+        answering = self._chat_turn if request.token_ids is None else self._token_turn
         # The turn is known before its task runs.
         task = asyncio.ensure_future(answering(branch, len(branch.turns)))
         task.add_done_callback(self._note_failure)
@@ -351,12 +389,15 @@ class GatewaySession:
             self.failure.set_result(error)
 
     async def _act(self, branch: _Branch, max_tokens: int | None, stop: Sequence[int]) -> Completion:
+        before = self.limit
         try:
             completion = await branch.context.act(max_new_tokens=max_tokens, stop_token_ids=stop)
         except EpisodeEnded as limit:  # what was observed before it stays
-            branch.is_full, self.limit = True, limit
+            branch.is_full = True
+            self._note_limit(limit, len(branch.context.token_ids))
             raise
-        self.limit = None
+        if self.limit is before:  # else it is of a request that came after this one
+            self.limit = None
         return completion
 
     async def _chat_turn(self, branch: _Branch, number: int) -> Answer:
@@ -367,7 +408,7 @@ class GatewaySession:
         sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
         text = text_of(branch.context, completion, sampled_end=sampled_end)
         parsed = ParsedTurn(content=text, calls=[])
-        if turn.request.tools and self._conversation.parse is not None:
+        if self._conversation.parse is not None:
             parsed = await self._conversation.parse(text, turn.request.tools)
             self.unread_calls += parsed.error is not None
         message = canonical(message_of(parsed, first_call=self._num_calls), place="our answer")
@@ -375,7 +416,7 @@ class GatewaySession:
         branch.messages.append(message)
         branch.keys.append(comparable(message))
         turn.end, turn.sampled_end = len(branch.context.token_ids), sampled_end
-        self.last_text = parsed.content
+        self.last_text, self._last_context = parsed.content, branch.context
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
         return Answer(
             message=for_the_wire(message, parsed.reasoning),
@@ -389,14 +430,14 @@ class GatewaySession:
         max_tokens, *stop_token_ids = turn.request.options
         completion = await self._act(branch, max_tokens, stop_token_ids)
         turn.end = len(branch.context.token_ids)
-        self.last_text = branch.context.decode(completion)
+        self.last_text, self._last_context = branch.context.decode(completion), branch.context
         finish = "length" if completion.finish_reason is FinishReason.LENGTH else "stop"
         return Answer(message={}, completion=completion, prompt_tokens=turn.start, finish_reason=finish)
 
 
 def _cuts_of_messages(branch: _Branch, keys: list[str]) -> Iterator[_Cut]:
     """Before an answer to the same messages, and behind each answer that the request repeats."""
-    for turn in branch.turns:
+    for turn in (turn for turn in branch.turns if turn.request.token_ids is None):
         asked = len(turn.request.keys)
         if turn.request.keys == keys:
             yield _Cut(branch=branch, tokens=turn.start, messages=asked)

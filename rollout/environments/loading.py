@@ -204,6 +204,8 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
         await asyncio.to_thread(parser.start)
 
         async def parse(text: str, tools: Tools) -> ParsedTurn:
+            if not tools and block.reasoning_parser is None:
+                return ParsedTurn(content=text, calls=[])
             return await asyncio.to_thread(parser, text, tools)
 
         yield parse

@@ -149,12 +149,12 @@ def token_ids_of(body: JSON, field: str, vocab_size: int | None) -> list[int]:
     return given
 
 
-def sampling_of(body: JSON) -> tuple[int | None, list[int]]:
+def sampling_of(body: JSON, vocab_size: int | None) -> tuple[int | None, list[int]]:
     """(max_tokens, stop_token_ids)"""
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):
         raise Refused(400, "invalid_value", "sampling_params is no object", "sampling_params")
-    stop = token_ids_of(sampling, "stop_token_ids", None) if sampling.get("stop_token_ids") else []
+    stop = token_ids_of(sampling, "stop_token_ids", vocab_size) if sampling.get("stop_token_ids") else []
     return max_tokens_of(sampling, "max_tokens"), stop
 
 

@@ -5,6 +5,7 @@ an exception or a cancellation the process is killed with everything that it sta
 """
 
 import asyncio
+import json
 import logging
 import os
 import re
@@ -34,6 +35,8 @@ from rollout.servers.watched_process import how_it_ended
 logger = logging.getLogger(__name__)
 
 WORKER = Path(__file__).with_name("tandem_worker").resolve()
+PACKAGES = Path(__file__).resolve().parents[2]
+"""The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
 END_TIMEOUT_S = 10.0
@@ -156,7 +159,7 @@ class EnvironmentProcess:
         """Raises EnvironmentStartError."""
         trace = os.memfd_create("lines of an environment")
         try:
-            process = await asyncio.create_subprocess_exec(
+            process = await start_guarded(
                 program.python or sys.executable,
                 WORKER,
                 stdin=asyncio.subprocess.PIPE,
@@ -164,6 +167,7 @@ class EnvironmentProcess:
                 stderr=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
                 limit=LARGEST_ANSWER + 2**16,
                 pass_fds=[trace],
+                env=users_variables(),
                 start_new_session=True,  # its guard ends it after this process; a killed group must not take the guard
             )
         except BaseException as error:
@@ -220,10 +224,12 @@ class EnvironmentProcess:
     async def _ask(
         self, request: dict[str, Any], kind: type[T], stage: str, limit: str | None, limit_s: float
     ) -> T:
+        # Escapes: a value may be half of a surrogate pair, which the policy can write but UTF-8 cannot carry.
+        asked = json.dumps(request, default=_json_value).encode()
         was_clean, self._is_clean = self._is_clean, False
         try:
             async with asyncio.timeout(limit_s):
-                line = await self._exchange(msgspec.json.encode(request, enc_hook=plain_value))
+                line = await self._exchange(asked)
         except TimeoutError:
             name = f"environment.{limit}=" if limit else ""
             where = await self._current_line()
@@ -266,13 +272,17 @@ class EnvironmentProcess:
     async def _current_line(self) -> str:
         """``, at env.py:12 in step``; an empty text where it is not told in time."""
         with suppress(psutil.NoSuchProcess, TimeoutError, OSError):
-            (server,) = psutil.Process(self.pid).children() or [None]
-            if server is None or not _catches(server.pid, signal.SIGUSR1):  # it would end the process
+            servers = psutil.Process(
+                self.pid
+            ).children()  # several: it has just ended, and the guard has its orphans
+            if len(servers) != 1 or not _catches(servers[0].pid, signal.SIGUSR1):  # it would end the process
                 return ""
-            server.send_signal(signal.SIGUSR1)
+            servers[0].send_signal(signal.SIGUSR1)
+            written, before = b"", None
             async with asyncio.timeout(TRACE_WITHIN_S):
-                while not (written := os.pread(self._trace, 2**16, 0)).endswith(b"\n"):
+                while not written.endswith(b"\n") or written != before:  # it is written piece by piece
                     await asyncio.sleep(0.01)
+                    written, before = os.pread(self._trace, 2**16, 0), written
             for file, line, function in _FRAME.findall(written.decode(errors="replace")):  # innermost first
                 if Path(file).parent != WORKER and not _LIBRARY.search(file):
                     return f", at {os.path.basename(file)}:{line} in {function}"
@@ -306,6 +316,36 @@ class Guard(Protocol):
     async def wait(self) -> int: ...
 
 
+def _json_value(value: Any) -> Any:
+    return msgspec.to_builtins(value, enc_hook=plain_value)
+
+
+def users_variables() -> dict[str, str]:
+    """The variables of this process for a user's program, without those by which Tandem finds its own modules."""
+    variables = dict(os.environ)
+    variables.pop("PYTHONSAFEPATH", None)  # a script must find the modules in its folder
+    entries = variables.pop("PYTHONPATH", "").split(os.pathsep)
+    if path := [entry for entry in entries if entry and Path(entry) != PACKAGES]:
+        variables["PYTHONPATH"] = os.pathsep.join(path)
+    return variables
+
+
+async def start_guarded(*command: str | Path, **options: Any) -> asyncio.subprocess.Process:
+    """Start a guard (``tandem_worker``). asyncio would kill it where this is cancelled, which sets free what it guards:
+    the start is waited for instead, and the guard ended. Raises OSError."""
+    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **options))
+
+    async def undo() -> None:
+        with suppress(OSError):
+            await end_guarded(await starting)
+
+    try:
+        return await asyncio.shield(starting)
+    except asyncio.CancelledError:
+        await finished(undo())
+        raise
+
+
 async def end_guarded(guard: Guard) -> None:
     """Have a guard (``tandem_worker``) kill all below it, and end. Returns after the last of them is gone."""
     assert guard.stdin is not None
@@ -320,7 +360,7 @@ async def end_guarded(guard: Guard) -> None:
             top = psutil.Process(guard.pid)
             tree = [top, *top.children(recursive=True)]
         for process in tree:
-            with suppress(psutil.NoSuchProcess):
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
                 process.kill()
         await guard.wait()
 

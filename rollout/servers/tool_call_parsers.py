@@ -70,7 +70,8 @@ class _Unreadable(ValueError):
 def parse(
     text: str, tools: Sequence[Mapping[str, Any]], parser: str, reasoning_parser: str | None
 ) -> dict[str, Any]:
-    """The text taken apart: ``reasoning``, ``content``, ``calls`` ({name, arguments} each), ``error``.
+    """The text taken apart: ``reasoning``, ``content``, ``calls`` ({name, arguments} each), ``error``. Without tools there
+    are no calls.
 
     SGLang leaves out calls that it cannot read, and logs why. Here any such call is an error, and there are no calls.
     """
@@ -79,7 +80,7 @@ def parse(
         try:
             if reasoning_parser is not None:
                 reasoning, text = _without_reasoning(text, reasoning_parser)
-            content, calls = _parse_calls(text, tools, parser)
+            content, calls = _parse_calls(text, tools, parser) if tools else (text, [])
         except _Unreadable as error:
             complaints.texts = complaints.texts or [str(error)]
         except Exception as error:  # a parser may raise anything

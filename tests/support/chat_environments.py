@@ -156,6 +156,19 @@ class Unscored:
         return str(key)
 
 
+class Echo:
+    """A tool that gives its argument back, or fails with it."""
+
+    def reset(self):
+        return None
+
+    def echo(self, text: str, fails: bool = False) -> str:
+        """Echo."""
+        if fails:
+            raise ValueError(text)
+        return text
+
+
 class Countdown:
     """Of gym's form."""
 

@@ -15,14 +15,23 @@ class Failure(Exception):
     """An answer that is an error. See ``__init__.py`` for ``kind``."""
 
     def __init__(self, kind, message):
-        super().__init__(message)
+        super().__init__(readable(message))
         self.kind = kind
+
+
+def readable(text):
+    """With question marks for what UTF-8 cannot carry: halves of surrogate pairs."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def error_text(error):
     """``KeyError: 'x'``, in one line."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    text = " ".join(text.split())
+    try:
+        told = str(error)
+    except Exception:  # the text of a user's exception may be any code
+        told = ""
+    text = f"{type(error).__name__}: {told}" if told else type(error).__name__
+    text = " ".join(readable(text).split())
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}…"
 
 

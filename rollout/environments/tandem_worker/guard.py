@@ -89,7 +89,7 @@ def stand_guard(server):
             break
         events = dict(poll.poll())
         if 0 in events or asked_to_end:
-            code = 0
+            code = 128 + asked_to_end[0] if asked_to_end else 0
         if wake in events:
             os.read(wake, 4096)
     end_descendants()
@@ -134,7 +134,9 @@ def end_descendants(kept=frozenset()):
         if not found:
             return
         for pid, _ in found:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(
+                ProcessLookupError, PermissionError
+            ):  # one of another user may end by itself
                 os.kill(pid, signal.SIGKILL)
         for (pid, _), parent in found.items():
             if parent == os.getpid():

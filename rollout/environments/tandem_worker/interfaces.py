@@ -13,7 +13,7 @@ import sys
 import types
 from numbers import Real
 
-from .failures import Failure, describe, error_text, place_of, short
+from .failures import Failure, describe, error_text, place_of, readable, short
 from .tool_schemas import schema_of
 
 OLDEST_PYTHON = (3, 9)
@@ -162,7 +162,8 @@ class MessageAdapter(Adapter, abc.ABC):
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             content, failed = self._run_tool(functions, name, arguments)
             errors += failed
-            messages.append({"role": "tool", "tool_call_id": call["id"], "name": name, "content": content})
+            answer = {"role": "tool", "tool_call_id": call["id"], "name": readable(name)}
+            messages.append({**answer, "content": readable(content)})
         return messages, errors
 
     def _run_tool(self, functions, name, arguments):
@@ -207,8 +208,8 @@ class Chat(MessageAdapter):
         written = [tool for tool in tools if isinstance(tool, dict)]
         if written and len(written) < len(tools):
             raise Failure("start", "tools has functions and JSON schemas; give it one kind")
-        self._functions = {} if written else {tool.__name__: tool for tool in tools}
         self.tools = written or [schema_of(tool) for tool in tools]
+        self._functions = {} if written else {tool.__name__: tool for tool in tools}
 
     def reset(self, problem):
         messages = self.messages_of("reset", self.call(self.made.reset, problem))

@@ -14,9 +14,9 @@ from .failures import Failure, error_text, place_of, short
 def schema_of(function, name=None):
     """The schema of a tool, in OpenAI's form: from the types of the parameters, and from a docstring in Google's or
     Sphinx' style. Raises Failure where a parameter has no type, or there is no docstring."""
-    if not callable(function):
-        raise Failure("start", f"tool {short(function)} is no function")
-    name = name or function.__name__
+    name = name or getattr(function, "__name__", None)
+    if not callable(function) or name is None:
+        raise Failure("start", f"tool {short(function)} is no function with a name; define one")
     text = inspect.getdoc(function)
     if not text:
         raise Failure(
@@ -95,6 +95,8 @@ def schema_of_type(hint, tool, function):
             "type": "array",
             "items": schema_of_type(items[0], tool, function) if len(set(items)) == 1 else {},
         }
+    if origin in _OBJECTS and not arguments:
+        return {"type": "object"}
     if origin in _OBJECTS:
         return {"type": "object", "additionalProperties": schema_of_type(arguments[1], tool, function)}
     raise Failure(

@@ -1,12 +1,14 @@
 """Agents in processes of their own around a deterministic engine: whole episodes, faults, and what is left of them."""
 
 import asyncio
-import json
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,13 +19,14 @@ from configs.schema import RunConfig
 from configs.schema.environment import AgentEnvironment
 from rollout.client import GenerationError
 from rollout.environments.agent import AgentEpisodes
-from rollout.environments.agent_process import PACKAGES, agent_environment, command_of
+from rollout.environments.agent_process import NewProcesses, command_of, remove, running
 from rollout.environments.agent_template import agent_starter, check_agent
 from rollout.environments.chat import PlainRenderer
 from rollout.environments.context import EpisodeLimits, turn_seed
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.loading import sample_makers
+from rollout.environments.processes import PACKAGES
 from rollout.records import Prompt, Status
 from tests.rollout.environments.test_episodes import (
     STOP,
@@ -38,7 +41,7 @@ from tests.support.fake_engine import FakeEngine, fake_tokens
 
 DEADLINE_S = 60.0
 ASK = """
-import json, os, subprocess, sys, urllib.request
+import json, os, subprocess, sys, time, urllib.request
 problem = json.loads(os.environ["TANDEM_PROBLEM"])
 messages = [{"role": "user", "content": problem["text"]}]
 
@@ -179,7 +182,7 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
     pack([group_of(made)])
 
 
-def test_the_run_scores_the_last_answer_and_the_reference_stays_here(tmp_path):
+def test_the_run_scores_the_last_answer_and_the_reference_stays_here(tmp_path, monkeypatch):
     script = (
         ASK
         + f"""
@@ -191,11 +194,36 @@ open("left_over", "w").write("x")
 ask(); say("7 8")
 """
     )
+    monkeypatch.setenv("PYTHONPATH", str(PACKAGES))  # as the roles have them
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
     for seed, one in zip((11, 12), samples_of(script, tmp_path), strict=True):
         first, second = two_turns(seed, "7 8")
         assert one.sequence.token_ids.tolist() == [3, 4, 5, *first, 7, 8, *second]
         assert one.status is Status.OK and one.reward == len(second) / 2
         assert one.parts["refused_requests"] == 0.0
+
+
+def test_the_last_answer_is_scored_with_the_length_of_its_own_turn(tmp_path):
+    """Also where it is of a fork."""
+    script = ASK + 'ask(); messages[:] = [{"role": "user", "content": "7 8"}]; ask()'
+    made = samples_of(script, tmp_path, seeds=range(11, 17))
+    lengths = [[s.turns[0].end - s.turns[0].start for s in one.sequences] for one in made]
+    assert any(first != second for first, second in lengths)
+    assert [one.reward for one in made] == [second / 2 for _, second in lengths]
+
+
+def test_hosts_that_need_no_proxy_stay(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("no_proxy", "judge.internal")
+    script = (
+        ASK
+        + """
+assert os.environ["NO_PROXY"] == os.environ["no_proxy"] == "judge.internal,127.0.0.1", os.environ
+ask()
+"""
+    )
+    (one,) = samples_of(script, tmp_path, seeds=[1])
+    assert (one.status, one.error) == (Status.OK, None)
 
 
 def test_a_row_is_passed_where_the_config_says_so(tmp_path):
@@ -209,6 +237,7 @@ def test_what_an_agent_may_do_wrong_is_no_score(tmp_path):
     faults = [
         ("raise KeyError('x')", Status.FAILED, r"ended with exit code 1; its error output ends with: .*KeyError: 'x'$"),
         ("os.kill(os.getpid(), 9)", Status.FAILED, "the agent was killed by SIGKILL; it wrote no error output"),
+        ("ask(); os.kill(os.getppid(), 15); time.sleep(1000)", Status.FAILED, "the agent was killed by SIGTERM; it wrote"),
         ("ask(); sys.exit(3)", Status.FAILED, "ended with exit code 3; it wrote no error output"),
         ("pass", Status.FAILED, "ended without a turn"),
         ("ask(key='wrong')", Status.FAILED, "exit code 1; .*401"),
@@ -282,6 +311,47 @@ if {{hangs}}:
     assert len(list(tmp_path.glob("daemon-*"))) == 6
 
 
+def test_an_agent_that_is_cancelled_at_its_start_leaves_nothing(tmp_path):
+    """The event loop is busy meanwhile, as with the templates of other episodes, so the agent is ahead of it."""
+    command = ["sh", "-c", f"setsid sleep 1000 & touch {tmp_path}/daemon-$!; sleep 1000"]
+
+    async def play():
+        async def start():
+            async with running(NewProcesses(command), {}):
+                raise AssertionError("it was cancelled")
+
+        children = psutil.Process().children
+        before, starting = children(), asyncio.ensure_future(start())
+        async with asyncio.timeout(DEADLINE_S):
+            while children() == before:
+                await asyncio.sleep(0)
+        deadline = time.monotonic() + DEADLINE_S
+        while not list(tmp_path.glob("daemon-*")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    asyncio.run(play())
+    assert len(list(tmp_path.glob("daemon-*"))) == 1
+
+
+def test_an_agent_that_kills_its_guard_ends_its_episode_alone(tmp_path, caplog):
+    """What it set free holds its output, and nobody can find it; the episode ends all the same."""
+    script = (
+        ASK
+        + f"""
+daemon = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+open({str(tmp_path / "free")!r}, "w").write(str(daemon.pid))
+os.kill(os.getppid(), 9)
+"""
+    )
+    (one,) = samples_of(script, tmp_path, seeds=[1], timeout_s=5.0)
+    os.kill(int((tmp_path / "free").read_text()), signal.SIGKILL)
+    assert (one.reward, one.status) == (None, Status.TIME_LIMIT)
+    assert "outlives the agent's guard" in caplog.text
+
+
 def test_limits_of_an_episode_are_no_fault(tmp_path):
     limits = EpisodeLimits(max_turns=2, max_tokens=400, max_new_tokens=6)
     (one,) = samples_of(ASK + "ask(); say('7'); say('8')", tmp_path, seeds=[1], limits=limits)
@@ -296,6 +366,54 @@ def test_a_failing_engine_ends_the_run_at_once(tmp_path):
     script = ASK + 'try: ask()\nexcept OSError: subprocess.run(["sleep", "1000"])'
     with pytest.raises(GenerationError, match="asked to fail"):
         samples_of(script, tmp_path, engine=FakeEngine(fail=lambda prompt, seed: seed == 12))
+
+
+def test_folders_that_may_not_be_written_are_removed():
+    """As a user other than root, who may write anywhere."""
+    own = os.geteuid()
+    if own == 0:
+        os.seteuid(65534)
+    try:
+        folder = tempfile.mkdtemp(dir="/tmp")
+        os.makedirs(f"{folder}/closed/inner/shut")
+        Path(folder, "closed/inner/file").touch()
+        os.symlink("/", f"{folder}/closed/root")
+        os.chmod(f"{folder}/closed/inner/shut", 0)
+        os.chmod(f"{folder}/closed/inner", 0o555)
+        os.chmod(f"{folder}/closed", 0o555)
+        os.chmod(folder, 0)
+        remove(folder)
+        assert not os.path.exists(folder)
+    finally:
+        os.seteuid(own)
+
+
+def test_an_agent_that_is_cancelled_while_its_folder_is_made_leaves_none(monkeypatch):
+    """The fixture looks."""
+    started, may_go = threading.Event(), threading.Event()
+
+    def slow(function):
+        def called(*arguments, **named):
+            started.set()
+            may_go.wait(DEADLINE_S)
+            return function(*arguments, **named)
+
+        return called
+
+    async def play():
+        async def start():
+            async with running(NewProcesses(["true"]), {}):
+                raise AssertionError("it was cancelled")
+
+        starting = asyncio.ensure_future(start())
+        await asyncio.to_thread(started.wait, DEADLINE_S)
+        starting.cancel()
+        asyncio.get_running_loop().call_soon(may_go.set)
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+    monkeypatch.setattr(os, "mkdir", slow(os.mkdir))
+    asyncio.run(play())
 
 
 def test_a_command_is_checked_before_the_start(tmp_path, monkeypatch):
@@ -320,10 +438,3 @@ def test_a_command_is_checked_before_the_start(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="tool_call_parser=nothing is unknown"):
         check_agent(AgentEnvironment(command=("agent.py",), tool_call_parser="nothing"))
     assert shutil.which("sh")
-
-
-def test_an_agents_variables(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", f"{PACKAGES}{os.pathsep}/theirs")
-    monkeypatch.setenv("PYTHONSAFEPATH", "1")
-    made = agent_environment({"A": json.dumps({"b": 1})})
-    assert (made["PYTHONPATH"], made["A"], "PYTHONSAFEPATH" in made) == ("/theirs", '{"b": 1}', False)

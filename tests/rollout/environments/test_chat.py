@@ -136,6 +136,16 @@ async def no_calls(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
     return ParsedTurn(content=text, calls=[])
 
 
+async def think(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
+    assert tools == []
+    return ParsedTurn(content="7", calls=[], reasoning=text)
+
+
+def test_thinking_is_apart_without_tools_too():
+    """The reward is the number that the environment reads in the second answer."""
+    assert [one.reward for one in play("Faulty", interface="chat", parse=think)] == [7.0] * len(SEEDS)
+
+
 def test_without_a_reward_the_run_scores_the_last_answer():
     for one in play("Unscored", interface="tools", parse=no_calls):
         (turn,) = one.sequence.turns
@@ -192,6 +202,23 @@ def test_a_template_that_cannot_be_used_is_found_before_the_first_episode():
 
     with pytest.raises(ValueError, match="this template cannot be used"):
         play("Faulty", interface="chat", renderer_of=renderer_of)
+
+
+def test_renderers_of_the_last_sets_of_tools_are_kept():
+    """An environment may have other tools for every problem."""
+    made = []
+
+    def renderer_of(tools):
+        made.append(tools[0]["name"])
+        return ToyRenderer(tools)
+
+    episodes = ChatEpisodes(None, renderer_of=renderer_of, parse=None)  # pyright: ignore[reportArgumentType]
+    for number in range(200):
+        first, other = (episodes._renderer_of([{"name": name}]) for name in ("always", number))
+        assert first is episodes._renderer_of([{"name": "always"}]) and other is not first
+    assert made == ["always", *range(200)]
+    episodes._renderer_of([{"name": 0}])
+    assert len(made) == 202 and len(episodes._renderer_of._kept) == 64
 
 
 def test_messages_that_the_template_refuses_fail_their_episode():

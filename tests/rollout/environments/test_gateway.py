@@ -24,6 +24,7 @@ from rollout.environments.tool_calls import ParsedTurn
 from rollout.records import FinishReason, Status
 from tests.rollout.environments.test_chat import END, ToyRenderer
 from tests.rollout.environments.test_episodes import (
+    LARGEST,
     PROMPT,
     STOP,
     TEXTS,
@@ -444,12 +445,67 @@ def test_limits_of_the_episode():
     run(test)
 
 
+def test_requests_that_have_no_room_begin_no_further_forks():
+    """An agent that asks in an endless loop would fill the memory with them."""
+
+    async def test():
+        limits = EpisodeLimits(max_turns=9, max_tokens=12, max_new_tokens=6)
+        async with opened(conversation=APART, limits=limits) as (one,):
+            start = [user("3 4 5")]
+            answer = (await one.ask(start)).choices[0].message
+            full = [user("6 " * 12)]  # an observation that fits, and no turn behind it
+            too_long = [[*start, user("7 " * 12)], [user("8 " * 20)], full, [user("three")]]
+            for _ in range(3):
+                for messages in too_long:
+                    for number in range(3):
+                        code = "no_tokens" if "three" in messages[0]["content"] else "context_length_exceeded"
+                        await one.refused(code, messages, max_tokens=1 + number % 2)
+            for number in range(3):
+                status, _ = await one.post("generate", json.dumps({"token_ids": [3, *[9] * 20, number]}))
+                assert status == 400
+            assert len(one.context.sequences()) <= 4
+            assert one.session.limit is not None and one.session.limit.status is Status.TOKEN_LIMIT
+            await one.ask([user("9")])
+            await one.ask([*start, answer, user("2")], max_tokens=1)
+            assert (one.session.limit, one.session.num_turns) == (None, 3)
+
+    run(test)
+
+
+def test_a_limit_is_not_forgotten_for_a_turn_that_was_asked_for_before_it():
+    async def test():
+        engine = Slow()
+        limits = EpisodeLimits(max_turns=1, max_tokens=400, max_new_tokens=6)
+        async with opened(engine=engine, limits=limits) as (one,):
+            asking = asyncio.ensure_future(one.ask([user("3")]))
+            await engine.asked.wait()
+            await one.refused("turn_limit", [user("4")])
+            engine.may_answer.set()
+            await asking
+            assert one.session.limit is not None and one.session.limit.status is Status.TURN_LIMIT
+
+    run(test)
+
+
 def test_a_failing_engine_is_no_fault_of_the_agent():
     async def test():
         async with opened(engine=FakeEngine(fail=lambda prompt, seed: True)) as (one,):
             error = await one.refused("failed", [user("3")])
             assert error.status_code == 503
             assert isinstance(one.session.failure.result(), GenerationError)
+
+    run(test)
+
+
+def test_thinking_is_apart_without_tools_too():
+    async def parse(text, tools):
+        return ParsedTurn(content="7", calls=[], reasoning=f"of {tools}")
+
+    async def test():
+        async with opened(conversation=Conversation(renderer_of=ToyRenderer, parse=parse)) as (one,):
+            message = (await one.ask([user("abc")])).choices[0].message.model_dump()
+            assert (message["content"], message["reasoning_content"]) == ("7", "of []")
+            assert one.session.last_text == "7"
 
     run(test)
 
@@ -597,6 +653,9 @@ def test_a_conversation_in_tokens():
             for token_ids, status, message in wrong:
                 found, answer = await one.post("generate", json.dumps({"token_ids": token_ids}))
                 assert (found, message in answer["error"]["message"]) == (status, True), answer
+            stop = {"token_ids": so_far, "sampling_params": {"stop_token_ids": [LARGEST]}}
+            found, answer = await one.post("generate", json.dumps(stop))
+            assert (found, answer["error"]["param"]) == (400, "stop_token_ids")
             assert one.context.token_ids.tolist() == so_far and one.session.num_turns == 3
             for changed in ([*so_far[:4], (so_far[4] + 1) % VOCAB, *so_far[5:], 7], so_far[:5]):
                 status, answer = await one.post("generate", json.dumps({"token_ids": changed}))
@@ -604,5 +663,31 @@ def test_a_conversation_in_tokens():
                 assert (status, found) == (200, [*changed, *answer["choices"][0]["token_ids"]])
             await one.ask([user("3")])  # a conversation beside it
             assert one.context.token_ids.tolist() == so_far and one.session.num_forks == 3
+
+    run(test)
+
+
+def test_a_conversation_that_goes_on_in_tokens():
+    """It stays one sequence. Messages, which do not say what its tokens hold, then fork behind the last answer to messages."""
+
+    async def test():
+        async with opened(conversation=APART) as (one,):
+
+            async def generate(token_ids: list[int]) -> list[int]:
+                body = {"token_ids": token_ids, "sampling_params": {"stop_token_ids": [9]}}
+                status, answer = await one.post("generate", json.dumps(body))
+                assert status == 200, answer
+                return [*token_ids, *answer["choices"][0]["token_ids"]]
+
+            messages = [user("3 4 5")]
+            messages.append((await one.ask(messages)).choices[0].message)
+            first = one.context.token_ids.tolist()
+            whole = await generate([*first, 7, 8])
+            assert one.context.token_ids.tolist() == whole and one.session.num_forks == 0
+            forked = await generate([*first[:-1], 6])
+            await one.ask([*messages, user("7 8")])
+            made = [sequence.token_ids.tolist() for sequence in one.context.sequences()]
+            assert made[:2] == [whole, forked] and made[2][: len(first) + 2] == [*first, 7, 8]
+            assert (one.session.num_turns, one.session.num_forks) == (4, 2)
 
     run(test)

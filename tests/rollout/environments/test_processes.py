@@ -28,6 +28,7 @@ from rollout.environments.processes import (
     limits_of,
     max_processes,
 )
+from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
 from tests.rollout.environments.test_episodes import PROMPT, TEXTS, group_of, pack, score_by_length
 from tests.support.chat_environments import is_faulty
@@ -98,7 +99,7 @@ def check_others(
 
 
 FAULTS = [
-    ("crash", Status.FAILED, r"its? process|process \(pid \d+\) ended with exit code 3 in step"),
+    ("crash", Status.FAILED, r"process \(pid \d+\) ended with exit code 3 in step"),
     ("crash_with_daemon", Status.FAILED, "ended with exit code 3 in step"),
     ("poison", Status.REWARD_FAILED, r"returned nan as reward, .* \(chat_environments.py:\d+ in step\)"),
     ("shout", Status.FAILED, r"an answer may have 4194304 \(chat_environments.py:\d+ in step\)"),
@@ -143,6 +144,32 @@ def test_a_daemon_is_gone_before_the_next_episode_of_its_process(tmp_path):
     assert asyncio.run(play()) == (True, 2, [])
 
 
+def test_what_a_policy_writes_fails_no_episode():
+    """Half of a surrogate pair, and a number that no machine word holds, in the arguments of a tool."""
+    config = config_of(
+        environment="tests.support.chat_environments:Echo",
+        interface="tools",
+        options={},
+        tool_call_parser="p",
+    )
+    arguments = [{"text": "half \ud83d"}, {"text": 10**40}, {"text": "\ud83d", "fails": True}]
+    calls = [{"id": "c", "function": {"name": "echo", "arguments": one}} for one in arguments]
+    calls.append({"id": "c", "function": {"name": "\ud83d", "arguments": {}}})
+
+    async def play():
+        async with (
+            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            pool.episode() as process,
+        ):
+            await process.reset({"messages": [], "row": {"half": "\ud83d"}})
+            return await process.step({"role": "assistant", "content": "", "tool_calls": calls})
+
+    stepped = asyncio.run(play())
+    *contents, unknown = [m["content"] for m in stepped.messages]
+    assert contents == ["half ?", str(10**40), "Error: ValueError: ?"]
+    assert unknown.startswith("Error: there is no tool")
+
+
 @pytest.mark.parametrize("fault", ["hang", "hang_with_daemon"])
 def test_a_late_step_is_killed(fault, sound, tmp_path):
     samples = asyncio.run(samples_of(config_of(fault, tmp_path, step_timeout_s=HANG_S), size=len(SEEDS)))
@@ -152,6 +179,30 @@ def test_a_late_step_is_killed(fault, sound, tmp_path):
             message = r"environment.step_timeout_s=3 s, at chat_environments.py:\d+ in hang"
             assert re.search(message, one.error or ""), one.error
     check_others(samples, sound, lambda one: is_faulty(first_turn(one)))
+
+
+def test_the_current_line_is_that_of_the_whole_trace(tmp_path, monkeypatch):
+    """The process writes its trace piece by piece, here with a pause behind each line."""
+    config = config_of("hang", tmp_path, step_timeout_s=0.5)
+    pread, pieces = os.pread, []
+
+    def slowly(descriptor, size, offset):
+        lines = pread(descriptor, size, offset).splitlines(keepends=True)
+        if lines:
+            pieces.append(len(lines))
+        return b"".join(lines[: len(pieces)])
+
+    async def play():
+        async with (
+            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            pool.episode() as process,
+        ):
+            await process.reset({"text": "1"})
+            monkeypatch.setattr(os, "pread", slowly)
+            await process.step({"role": "assistant", "content": "3"})
+
+    with pytest.raises(EpisodeFailed, match=r", at chat_environments.py:\d+ in hang"):
+        asyncio.run(play())
 
 
 @pytest.mark.parametrize(
@@ -242,6 +293,37 @@ def test_another_python_plays_the_same_episodes(sound, monkeypatch):
     if (python := other_python()) is None:
         pytest.skip("no other Python of 3.9 or newer in ~/.pyenv or /usr/bin")
     check_others(asyncio.run(samples_of(config_of(python=python))), sound, lambda one: False)
+
+
+@pytest.mark.parametrize("python", [None, sys.executable])
+def test_a_script_of_an_environment_finds_its_own_modules(python, tmp_path, monkeypatch):
+    """Not those of Tandem, which has some with usual names."""
+    for name in ("PYTHONPATH", "PYTHONSAFEPATH"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "script.py").write_text(
+        "import os, trainer; print(trainer.__file__, os.environ['PYTHONPATH'])"
+    )
+    (tmp_path / "trainer.py").touch()
+    (tmp_path / "runs_it.py").write_text(
+        "import subprocess, sys\n"
+        "class E:\n"
+        "  def reset(self):\n"
+        "    return subprocess.check_output([sys.executable, 'script.py'], text=True).strip()\n"
+        "  def step(self, text): ..."
+    )
+    config = config_of(environment="runs_it:E", interface="text", options={}, python=python)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), "/theirs"]))  # as the roles have them
+    monkeypatch.setenv("PYTHONSAFEPATH", "1")
+
+    async def play():
+        async with (
+            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            pool.episode() as process,
+        ):
+            return (await process.reset({})).messages
+
+    assert asyncio.run(play()) == [{"role": "user", "content": f"{tmp_path / 'trainer.py'} /theirs"}]
 
 
 def test_a_cancelled_episode_leaves_no_process(tmp_path):

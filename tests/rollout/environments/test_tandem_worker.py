@@ -1,9 +1,11 @@
 """The server inside an environment's process: interfaces, wrong forms with their lines, schemas of tools."""
 
+import functools
 import json
 import math
 import subprocess
 import sys
+import typing
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,6 +19,7 @@ from rollout.environments.tandem_worker.interfaces import INTERFACES
 from rollout.environments.tandem_worker.server import Server
 from rollout.environments.tandem_worker.tool_schemas import schema_of
 
+ROOT = Path(__file__).resolve().parents[3]
 PROBLEM = {
     "prompt_id": "p",
     "text": "2+3?",
@@ -263,6 +266,24 @@ def test_a_schema_from_sphinx_and_without_descriptions():
     assert schema_of(find)["function"]["parameters"]["properties"] == parameters
 
 
+def test_types_without_arguments():
+    def find(key: typing.Dict, deep: typing.Mapping, some: typing.List):  # noqa: UP006
+        """Find it."""
+
+    schema = schema_of(find)["function"]["parameters"]["properties"]
+    assert schema == {
+        "key": {"type": "object"},
+        "deep": {"type": "object"},
+        "some": {"type": "array", "items": {}},
+    }
+
+
+@pytest.mark.parametrize("tool", ["search", 3, functools.partial(print)])
+def test_a_tool_that_is_no_function_with_a_name(tool):
+    with pytest.raises(Failure, match="is no function with a name; define one"):
+        of("chat", reset=lambda self, p: [], step=lambda self, m: None, tools=[tool])
+
+
 def untyped(key):
     """Doc."""
 
@@ -292,11 +313,55 @@ def test_a_function_that_is_no_tool(function, message):
         schema_of(function)
 
 
+def test_an_exception_that_cannot_tell_its_text_is_an_error_answer():
+    class Mute(Exception):
+        def __str__(self):
+            raise KeyError("x")
+
+    def step(self, message):
+        raise Mute
+
+    server = Server()
+    server.environment = of("chat", reset=lambda self, p: [], step=step)
+    error = json.loads(server.answer({"do": "step", "message": answer("5")}))["error"]
+    assert error["kind"] == "raised" and error["message"].startswith("Mute (test_tandem_worker.py:")
+
+
 def test_a_text_that_is_no_unicode_is_an_error_answer():
     server = Server()
     server.environment = of("chat", reset=lambda self, p: [{"role": "user", "content": "\ud800"}], step=print)
     error = json.loads(server.answer({"do": "reset", "problem": PROBLEM}))["error"]
     assert error["kind"] == "unusable" and "surrogates not allowed" in error["message"]
+
+
+UNDER_A_GUARD = """
+import os, subprocess, sys
+from rollout.environments.tandem_worker import guard
+
+guard.set_of_process(guard.PR_SET_CHILD_SUBREAPER, 1)
+guard.END_TIMEOUT_S, kill = 0.5, os.kill
+first, second = (subprocess.Popen(["sleep", "1000"]) for _ in range(2))
+
+def refuse_first(pid, number):
+    if pid == first.pid:
+        raise PermissionError("it is of another user")
+    kill(pid, number)
+
+os.kill = refuse_first
+try:
+    guard.end_descendants()
+except TimeoutError as error:
+    print(str(error) == f"processes {[first.pid]} survive SIGKILL")
+print(list(guard.descendants()) and os.path.exists(f"/proc/{second.pid}"))
+kill(first.pid, 9)
+"""
+
+
+def test_a_process_that_may_not_be_killed_keeps_no_other_alive():
+    done = subprocess.run(
+        [sys.executable, "-c", UNDER_A_GUARD], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr
 
 
 def test_the_folder_imports_the_standard_library_alone():

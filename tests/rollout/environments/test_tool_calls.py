@@ -88,7 +88,12 @@ def test_closing_waits_for_no_answer_and_nothing_starts_again(process):
     process.close()
     for thread in asking:
         thread.join(timeout=60)
-    assert [turn.error for turn in turns] == ["the parser's process ended", *["the parser was closed"] * 2]
+    # The first thread lets the next go before it has noted its own turn.
+    assert sorted(str(turn.error) for turn in turns) == [
+        "the parser was closed",
+        "the parser was closed",
+        "the parser's process ended",
+    ]
     assert process.pid is None and not psutil.pid_exists(pid)
 
 

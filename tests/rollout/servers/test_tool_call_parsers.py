@@ -40,6 +40,12 @@ def test_thinking_holds_no_calls(qwen):
     assert turn.reasoning.strip() == f"I could write {CALL}"
 
 
+def test_thinking_is_apart_without_tools_too(qwen):
+    turn = qwen(f"<think>\nHm.\n</think>\n\n{CALL}", [])
+    assert (turn.content.strip(), turn.calls, turn.error) == (CALL, [], None)
+    assert turn.reasoning.strip() == "Hm."
+
+
 @pytest.mark.parametrize("text", ["", "Four.", " blanks \n", "\ud800", "a <tool_call> is what I would need"])
 def test_other_text_stays(qwen, text):
     turn = qwen(text, TOOLS)
