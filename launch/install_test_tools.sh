@@ -1,8 +1,22 @@
 #!/usr/bin/env bash
 # Installs what some tests run on besides Python: Slurm and iproute2, Debian packages. Without them, or without the right to install them,
 # those tests are skipped with the reason; so this never fails. A second call finds them and does nothing.
+# --environments: verifiers and OpenEnv too, each in an environment of its own (1 GB, some minutes), for tests of their examples.
 set -uo pipefail
 say() { printf '==> %s\n' "$*"; }
+
+if [ "${1:-}" = --environments ]; then
+  root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+  for package in verifiers==0.4.0 openenv==0.10.0; do
+    folder="$root/.venv-${package%%==*}"
+    [ -e "$folder/bin/python" ] && continue
+    say "Installing $package into $folder."
+    if ! { "${PYTHON:-python3.11}" -m venv "$folder" && "$folder/bin/pip" install -q "$package"; }; then
+      rm -rf "$folder"
+      say "That did not work, for the reason above: tests of ${package%%==*} will be skipped."
+    fi
+  done
+fi
 
 missing=()
 for tool in slurmctld slurmd munged srun ip nsenter; do command -v "$tool" >/dev/null 2>&1 || missing+=("$tool"); done

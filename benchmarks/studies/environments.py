@@ -1,4 +1,5 @@
-"""What a tool and a second try are worth: Countdown by single turns, with a second try, with a calculator.
+"""What a tool and a second try are worth: Countdown by single turns, with a second try, with a calculator; and the second
+try by an unchanged agent with OpenAI's client.
 
 From one warm model, each arm gets a further warm start of as many steps, on examples of its own form, and then RL runs
 of one config but for the environment. Every turn of every step is compared with what the server was sent and
@@ -17,15 +18,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from benchmarks.studies.grid import ROOT, Cell, Curve, Grid, Rows, draw, grid_of, last, options, table
 
+AGENT = ROOT / "docs" / "examples" / "agent" / "agent.py"
 ARMS = {
     "single turn": "{type: single_turn}",
     "second try": "{type: tokens, environment: 'docs.examples.try_again.try_again:TryAgain'}",
+    "second try by an agent": f"{{type: agent, command: [{AGENT}], template: plain, max_turns: 2, preload: [openai]}}",
     "calculator": "{type: tokens, environment: 'docs.examples.calculator.calculator:Calculator', max_turns: 4}",
 }
-EXAMPLES = {"second try": "try_again", "calculator": "calculator"}
+EXAMPLES = {"second try": "try_again", "second try by an agent": "try_again", "calculator": "calculator"}
 NUM_EXAMPLES = 60_000
 WARM_START = "configs/recipes/countdown_tiny_sft.yaml"
-COLORS = ("#222222", "#1f77b4", "#d62728")
+COLORS = ("#222222", "#1f77b4", "#2ca02c", "#d62728")
 
 
 def total(metric: str):
@@ -71,13 +74,14 @@ def name_of(arm: str, seed: int) -> str:
 
 def warm_start(grid: Grid, arm: str, steps: int) -> Path:
     """The arm's model, made where it is missing."""
-    model = grid.folder / "models" / arm.replace(" ", "-")
+    example = EXAMPLES.get(arm)
+    model = grid.folder / "models" / (example or "single_turn")
     if model.exists():
         return model
     model.parent.mkdir(parents=True, exist_ok=True)
     data = f"data.examples={NUM_EXAMPLES}"
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    if example := EXAMPLES.get(arm):
+    if example:
         file = grid.folder / f"{example}.jsonl"
         script = ROOT / "docs" / "examples" / example / f"{example}.py"
         with file.open("w") as output:
@@ -93,31 +97,31 @@ def warm_start(grid: Grid, arm: str, steps: int) -> Path:
     return model
 
 
-def cells(grid: Grid, seeds: Sequence[int], warm_steps: int) -> list[Cell]:
-    models = {arm: warm_start(grid, arm, warm_steps) for arm in ARMS}
+def cells(grid: Grid, arms: Sequence[str], seeds: Sequence[int], warm_steps: int) -> list[Cell]:
+    models = {arm: warm_start(grid, arm, warm_steps) for arm in arms}
     return [
         Cell(
             name_of(arm, seed),
             (f"model.path={models[arm]}", f"seed={seed}", f"environment={ARMS[arm]}"),
         )
         for seed in seeds
-        for arm in ARMS
+        for arm in arms
     ]
 
 
 def main() -> None:
     parser = options(__doc__.splitlines()[0], lr=3e-4, steps=100)
     parser.add_argument("--warm-steps", type=int, default=1500)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
     given = parser.parse_args()
-    grid, seeds = grid_of(given), given.seeds
+    grid, seeds, arms = grid_of(given), given.seeds, given.arms
     grid.folder.mkdir(parents=True, exist_ok=True)
-    grid.run_missing(cells(grid, seeds, given.warm_steps), given.jobs)
-    groups = [([arm], [name_of(arm, seed) for seed in seeds]) for arm in ARMS]
+    grid.run_missing(cells(grid, arms, seeds, given.warm_steps), given.jobs)
+    groups = [([arm], [name_of(arm, seed) for seed in seeds]) for arm in arms]
     print(table(grid, groups, ["environment"], COLUMNS))
     panels = {
         "Countdown": [
-            Curve(arm, color, [name_of(arm, seed) for seed in seeds])
-            for arm, color in zip(ARMS, COLORS, strict=True)
+            Curve(arm, COLORS[list(ARMS).index(arm)], [name_of(arm, seed) for seed in seeds]) for arm in arms
         ]
     }
     metrics = {"mean reward": "reward/mean", "turns per sample": "episode/turns_mean"}

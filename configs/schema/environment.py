@@ -168,8 +168,8 @@ class OpenEnvironment(MessageEnvironment):
     observation: str | None = None
     """Field of an observation that the policy reads. None: the whole observation as JSON, without its metadata."""
     reset: dict[str, str] = Field(default_factory=dict)
-    """Arguments of reset, and the fields of the problem's row that they get. ``seed`` is given without being named: a
-    number of the problem, the same for all of its samples."""
+    """Arguments of the environment's reset, and what they get: a field of the data's row, or ``text``, ``reference``,
+    ``prompt_id``. ``seed`` is given without being named: a number of the problem, the same for all of its samples."""
     api_key_variable: str | None = None
     """The environment variable that holds the servers' key, which is sent as a bearer token. None: no key."""
     start_timeout_s: Seconds = 60.0

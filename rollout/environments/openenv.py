@@ -84,18 +84,14 @@ class OpenEnvServers:
 
     async def ready(self) -> Ready:
         """The tools of the environment; every server answers. Raises EnvironmentStartError."""
-        limit_s = self._config.start_timeout_s
         tools: list[JSON] = []
         for server in self._servers:
             session = self._session([server])
             try:
-                async with asyncio.timeout(limit_s):
-                    opened = await session.reset({"prompt_id": "", "row": {}, "text": "", "messages": []})
-                tools = opened.tools
-            except (_Unreachable, EpisodeFailed, TimeoutError) as error:
-                why = str(error) or f"no answer within environment.start_timeout_s={limit_s:g} s"
+                tools = await session.look()
+            except (_Unreachable, EpisodeFailed) as error:
                 raise EnvironmentStartError(
-                    f"environment.urls: {server.url}: {why}; start the server, or correct the address"
+                    f"environment.urls: {server.url}: {error}; start the server, or correct the address"
                 ) from error
             finally:
                 await session.close()
@@ -146,6 +142,15 @@ class OpenEnvSession:
         """Waits for a free place."""
         return await self._within("reset", self._config.reset_timeout_s, self._reset(problem))
 
+    async def look(self) -> list[JSON]:
+        """The environment's tools, from a session without a problem."""
+
+        async def work() -> list[JSON]:
+            await self._placed(None)
+            return await self._tools() if self._config.interface == "tools" else []
+
+        return await self._within("start", self._config.start_timeout_s, work())
+
     async def step(self, message: Message) -> Stepped:
         return await self._within("step", self._config.step_timeout_s, self._step(message))
 
@@ -178,16 +183,17 @@ class OpenEnvSession:
             raise EpisodeFailed(Status.FAILED, "reset says that the episode is over")
         text = self._text_of(data.get("observation"))
         if self._config.interface == "tools":
-            listed = await self._ask("step", {"type": "list_tools"})
             follows = [{"role": "user", "content": text}] if text else []
-            return Opened(
-                messages=[*problem["messages"], *follows], tools=_schemas(listed.get("observation"))
-            )
+            return Opened(messages=[*problem["messages"], *follows], tools=await self._tools())
         system = [message for message in problem["messages"] if message["role"] == "system"]
         return Opened(messages=[*system, {"role": "user", "content": text}], tools=[])
 
-    async def _placed(self, arguments: JSON) -> JSON:
-        """The answer to reset of the first server that has room. Raises _Unreachable where none can be connected to."""
+    async def _tools(self) -> list[JSON]:
+        return _schemas((await self._ask("step", {"type": "list_tools"})).get("observation"))
+
+    async def _placed(self, arguments: JSON | None) -> JSON:
+        """The answer to reset, or to a question for the state, of the first server that has room. Raises _Unreachable
+        where none can be connected to."""
         wait_s, unreachable = WAIT_FOR_ROOM_S[0], set()
         while True:
             server = min(self._servers, key=lambda one: (one.is_lost, one.in_flight))
@@ -210,12 +216,12 @@ class OpenEnvSession:
                 server.is_lost, self._waits_for_room, self.has_connected = False, False, True
                 return data
 
-    async def _open(self, url: str, arguments: JSON) -> JSON:
+    async def _open(self, url: str, arguments: JSON | None) -> JSON:
         try:
             self._socket = await self._client.ws_connect(url, max_msg_size=LARGEST_ANSWER, heartbeat=PING_S)
         except (aiohttp.ClientError, OSError) as error:
             raise _Unreachable(f"{url}: {str(error) or type(error).__name__}") from error
-        return await self._ask("reset", arguments)
+        return await self._ask("state") if arguments is None else await self._ask("reset", arguments)
 
     async def _step(self, message: Message) -> Stepped:
         if self._config.interface == "text":
@@ -257,11 +263,12 @@ class OpenEnvSession:
         content, failed = _result_text(observation.get("result"))
         return content, failed, data
 
-    async def _ask(self, kind: str, data: JSON) -> JSON:
-        """The data of the observation that answers."""
+    async def _ask(self, kind: str, data: JSON | None = None) -> JSON:
+        """The data of the observation, or of the state, that answers."""
         assert self._socket is not None  # since reset
+        request = {"type": kind} if data is None else {"type": kind, "data": data}
         try:
-            await self._socket.send_str(json.dumps({"type": kind, "data": data}, default=plain_value))
+            await self._socket.send_str(json.dumps(request, default=plain_value))
             received = await self._socket.receive()
         except (aiohttp.ClientError, ConnectionError) as error:
             raise EpisodeFailed(Status.FAILED, f"the connection was lost in {kind}: {error}") from error
@@ -281,7 +288,7 @@ class OpenEnvSession:
                     Status.FAILED,
                     f"the environment answered {kind} with {content.get('code')}: {content.get('message')}",
                 )
-            if answer["type"] != "observation" or not isinstance(content, dict):
+            if answer["type"] not in ("observation", "state") or not isinstance(content, dict):
                 raise _no_answer(answer)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise _no_answer(received.data) from error
@@ -323,17 +330,18 @@ def key_of(config: OpenEnvironment) -> str | None:
     return None if name is None else os.environ[name]
 
 
-def reset_arguments(fields: Mapping[str, str], problem: Mapping[str, Any]) -> JSON:
-    """``seed`` of the problem, and the row's values. Raises EpisodeFailed where the row lacks one."""
-    row = problem["row"]
-    if problem["prompt_id"] and (missing := [field for field in fields.values() if field not in row]):
-        raise EpisodeFailed(
-            Status.FAILED,
-            f"environment.reset names the field {missing[0]!r}, but the row of {problem['prompt_id']} has only "
-            f"{', '.join(sorted(row)) or 'none'}",
-        )
+def reset_arguments(named: Mapping[str, str], problem: Mapping[str, Any]) -> JSON:
+    """``seed`` of the problem, and its fields or its row's. Raises EpisodeFailed where it lacks one."""
+    fields = {name: problem[name] for name in ("prompt_id", "text", "reference")} | problem["row"]
+    for field in named.values():
+        if field not in fields:
+            raise EpisodeFailed(
+                Status.FAILED,
+                f"environment.reset names the field {field!r}, but problem {problem['prompt_id']} has only "
+                f"{', '.join(sorted(fields))}",
+            )
     seed = int.from_bytes(hashlib.sha256(str(problem["prompt_id"]).encode()).digest()[:4], "big") >> 1
-    return {"seed": seed, **{name: row[field] for name, field in fields.items() if field in row}}
+    return {"seed": seed, **{name: fields[field] for name, field in named.items()}}
 
 
 def with_answer(action: Any, answer: str) -> Any:

@@ -35,8 +35,9 @@ def test_an_example_is_short(page):
         if file.is_file() and "__pycache__" not in file.parts
     ]
     for file in [page, *files]:
-        assert len(file.read_text(encoding="utf-8").splitlines()) <= 60, file
-    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= 60
+        assert len(file.read_text(encoding="utf-8").splitlines()) <= 75, file
+    most = 80 if page.stem == "verifiers" else 60  # an environment of theirs, and what plays it
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= most
     named = set(re.findall(r"\{\{ file: (\S+) \}\}", page.read_text(encoding="utf-8")))
     shown = {str(file.relative_to(DOCS.parent)) for file in files}
     assert named <= shown and {name for name in shown - named if not name.endswith("heldout.jsonl")} == set()
@@ -164,10 +165,10 @@ class Replies:
         return [completion(prompt_ids=prompt_ids, token_ids=ids, finish_reason=FinishReason.STOP, **values)]
 
 
-def play(folder: str, problem: str, texts: list[str], workspace) -> tuple[list[str], Sample]:
+def play(folder: str, problem: str, texts: list[str], workspace, *settings: str) -> tuple[list[str], Sample]:
     """The prompts of an episode in which the policy says ``texts``, and its sample."""
     config = load_config(
-        EXAMPLES / folder / "experiment.yaml", [f"model.path={workspace / 'models' / 'tiny'}"]
+        EXAMPLES / folder / "experiment.yaml", [f"model.path={workspace / 'models' / 'tiny'}", *settings]
     )
     tokenizer = load_tokenizer(config.model.path)
     engine = Replies(tokenizer, texts)
@@ -239,6 +240,60 @@ def test_an_agent_plays_the_same_tokens_in_a_process_of_its_own(workspace, monke
     assert (prompts, sample.reward) == ([problem], 1.0)
     prompts, sample = play("agent", problem, ["8-*<eos>", "8+5<eos>"], workspace)
     assert (prompts[1], sample.reward) == (f"{problem}8-*<eos>() {problem}", 0.0)
+
+
+def environment_python(package: str) -> str:
+    """The Python of a package that Tandem's own environment cannot hold."""
+    python = DOCS.parent / f".venv-{package}" / "bin" / "python"
+    if not python.exists():
+        pytest.skip(
+            f"{package} has an environment of its own: bash launch/install_test_tools.sh --environments makes it"
+        )
+    return str(python)
+
+
+def test_an_environment_of_verifiers_plays_the_same_tokens(workspace, monkeypatch):
+    """In the environment that its page makes, with its reward."""
+    python = environment_python("verifiers")
+    folder = workspace / "docs" / "examples" / "verifiers"
+    folder.joinpath("venv", "bin").mkdir(parents=True)
+    folder.joinpath("venv", "bin", "python").write_text(f'#!/bin/sh\nexec "{python}" "$@"\n')
+    folder.joinpath("venv", "bin", "python").chmod(0o755)
+    monkeypatch.chdir(folder)
+    problem = "3 5 8=23:"
+    second = ["8*5-3<eos>", "3*5+8<eos>"]
+    for texts, reward in ((second, 1.0), (second[1:], 1.0), (["8<eos>", "23<eos>"], 0.0)):
+        prompts, sample = play("verifiers", problem, texts, workspace)
+        assert (sample.error, sample.status) == (None, Status.OK)
+        assert sample.reward == reward and sample.parts["forks"] == 0.0
+    assert prompts == [problem, f"{problem}8<eos>(8) {problem}"]
+
+
+def test_an_environment_of_openenv_plays_the_same_tokens(workspace, monkeypatch):
+    """Served by its own package, as its page starts it."""
+    python = environment_python("openenv")
+    folder = workspace / "docs" / "examples" / "openenv"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = subprocess.Popen([python, "-m", "uvicorn", "server:app", "--port", str(port)], cwd=folder)
+    try:
+        deadline = time.monotonic() + 120
+        while socket.socket().connect_ex(("127.0.0.1", port)):
+            assert server.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        url = f"environment.urls=[http://127.0.0.1:{port}]"
+        problem = "3 5 8=23:"
+        prompts, sample = play("openenv", problem, ["8*5-3<eos>", "3*5+8<eos>"], workspace, url)
+        assert (prompts, sample.error) == ([problem, f"{problem}8*5-3<eos>(37) {problem}"], None)
+        assert (sample.reward, sample.status, sample.correct) == (1.0, Status.OK, True)
+        prompts, sample = play("openenv", problem, ["3*5+8<eos>"], workspace, url)
+        assert (prompts, sample.reward) == ([problem], 1.0)
+        prompts, sample = play("openenv", problem, ["8-*<eos>", "8+5<eos>"], workspace, url)
+        assert (prompts[1], sample.reward) == (f"{problem}8-*<eos>() {problem}", 0.0)
+    finally:
+        server.kill()
+        server.wait()
 
 
 @pytest.mark.parametrize("folder", ["calculator", "try_again"])

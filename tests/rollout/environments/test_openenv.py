@@ -292,7 +292,7 @@ def test_servers_are_asked_before_the_first_step(places, message):
     async def ready() -> None:
         async with serving(Server(places=places or 0)) as server:
             url = "ws://127.0.0.1:9" if places is None else server.url
-            config = OpenEnvironment(type="openenv", urls=(url,), reset_timeout_s=0.3)
+            config = OpenEnvironment(type="openenv", urls=(url,), start_timeout_s=0.3)
             async with OpenEnvServers(config) as servers:
                 await servers.ready()
 
