@@ -19,8 +19,10 @@ answer was lost. Where the client says that this is no repetition (OpenAI's does
 import asyncio
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
+
+import numpy as np
 
 from rollout.environments.chat import ParseCalls, Renderer, message_of, text_of
 from rollout.environments.openai_form import (
@@ -42,7 +44,7 @@ from rollout.environments.openai_form import (
 )
 from rollout.environments.protocol import Context, EpisodeEnded
 from rollout.environments.tool_calls import ParsedTurn, Tools
-from rollout.records import Completion, FinishReason, Score, Status
+from rollout.records import TOKEN_IDS, Completion, FinishReason, Score, Status, digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,9 +74,10 @@ class _Request:
 
     keys: list[str]
     """The messages in a form that can be compared. Empty for a request of tokens."""
-    messages: list[JSON]
-    token_ids: list[int] | None
+    messages: list[JSON] = field(compare=False)
+    token_ids: list[int] | None = field(compare=False)
     """None for a request of messages."""
+    tokens_digest: int = 0
     tools: list[JSON]
     options: tuple[Any, ...]
     """What else changes the answer."""
@@ -82,6 +85,10 @@ class _Request:
     @property
     def tools_key(self) -> str:
         return comparable(self.tools)
+
+    def without_content(self) -> "_Request":
+        """What a turn keeps of it: each request repeats all before it, so together they grow with the square of the turns."""
+        return replace(self, messages=[], token_ids=None if self.token_ids is None else [])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -151,6 +158,7 @@ class GatewaySession:
         self._branches: list[_Branch] = []
         self._too_long: int | None = None
         """Tokens of the shortest prompt that had no room."""
+        self._keys, self._tools = dict[str, str](), dict[str, list[JSON]]()
         self._num_calls, self._is_closed = 0, False
 
     @property
@@ -204,7 +212,14 @@ class GatewaySession:
         max_tokens, stop = sampling_of(body, vocab_size)
         if not token_ids:
             raise Refused(400, "invalid_value", "token_ids is empty; give the prompt's tokens", "token_ids")
-        request = _Request(keys=[], messages=[], token_ids=token_ids, tools=[], options=(max_tokens, *stop))
+        request = _Request(
+            keys=[],
+            messages=[],
+            token_ids=token_ids,
+            tokens_digest=digest(np.array(token_ids, dtype=TOKEN_IDS)),
+            tools=[],
+            options=(max_tokens, *stop),
+        )
         return await self._answered(self._task_of(request, may_repeat))
 
     # ---------------------------------------------------------------------------------------------------
@@ -224,9 +239,15 @@ class GatewaySession:
         branch = self._continued(request)
         if branch is None:
             self._branches.append(branch := self._forked(request))
+        request = self._shared(request)
         if request.token_ids is None:
             branch.messages, branch.keys = [*request.messages], [*request.keys]
         return self._start(branch, request)
+
+    def _shared(self, request: _Request) -> _Request:
+        """The request with the keys and tools of earlier ones, where they are equal."""
+        keys = [self._keys.setdefault(key, key) for key in request.keys]
+        return replace(request, keys=keys, tools=self._tools.setdefault(request.tools_key, request.tools))
 
     def _continued(self, request: _Request) -> _Branch | None:
         """The branch whose history the request repeats, with what the request adds to it."""
@@ -364,7 +385,7 @@ class GatewaySession:
         # The turn is known before its task runs.
         task = asyncio.ensure_future(answering(branch, len(branch.turns)))
         task.add_done_callback(self._note_failure)
-        branch.turns.append(_Turn(request=request, start=start, task=task))
+        branch.turns.append(_Turn(request=request.without_content(), start=start, task=task))
         return task
 
     def _turns(self) -> Iterator[_Turn]:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -470,6 +471,49 @@ def test_requests_that_have_no_room_begin_no_further_forks():
             assert (one.session.limit, one.session.num_turns) == (None, 3)
 
     run(test)
+
+
+class Short:
+    """Few tokens for any text."""
+
+    end_token_ids: tuple[int, ...] = ()
+
+    def opening(self, messages):
+        return [1 + len(message["content"]) % 7 for message in messages]
+
+    def following(self, messages, *, sampled_end):
+        return self.opening(messages)
+
+
+def test_a_long_conversation_is_kept_once():
+    """Each request repeats it from its beginning."""
+    limits = EpisodeLimits(max_turns=99, max_tokens=10**6, max_new_tokens=6)
+
+    async def test():
+        conversation = Conversation(renderer_of=lambda tools: Short())
+        session = GatewaySession(context_of(limits=limits), conversation, base_url="", model="")
+        tracemalloc.start()
+        messages = []
+        for _ in range(40):
+            messages.append(user("x" * 50_000))
+            messages.append((await session.chat(json.loads(json.dumps({"messages": messages})))).message)
+        assert tracemalloc.get_traced_memory()[0] < 5 * len(json.dumps(messages))
+
+        engine = FakeEngine()
+        context = context_of(limits=limits, engine=engine)
+        session = GatewaySession(context, conversation, base_url="", model="")
+        tracemalloc.stop()
+        tracemalloc.start()
+        for _ in range(40):
+            ids = [*context.token_ids.tolist(), *[9] * 2000]
+            await session.generate(json.loads(json.dumps({"token_ids": ids})), VOCAB)
+            engine.calls.clear()  # it notes the prompts
+        assert tracemalloc.get_traced_memory()[0] < 20 * len(ids)
+
+    try:
+        run(test)
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_limit_is_not_forgotten_for_a_turn_that_was_asked_for_before_it():

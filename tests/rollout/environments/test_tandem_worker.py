@@ -357,6 +357,18 @@ kill(first.pid, 9)
 """
 
 
+def test_a_process_without_children_reads_no_others():
+    """It is asked after every episode, on nodes with thousands of processes."""
+    code = (
+        "import os, subprocess; from rollout.environments.tandem_worker import guard; read = os.listdir; "
+        "os.listdir = None; print(guard.descendants()); guard.end_descendants(); os.listdir = read; "
+        "child = subprocess.Popen(['true']); os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT); "
+        "print([pid for pid, _ in guard.descendants()] == [child.pid]); guard.end_descendants(); print(guard.has_children())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["{}", "True", "False"], done.stderr
+
+
 def test_a_process_that_may_not_be_killed_keeps_no_other_alive():
     done = subprocess.run(
         [sys.executable, "-c", UNDER_A_GUARD], cwd=ROOT, capture_output=True, text=True, timeout=60
