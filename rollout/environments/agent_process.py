@@ -8,14 +8,14 @@ import asyncio
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.processes import WORKER, check_parser_names, end_guarded, finished
+from rollout.environments.processes import WORKER, check_parser_names
 from rollout.environments.protocol import EpisodeFailed
+from rollout.guarded_process import end_guarded, finished, guarded_process
 from rollout.records import Status
 
 LARGEST_LINE = 2**16
@@ -131,14 +131,12 @@ async def running(command: Sequence[str], variables: Mapping[str, str]) -> Async
     Raises:
         EpisodeFailed: it cannot be started.
     """
-    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="tandem-agent-")
-    try:
+    command = [sys.executable, "-I", str(WORKER), *command]
+    async with AsyncExitStack() as stack:
         try:
-            guard = await asyncio.create_subprocess_exec(
-                sys.executable, "-I", WORKER, *command,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                cwd=folder, env=agent_environment(variables), start_new_session=True,
-            )  # fmt: skip
+            guard = await stack.enter_async_context(
+                guarded_process(command, prefix="tandem-agent-", variables=agent_environment(variables))
+            )
         except OSError as error:  # too many processes, or a problem that is too large for a variable
             raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error
         process = AgentProcess(guard)
@@ -146,6 +144,3 @@ async def running(command: Sequence[str], variables: Mapping[str, str]) -> Async
             yield process
         finally:
             await finished(process.end())
-    finally:
-        with suppress(OSError):
-            await finished(asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True))

@@ -10,7 +10,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ import psutil
 
 from configs.schema.environment import ChatEnvironment, MessageEnvironment, TokenEnvironment
 from rollout.environments.protocol import EpisodeFailed
+from rollout.guarded_process import END_TIMEOUT_S, end_guarded, finished
 from rollout.records import Status
 from rollout.rewards.worker import WorkerStartError
 from rollout.servers.tool_call_parsers import check_parser_name
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 WORKER = Path(__file__).with_name("tandem_worker").resolve()
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
-END_TIMEOUT_S = 10.0
-"""Time to end what an episode left over, for ``close()``, and for the guard to kill and reap everything."""
 TRACE_WITHIN_S = 2.0
 """Time for a late process to write its current line."""
 TELL_EVERY_S = 5.0
@@ -286,25 +285,6 @@ def plain_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-async def end_guarded(guard: asyncio.subprocess.Process) -> None:
-    """Have a guard (``tandem_worker``) kill all below it, and end. Returns after the last of them is gone."""
-    assert guard.stdin is not None
-    guard.stdin.close()  # it sees that
-    try:
-        async with asyncio.timeout(END_TIMEOUT_S):
-            await guard.wait()
-    except TimeoutError:
-        logger.warning("the guard of environment process %d does not end; it is killed", guard.pid)
-        tree = []
-        with suppress(psutil.NoSuchProcess):
-            top = psutil.Process(guard.pid)
-            tree = [top, *top.children(recursive=True)]
-        for process in tree:
-            with suppress(psutil.NoSuchProcess):
-                process.kill()
-        await guard.wait()
-
-
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"^<|/lib(64)?/python\d")
 
@@ -419,21 +399,6 @@ def max_processes(config: MessageEnvironment) -> int:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which a cancellation does not interrupt; it is raised afterwards."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:  # it is the task's, and raised below
-            break
-    if cancelled is not None:
-        raise cancelled
-    return task.result()
 
 
 def check_environment(
