@@ -42,6 +42,8 @@ LARGEST_FILE = 64 * 2**20
 OPEN_FILES = 128
 LOOK_EVERY_S = 0.05
 """Between two counts of a program's processes."""
+PARENTS = {"none": 0, "namespaces": 1, "bubblewrap": 2}
+"""Processes of ours and of bubblewrap above a program."""
 NOBODY = 65534
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
 NOT_STARTED = b"tandem: the program cannot be started: "
@@ -155,7 +157,7 @@ def watch(pid, output, job, most_output):
             if now >= deadline:
                 return "timed_out", printed
             if now >= next_look:
-                if processes_below(pid) >= job["max_processes"]:
+                if processes_below(pid) + 1 - PARENTS[job["sandbox"]] > job["max_processes"]:
                     return "too_many_processes", printed
                 next_look = now + LOOK_EVERY_S
             events = dict(poll.poll(1000 * max(0.0, min(deadline, next_look) - now)))
