@@ -6,6 +6,7 @@ The runner limits time, memory, processes, output and files of the program, in o
 among them is a security boundary.
 """
 
+import ast
 import asyncio
 import json
 import logging
@@ -89,11 +90,14 @@ def check_tests(value: Any) -> None:
             raise ValueError("holds JSON as text, which as Python would always pass; write it as a list")
         try:
             with warnings.catch_warnings(action="ignore"):
-                compile(code, "test", "exec")
+                tree = ast.parse(code)
+                compile(tree, "test", "exec")
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise ValueError(
                 f"holds a test that is not Python ({error}); correct it, or drop the record"
             ) from error
+        if not tree.body:
+            raise ValueError("holds a test of comments alone, which would always pass; write assertions")
 
 
 def _is_json(text: str) -> bool:

@@ -130,6 +130,8 @@ def test_forms_of_tests(value, tests):
         ([{"input": "1"}], "neither text nor"),
         ([{"input": "1", "output": 2}], "neither text nor"),
         ("assert f(", "is not Python"),
+        ("return 1", "is not Python"),
+        ("#### 2", "of comments alone"),
         ('[{"input": "1", "output": "2"}]', "holds JSON as text"),
     ],
 )
