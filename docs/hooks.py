@@ -149,7 +149,7 @@ def _safe(text: str) -> str:
     """Plain text as Markdown: outside of code nothing in it is markup."""
     parts = re.split(r"(`[^`]*`)", text)
     return "".join(
-        part if part.startswith("`") else re.sub(r"([*_\[\]])", r"\\\1", part.replace("<", "&lt;"))
+        part if part.startswith("`") else re.sub(r"([\\*_\[\]])", r"\\\1", part.replace("<", "&lt;"))
         for part in parts
     )
 

@@ -17,6 +17,11 @@ T = TypeVar("T")
 class AttemptFailed(Exception):
     """One attempt failed in a way that another one may not."""
 
+    def __init__(self, message: str = "", *, wait_s: float = 0.0) -> None:
+        """wait_s: the server's wish, before it is asked again."""
+        super().__init__(message)
+        self.wait_s = wait_s
+
 
 class ReplicaLost(AttemptFailed):
     """The replica is not what it was: it has been started again."""
@@ -75,6 +80,7 @@ async def request_with_retries(
     """
     failures: list[str] = []
     failed: list[Replica] = []
+    wait_s = 0.0
     while True:
         replica = _choose([r for r in replicas if r not in failed], session)
         replica.in_flight += num_samples
@@ -84,9 +90,11 @@ async def request_with_retries(
             replica.is_lost |= isinstance(error, (aiohttp.ClientConnectionError, ReplicaLost))
             failures.append(f"{replica.url}: {str(error) or type(error).__name__}")
             on_failure(error, failures)
+            wait_s = max(wait_s, getattr(error, "wait_s", 0.0))
         finally:
             replica.in_flight -= num_samples
         failed.append(replica)
         if len(failed) == len(replicas):
             failed.clear()
-            await asyncio.sleep(min(backoff_s[0] * 2 ** (len(failures) - 1), backoff_s[1]))
+            await asyncio.sleep(max(wait_s, min(backoff_s[0] * 2 ** (len(failures) - 1), backoff_s[1])))
+            wait_s = 0.0

@@ -109,6 +109,16 @@ class Turn:
     """Tokens of the prompt that the server had in its prefix cache."""
 
 
+def field_of(record: Mapping[str, Any], field: str) -> Any:
+    """The value under the field's whole name or, if there is none, at the end of its dotted path. Raises LookupError."""
+    value: Any = record
+    for name in [field] if field in record else field.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            raise LookupError(field)
+        value = value[name]
+    return value
+
+
 def digest(token_ids: np.ndarray) -> int:
     """64 bits of BLAKE2b over token ids, int32 in memory order."""
     content = np.ascontiguousarray(token_ids, dtype=TOKEN_IDS).data

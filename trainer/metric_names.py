@@ -194,7 +194,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("sampling/idle_s", None, "s", "seconds since the step before without a sample at the servers"),
     Entry("sampling/requests", None, "requests", "requests to the servers"),
     Entry("sampling/retries", None, "requests", "requests that failed in transport and were repeated"),
-    Entry("sampling/reward_retries", None, "requests", "requests to reward models that were repeated"),
+    Entry("sampling/reward_retries", None, "requests", "requests to reward models and judges that were repeated"),
     Entry("sampling/resampled_groups", None, "groups", "groups sampled in place of groups without signal (dynamic sampling)"),
     Entry("sampling/filled_groups", None, "groups", "groups without signal that were taken after the last round of dynamic sampling"),
     Entry("sampling/seconds", None, "s", "seconds of the sample role for the step"),

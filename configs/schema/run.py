@@ -30,6 +30,7 @@ from configs.schema.objective import (
 from configs.schema.rollout import RolloutConfig
 from configs.schema.task import (
     AnyReward,
+    CodeReward,
     CountdownReward,
     CountdownTask,
     Gsm8kReward,
@@ -166,6 +167,15 @@ class RunConfig(Schema):
 
     def _reward_contradictions(self) -> Iterator[Contradiction]:
         parts = self.reward.parts if isinstance(self.reward, WeightedReward) else {}
+        needs_rows = [f"reward.parts.{name}.type" for name, part in parts.items() if part.type == "code"]
+        if isinstance(self.reward, CodeReward):
+            needs_rows = ["reward.type"]
+        if needs_rows and isinstance(self.task, CountdownTask):
+            yield Contradiction(
+                (needs_rows[0], "task.type"),
+                f"{needs_rows[0]}=code reads the tests from the rows of a data file, and task.type=countdown has none",
+                "use task.type=jsonl",
+            )
         for name, part in parts.items():
             if part.type == "overlong" and part.buffer_tokens > self.rollout.max_new_tokens:
                 yield Contradiction(

@@ -1,7 +1,7 @@
 """The task and its rewards: what is asked, and how a response is scored."""
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -11,16 +11,21 @@ from configs.schema.base import (
     Count,
     Fraction,
     GivenPath,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
     Schema,
     Seconds,
+    Tokens,
+    at_least,
     at_most,
 )
 
 MAX_NUMBERS = 5
 """Most numbers of a Countdown problem; more have too many expressions to enumerate."""
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(allow_inf_nan=False)]
 """Factor of a reward's value."""
 
@@ -147,6 +152,28 @@ class FunctionReward(Schema):
         return function
 
 
+def _checked_template(field: str, template: str) -> str:
+    """The template, if it can be filled in and holds the response. Raises ValueError."""
+    mark = "a response"
+    try:
+        text = template.format(prompt="", response=mark, reference="")
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{field} {template!r} cannot be filled in ({type(error).__name__}: {error}); its places are {{prompt}}, {{response}} and "
+            "{reference}, and a literal brace is written twice"
+        ) from error
+    if mark not in text:
+        raise ValueError(f"{field} {template!r} leaves out the response; write {{response}} where it belongs")
+    return template
+
+
+def _is_address(url: str) -> bool:
+    try:
+        return urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
+    except ValueError:  # brackets that do not close
+        return False
+
+
 class PlainText(Schema):
     """The reward model reads ``template`` with ``{prompt}``, ``{response}`` and ``{reference}`` filled in."""
 
@@ -157,19 +184,7 @@ class PlainText(Schema):
     @field_validator("template")
     @classmethod
     def _known_places(cls, template: str) -> str:
-        mark = "a response"
-        try:
-            text = template.format(prompt="", response=mark, reference="")
-        except (KeyError, IndexError, ValueError, AttributeError) as error:
-            raise ValueError(
-                f"template {template!r} cannot be filled in ({type(error).__name__}: {error}); its places are {{prompt}}, {{response}} and "
-                "{reference}, and a literal brace is written twice"
-            ) from error
-        if mark not in text:
-            raise ValueError(
-                f"template {template!r} leaves out the response; write {{response}} where it belongs"
-            )
-        return template
+        return _checked_template("template", template)
 
 
 class ChatText(Schema):
@@ -211,15 +226,142 @@ class ModelReward(Schema):
     @classmethod
     def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            try:
-                is_address = urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
-            except ValueError:  # brackets that do not close
-                is_address = False
-            if not is_address:
+            if not _is_address(url):
                 raise ValueError(
                     f"{url!r} is not an address of a reward model; write it like http://10.0.0.7:30000"
                 )
         return urls
+
+
+class JudgeReward(Schema):
+    """The score that a language model gives in words, asked through any OpenAI-compatible server. The value is
+    ``(score - low) / (high - low)``, from 0 to 1; the score itself is recorded as ``reward/part/judge_score``."""
+
+    type: Literal["judge"]
+    weight: Weight = 1.0
+    """Factor of this reward, as a part of ``weighted`` and alone."""
+    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    """Base addresses of replicas of the same model, like ``http://host:8000/v1``. Each request goes to
+    ``/chat/completions`` of the least loaded."""
+    model: str
+    """The model's name, as the server knows it."""
+    prompt: str
+    """The user's message to the judge, with ``{prompt}``, ``{response}`` and ``{reference}`` filled in; a literal
+    brace is written twice. Texts that are filled in are not searched for places again."""
+    system_prompt: str | None = None
+    """A system message before it, as it stands."""
+    score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the score. Its last match in the judge's answer counts. An answer
+    without one is a failed sample."""
+    score_range: tuple[FiniteFloat, FiniteFloat]
+    """Lowest and highest score. A score outside is a failed sample."""
+    api_key_variable: str | None = None
+    """Name of the environment variable that holds the key of the server. The key itself belongs into no config."""
+    max_tokens: Tokens | None = 1024
+    """Most tokens of the judge's answer. null: the field is not sent."""
+    temperature: (
+        Annotated[NonNegativeFloat, at_most(100, "every token is nearly as likely as any other there")] | None
+    ) = 0.0
+    """Temperature of the judge's answer. null: the field is not sent."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of every request, such as ``{max_completion_tokens: 1024}``."""
+    max_concurrency: Count = 32
+    """Requests in flight over all replicas."""
+    timeout_s: Seconds = 120.0
+    """Deadline of one attempt at a request."""
+    max_retries: NonNegativeInt = 5
+    """Most further attempts at a request that got no answer, HTTP 429 or 5xx. After the last the run stops."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_base_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if not _is_address(url):
+                raise ValueError(
+                    f"{url!r} is not an address of a server; write it like http://10.0.0.7:8000/v1"
+                )
+            if urlsplit(url).username or urlsplit(url).password:
+                host = urlsplit(url).hostname
+                raise ValueError(
+                    f"an address of {host} holds a user or a password; leave them out, and name a variable in api_key_variable"
+                )
+            if url.rstrip("/").endswith("/chat/completions"):
+                raise ValueError(f"{url!r} is not a base address; leave out /chat/completions")
+        return urls
+
+    @field_validator("prompt")
+    @classmethod
+    def _known_places(cls, prompt: str) -> str:
+        return _checked_template("prompt", prompt)
+
+    @field_validator("score_pattern")
+    @classmethod
+    def _has_one_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(
+                f"score_pattern {pattern!r} is no regular expression: {error}; correct it"
+            ) from error
+        if groups != 1:
+            raise ValueError(
+                f"score_pattern {pattern!r} has {groups} groups; put the score alone into ( ), and write other groups as (?: )"
+            )
+        return pattern
+
+    @field_validator("score_range")
+    @classmethod
+    def _is_a_range(cls, limits: tuple[float, float]) -> tuple[float, float]:
+        if limits[0] >= limits[1]:
+            raise ValueError(f"score_range [{limits[0]:g}, {limits[1]:g}] is empty; write [lowest, highest]")
+        return limits
+
+    @field_validator("extra_body")
+    @classmethod
+    def _adds_only(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(fields.keys() & {"model", "messages", "max_tokens", "temperature", "n", "stream"})
+        if taken:
+            raise ValueError(f"extra_body has {', '.join(taken)}, which Tandem sets itself; leave it out")
+        return fields
+
+    @field_validator("api_key_variable")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not VARIABLE_NAME.fullmatch(name):
+            raise ValueError(
+                "api_key_variable is no name of an environment variable; name the variable that holds the key, and not the key"
+            )
+        return name
+
+
+class CodeReward(Schema):
+    """The tests that the Python program of a response passes. The program is the last fenced block of Python, or
+    one without a language; a response without one scores 0, and counts in ``reward/part/no_code``."""
+
+    type: Literal["code"]
+    weight: Weight = 1.0
+    """Factor of this reward, as a part of ``weighted`` and alone."""
+    tests_field: str = "tests"
+    """The data's field with the tests; a field inside others is named with dots. A list, or a single one. A test
+    is ``{"input": text, "output": text}``, the standard input of the program and its output; or a text of Python
+    assertions, which run after the program in the same process."""
+    score: Literal["all", "fraction"] = "all"
+    """``all``: 1 where every test passes, else 0. ``fraction``: the share of the tests that pass."""
+    timeout_s: Seconds = 10.0
+    """Deadline of one test, also for its seconds of CPU. The tests after a late one are not run, and do not pass."""
+    memory_mib: Annotated[
+        PositiveInt, at_least(64, "Python itself needs as much"), at_most(2**24, "no machine has as much")
+    ] = 1024
+    """Address space of one process, in MiB."""
+    max_processes: Count = 32
+    """Processes of one program. One that starts more is ended."""
+    sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
+    """``bubblewrap``: no network, no files but Python's and the system's, and a folder that is removed; refused
+    where it does not work. ``none``: limits alone. ``auto``: bubblewrap if it works, else the kernel's namespaces
+    (no network, no other processes), else none; a line says which. Only bubblewrap, or a container around the
+    run, is a security boundary."""
+    num_workers: PositiveInt | None = None
+    """Programs that run at the same time. null: half of the cores, at most 32."""
 
 
 class OverlongPenalty(Schema):
@@ -234,7 +376,14 @@ class OverlongPenalty(Schema):
 
 
 RewardPart = Annotated[
-    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | ModelReward | OverlongPenalty,
+    CountdownReward
+    | Gsm8kReward
+    | MathVerifyReward
+    | FunctionReward
+    | CodeReward
+    | ModelReward
+    | JudgeReward
+    | OverlongPenalty,
     Field(discriminator="type"),
 ]
 
@@ -249,8 +398,8 @@ class WeightedReward(Schema):
     weight: 0.2}``.
 
     One part alone decides whether a response counts as right in an evaluation, by a value of at least 1: the
-    first part that checks an answer (countdown, gsm8k, math_verify, function) or, where there is none, the first
-    model."""
+    first part that checks an answer (countdown, gsm8k, math_verify, function, code) or, where there is none, the
+    first model or judge."""
 
     @model_validator(mode="after")
     def _something_is_rewarded(self):
@@ -271,6 +420,13 @@ class WeightedReward(Schema):
 
 
 AnyReward = Annotated[
-    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | ModelReward | WeightedReward,
+    CountdownReward
+    | Gsm8kReward
+    | MathVerifyReward
+    | FunctionReward
+    | CodeReward
+    | ModelReward
+    | JudgeReward
+    | WeightedReward,
     Field(discriminator="type"),
 ]

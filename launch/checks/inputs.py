@@ -17,7 +17,16 @@ from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
 from configs.schema.run import CountdownSftData, JsonlSftData
-from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask, ModelReward, WeightedReward
+from configs.schema.task import (
+    AnyReward,
+    CodeReward,
+    CountdownTask,
+    Gsm8kTask,
+    JsonlTask,
+    ModelReward,
+    RewardPart,
+    WeightedReward,
+)
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.weights.hf_headers import weight_problems
 from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_length, prompt_room
@@ -151,10 +160,14 @@ def _check_template(tokenizer: "Tokenizer", system_prompt: str | None, field: st
 
 
 def _check_reward_tokenizers(config: RunConfig) -> Iterator[Finding]:
-    reward = config.reward_type
-    for part in reward.parts.values() if isinstance(reward, WeightedReward) else [reward]:
+    for part in _reward_parts(config):
         if isinstance(part, ModelReward) and part.text.type == "chat" and part.text.tokenizer.is_dir():
             yield from finding_of("reward", _open_tokenizer, part.text.tokenizer)
+
+
+def _reward_parts(config: RunConfig) -> Sequence[AnyReward | RewardPart]:
+    reward = config.reward_type
+    return [*reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -173,6 +186,10 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
             if room is not None and tokens > room.tokens:
                 yield "rollout.max_new_tokens", room.too_long(f"training prompt {text!r}", tokens)
         return
+    from rollout.rewards.code import check_tests
+    from rollout.tasks.files import check_field
+
+    code_parts = [part for part in _reward_parts(config) if isinstance(part, CodeReward)]
     surveys: dict[str, Survey] = {}
     fields: tuple[tuple[str, PromptsOf], ...] = (("train_path", "training"), ("heldout_path", "held-out"))
     for field, which in fields:
@@ -184,6 +201,8 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
         except ValueError as error:
             yield f"task.{field}", str(error)
             continue
+        for part in code_parts:
+            yield from finding_of(f"task.{field}", check_field, path, part.tests_field, check_tests)
         room = _prompt_room(config, which)
         yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, room)
     notes += _data_notes(surveys, config)

@@ -7,24 +7,16 @@ prints the ends are kept.
 import asyncio
 import logging
 import os
-import secrets
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.processes import (
-    WORKER,
-    Guard,
-    end_guarded,
-    finished,
-    start_guarded,
-    users_variables,
-)
+from rollout.environments.processes import WORKER, users_variables
 from rollout.environments.protocol import EpisodeFailed
+from rollout.guarded_process import Guard, end_guarded, finished, own_folder, start_guarded
 from rollout.records import Status
 
 logger = logging.getLogger(__name__)
@@ -158,26 +150,9 @@ async def running(starter: AgentStarter, variables: Mapping[str, str]) -> AsyncI
     Raises:
         EpisodeFailed: it cannot be started.
     """
-    folder = os.path.join(tempfile.gettempdir(), f"tandem-agent-{secrets.token_hex(8)}")
-    try:
-        await finished(asyncio.to_thread(os.mkdir, folder, 0o700))
+    async with own_folder("tandem-agent-") as folder:
         process = AgentProcess(await starter.start(folder, variables))
         try:
             yield process
         finally:
             await finished(process.end())
-    finally:
-        await finished(asyncio.to_thread(remove, folder))
-
-
-def remove(folder: str) -> None:
-    """Remove an agent's folder with all in it, also folders in which nothing may be written, as some tools make them."""
-    with suppress(OSError):
-        os.chmod(folder, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)
-    for inner, names, _ in os.walk(folder):  # what is left, from the top
-        for path in (os.path.join(inner, name) for name in names):
-            with suppress(OSError):
-                if not os.path.islink(path):
-                    os.chmod(path, 0o700)
-    shutil.rmtree(folder, ignore_errors=True)

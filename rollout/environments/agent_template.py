@@ -16,15 +16,9 @@ from functools import partial
 
 from configs.schema.environment import AgentEnvironment
 from rollout.environments.agent_process import AgentStarter, NewProcesses, agent_variables, command_of
-from rollout.environments.processes import (
-    END_TIMEOUT_S,
-    WORKER,
-    EnvironmentStartError,
-    Guard,
-    check_parser_names,
-    finished,
-)
+from rollout.environments.processes import WORKER, EnvironmentStartError, check_parser_names
 from rollout.environments.protocol import EpisodeFailed
+from rollout.guarded_process import END_TIMEOUT_S, Guard, finished
 from rollout.records import Status
 from rollout.servers.watched_process import how_it_ended
 

@@ -14,7 +14,7 @@ from rollout.environments.sequence import TokenSequence
 from rollout.gathering import all_or_first_error
 from rollout.records import FinishReason, Prompt, Score, Status, Trajectory
 from rollout.rewards.function import describe, to_score
-from rollout.rewards.model import RewardModelError
+from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 
 ENDS_THE_RUN = (GenerationError, RewardModelError, WorkerStartError)

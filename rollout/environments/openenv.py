@@ -32,10 +32,10 @@ from rollout.environments.processes import (
     Ready,
     Stepped,
     check_parser_names,
-    finished,
     plain_value,
 )
 from rollout.environments.protocol import EpisodeFailed
+from rollout.guarded_process import finished
 from rollout.http_replicas import Replica, open_session
 from rollout.records import Status
 from rollout.rewards.function import to_score

@@ -11,11 +11,11 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import psutil
@@ -27,6 +27,7 @@ from configs.schema.environment import (
     TokenEnvironment,
 )
 from rollout.environments.protocol import EpisodeFailed
+from rollout.guarded_process import END_TIMEOUT_S, end_guarded, finished, start_guarded
 from rollout.records import Status
 from rollout.rewards.worker import WorkerStartError
 from rollout.servers.tool_call_parsers import check_parser_name
@@ -39,8 +40,6 @@ PACKAGES = Path(__file__).resolve().parents[2]
 """The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
-END_TIMEOUT_S = 10.0
-"""Time to end what an episode left over, for ``close()``, and for the guard to kill and reap everything."""
 TRACE_WITHIN_S = 2.0
 """Time for a late process to write its current line."""
 TELL_EVERY_S = 5.0
@@ -301,21 +300,6 @@ def plain_value(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
-class Guard(Protocol):
-    """A guard (``tandem_worker``) as ``asyncio.subprocess.Process`` has it. Closing its ``stdin`` ends it."""
-
-    @property
-    def pid(self) -> int: ...
-    @property
-    def stdin(self) -> Any: ...
-    @property
-    def stdout(self) -> asyncio.StreamReader | None: ...
-    @property
-    def stderr(self) -> asyncio.StreamReader | None: ...
-
-    async def wait(self) -> int: ...
-
-
 def _json_value(value: Any) -> Any:
     return msgspec.to_builtins(value, enc_hook=plain_value)
 
@@ -328,41 +312,6 @@ def users_variables() -> dict[str, str]:
     if path := [entry for entry in entries if entry and Path(entry) != PACKAGES]:
         variables["PYTHONPATH"] = os.pathsep.join(path)
     return variables
-
-
-async def start_guarded(*command: str | Path, **options: Any) -> asyncio.subprocess.Process:
-    """Start a guard (``tandem_worker``). asyncio would kill it where this is cancelled, which sets free what it guards:
-    the start is waited for instead, and the guard ended. Raises OSError."""
-    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **options))
-
-    async def undo() -> None:
-        with suppress(OSError):
-            await end_guarded(await starting)
-
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        await finished(undo())
-        raise
-
-
-async def end_guarded(guard: Guard) -> None:
-    """Have a guard (``tandem_worker``) kill all below it, and end. Returns after the last of them is gone."""
-    assert guard.stdin is not None
-    guard.stdin.close()  # it sees that
-    try:
-        async with asyncio.timeout(END_TIMEOUT_S):
-            await guard.wait()
-    except TimeoutError:
-        logger.warning("the guard of environment process %d does not end; it is killed", guard.pid)
-        tree = []
-        with suppress(psutil.NoSuchProcess):
-            top = psutil.Process(guard.pid)
-            tree = [top, *top.children(recursive=True)]
-        for process in tree:
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                process.kill()
-        await guard.wait()
 
 
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
@@ -479,21 +428,6 @@ def max_processes(config: ProcessEnvironment) -> int:
 
 def cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-async def finished(work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which a cancellation does not interrupt; it is raised afterwards."""
-    task, cancelled = asyncio.ensure_future(work), None
-    while not task.done():
-        try:
-            await asyncio.shield(task)
-        except asyncio.CancelledError as error:
-            cancelled = error
-        except Exception:  # it is the task's, and raised below
-            break
-    if cancelled is not None:
-        raise cancelled
-    return task.result()
 
 
 def check_environment(

@@ -4,8 +4,8 @@ from rollout.rewards.arithmetic import countdown_reward
 from rollout.rewards.function import import_reward_function
 from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward, math_verify_reward
-from rollout.rewards.model import RewardModelError
 from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
+from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 
 __all__ = [

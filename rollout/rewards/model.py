@@ -14,16 +14,8 @@ Requests, and the replies that must come back with HTTP 200:
             Reply: ``{"scores": [0.5, ...]}``, one number per item, in order; ``null`` where an item cannot be
             scored.
 
-Failures:
-
-- No connection, a broken one, no answer in time, HTTP 429 or 5xx: another attempt, on another replica if
-  there is one. After ``max_retries`` retries: ``RewardModelError``, which ends the run. A step with all scores
-  at 0 would teach the model nonsense.
-- HTTP 400, 413 or 422 (e.g. a text longer than the model's context): the batch is halved until the refused
-  items are alone. A refused item, or one whose score is missing or not finite, is a failed sample: it scores
-  0, is counted, and the run goes on. After ``MAX_FAILED_IN_A_ROW`` failed samples without a good one between
-  them the model counts as broken: ``RewardModelError``.
-- Any other status, or a reply of another form: ``RewardModelError`` at once.
+Failures are those of served.py. A batch that is refused is halved until the refused items are alone. A refused
+item, or one whose score is missing or not finite, is a failed sample: it scores 0, is counted, and the run goes on.
 
 Two traps of SGLang 0.5.23:
 
@@ -37,35 +29,17 @@ Two traps of SGLang 0.5.23:
 
 import asyncio
 import json
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import aiohttp
-
 from configs.schema.task import ModelReward, PlainText
-from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
+from rollout.http_replicas import Replica
 from rollout.records import Prompt, Score
-from rollout.rewards.function import to_score
+from rollout.rewards.served import PROBE, Refused, Replicas, score_of
 from rollout.tokenization import load_tokenizer
-
-logger = logging.getLogger(__name__)
 
 LINGER_S = 0.02
 """Wait for a batch to fill up; small against the time of a forward pass."""
-BACKOFF_S = (0.2, 5.0)
-MAX_FAILED_IN_A_ROW = 64
-REFUSED_ITEMS = frozenset({400, 413, 422})
-"""HTTP statuses that blame the content of the request."""
-PROBE = ("1 + 1 =", "2")
-
-
-class RewardModelError(RuntimeError):
-    """A reward model cannot be used (any more); the message names its address and the fix."""
-
-
-class _Refused(Exception):
-    """The server blames an item of the request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +63,7 @@ class RewardModel:
         Raises:
             ValueError: the tokenizer cannot be loaded or has no chat template.
         """
-        self._config, self._name = config, name
+        self._config = config
         self._tokenizer = None
         if config.text.type == "chat":
             self._tokenizer = load_tokenizer(config.text.tokenizer)
@@ -98,15 +72,18 @@ class RewardModel:
                     f"{name}.text.tokenizer={config.text.tokenizer} has no chat template; use text: {{type: plain}}"
                 )
         suffix = "/classify" if config.protocol == "sglang" else ""
-        self._replicas = [Replica(f"{url.rstrip('/')}{suffix}" if suffix else url) for url in config.urls]
+        self._replicas = Replicas(
+            config, name=name, kind="reward model", suffix=suffix, fix=_fix_text(config, name)
+        )
         self._places = asyncio.Semaphore(config.max_concurrency)
         self._waiting: list[tuple[Item, asyncio.Future[Score]]] = []
         self._linger: asyncio.TimerHandle | None = None
         self._requests: set[asyncio.Task[None]] = set()
-        self._failed_in_a_row = 0
-        self._session: aiohttp.ClientSession | None = None
-        self.retries = 0
+
+    @property
+    def retries(self) -> int:
         """Attempts that failed and were repeated."""
+        return self._replicas.retries
 
     async def start(self) -> None:
         """Have every replica score one trial sample, before anything is sampled.
@@ -114,21 +91,13 @@ class RewardModel:
         Raises:
             RewardModelError: a replica does not.
         """
-        self._session = open_session()
-        probe = self._make_item(*PROBE, reference="2")
-        scores = await asyncio.gather(*(self._probe_replica(replica, probe) for replica in self._replicas))
-        for replica, score in zip(self._replicas, scores, strict=True):
-            if score.error is not None:
-                raise RewardModelError(
-                    f"{self._name}: the reward model at {replica.url} cannot score a trial sample: {score.error}"
-                )
+        item = self._make_item(*PROBE, reference=PROBE[1])
 
-    async def _probe_replica(self, replica: Replica, item: Item) -> Score:
-        try:
-            [score] = await self._request_with_retries([item], [replica])
-        except _Refused as error:
-            raise RewardModelError(f"{self._name}: {error}; {self._fix_text()}") from error
-        return score
+        async def probe(replicas: Sequence[Replica]) -> Score:
+            [score] = await self._request([item], replicas)
+            return score
+
+        await self._replicas.start(probe)
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
         """The model's score of one response.
@@ -160,8 +129,7 @@ class RewardModel:
         for request in requests:
             request.cancel()
         await asyncio.gather(*requests, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
+        await self._replicas.close()
 
     def _make_item(self, prompt: str, response: str, *, reference: str) -> Item:
         token_ids = None
@@ -188,7 +156,7 @@ class RewardModel:
         try:
             async with self._places:
                 scores = await self._score_items([item for item, _ in batch])
-            self._count_failures(scores)
+            self._replicas.count_failures(scores)
         except asyncio.CancelledError:
             for _, future in batch:
                 future.cancel()
@@ -204,46 +172,19 @@ class RewardModel:
 
     async def _score_items(self, items: list[Item]) -> list[Score]:
         try:
-            return await self._request_with_retries(items, self._replicas)
-        except _Refused as error:
+            return await self._request(items)
+        except Refused as error:
             if len(items) == 1:
                 return [Score(value=0.0, error=str(error))]
         half = len(items) // 2
         return await self._score_items(items[:half]) + await self._score_items(items[half:])
 
-    def _count_failures(self, scores: Sequence[Score]) -> None:
-        for score in scores:
-            self._failed_in_a_row = 0 if score.error is None else self._failed_in_a_row + 1
-            if self._failed_in_a_row == MAX_FAILED_IN_A_ROW:
-                raise RewardModelError(
-                    f"{self._name}: {MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: {score.error}"
-                )
-
-    async def _request_with_retries(self, items: list[Item], replicas: Sequence[Replica]) -> list[Score]:
-        body = json.dumps(self._request_body(items)).encode()
-
-        async def attempt(url: str) -> list[Score]:
-            try:
-                async with asyncio.timeout(self._config.timeout_s):
-                    content = await self._post(url, body)
-            except TimeoutError as error:
-                raise AttemptFailed(f"no answer within timeout_s={self._config.timeout_s:g} s") from error
+    async def _request(self, items: list[Item], replicas: Sequence[Replica] | None = None) -> list[Score]:
+        def parse(url: str, content: bytes) -> list[Score]:
             return self._parse_scores(url, content, len(items))
 
-        def count_failure(_: Exception, failures: list[str]) -> None:
-            if len(failures) > self._config.max_retries:
-                raise RewardModelError(
-                    f"{self._name}: {len(failures)} attempts to score {len(items)} samples failed "
-                    f"(max_retries={self._config.max_retries}): {failures}; {self._fix_text()}"
-                )
-            self.retries += 1
-            logger.warning(
-                "%s: attempt %d failed, another follows: %s", self._name, len(failures), failures[-1]
-            )
-
-        return await request_with_retries(
-            replicas, attempt, count_failure, num_samples=len(items), backoff_s=BACKOFF_S
-        )
+        body = self._request_body(items)
+        return await self._replicas.request(body, parse, num_samples=len(items), replicas=replicas)
 
     def _request_body(self, items: Sequence[Item]) -> dict[str, object]:
         if self._config.protocol == "json":
@@ -257,21 +198,6 @@ class RewardModel:
             return {"input_ids": [item.token_ids for item in items]}
         return {"text": [item.text for item in items]}
 
-    async def _post(self, url: str, body: bytes) -> bytes:
-        assert self._session is not None  # since start
-        async with self._session.post(
-            url, data=body, headers={"Content-Type": "application/json"}
-        ) as response:
-            content = await response.read()
-        if response.status == 200:
-            return content
-        problem = f"HTTP {response.status}: {content.decode(errors='replace').strip()[:500]}"
-        if response.status == 429 or response.status >= 500:
-            raise AttemptFailed(problem)
-        if response.status in REFUSED_ITEMS:
-            raise _Refused(f"{url} refused it with {problem}")
-        raise RewardModelError(f"{self._name}: {url} answered {problem}; {self._fix_text()}")
-
     def _parse_scores(self, url: str, content: bytes, count: int) -> list[Score]:
         try:
             reply = json.loads(content)  # reads NaN too, which then fails its own sample only
@@ -282,8 +208,8 @@ class RewardModel:
         if not isinstance(scores, list) or len(scores) != count:
             form = '{"scores": [...]}' if is_json else '[{"embedding": [...]}, ...]'
             received = f"{len(scores)} of them" if isinstance(scores, list) else repr(content[:200])
-            raise RewardModelError(
-                f"{self._name}: {url} was asked for {count} scores as {form} and sent {received}; {self._fix_text()}"
+            raise self._replicas.wrong_form(
+                url, f"was asked for {count} scores as {form} and sent {received}"
             )
         return [_to_score(score if is_json else self._embedded_score(url, score)) for score in scores]
 
@@ -291,22 +217,22 @@ class RewardModel:
         numbers = reply.get("embedding") if isinstance(reply, dict) else None
         if not isinstance(numbers, list) or len(numbers) > 1:
             received = f"{len(numbers)} numbers" if isinstance(numbers, list) else f"{reply!r:.200}"
-            raise RewardModelError(
-                f"{self._name}: {url} sent {received} for a text, not one score; "
-                "serve a reward model with a single label, with --is-embedding"
+            raise self._replicas.wrong_form(
+                url,
+                f"sent {received} for a text, not one score; serve a reward model with a single label, with --is-embedding",
             )
         return numbers[0] if numbers else None
 
-    def _fix_text(self) -> str:
-        if self._config.protocol == "json":
-            return f"start the server, or correct {self._name}.urls; rollout/rewards/model.py describes the protocol"
-        return f"start it (python -m sglang.launch_server --is-embedding --model-path ...), or correct {self._name}.urls"
+
+def _fix_text(config: ModelReward, name: str) -> str:
+    if config.protocol == "json":
+        return f"start the server, or correct {name}.urls; rollout/rewards/model.py describes the protocol"
+    return (
+        f"start it (python -m sglang.launch_server --is-embedding --model-path ...), or correct {name}.urls"
+    )
 
 
 def _to_score(number: object) -> Score:
     if number is None:
         return Score(value=0.0, error="the reward model gave no score")
-    try:
-        return to_score(number)
-    except (TypeError, ValueError, OverflowError) as error:
-        return Score(value=0.0, error=f"{type(error).__name__}: {error}")
+    return score_of(number)

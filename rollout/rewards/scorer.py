@@ -2,7 +2,8 @@
 
 score ─┬─ countdown, gsm8k, overlong     in this process
        ├─ math_verify, function          in a process of their own (worker.py)
-       └─ model                          on an HTTP server (model.py)
+       ├─ code                           in processes with limits (code.py)
+       └─ model, judge                   on an HTTP server (model.py, judge.py)
 """
 
 import asyncio
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING
 from configs.schema.task import AnyReward, FunctionReward, MathVerifyReward, RewardPart
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards.arithmetic import countdown_reward
+from rollout.rewards.code import SANDBOXES, ProgramTests, choose_sandbox
+from rollout.rewards.judge import Judge, judge_key
 from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward
 from rollout.rewards.model import RewardModel
@@ -42,19 +45,23 @@ def check_reward(
     tell: Callable[[str], None] = logger.info,
 ) -> None:
     """Refuse a reward that cannot be used here, before anything is started. ``Scorer`` checks the servers of
-    reward models later.
+    reward models and judges later.
 
     Args:
         sample: gives a problem on which the user's function is tried; without one it is only imported.
         tell: takes remarks on a usable reward.
 
     Raises:
-        ValueError: the user's function cannot be used, math-verify is not installed, or a tokenizer's folder
-            is missing.
+        ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder or a
+            judge's key is missing, or programs cannot be run.
     """
     for name, part in _parts(config).items():
         if part.type == "function":
             _check_function(name, part, sample, tell)
+        elif part.type == "judge":
+            judge_key(part, name)
+        elif part.type == "code":
+            tell(f"{name}: programs run {SANDBOXES[asyncio.run(choose_sandbox(part, name))]}")
         elif part.type == "math_verify" and importlib.util.find_spec("math_verify") is None:
             raise ValueError(
                 f"{name}.type=math_verify needs the package math-verify, which is not installed; install it or use another"
@@ -87,8 +94,8 @@ def _parts(config: AnyReward) -> dict[str, RewardPart]:
 
 
 def may_read_rows(config: AnyReward) -> bool:
-    """Whether a part of the reward is the user's function, which may read the record of a prompt."""
-    return any(part.type == "function" for part in _parts(config).values())
+    """Whether a part of the reward may read the record of a prompt: the user's function, or tests of programs."""
+    return any(part.type in ("function", "code") for part in _parts(config).values())
 
 
 def default_num_workers(cores: int) -> int:
@@ -109,33 +116,34 @@ _Reward = Callable[[Prompt, _Response], Awaitable[Score]]
 
 
 class Scorer:
-    """Scores responses inside ``async with``; entering it checks that every reward model answers.
+    """Scores responses inside ``async with``; entering it checks that every reward model and judge answers, and that
+    programs can be run.
 
     ``max_new_tokens`` is the length from which the overlong penalty counts. ``num_workers`` is the default of
-    every math-verify and user's function: a process scores one sample at a time, within ``timeout_s``; a late
-    or dead process is killed and replaced. Start-up and the wait for a free process do not count.
+    every math-verify, user's function and code: a process scores one sample at a time, within ``timeout_s``; a
+    late or dead process is killed and replaced. Start-up and the wait for a free process do not count.
 
     Entering raises:
         RewardModelError: a reward model does not answer as it should.
-        ValueError: the overlong penalty's buffer is longer than a response can be, or a reward model's
-            tokenizer is unusable.
+        ValueError: the overlong penalty's buffer is longer than a response can be, a reward model's tokenizer
+            is unusable, a judge's key is not set, or programs cannot be run.
     """
 
     def __init__(self, config: AnyReward, *, max_new_tokens: int, num_workers: int | None = None):
         self._config, self._max_new_tokens = config, max_new_tokens
         self._num_workers = num_workers or default_num_workers(len(os.sched_getaffinity(0)))
         self._parts = _parts(config)
-        # The first part that checks the answer decides whether a response is correct, else the first model.
+        # The first part that checks the answer decides whether a response is correct, else the first model or judge.
         candidates = [field for field, part in self._parts.items() if part.type != "overlong"]
-        self._deciding = min(candidates, key=lambda field: self._parts[field].type == "model")
+        self._deciding = min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
         self._rewards: dict[str, _Reward] = {}
-        self._models: list[RewardModel] = []
+        self._models: list[RewardModel | Judge] = []
         self._exits = AsyncExitStack()
         self._num_errors = 0
 
     @property
     def retries(self) -> int:
-        """Requests to reward models that failed and were repeated, so far."""
+        """Requests to reward models and judges that failed and were repeated, so far."""
         return sum(model.retries for model in self._models)
 
     async def __aenter__(self) -> "Scorer":
@@ -171,8 +179,13 @@ class Scorer:
                     )
                 penalty = partial(overlong_penalty, max_tokens=longest, buffer_tokens=buffer)
                 return _inline_reward(lambda prompt, response: Score(value=penalty(response.num_tokens)))
-            case "model":
-                model = RewardModel(part, name=field)
+            case "code":
+                programs = ProgramTests(part, num_workers=part.num_workers or self._num_workers, name=field)
+                self._exits.push_async_callback(programs.close)
+                await programs.start()
+                return lambda prompt, response: programs.score(prompt, response.text)
+            case "model" | "judge":
+                model = Judge(part, name=field) if part.type == "judge" else RewardModel(part, name=field)
                 self._models.append(model)
                 self._exits.push_async_callback(model.close)
                 await model.start()

@@ -30,7 +30,7 @@ class SamplingStats:
     failed_rewards: int
     """Samples whose reward raised or ran out of time (scored 0)."""
     reward_retries: int = 0
-    """Requests to reward models that were repeated."""
+    """Requests to reward models and judges that were repeated."""
     resampled_groups: int = 0
     """Groups sampled in place of groups without signal (dynamic sampling)."""
     filled_groups: int = 0

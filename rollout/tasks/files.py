@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from configs.schema.task import Gsm8kTask, JsonlTask
+from rollout.records import field_of
 from rollout.rewards.math_answers import gsm8k_reference
 from rollout.tasks.records import Progress, ProgressOf, place, read_records
 from rollout.tasks.task import LazyPrompts, Problem, Task
@@ -273,16 +274,27 @@ def _read_fields(
 
 
 def _field_value(record: dict, field: str, path: Path, number: int) -> Any:
-    """The value under the field's whole name or, if there is none, at the end of its dotted path."""
-    value: Any = record
-    for name in [field] if field in record else field.split("."):
-        if not isinstance(value, dict) or name not in value:
-            has = ", ".join(f"`{name}`" for name in record) or "none"
-            raise ValueError(
-                f"{place(path, number)}: field `{field}` is missing; this record has {has}. Rename the field, or name it in the config"
-            )
-        value = value[name]
-    return value
+    try:
+        return field_of(record, field)
+    except LookupError:
+        has = ", ".join(f"`{name}`" for name in record) or "none"
+        raise ValueError(
+            f"{place(path, number)}: field `{field}` is missing; this record has {has}. Rename the field, or name it in the config"
+        ) from None
+
+
+def check_field(path: Path, field: str, check: Callable[[Any], object]) -> None:
+    """Have ``check`` look at a field of every record of a file, in order.
+
+    Raises:
+        ValueError: see ``read_records``; also for a missing field, and where ``check`` raises it, naming the line.
+    """
+    for number, record in read_records(path, roots={field.split(".")[0]}):
+        value = _field_value(record, field, path, number)
+        try:
+            check(value)
+        except ValueError as error:
+            raise ValueError(f"{place(path, number)}: field `{field}` {error}") from error
 
 
 def _only_message(value: Any, field: str, path: Path, number: int) -> Any:

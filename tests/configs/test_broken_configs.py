@@ -73,6 +73,13 @@ def forgets(prompt, response, reference):
 async def later(prompt, response, reference):
     return None
 """
+JUDGE = {
+    "type": "judge",
+    "urls": ["http://127.0.0.1:9/v1"],
+    "model": "m",
+    "prompt": "{response}",
+    "score_range": [0, 10],
+}
 BASE = {"model": {"path": "dense"}, "task": {"type": "countdown"}, "rollout": {"max_new_tokens": 14}}
 
 
@@ -397,6 +404,33 @@ TABLE = {
     "reward module that ends the process": Broken(
         options="reward={type: function, function: script:score}", field="reward.function", value="script:score",
         error="ends the process: SystemExit: 0 (script.py:2", fix="under `if __name__ == '__main__':`",
+    ),
+    "judge without its key": Broken(
+        options="reward={type: judge, urls: ['http://127.0.0.1:9/v1'], model: m, prompt: '{response}', score_range: [0, 10], "
+        "api_key_variable: NO_SUCH_KEY}",
+        field="reward.api_key_variable", value="NO_SUCH_KEY", error="reward.api_key_variable=NO_SUCH_KEY is not set in the environment",
+        fix="export it before the start",
+    ),
+    "judge with a stray brace": Broken(
+        text=yaml.safe_dump(BASE | {"reward": JUDGE | {"prompt": 'Answer {"score": 1}. {response}'}}), field="reward.prompt",
+        value='Answer {"score": 1}', error="cannot be filled in", fix="a literal brace is written twice",
+    ),
+    "judge with a pattern of two groups": Broken(
+        text=yaml.safe_dump(BASE | {"reward": JUDGE | {"score_pattern": "(a)(b)"}}), field="reward.score_pattern", value="(a)(b)",
+        error="has 2 groups", fix="put the score alone into ( )",
+    ),
+    "code without rows": Broken(
+        options="reward={type: code}", field="reward.type, task.type", value="code", error="task.type=countdown has none",
+        fix="use task.type=jsonl",
+    ),
+    "code without tests": Broken(
+        options="task={type: gsm8k, train_path: sound.jsonl} reward={type: code, sandbox: none}", field="task.train_path",
+        value="sound.jsonl", error="sound.jsonl:line 1: field `tests` is missing", fix="this record has `question`, `answer`",
+    ),
+    "code with tests that are no tests": Broken(
+        options="task={type: gsm8k, train_path: sound.jsonl} reward={type: code, sandbox: none, tests_field: question}",
+        field="task.train_path", value="sound.jsonl", error="sound.jsonl:line 1: field `question` holds a test that is not Python",
+        fix="correct it, or drop the record",
     ),
     "critic of another vocabulary": Broken(
         options="advantage={type: gae} critic.model={path: small-vocabulary}", field="critic.model.path", value="small-vocabulary",

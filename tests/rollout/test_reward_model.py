@@ -32,9 +32,9 @@ from transformers import (
 
 from configs.schema.task import ChatText, CountdownReward, ModelReward, PlainText, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards import RewardModelError, Scorer, check_reward
-from rollout.rewards import model as model_module
-from rollout.rewards.model import MAX_FAILED_IN_A_ROW, RewardModel
+from rollout.rewards import RewardModelError, Scorer, check_reward, served
+from rollout.rewards.model import RewardModel
+from rollout.rewards.served import MAX_FAILED_IN_A_ROW
 from rollout.servers.command import choose_ports, server_command, server_environment
 from rollout.servers.share import on_one_machine
 from rollout.servers.watched_process import end_watched, log_tail, start_watched
@@ -148,7 +148,7 @@ class Server:
 
 @pytest.fixture(autouse=True)
 def quick_backoff(monkeypatch):
-    monkeypatch.setattr(model_module, "BACKOFF_S", (0.001, 5.0))
+    monkeypatch.setattr(served, "BACKOFF_S", (0.001, 5.0))
 
 
 def config_of(*servers: Server, **fields) -> ModelReward:

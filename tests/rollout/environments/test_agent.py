@@ -19,7 +19,7 @@ from configs.schema import RunConfig
 from configs.schema.environment import AgentEnvironment
 from rollout.client import GenerationError
 from rollout.environments.agent import AgentEpisodes
-from rollout.environments.agent_process import NewProcesses, command_of, remove, running
+from rollout.environments.agent_process import NewProcesses, command_of, running
 from rollout.environments.agent_template import agent_starter, check_agent
 from rollout.environments.chat import PlainRenderer
 from rollout.environments.context import EpisodeLimits, turn_seed
@@ -27,6 +27,7 @@ from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.loading import sample_makers
 from rollout.environments.processes import PACKAGES
+from rollout.guarded_process import remove
 from rollout.records import Prompt, Status
 from tests.rollout.environments.test_episodes import (
     STOP,

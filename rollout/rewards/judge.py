@@ -1,0 +1,153 @@
+"""Scores that a language model gives in words, over OpenAI's chat completions.
+
+    Scorer ── score ──> the prompt, filled in once ──> POST <url>/chat/completions ──> the last match of score_pattern
+
+One request per response. served.py has the failures of requests. An answer without a score, with one outside of
+``score_range``, or refused by the server is a failed sample.
+
+Prompt and response are data of strangers: they are filled in in one pass, so that a response with ``{reference}``
+in it is not expanded, and the score is read from the judge's own answer alone.
+"""
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Sequence
+
+from configs.schema.task import JudgeReward
+from rollout.http_replicas import Replica
+from rollout.records import Prompt, Score
+from rollout.rewards.served import PROBE, Refused, Replicas, score_of
+
+_SHOWN = 200
+"""Characters of an answer in a message."""
+
+
+def judge_key(config: JudgeReward, name: str) -> str | None:
+    """The key of the judge's servers. Raises ValueError where its variable does not hold one."""
+    if config.api_key_variable is None:
+        return None
+    key = os.environ.get(config.api_key_variable, "").strip()
+    if not key:
+        raise ValueError(
+            f"{name}.api_key_variable={config.api_key_variable} is not set in the environment, or empty; export it before the start"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"{name}.api_key_variable={config.api_key_variable} holds characters that no header may have; export the key alone"
+        )
+    return key
+
+
+class Judge:
+    """Client of one judge; made and used inside one event loop, after ``start`` and until ``close``."""
+
+    def __init__(self, config: JudgeReward, *, name: str = "reward") -> None:
+        """
+        Args:
+            name: the config field that holds this reward, for messages.
+
+        Raises:
+            ValueError: the key's variable is not set.
+        """
+        self._config, self._name = config, name
+        self._replicas = Replicas(
+            config,
+            name=name,
+            kind="judge",
+            suffix="/chat/completions",
+            fix=f"start the server, or correct {name}.urls, {name}.model or {name}.api_key_variable",
+            key=judge_key(config, name),
+        )
+        self._places = asyncio.Semaphore(config.max_concurrency)
+        self._requests: set[asyncio.Task[Score]] = set()
+
+    @property
+    def retries(self) -> int:
+        """Attempts that failed and were repeated."""
+        return self._replicas.retries
+
+    async def start(self) -> None:
+        """Have every replica judge one trial sample, before anything is sampled.
+
+        Raises:
+            RewardModelError: a replica does not, or its answer has no score.
+        """
+
+        async def probe(replicas: Sequence[Replica]) -> Score:
+            return await self._judge(self._body(*PROBE, reference=PROBE[1]), replicas)
+
+        await self._replicas.start(probe)
+
+    async def score(self, prompt: Prompt, response_text: str) -> Score:
+        """The judge's score of one response.
+
+        Raises:
+            RewardModelError: the judge does not answer, or its answer has the wrong form.
+        """
+        request = asyncio.ensure_future(self._score(prompt, response_text))
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+        return await request
+
+    async def close(self) -> None:
+        """Drop all requests under way; their callers get a CancelledError. Safe to call twice."""
+        requests = list(self._requests)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        await self._replicas.close()
+
+    async def _score(self, prompt: Prompt, response_text: str) -> Score:
+        body = self._body(prompt.text, response_text, reference=prompt.reference)
+        async with self._places:
+            try:
+                score = await self._judge(body)
+            except Refused as error:
+                score = Score(value=0.0, error=str(error))
+        self._replicas.count_failures([score])
+        return score
+
+    def _body(self, prompt: str, response: str, *, reference: str) -> dict[str, object]:
+        config = self._config
+        text = config.prompt.format(prompt=prompt, response=response, reference=reference)
+        messages = [{"role": "user", "content": text}]
+        if config.system_prompt is not None:
+            messages.insert(0, {"role": "system", "content": config.system_prompt})
+        optional = {"max_tokens": config.max_tokens, "temperature": config.temperature}
+        sent = {field: value for field, value in optional.items() if value is not None}
+        return {"model": config.model, "messages": messages, **sent, **config.extra_body}
+
+    async def _judge(self, body: dict[str, object], replicas: Sequence[Replica] | None = None) -> Score:
+        answer, is_cut = await self._replicas.request(body, self._parse_answer, replicas=replicas)
+        matches = [match[1] for match in re.finditer(self._config.score_pattern, answer)]
+        if not matches:
+            shown = self._replicas.shown(answer)[-_SHOWN:]
+            cut = f", cut off after max_tokens={self._config.max_tokens}" if is_cut else ""
+            return Score(
+                value=0.0,
+                error=f"{self._name}.score_pattern={self._config.score_pattern!r} matches nothing in the judge's answer{cut}: {shown!r}",
+            )
+        try:
+            given = float(matches[-1])
+        except (TypeError, ValueError):  # an optional group is None
+            return Score(value=0.0, error=f"the judge's score {matches[-1]!r} is no number")
+        low, high = self._config.score_range
+        if not low <= given <= high:
+            return Score(
+                value=0.0,
+                error=f"the judge's score {given:g} is outside of {self._name}.score_range=[{low:g}, {high:g}]",
+            )
+        return score_of(((given - low) / (high - low), {"judge_score": given}))
+
+    def _parse_answer(self, url: str, content: bytes) -> tuple[str, bool]:
+        """(text of the answer, whether it was cut off)."""
+        try:
+            choice = json.loads(content)["choices"][0]
+            text = choice["message"].get("content")
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise self._replicas.wrong_form(
+                url, f"sent {self._replicas.shown(content)[:_SHOWN]!r}, which is no chat completion"
+            ) from error
+        return (text if isinstance(text, str) else ""), choice.get("finish_reason") == "length"

@@ -1,0 +1,316 @@
+"""Runs the program of a response against its tests: ``python -I program_runner.py``, one process per response.
+
+    code.py ── one JSON line (``Job``) ──> this process ── fork ──> limits ── exec ──> the program, once per test
+            <── one JSON line (answer) ──  kills the program and all that it started: after each test, and once our
+                                           parent closes its end of the input
+
+It runs no code of the program in its own process, and adopts orphans, so a daemon cannot get away. Standard library
+and the guard of environments alone. The program sees neither the expected output nor the parent's environment.
+
+The answer: ``{"outcomes": [...]}``, one of ``OUTCOMES`` per test as far as they ran, or ``{"error": ...}`` where the
+program could not be started.
+"""
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import time
+import uuid
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "environments"))
+from tandem_worker.guard import (  # pyright: ignore[reportMissingImports]
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    end_descendants,
+    set_of_process,
+)
+
+del sys.path[0]
+
+OUTCOMES = ("passed", "failed", "timed_out", "too_much_output", "too_many_processes")
+SPARE_OUTPUT = 2**20
+"""Bytes that a program may print beyond what is expected."""
+LARGEST_FILE = 64 * 2**20
+"""Bytes of a file that a program writes."""
+OPEN_FILES = 128
+LOOK_EVERY_S = 0.05
+"""Between two counts of a program's processes."""
+PARENTS = {"none": 0, "namespaces": 1, "bubblewrap": 2}
+"""Processes of ours and of bubblewrap above a program."""
+NOBODY = 65534
+CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+NOT_STARTED = b"tandem: the program cannot be started: "
+BWRAP_FAILED = b"bwrap: "
+OWNER = 0
+"""Descriptor of the pipe from our parent."""
+
+
+class OwnerGone(Exception):
+    """Our parent has closed its end of the pipe, or is gone."""
+
+
+def main():
+    set_of_process(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        job = json.loads(read_line())
+        answer = run_tests(job)
+        os.write(1, json.dumps(answer).encode() + b"\n")
+    except (OwnerGone, BrokenPipeError):
+        pass
+    finally:
+        end_descendants()
+
+
+def read_line():
+    content = bytearray()
+    while not content.endswith(b"\n"):
+        part = os.read(OWNER, 2**16)
+        if not part:
+            raise OwnerGone
+        content += part
+    return bytes(content)
+
+
+def run_tests(job):
+    outcomes = []
+    for test in job["tests"]:
+        folder = os.path.abspath(f"test-{len(outcomes)}")
+        os.mkdir(folder)
+        try:
+            outcome, error = run_test(job, test, folder)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        if error is not None:
+            return {"error": error}
+        outcomes.append(outcome)
+        if outcome != "passed" and (job["stop_at_failure"] or outcome != "failed"):
+            break
+    return {"outcomes": outcomes}
+
+
+def run_test(job, test, folder):
+    """(outcome, None), or (None, why the program could not be started)."""
+    is_assertions = "code" in test
+    source, expected = job["program"], "" if is_assertions else test["output"]
+    proof = f"tandem {uuid.uuid4()}"
+    if is_assertions:  # the proof shows that the end was reached: exit(0) before it is no success
+        source = f"{source}\n\n{test['code']}\n\n__import__('os').write(1, {proof.encode()!r})\n"
+    with open(os.path.join(folder, "program.py"), "w", encoding="utf-8", errors="replace") as file:
+        file.write(source)
+    stdin, errors = os.memfd_create("input"), os.memfd_create("errors")
+    output, output_writer = os.pipe()
+    try:
+        write_all(stdin, test.get("input", "").encode(errors="replace"))
+        pid = os.fork()
+        if pid == 0:
+            become_program(job, folder, stdin, output_writer, errors)
+        os.close(output_writer)
+        output_writer = -1
+        try:
+            outcome, printed = watch(pid, output, job, SPARE_OUTPUT + 2 * len(expected))
+        finally:
+            code = end_program(pid)
+        said = os.pread(errors, 2**12, 0)
+    finally:
+        for descriptor in (stdin, errors, output, output_writer):
+            if descriptor >= 0:
+                os.close(descriptor)
+    if code != 0 and said.startswith((NOT_STARTED, BWRAP_FAILED)):
+        return None, said.decode(errors="replace").strip().splitlines()[0]
+    if outcome is None:
+        text = printed.decode(errors="replace")
+        is_right = proof in text if is_assertions else lines_of(text) == lines_of(expected)
+        outcome = "passed" if code == 0 and is_right else "failed"
+    return outcome, None
+
+
+def lines_of(text):
+    """The lines that are compared: blanks at their ends and lines at the end that are blank do not count."""
+    return [line.rstrip() for line in text.rstrip().split("\n")]
+
+
+def write_all(descriptor, content):
+    while content:
+        content = content[os.write(descriptor, content) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+
+
+def watch(pid, output, job, most_output):
+    """Wait for the program's end or for a limit -> (outcome, None where it ended; what it printed)."""
+    os.set_blocking(output, False)
+    ended = os.pidfd_open(pid)
+    try:
+        poll = select.poll()
+        poll.register(OWNER, 0)  # the closing alone
+        poll.register(output, select.POLLIN)
+        poll.register(ended, select.POLLIN)
+        printed, deadline, next_look = bytearray(), time.monotonic() + job["timeout_s"], 0.0
+        while True:
+            now = time.monotonic()
+            if now >= deadline:
+                return "timed_out", printed
+            if now >= next_look:
+                if processes_below(pid) + 1 - PARENTS[job["sandbox"]] > job["max_processes"]:
+                    return "too_many_processes", printed
+                next_look = now + LOOK_EVERY_S
+            events = dict(poll.poll(1000 * max(0.0, min(deadline, next_look) - now)))
+            if OWNER in events:
+                raise OwnerGone
+            if output in events:
+                part = read_some(output)
+                printed += part
+                if len(printed) > most_output:
+                    return "too_much_output", printed
+                if not part:
+                    poll.unregister(output)
+            elif ended in events:  # and all that it printed is read
+                return None, printed
+    finally:
+        os.close(ended)
+
+
+def read_some(output):
+    with contextlib.suppress(BlockingIOError):
+        return os.read(output, 2**16)
+    return b""
+
+
+def processes_below(pid):
+    """How many processes stand below one; 0 where the kernel does not list them."""
+    count, waiting = 0, [pid]
+    while waiting:
+        parent = waiting.pop()
+        with contextlib.suppress(OSError):  # it is gone
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    children = [int(child) for child in file.read().split()]
+                count += len(children)
+                waiting += children
+    return count
+
+
+def end_program(pid):
+    """Kill the program and all that it started -> its exit code, 128 + number after a signal."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(
+            pid, signal.SIGKILL
+        )  # all at once: one that forks faster than it is counted cannot get away
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
+    _, status = os.waitpid(pid, 0)
+    end_descendants()
+    return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# in the forked process
+
+
+def become_program(job, folder, stdin, output, errors):
+    """Limits, then the program in place of this process. It does not return."""
+    try:
+        os.setsid()
+        set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for target, descriptor in enumerate((stdin, output, errors)):
+            os.dup2(descriptor, target)
+        os.chdir(folder)
+        inside = "/tmp" if job["sandbox"] == "bubblewrap" else folder
+        command = [job["python"], "-I", "-B", "-X", "utf8", os.path.join(inside, "program.py")]
+        if job["sandbox"] == "namespaces":
+            enter_namespaces(job["max_processes"])
+        elif job["sandbox"] == "bubblewrap":
+            command = bubblewrap(job["bwrap"], job["python_folders"], folder) + command
+        set_limits(job)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
+            signal.signal(number, signal.SIG_DFL)
+        os.execve(command[0], command, variables(inside))
+    except BaseException as error:
+        os.write(2, NOT_STARTED + str(error).encode(errors="replace"))
+    finally:
+        os._exit(126)
+
+
+def variables(folder):
+    kept = {name: os.environ[name] for name in ("LD_LIBRARY_PATH",) if name in os.environ}
+    one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {
+        **kept,
+        **one_thread,
+        "PATH": "/usr/bin:/bin",
+        "HOME": folder,
+        "TMPDIR": folder,
+        "LANG": "C.UTF-8",
+    }
+
+
+def set_limits(job):
+    seconds, memory = math.ceil(job["timeout_s"]) + 1, job["memory_mib"] * 2**20
+    limits = {
+        resource.RLIMIT_AS: memory,
+        resource.RLIMIT_CPU: seconds,
+        resource.RLIMIT_FSIZE: LARGEST_FILE,
+        resource.RLIMIT_NOFILE: OPEN_FILES,
+        resource.RLIMIT_CORE: 0,
+    }
+    for kind, limit in limits.items():
+        hard = resource.getrlimit(kind)[1]
+        limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+        resource.setrlimit(kind, (limit, limit))
+
+
+def enter_namespaces(max_processes):
+    """Go on as nobody in namespaces of our own: no network, and no process but the program's. The kernel ends all of
+    them with the first."""
+    uid, gid = os.getuid(), os.getgid()
+    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC):
+        number = ctypes.get_errno()
+        raise OSError(number, f"unshare: {os.strerror(number)}")
+    for name, content in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{NOBODY} {uid} 1"),
+        ("gid_map", f"{NOBODY} {gid} 1"),
+    ):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(content)
+    # The kernel counts processes per namespace since Linux 5.14; before, the limit would be of all of the user's.
+    if tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit()) >= (5, 14):
+        resource.setrlimit(resource.RLIMIT_NPROC, (max_processes + 1, max_processes + 1))
+    first = os.fork()
+    if first:
+        status = os.waitpid(first, 0)[1]
+        os._exit(os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status))
+    set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def bubblewrap(program, python_folders, folder):
+    """The beginning of the command: what a program has of this machine."""
+    options = [
+        "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
+        "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--die-with-parent", "--bind", folder, "/tmp",
+    ]  # fmt: skip
+    for path in ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", *python_folders):
+        options += ["--ro-bind-try", path, path]
+    return [
+        program,
+        *options,
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        "--remount-ro",
+        "/",
+        "--chdir",
+        "/tmp",
+        "--",
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,184 @@
+"""Scores over HTTP: what a reward model (model.py) and a judge (judge.py) have in common.
+
+- No connection, a broken one, no answer in time, HTTP 429 or 5xx: another attempt, on another replica if
+  there is one. After ``max_retries`` retries: ``RewardModelError``, which ends the run. A step with all scores
+  at 0 would teach the model nonsense.
+- HTTP 400, 413 or 422 (e.g. a text longer than the model's context, or one that a filter refuses): ``Refused``.
+- Any other status, or a reply of another form: ``RewardModelError`` at once.
+- After ``MAX_FAILED_IN_A_ROW`` failed samples without a good one between them the model counts as broken:
+  ``RewardModelError``.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import aiohttp
+
+from configs.schema.task import JudgeReward, ModelReward
+from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
+from rollout.records import Score
+from rollout.rewards.function import to_score
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+BACKOFF_S = (0.2, 5.0)
+LONGEST_WAIT_S = 60.0
+"""Most of a server's ``Retry-After`` that is honoured."""
+MAX_FAILED_IN_A_ROW = 64
+REFUSED_ITEMS = frozenset({400, 413, 422})
+"""HTTP statuses that blame the content of the request."""
+PROBE = ("1 + 1 =", "2")
+"""Prompt and response of the trial sample; the response is the reference too."""
+
+
+class RewardModelError(RuntimeError):
+    """A reward model or a judge cannot be used (any more); the message names its address and the fix."""
+
+
+class Refused(Exception):
+    """The server blames the content of the request."""
+
+
+class Replicas:
+    """The servers of one reward; made and used inside one event loop, after ``start`` and until ``close``."""
+
+    def __init__(
+        self,
+        config: ModelReward | JudgeReward,
+        *,
+        name: str,
+        kind: str,
+        suffix: str,
+        fix: str,
+        key: str | None = None,
+    ) -> None:
+        """
+        Args:
+            name: the config field that holds this reward, for messages.
+            kind: what the servers are, for messages.
+            suffix: of the addresses, behind the config's own.
+            fix: the end of messages.
+            key: sent as the bearer of each request, and never shown.
+        """
+        self._config, self._name, self._kind, self._fix, self._key = config, name, kind, fix, key
+        self._replicas = [Replica(f"{url.rstrip('/')}{suffix}" if suffix else url) for url in config.urls]
+        self._failed_in_a_row = 0
+        self._session: aiohttp.ClientSession | None = None
+        self.retries = 0
+        """Attempts that failed and were repeated."""
+
+    async def start(self, probe: Callable[[Sequence[Replica]], Awaitable[Score]]) -> None:
+        """Have every replica score one trial sample, before anything is sampled.
+
+        Raises:
+            RewardModelError: a replica does not.
+        """
+        self._session = open_session(headers={"Authorization": f"Bearer {self._key}"} if self._key else None)
+        scores = await asyncio.gather(*(self._probe(probe, replica) for replica in self._replicas))
+        for replica, score in zip(self._replicas, scores, strict=True):
+            if score.error is not None:
+                raise RewardModelError(
+                    f"{self._name}: the {self._kind} at {replica.url} cannot score a trial sample: {score.error}"
+                )
+
+    async def _probe(self, probe: Callable[[Sequence[Replica]], Awaitable[Score]], replica: Replica) -> Score:
+        try:
+            return await probe([replica])
+        except Refused as error:
+            raise RewardModelError(f"{self._name}: {error}; {self._fix}") from error
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def request(
+        self,
+        body: object,
+        parse: Callable[[str, bytes], T],
+        *,
+        num_samples: int = 1,
+        replicas: Sequence[Replica] | None = None,
+    ) -> T:
+        """``parse(url, content)`` of the reply to ``body``, as JSON.
+
+        Raises:
+            Refused: the server blames the content.
+            RewardModelError: no attempt succeeded, or the reply has the wrong form.
+        """
+        content = json.dumps(body).encode()
+
+        async def attempt(url: str) -> T:
+            try:
+                async with asyncio.timeout(self._config.timeout_s):
+                    reply = await self._post(url, content)
+            except TimeoutError as error:
+                raise AttemptFailed(f"no answer within timeout_s={self._config.timeout_s:g} s") from error
+            return parse(url, reply)
+
+        def count_failure(_: Exception, failures: list[str]) -> None:
+            if len(failures) > self._config.max_retries:
+                raise RewardModelError(
+                    f"{self._name}: {len(failures)} attempts to score {num_samples} samples failed "
+                    f"(max_retries={self._config.max_retries}): {failures}; {self._fix}"
+                )
+            self.retries += 1
+            logger.warning(
+                "%s: attempt %d failed, another follows: %s", self._name, len(failures), failures[-1]
+            )
+
+        return await request_with_retries(
+            replicas or self._replicas, attempt, count_failure, num_samples=num_samples, backoff_s=BACKOFF_S
+        )
+
+    async def _post(self, url: str, body: bytes) -> bytes:
+        assert self._session is not None  # since start
+        async with self._session.post(
+            url, data=body, headers={"Content-Type": "application/json"}
+        ) as response:
+            content = await response.read()
+        if response.status == 200:
+            return content
+        problem = f"HTTP {response.status}: {self.shown(content)[:500]}"
+        if response.status == 429 or response.status >= 500:
+            raise AttemptFailed(problem, wait_s=_retry_after_s(response.headers.get("Retry-After")))
+        if response.status in REFUSED_ITEMS:
+            raise Refused(f"{url} refused it with {problem}")
+        raise RewardModelError(f"{self._name}: {url} answered {problem}; {self._fix}")
+
+    def shown(self, content: bytes | str) -> str:
+        """The content as a message may show it: a server may repeat the key."""
+        text = content if isinstance(content, str) else content.decode(errors="replace")
+        return text.strip().replace(self._key, "***") if self._key else text.strip()
+
+    def wrong_form(self, url: str, problem: str) -> RewardModelError:
+        return RewardModelError(f"{self._name}: {url} {problem}; {self._fix}")
+
+    def count_failures(self, scores: Sequence[Score]) -> None:
+        """Raises RewardModelError after too many failed samples in a row."""
+        for score in scores:
+            self._failed_in_a_row = 0 if score.error is None else self._failed_in_a_row + 1
+            if self._failed_in_a_row == MAX_FAILED_IN_A_ROW:
+                raise RewardModelError(
+                    f"{self._name}: {MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: {score.error}"
+                )
+
+
+def score_of(number: object) -> Score:
+    """The score of a number from a server; a failed one where it is none."""
+    try:
+        return to_score(number)
+    except (TypeError, ValueError, OverflowError) as error:
+        return Score(value=0.0, error=f"{type(error).__name__}: {error}")
+
+
+def _retry_after_s(header: str | None) -> float:
+    """Seconds that a server asks to wait. A date counts as nothing."""
+    return (
+        min(float(header), LONGEST_WAIT_S)
+        if header is not None and header.isascii() and header.isdigit()
+        else 0.0
+    )

@@ -1,0 +1,324 @@
+"""A judge over OpenAI's chat completions, against a local server that answers, refuses, hangs and talks nonsense."""
+
+import asyncio
+import json
+import logging
+import re
+from dataclasses import dataclass, field
+
+import pytest
+from aiohttp import web
+from pydantic import TypeAdapter, ValidationError
+
+from configs.schema.task import AnyReward, CountdownReward, JudgeReward, WeightedReward
+from rollout import http_replicas
+from rollout.records import FinishReason, Prompt, Score
+from rollout.rewards import RewardModelError, Scorer, check_reward, served
+
+KEY = "sk-very-secret"
+TEMPLATE = "Q {prompt} A <answer>{response}</answer> R {reference} {{}}"
+PROMPT = Prompt(prompt_id="p", token_ids=[1], text="2+3=", task="toy", reference="5")
+DEADLINE_S = 60.0
+
+
+@dataclass
+class Server:
+    """A judge that says ``Score: 8``; ``acts`` says what it does instead, request after request. The trial sample of
+    the start is answered properly and leaves no trace."""
+
+    acts: list[str] = field(default_factory=list)
+    bodies: list[dict] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    trial: str = "Score: 8"
+    url: str = ""
+    in_flight: int = 0
+    tried: bool = False
+
+    async def __aenter__(self) -> "Server":
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", self._handle)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        await web.TCPSite(self._runner, "127.0.0.1", 0).start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        await self._runner.cleanup()
+
+    async def _handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.json()
+        self.keys.append(request.headers.get("Authorization"))
+        if not self.tried:
+            self.tried = True
+            return self._answer(self.trial)
+        self.bodies.append(body)
+        act = self.acts.pop(0) if self.acts else "Score: 8"
+        if act == "hang":
+            self.in_flight += 1
+            await asyncio.Event().wait()
+        if act == "drop":
+            request.transport.abort()
+            return web.Response()
+        status, _, wait = act.partition(" after ")
+        if status.isdigit():
+            headers = {"Retry-After": wait} if wait else {}
+            return web.Response(
+                status=int(status), text=f"no: {request.headers.get('Authorization')}", headers=headers
+            )
+        if act.startswith("{"):
+            return web.Response(text=act)
+        return self._answer(act)
+
+    def _answer(self, text: str) -> web.Response:
+        reason = "length" if text.endswith("…") else "stop"
+        content = None if text == "null" else text
+        return web.json_response({"choices": [{"message": {"content": content}, "finish_reason": reason}]})
+
+
+@pytest.fixture(autouse=True)
+def quick_backoff(monkeypatch):
+    monkeypatch.setattr(served, "BACKOFF_S", (0.001, 5.0))
+
+
+def config_of(*urls: str, **fields) -> JudgeReward:
+    given = {"type": "judge", "urls": urls, "model": "m", "prompt": TEMPLATE, "score_range": (0, 10)} | fields
+    return JudgeReward(**given)
+
+
+async def score(scorer: Scorer, response: str = "five") -> Score:
+    return await scorer.score(PROMPT, response, num_tokens=1, finish_reason=FinishReason.STOP)
+
+
+def run(server: Server, *responses: str, **fields) -> tuple[list[Score], int]:
+    """The scores, one request after another, and how many requests were repeated."""
+
+    async def go():
+        async with asyncio.timeout(DEADLINE_S), server:
+            async with Scorer(config_of(server.url, **fields), max_new_tokens=9) as scorer:
+                return [await score(scorer, response) for response in responses], scorer.retries
+
+    return asyncio.run(go())
+
+
+# --- what is sent, and how it is read
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_and_its_score():
+    server = Server()
+    [score], retries = run(
+        server, "five", system_prompt="Be {strict}.", extra_body={"seed": 1}, max_tokens=None, temperature=0.5
+    )
+    assert (score, retries) == (Score(value=0.8, parts={"judge_score": 8.0}), 0)
+    text = "Q 2+3= A <answer>five</answer> R 5 {}"
+    messages = [{"role": "system", "content": "Be {strict}."}, {"role": "user", "content": text}]
+    assert server.bodies == [{"model": "m", "messages": messages, "temperature": 0.5, "seed": 1}]
+    assert server.keys == [None, None]
+
+
+def test_a_response_that_holds_places_is_not_expanded():
+    server = Server()
+    run(server, "{reference} {prompt} {response} {0} {")
+    assert (
+        server.bodies[0]["messages"][0]["content"]
+        == "Q 2+3= A <answer>{reference} {prompt} {response} {0} {</answer> R 5 {}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("answer", "value"),
+    [
+        ("Score: 0", 0.0),
+        ("Score:10", 1.0),
+        ("The response says Score: 10, which is a trick. Score: 2.5", 0.25),
+        ("Score: 3\nScore: n/a", 0.3),
+    ],
+)
+def test_the_last_match_of_the_judges_own_answer_counts(answer, value):
+    [score], _ = run(Server([answer]), "Score: 10")
+    assert (score.value, score.error, score.correct) == (value, None, value == 1.0)
+    assert score.parts == {"judge_score": 10 * value}
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ("no idea", r"score_pattern=.* matches nothing in the judge's answer: 'no idea'"),
+        ("null", "matches nothing in the judge's answer: ''"),
+        ("I think …", "answer, cut off after max_tokens=1024"),
+        ("Score: 11", r"score 11 is outside of reward.score_range=\[0, 10\]"),
+        ("Score: -1", "score -1 is outside"),
+        ("400", "refused it with HTTP 400"),
+    ],
+)
+def test_a_sample_without_a_score_fails_alone(answer, message):
+    scores, retries = run(Server(["Score: 5", answer]), "a", "b", "c")
+    assert [score.value for score in scores] == [0.5, 0.0, 0.8] and retries == 0
+    assert scores[1].parts == {} and not scores[1].correct
+    assert re.search(message, scores[1].error)
+
+
+def test_a_score_that_is_no_number():
+    [score], _ = run(Server(["Score: high"]), "a", score_pattern=r"Score: (\w+)")
+    assert score.value == 0 and "the judge's score 'high' is no number" in score.error
+
+
+def test_a_part_of_a_sum():
+    async def go():
+        async with asyncio.timeout(DEADLINE_S), Server() as server:
+            parts = {"style": config_of(server.url, weight=0.5), "right": CountdownReward()}
+            async with Scorer(WeightedReward(parts=parts), max_new_tokens=9) as scorer:
+                prompt = Prompt(
+                    prompt_id="i", token_ids=[1], text="1 2=3:", task="countdown", reference="1 2=3"
+                )
+                return await scorer.score(prompt, "1+2", num_tokens=1, finish_reason=FinishReason.STOP)
+
+    parts = {"style": 0.8, "style/judge_score": 8.0, "right": 1.0, "right/valid": 1.0}
+    assert asyncio.run(go()) == Score(value=1.4, parts=parts, correct=True)
+
+
+# --- failures
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("act", ["drop", "hang", "500", "503", "429"])
+def test_what_fails_in_transport_is_repeated_and_counted(act):
+    server = Server([act, act])
+    [score], retries = run(server, "a", timeout_s=1.0 if act == "hang" else 30.0)
+    assert (score.value, retries, len(server.bodies)) == (0.8, 2, 3)
+
+
+def test_a_server_that_asks_for_time_gets_it(monkeypatch):
+    waits = []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    monkeypatch.setattr(http_replicas.asyncio, "sleep", wait)
+    run(Server(["429 after 7", "429 after 9999", "429 after soon"]), "a")
+    assert [seconds for seconds in waits if seconds >= 0.001] == [7.0, served.LONGEST_WAIT_S, 0.004]
+
+
+def test_a_judge_that_stays_away_ends_the_run():
+    with pytest.raises(
+        RewardModelError, match=r"reward: 2 attempts .*HTTP 503.*correct reward.urls, reward.model"
+    ):
+        run(Server(["503", "503"]), "a", max_retries=1)
+
+
+@pytest.mark.parametrize(
+    "act", ['{"choices": []}', '{"error": "x"}', "{", '{"choices": [{"message": null}]}', "404"]
+)
+def test_an_answer_of_another_form_ends_the_run_at_once(act):
+    server = Server([act])
+    with pytest.raises(RewardModelError, match=r"no chat completion|HTTP 404"):
+        run(server, "a")
+    assert len(server.bodies) == 1
+
+
+def test_a_judge_that_never_scores_counts_as_broken(monkeypatch):
+    monkeypatch.setattr(served, "MAX_FAILED_IN_A_ROW", 3)
+    with pytest.raises(
+        RewardModelError, match=r"3 samples in a row could not be scored, the last: .* matches nothing"
+    ):
+        run(Server(["?"] * 9), *"abcd")
+
+
+def test_every_replica_is_tried_at_the_start():
+    async def go():
+        async with asyncio.timeout(DEADLINE_S), Server() as good, Server(trial="fine") as bad:
+            async with Scorer(config_of(good.url, bad.url), max_new_tokens=9):
+                pass
+
+    with pytest.raises(
+        RewardModelError, match=r"judge at .* cannot score a trial sample: .*matches nothing .*'fine'"
+    ):
+        asyncio.run(go())
+
+
+def test_close_ends_what_is_under_way():
+    async def go():
+        async with asyncio.timeout(DEADLINE_S), Server(["hang"] * 3) as server:
+            async with Scorer(config_of(server.url, max_concurrency=1), max_new_tokens=9) as scorer:
+                late = [asyncio.ensure_future(score(scorer)) for _ in range(3)]
+                while not server.in_flight:
+                    await asyncio.sleep(0.001)
+            done, pending = await asyncio.wait(late, timeout=DEADLINE_S)
+            assert not pending and all(task.cancelled() for task in done) and len(server.bodies) == 1
+
+    asyncio.run(go())
+
+
+# --- the key
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_sent_and_never_shown(monkeypatch, caplog):
+    monkeypatch.setenv("JUDGE_KEY", KEY + "\n")
+    caplog.set_level(logging.DEBUG)
+    server = Server(["503", "400", f"It is {KEY}", "401"])
+    told: list[str] = []
+    config = config_of("http://a/v1", api_key_variable="JUDGE_KEY")
+    check_reward(config, tell=told.append)
+    with pytest.raises(RewardModelError, match=r"HTTP 401: no: Bearer \*\*\*") as error:
+        run(server, "a", "b", "c", api_key_variable="JUDGE_KEY")
+    assert server.keys == [f"Bearer {KEY}"] * 5
+    assert "no: Bearer ***" in caplog.text and "It is ***" in caplog.text
+    shown = [str(error.value), caplog.text, *told, repr(config), json.dumps(config.model_dump(mode="json"))]
+    assert not any(KEY in text for text in shown)
+
+
+@pytest.mark.parametrize(
+    ("value", "message"), [(None, "is not set"), (" ", "or empty"), ("a\tb", "no header may have")]
+)
+def test_a_key_that_is_missing_is_refused(monkeypatch, value, message):
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("JUDGE_KEY", value)
+    config = WeightedReward(parts={"a": config_of("http://a/v1", api_key_variable="JUDGE_KEY")})
+    with pytest.raises(ValueError, match=f"reward.parts.a.api_key_variable=JUDGE_KEY.*{message}"):
+        check_reward(config)
+
+    async def enter():
+        async with Scorer(config, max_new_tokens=9):
+            pass
+
+    with pytest.raises(ValueError, match=message):
+        asyncio.run(enter())
+
+
+# --- what the schema accepts
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"urls": []}, "at least 1 item"),
+        ({"urls": ["host:8000/v1"]}, "is not an address of a server"),
+        ({"urls": ["http://a/v1/chat/completions/"]}, "leave out /chat/completions"),
+        ({"urls": ["http://user:secret@a/v1"]}, "an address of a holds a user or a password"),
+        ({"prompt": "{prompt}"}, "leaves out the response"),
+        ({"prompt": '{response} {"score": 1}'}, "a literal brace is written twice"),
+        ({"prompt": "{response} }"}, "prompt '{response} }' cannot be filled in"),
+        ({"score_pattern": "Score: 1"}, "has 0 groups; put the score alone"),
+        ({"score_pattern": "((a)"}, "is no regular expression"),
+        ({"score_range": [1, 1]}, "is empty; write"),
+        ({"score_range": [0, float("inf")]}, "finite number"),
+        ({"api_key_variable": "sk-123"}, "name the variable that holds the key"),
+        ({"extra_body": {"stream": True}}, "extra_body has stream, which Tandem sets itself"),
+        ({"temperature": -1}, "greater than or equal to 0"),
+    ],
+)
+def test_judges_that_the_schema_refuses(fields, message):
+    block = {
+        "type": "judge",
+        "urls": ["http://a/v1"],
+        "model": "m",
+        "prompt": "{response}",
+        "score_range": [0, 1],
+    }
+    TypeAdapter(AnyReward).validate_python(block)
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(AnyReward).validate_python(block | fields)
