@@ -6,7 +6,7 @@ OpenAI's API wants it.
 
 - work: CPU time of the gateway's process per turn, the median over rounds. This is what bounds the turns per second.
 - start: CPU time of an agent that imports OpenAI's client and makes one, with its guard: as a process of its own, and as
-  a fork behind ``preload: [openai]``.
+  a fork behind ``preload: [openai.resources.chat]``.
 - answer: time of a request as its client sees it, the median over all turns. Of 256 sessions without any sampling
   between two requests, it is the queue of the other 255.
 
@@ -81,7 +81,7 @@ def main() -> None:
                 f"(5 %: {row['answer_ms'][1]:.2f}, 95 %: {row['answer_ms'][2]:.2f}), {len(answers)} turns   "
                 f"target: at most {TARGET_MS:g} ms of work"
             )
-    for name, preload in (("process", ()), ("fork", ("openai",))):
+    for name, preload in (("process", ()), ("fork", ("openai.resources.chat",))):
         starts = [start_of_an_agent(preload) for _ in range(rounds)]
         result[f"start_s, {name}"] = seconds = [statistics.median(starts), min(starts), max(starts)]
         print("start of an agent, {}: {:.2f} CPU s ({:.2f} - {:.2f})".format(name, *seconds))
@@ -92,7 +92,7 @@ def start_of_an_agent(preload: tuple[str, ...]) -> float:
     """CPU seconds of an agent: the mean of ``STARTS``, one after another. Importing ``preload`` is not counted."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "agent.py"
-        script.write_text("import openai; openai.OpenAI(api_key='k')")
+        script.write_text("import openai; openai.OpenAI(api_key='k').chat.completions")
         block = AgentEnvironment(command=(str(script),), preload=preload)
         return (cpu_of_starts(block, STARTS) - cpu_of_starts(block, 0)) / STARTS
 

@@ -22,7 +22,7 @@ AGENT = ROOT / "docs" / "examples" / "agent" / "agent.py"
 ARMS = {
     "single turn": "{type: single_turn}",
     "second try": "{type: tokens, environment: 'docs.examples.try_again.try_again:TryAgain'}",
-    "second try by an agent": f"{{type: agent, command: [{AGENT}], template: plain, max_turns: 2, preload: [openai]}}",
+    "second try by an agent": f"{{type: agent, command: [{AGENT}], template: plain, max_turns: 2, preload: [openai.resources.chat]}}",
     "calculator": "{type: tokens, environment: 'docs.examples.calculator.calculator:Calculator', max_turns: 4}",
 }
 EXAMPLES = {"second try": "try_again", "second try by an agent": "try_again", "calculator": "calculator"}
