@@ -1,5 +1,6 @@
 """Settings of all tests."""
 
+import gc
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,21 @@ from tests.support.mlflow_store import make_empty_store
 # No test is timed: the machines are shared, and an example that is slow today says nothing.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """Without garbage collections: each would look at both engines and thousands of tests, which stay to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries that look for leaks at the end find what a last collection would have freed
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects

@@ -23,14 +23,12 @@ from rollout.tokenization import load_tokenizer
 from tests.support.whole_runs import (
     RECIPE,
     SMALL,
-    SMOKE,
     assert_nothing_left,
     finish,
     run,
     start,
     steps_of,
     wait_for,
-    wait_for_steps,
 )
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.recording import read_batch
@@ -41,22 +39,52 @@ pytestmark = pytest.mark.engines
 
 LENGTH_REWARD = "def score(prompt, response, reference):\n    return len(response) / 14\n"
 """A random model solves nothing; rewarding length gives it something to learn from the first step on."""
+HOLDING_REWARD = """
+import time
+from pathlib import Path
+
+def score(prompt, response, reference):
+    metrics = Path("runs/latest/metrics.jsonl")
+    while not Path("go-on").exists() and metrics.exists() and len(metrics.read_text().splitlines()) > 3:
+        Path("holding").touch()  # in the fourth step, behind the evaluation before the first and three steps
+        time.sleep(0.02)
+    if len(response) % 2:
+        raise RuntimeError("odd answers are not for me")
+    return len(response) / 14
+"""
 REWARD = ["reward.type=function", "reward.function=my_reward:score"]
 KL, HORIZON = 0.05, 100
 
 
-def test_a_run_with_a_critic_is_exact_resumes_exports_and_is_replayed(folder):
-    """Float32 on two data-parallel ranks, with a critic and an adaptive KL penalty in the reward."""
-    (folder / "my_reward.py").write_text(LENGTH_REWARD)
+def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed(folder):
+    """Float32 on two data-parallel ranks, with a critic, an adaptive KL penalty in the reward, and a reward that fails
+    for some responses.
+
+    SIGTERM while the fourth step's samples are scored: it is dropped, and the third step saved, though it is no
+    multiple of two.
+    """
+    (folder / "my_reward.py").write_text(HOLDING_REWARD)
     settings = [
         *SMALL, *REWARD, "checkpoint.every=2", "checkpoint.keep=5", "learner.old_logprobs=always", "record_batches=all",
         "advantage.type=gae", "critic.warmup_steps=1", "learner.minibatches=1", "kl.place=reward", f"kl.coefficient={KL}",
-        f"kl.controller={{type: adaptive, target: 0.1, horizon: {HORIZON}}}",
+        f"kl.controller={{type: adaptive, target: 0.1, horizon: {HORIZON}}}", "steps=4", "reward.timeout_s=300",
+        "launch.stop_timeout_s=120", "launch.stop_grace_s=60",
     ]  # fmt: skip
-    run("train", RECIPE, *settings, "steps=3", cwd=folder)
-    path, steps = folder / "runs" / "latest", steps_of(folder)
+    process = start("train", RECIPE, *settings, cwd=folder)
+    wait_for(lambda: (folder / "holding").exists(), process, "the samples of the fourth step to be scored")
+    process.send_signal(signal.SIGTERM)
+    said = finish(process)
+    assert process.returncode == 75, said
+    path, steps = (folder / "runs" / "latest").resolve(), steps_of(folder)
     assert [s["step"] for s in steps] == [1, 2, 3]
+    go_on = rf"stopped after step 3 on request; go on with `tandem resume \S*{path.name}`"
+    assert "stopping (SIGTERM)" in said and re.search(go_on, said), said
+    assert {file.name for file in (path / "checkpoints").glob("step_*")} == {"step_000002", "step_000003"}
+    assert not (path / "hf").exists() and not (path / "summary.json").exists()
+    assert mlflow_statuses(path) == ["KILLED"]
+    assert_nothing_left(folder)
     for step in steps:
+        assert 0 < step["reward/failed"] < 16
         assert "sync/max_logprob_gap" not in step, "checksums and samples leave a probe nothing to show"
         assert step["mismatch/logprob_gap_max"] <= EXACT_TOLERANCE
         assert step["sync/version"] == step["step"]
@@ -72,25 +100,18 @@ def test_a_run_with_a_critic_is_exact_resumes_exports_and_is_replayed(folder):
     # The measured KL stays below its target, so each step takes a fifth of 16 / horizon off the coefficient.
     coefficients = [KL * (1 - 0.2 * 16 / HORIZON) ** n for n in range(4)]
     assert [step["policy/kl_coefficient"] for step in steps] == pytest.approx(coefficients[:3])
-    summary = json.loads((path / "summary.json").read_text())
-    assert (
-        summary["steps"] == 3 and 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    # A resumed run goes on from its last step, with the next four prompts.
+    (folder / "go-on").touch()
+    run("resume", str(path), cwd=folder)
+    lines = (path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4], (
+        "one evaluation before the first step"
     )
-    assert set(summary["seconds"]) >= {"sampling", "logprobs", "update", "sync", "evaluation"}
-    assert (path / "report.html").stat().st_size > 10_000
-    assert (path.parent / "mlflow.db").exists() and not (path / "mlflow.db").exists()
-    trained, start_weights = (
-        load_file(path / "hf" / "model.safetensors"),
-        load_file(folder / "model" / "model.safetensors"),
-    )
-    assert trained.keys() == start_weights.keys()
-    assert any(not torch.equal(trained[k], start_weights[k]) for k in trained), "nothing was learned"
-
-    # A resumed run goes on from its last step, which was saved though it is no multiple of two, with the next
-    # four prompts.
-    run("train", RECIPE, *settings, "steps=4", f"resume={path.resolve()}", cwd=folder)
+    logged = [line.split()[0] for line in (path / "console.log").read_text().splitlines() if "/4 " in line]
+    assert logged == ["0/4", "1/4", "2/4", "3/4", "4/4"]
+    assert mlflow_statuses(path) == ["FINISHED"], "one run, continued"
+    assert recorded_prompts(path) == prompts_in_order(path, count=4 * 4)
     again = steps_of(folder)
-    assert [s["step"] for s in again] == [1, 2, 3, 4]
     assert [step["policy/kl_coefficient"] for step in again] == pytest.approx(coefficients), (
         "the coefficient is not that of the checkpoint"
     )
@@ -102,6 +123,19 @@ def test_a_run_with_a_critic_is_exact_resumes_exports_and_is_replayed(folder):
     assert (saved["step"], saved["version"], saved["sampler"]["position"]) == (4, 4, 16)
     kept = {file.name for file in (path / "checkpoints" / "critic").glob("step_*")}
     assert kept == {"step_000002", "step_000003", "step_000004"}
+    summary = json.loads((path / "summary.json").read_text())
+    assert (
+        summary["steps"] == 4 and 0 <= summary["accuracy_before"] <= 1 and 0 <= summary["accuracy_after"] <= 1
+    )
+    assert set(summary["seconds"]) >= {"sampling", "logprobs", "update", "sync", "evaluation"}
+    assert (path / "report.html").stat().st_size > 10_000
+    assert (path.parent / "mlflow.db").exists() and not (path / "mlflow.db").exists()
+    trained, start_weights = (
+        load_file(path / "hf" / "model.safetensors"),
+        load_file(folder / "model" / "model.safetensors"),
+    )
+    assert trained.keys() == start_weights.keys()
+    assert any(not torch.equal(trained[k], start_weights[k]) for k in trained), "nothing was learned"
 
     assert_replay_agrees(folder, again[2])
 
@@ -186,7 +220,8 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
         "kl.coefficient=0.01", "layout.dp=1",
     ]  # fmt: skip
-    pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=1", "steps=2"]
+    # The last step is saved, though it is no multiple of three.
+    pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=3", "steps=2"]
     run("train", RECIPE, *settings, *pipeline, cwd=folder)
     colocated = [
         "launch.placement=colocated",
@@ -220,59 +255,6 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
     assert control_calls(path / "logs" / "sglang-0.log") == [
         *first, *BESIDE, *STEP, *STEP, *BESIDE, *STEP, *BESIDE, *STEP[:2]
     ]  # fmt: skip
-
-
-HOLDING_REWARD = """
-import pathlib, time
-
-def score(prompt, response, reference):
-    while (pathlib.Path({folder!r}) / "hold").exists():
-        (pathlib.Path({folder!r}) / "holding").touch()
-        time.sleep(0.02)
-    if len(response) % 2:
-        raise RuntimeError("odd answers are not for me")
-    return len(response) / 14
-"""
-
-
-def test_a_pre_empted_run_goes_on_with_the_step_that_was_being_sampled(folder):
-    """SIGTERM while the third step's samples are scored: it is dropped, and the second step saved, though the
-    run keeps no checkpoints.
-
-    The run has every term of the loss at once, a bfloat16 rollout, and a reward that fails for some responses.
-    """
-    (folder / "my_reward.py").write_text(HOLDING_REWARD.format(folder=str(folder)))
-    settings = ["model.path=model", "steps=5", "checkpoint.every=0", "record_batches=all"]
-    settings += ["launch.stop_timeout_s=120", "launch.stop_grace_s=60"]
-    settings += [*REWARD, "reward.timeout_s=300"]
-    process = start("train", SMOKE, *settings, cwd=folder)
-    wait_for_steps(folder, 3, process)  # step 0 is the evaluation before the first
-    (folder / "hold").touch()
-    wait_for(lambda: (folder / "holding").exists(), process, "samples to be scored")
-    process.send_signal(signal.SIGTERM)
-    said = finish(process)
-    assert process.returncode == 75, said
-    path = (folder / "runs" / "latest").resolve()
-    last = steps_of(folder)[-1]["step"]
-    go_on = rf"stopped after step {last} on request; go on with `tandem resume \S*{path.name}`"
-    assert "stopping (SIGTERM)" in said and re.search(go_on, said), said
-    assert 2 <= last < 5 and [path.name for path in (path / "checkpoints").glob("step_*")] == [
-        f"step_{last:06d}"
-    ]
-    assert not (path / "hf").exists() and not (path / "summary.json").exists()
-    assert mlflow_statuses(path) == ["KILLED"]
-    assert_nothing_left(folder)
-
-    (folder / "hold").unlink()
-    run("resume", str(path), cwd=folder)
-    lines = (path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [0, 1, 2, 3, 4, 5]
-    logged = [line.split()[0] for line in (path / "console.log").read_text().splitlines() if "/5 " in line]
-    assert logged == ["0/5", "1/5", "2/5", "3/5", "4/5", "5/5"]
-    assert mlflow_statuses(path) == ["FINISHED"], "one run, continued"
-    assert recorded_prompts(path) == prompts_in_order(path, count=5 * 4)
-    assert json.loads((path / "summary.json").read_text())["accuracy_after"] is not None
-    assert_nothing_left(folder)
 
 
 def mlflow_statuses(run: Path) -> list[str]:

@@ -226,7 +226,14 @@ def test_every_choice_is_among_the_variants():
             get_args(member.model_fields["type"].annotation)[0] for member in get_args(get_args(union)[0])
         }
 
+    assert set(PRESETS) <= {
+        setting.removeprefix("correction=") for settings in VARIANTS.values() for setting in settings
+    }
     assert {PRESETS[name] for name in PRESETS} <= {c.correction for c in configs}
+    for minibatches in (1, 2):  # the correction is found at another time
+        assert {PRESETS[name] for name in list(PRESETS)[:8]} <= {
+            c.correction for c in configs if c.learner.minibatches == minibatches
+        }
     assert {c.objective.type for c in configs} == types(objective.ObjectiveConfig)
     assert {c.advantage.type for c in configs} == types(objective.AdvantageConfig)
     assert {c.kl.estimator for c in configs if c.kl.place == "loss" and c.kl.coefficient} == set(
@@ -322,12 +329,13 @@ def test_the_console_says_where_nothing_is_kept_and_nowhere_else(finished):
 
 
 def test_whitened_advantages_have_mean_zero_and_deviation_one(finished):
-    for name in (
-        "advantage reinforce_pp",
-        "advantage reinforce_pp_baseline",
-        "advantage gae",
-        "advantage gae, KL in reward",
-    ):
+    whitened = [
+        name
+        for name in VARIANTS
+        if name.startswith(("advantage reinforce_pp", "advantage gae")) and "not whitened" not in name
+    ]
+    assert len(whitened) == 4
+    for name in whitened:
         for row in finished.steps(name):
             tokens = row["response/tokens"]
             assert row["advantage/mean"] == pytest.approx(0.0, abs=1e-6)
@@ -358,7 +366,7 @@ def test_kl_is_zero_at_the_reference_and_its_coefficient_follows_the_formula(fin
         responses = 16
         below_target = 1 - 0.2 * responses / ADAPTIVE["horizon"]
         assert second["policy/kl_coefficient"] == pytest.approx(
-            0.05 * (below_target if name == "KL in reward, adaptive" else 1)
+            0.05 * (below_target if name.startswith("KL in reward, adaptive") else 1)
         )
     for name in (name for name in VARIANTS if name.startswith("KL in loss")):
         first, second = finished.steps(name)
@@ -377,7 +385,7 @@ def test_groups_without_signal_are_resampled(finished):
 
 def test_many_learners_in_one_process_leave_no_memory_behind(finished):
     used = [found["resident_mib"] for found in finished.variants.values()]
-    assert used[-1] - used[5] < 300, "more than 10 MiB for each learner that has gone"
+    assert used[-1] - used[5] < 4 * (len(used) - 6), "more than 4 MiB for each learner that has gone"
 
 
 def test_mlflow_holds_what_the_record_holds(finished):

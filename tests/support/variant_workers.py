@@ -20,7 +20,6 @@ from pathlib import Path
 import psutil
 
 from configs.loader import ParsedConfig, load_config, parse_config, resolved_yaml
-from configs.presets import PRESETS
 from configs.schema import RunConfig
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/debug/variants.yaml"
@@ -44,35 +43,62 @@ BY_SEQUENCE = "aggregation.type=sequence_mean_token_mean"
 VARIANTS: dict[str, tuple[str, ...]] = {
     # With one minibatch a correction is found in the update's own forward pass, with two before the first
     # update (in bypass never).
-    **{name: (f"correction={name}",) for name in PRESETS},
-    **{f"{name}, two minibatches": (f"correction={name}", TWO) for name in list(PRESETS)[:8]},
-    **{f"objective {name}": (f"objective.type={name}", TWO) for name in ("clipped", "gspo", "gmpo", "cispo", "sapo", "dppo")},
-    "objective policy_gradient": ("objective.type=policy_gradient", TWO),
-    "objective gspo, one minibatch": ("objective.type=gspo", "correction=decoupled_k3_rs_seq_is"),
-    "objective gmpo, one minibatch": ("objective.type=gmpo", "correction=decoupled_k3_rs_token_is"),
-    "clip higher, no dual clip": ("objective.clip_high=0.28", "objective.dual_clip=null", "correction=disabled", TWO),
-    **{f"advantage {name}": (f"advantage.type={name}",) for name in ("rloo", "opo", "reinforce_pp_baseline")},
-    **{f"advantage {name}": (f"advantage.type={name}", EVERY_GROUP) for name in ("reinforce_pp", "gae")},
-    "advantage grpo, no std": ("advantage.normalize_by_std=false",),
-    "advantage gae, not whitened": (
-        "advantage={type: gae, gamma: 0.9, lam: 0.95, whiten: false}", "critic.value_clip=null", TWO, EVERY_GROUP
+    **{
+        name: (f"correction={name}",)
+        for name in (
+            "decoupled_token_is", "decoupled_geo_rs", "ppo_is_bypass", "pg_rs", "disabled", "bypass_k3_rs", "pg_geo_rs_token_is",
+            "pg_geo_rs_seq_is",
+        )
+    },
+    **{f"{name}, two minibatches": (f"correction={name}", TWO) for name in ("decoupled_token_is", "ppo_is_bypass", "pg_rs", "pg_is")},
+    # The other presets, each with a choice of another part of the loss, on which a correction does not depend.
+    "advantage rloo, tis": ("advantage.type=rloo", "correction=tis"),
+    "advantage opo, vanilla_is": ("advantage.type=opo", "correction=vanilla_is"),
+    "advantage reinforce_pp_baseline, decoupled_geo_rs_token_is": (
+        "advantage.type=reinforce_pp_baseline", "correction=decoupled_geo_rs_token_is"
     ),
-    "advantage gae, KL in reward": ("advantage.type=gae", *KL_IN_REWARD, EVERY_GROUP),
-    **{f"KL in loss, {name}": (KL, f"kl.estimator={name}", TWO) for name in ("k1", "k2", "k3", "abs")},
-    **{f"KL in loss, {name}_straight_through": (KL, f"kl.estimator={name}_straight_through") for name in ("k1", "k3", "abs")},
-    "KL in reward, fixed": KL_IN_REWARD,
-    "KL in reward, adaptive": (
-        *KL_IN_REWARD, f"kl.controller={{type: adaptive, target: {ADAPTIVE['target']}, horizon: {ADAPTIVE['horizon']}}}", TWO
+    "advantage reinforce_pp, decoupled_token_icepop": ("advantage.type=reinforce_pp", EVERY_GROUP, "correction=decoupled_token_icepop"),
+    "advantage gae, decoupled_geo_rs_seq_is": ("advantage.type=gae", EVERY_GROUP, "correction=decoupled_geo_rs_seq_is"),
+    "advantage gae, decoupled_k3_rs, KL in reward": ("advantage.type=gae", *KL_IN_REWARD, EVERY_GROUP, "correction=decoupled_k3_rs"),
+    "advantage gae, not whitened, decoupled_geo_rs, two minibatches": (
+        "advantage={type: gae, gamma: 0.9, lam: 0.95, whiten: false}", "critic.value_clip=null", TWO, EVERY_GROUP,
+        "correction=decoupled_geo_rs",
     ),
-    "KL in reward, bypass": ("correction=pg_is", *KL_IN_REWARD, "kl.estimator=k3"),
-    "entropy": ("entropy.coefficient=0.01",),
-    "aggregation sequence_mean_token_mean": (BY_SEQUENCE,),
-    "aggregation sequence_mean_token_sum": ("aggregation.type=sequence_mean_token_sum",),
-    "aggregation over a constant": ("aggregation={type: sequence_mean_token_sum_over_constant, constant: 14}",),
-    **{f"normalise, {level}": ("correction.weight.normalise=true", f"correction.weight.level={level}") for level in ("token", "sequence")},
-    "normalise, geometric": ("correction.weight={level: geometric, bound: clip, upper: 1.5, normalise: true}", TWO),
-    "normalise, segment": ("correction.weight={level: segment, bound: mask, upper: 3.0, normalise: true}", TWO),
-    "level segment_geometric": ("correction.weight={level: segment_geometric, upper: 1.2}",),
+    "advantage grpo, no std, drop_outliers": ("advantage.normalize_by_std=false", "correction=drop_outliers"),
+    "objective gspo, decoupled_k3_rs_seq_is": ("objective.type=gspo", "correction=decoupled_k3_rs_seq_is"),
+    "objective gmpo, decoupled_k3_rs_token_is": ("objective.type=gmpo", "correction=decoupled_k3_rs_token_is"),
+    "objective dppo, decoupled_seq_is, two minibatches": ("objective.type=dppo", "correction=decoupled_seq_is", TWO),
+    "objective policy_gradient, decoupled_seq_is_rs, two minibatches": (
+        "objective.type=policy_gradient", "correction=decoupled_seq_is_rs", TWO
+    ),
+    "clip higher, no dual clip, disabled, two minibatches": (
+        "objective.clip_high=0.28", "objective.dual_clip=null", "correction=disabled", TWO
+    ),
+    "KL in reward, bypass, pg_is": ("correction=pg_is", *KL_IN_REWARD, "kl.estimator=k3"),
+    "entropy, ppo_is": ("entropy.coefficient=0.01", "correction=ppo_is"),  # as ppo_is_bypass, whose gradient has an oracle
+    "aggregation sequence_mean_token_mean, decoupled_seq_is_rs": (BY_SEQUENCE, "correction=decoupled_seq_is_rs"),
+    "aggregation sequence_mean_token_sum, bypass_geo_rs": ("aggregation.type=sequence_mean_token_sum", "correction=bypass_geo_rs"),
+    "aggregation over a constant, pg_token_icepop": (
+        "aggregation={type: sequence_mean_token_sum_over_constant, constant: 14}", "correction=pg_token_icepop"
+    ),
+    # Further forms of KL, with further objectives and weights.
+    **{
+        f"KL in loss, {name}, objective {objective}": (KL, f"kl.estimator={name}", f"objective.type={objective}", TWO)
+        for name, objective in (("k1", "gspo"), ("k2", "gmpo"), ("k3", "cispo"), ("abs", "sapo"))
+    },
+    **{
+        f"KL in loss, {name}_straight_through, {what}": (KL, f"kl.estimator={name}_straight_through", *weight)
+        for name, what, *weight in (
+            ("k1", "normalise, token", "correction.weight.normalise=true", "correction.weight.level=token"),
+            ("k3", "normalise, sequence", "correction.weight.normalise=true", "correction.weight.level=sequence"),
+            ("abs", "level segment_geometric", "correction.weight={level: segment_geometric, upper: 1.2}"),
+        )
+    },
+    "KL in reward, fixed, old recomputed": (*KL_IN_REWARD, "learner.old_logprobs=always"),
+    "KL in reward, adaptive, normalise, geometric": (
+        *KL_IN_REWARD, f"kl.controller={{type: adaptive, target: {ADAPTIVE['target']}, horizon: {ADAPTIVE['horizon']}}}", TWO,
+        "correction.weight={level: geometric, bound: clip, upper: 1.5, normalise: true}",
+    ),
     "some rejected": (SOME,),
     "some rejected, two minibatches": (SOME, TWO),
     "some rejected, all counted": (SOME, "correction.denominator=all"),
@@ -82,9 +108,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "some rejected, policy gradient": ("correction=pg_geo_rs_token_is", SOME, BY_SEQUENCE),
     # Each after one that keeps something, since an alarm is told where it begins.
     "nothing kept": (NOTHING,),
-    "old recomputed": ("learner.old_logprobs=always",),
+    "full recomputation of activations, decoupled_seq_is": ("learner.recompute=full", "correction=decoupled_seq_is"),
     "nothing kept, two minibatches": (NOTHING, TWO),
-    "full recomputation of activations": ("learner.recompute=full",),
+    "normalise, segment, two minibatches": ("correction.weight={level: segment, bound: mask, upper: 3.0, normalise: true}", TWO),
     "nothing kept, policy gradient": ("correction=pg_is", NOTHING),
 }  # fmt: skip
 

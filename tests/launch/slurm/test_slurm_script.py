@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -19,6 +20,7 @@ from launch.slurm import script as slurm_script
 from launch.slurm.script import elements, place_of_array, place_of_run, script_text, seconds
 from parallel.checkpoints.files import write_manifest
 from rollout.tiny_model import make_tiny_countdown_model
+from tests.support.command import tandem
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 240
@@ -318,6 +320,11 @@ def fake_slurm(tmp_path) -> str:
 
 
 def tandem_slurm(config_file: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
+    with mock.patch.dict(os.environ, env):
+        return tandem("slurm", str(config_file), *arguments, cwd=config_file.parent)
+
+
+def tandem_slurm_in_a_process(config_file: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "launch", "slurm", str(config_file), *arguments]
     env = os.environ | {"PYTHONPATH": str(ROOT)} | env
     return subprocess.run(
@@ -357,7 +364,7 @@ def test_an_array_has_a_checked_run_folder_for_each_element(config_file):
 
 
 def test_submitting_prints_the_job_and_how_to_watch_it(config_file, fake_slurm):
-    done = tandem_slurm(config_file, "--submit", PATH=fake_slurm)
+    done = tandem_slurm_in_a_process(config_file, "--submit", PATH=fake_slurm)
     assert done.returncode == 0, done.stderr
     (run,) = runs(config_file)
     assert (config_file.parent / "submitted").read_text() == (run / "train.sbatch").read_text()
