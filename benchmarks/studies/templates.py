@@ -82,7 +82,7 @@ def play(folder: Path, family: str, given: argparse.Namespace) -> dict[str, floa
     runs = folder / f"runs-{family}"
     command = [
         sys.executable, "-m", "launch", "train", str(RECIPE), f"model.path={model}", f"launch.runs_dir={runs}", environment,
-        f"steps={given.steps}", "layout.dp=1", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluation.every=0",
+        f"steps={given.steps}", "layout.dp=1", "rollout.prompts_per_step=4", "rollout.group_size=4", "evaluation.at_ends=false",
         "checkpoint.every=0", f"rollout.max_new_tokens={given.tokens}", f"rollout.max_total_tokens={given.pool}",
     ]  # fmt: skip
     with (folder / f"{family}.log").open("w") as log:
