@@ -116,7 +116,7 @@ def limits_around(
     block: TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment,
 ) -> EnvironmentLimits:
     """The limits within which episodes are played."""
-    if block.type in ("tokens", "openenv"):
+    if block.type == "tokens" or block.type == "openenv":
         return block
     # No episode waits for a process of another: that would count as its own time.
     changed: dict[str, float] = {"max_concurrency": max_processes(block)}

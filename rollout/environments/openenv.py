@@ -164,8 +164,9 @@ class OpenEnvSession:
                 await socket.close()
 
     async def _within(self, stage: str, limit_s: float, work: Awaitable[T]) -> T:
+        deadline = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s) as deadline:
+            async with deadline:
                 return await work
         except TimeoutError as error:
             if not deadline.expired():

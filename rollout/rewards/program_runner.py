@@ -221,7 +221,7 @@ def become_program(job, folder, stdin, output, errors):
         for target, descriptor in enumerate((stdin, output, errors)):
             os.dup2(descriptor, target)
         os.chdir(folder)
-        inside = "/tmp" if job["sandbox"] == "bubblewrap" else folder
+        inside = inside_bubblewrap(job["python_folders"]) if job["sandbox"] == "bubblewrap" else folder
         command = [job["python"], "-I", "-B", "-X", "utf8", os.path.join(inside, "program.py")]
         if job["sandbox"] == "namespaces":
             enter_namespaces(job["max_processes"])
@@ -289,11 +289,18 @@ def enter_namespaces(max_processes):
     set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def inside_bubblewrap(python_folders):
+    """Where a program finds its folder: /tmp, but where a Python below it would put folders there."""
+    is_taken = any(path.startswith("/tmp/") for path in python_folders)
+    return "/program" if is_taken else "/tmp"
+
+
 def bubblewrap(program, python_folders, folder):
     """The beginning of the command: what a program has of this machine."""
+    inside = inside_bubblewrap(python_folders)
     options = [
         "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
-        "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--die-with-parent", "--bind", folder, "/tmp",
+        "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--die-with-parent", "--bind", folder, inside,
     ]  # fmt: skip
     for path in ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", *python_folders):
         options += ["--ro-bind-try", path, path]
@@ -307,7 +314,7 @@ def bubblewrap(program, python_folders, folder):
         "--remount-ro",
         "/",
         "--chdir",
-        "/tmp",
+        inside,
         "--",
     ]
 

@@ -106,7 +106,7 @@ def run(request):
     os.environ.update(request["variables"])
     sys.argv = [request["script"], *request["arguments"]]
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(write_through=True)
+        stream.reconfigure(write_through=True)  # pyright: ignore[reportAttributeAccessIssue] - a TextIOWrapper
     random.seed()
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
