@@ -107,6 +107,8 @@ class Turn:
     finish_reason: FinishReason
     cached_tokens: int = 0
     """Tokens of the prompt that the server had in its prefix cache."""
+    reward: float | None = None
+    """The part of the sample's reward that this turn has earned. None: none of its own."""
 
 
 def field_of(record: Mapping[str, Any], field: str) -> Any:
@@ -144,8 +146,9 @@ class Trajectory(_WithArrays):
     turns: list[Turn]
     """In order. A single-turn sample has one."""
     reward: float | None
-    """Reward of the whole sample; the learner puts it on the last response token. None: not scored, so it is not
-    trained on, and its group's baseline is without it."""
+    """Reward of the whole sample, what its turns have earned included; the learner puts it on the last response token
+    (with ``credit: turn``, what turns have not earned). None: not scored, so it is not trained on, and its group's
+    baseline is without it."""
     reward_parts: dict[str, float]
     status: Status = Status.OK
     branch: int = 0

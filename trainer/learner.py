@@ -144,6 +144,7 @@ class Learner:
             token_budget=config.learner.token_budget,
             microbatch_multiple=config.layout.microbatch_multiple,
             needs_siblings=config.advantage.type in WITHIN_GROUPS,
+            credits_turns=config.credits_turns,
         )
         newest = self.version if config.rollout.max_staleness else None
         try:

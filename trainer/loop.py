@@ -110,6 +110,7 @@ def train(run: Run) -> None:
                 batch.group_ids_S,
                 config.advantage,
                 episode_ids_S=batch.episode_ids_S,
+                turn_rewards=batch.turn_rewards,
                 penalty_T=penalty_T,
                 total=learner.total,
             )

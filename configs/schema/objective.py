@@ -94,7 +94,15 @@ ObjectiveConfig = Annotated[
 ]
 
 
-class GrpoAdvantage(Schema):
+class CreditedAdvantage(Schema):
+    credit: Literal["episode", "turn"] = "episode"
+    """Of an environment whose turns earn rewards (step rewards, ``context.reward_turn``). episode: their sum is
+    the reward of the whole episode. turn: a turn is credited with what is earned from then on; grpo compares the
+    rewards of all turns of a group (process supervision, arXiv 2402.03300), gae and reinforce_pp put each reward on the
+    last token of its turn."""
+
+
+class GrpoAdvantage(CreditedAdvantage):
     """Reward minus the mean of its group, optionally divided by the group's standard deviation."""
 
     type: Literal["grpo"] = "grpo"
@@ -114,7 +122,7 @@ class OpoAdvantage(Schema):
     type: Literal["opo"]
 
 
-class ReinforcePlusPlusAdvantage(Schema):
+class ReinforcePlusPlusAdvantage(CreditedAdvantage):
     """Discounted returns of each token, whitened over the whole step (arXiv 2501.03262)."""
 
     type: Literal["reinforce_pp"]
@@ -128,7 +136,7 @@ class ReinforcePlusPlusBaselineAdvantage(Schema):
     type: Literal["reinforce_pp_baseline"]
 
 
-class GaeAdvantage(Schema):
+class GaeAdvantage(CreditedAdvantage):
     """Generalised advantage estimation from the values of a critic (``critic:``), optionally whitened over the
     step."""
 

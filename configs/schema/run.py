@@ -12,7 +12,7 @@ from configs.schema.alarms import AlarmsConfig
 from configs.schema.base import Count, GivenPath, PositiveInt, Schema, Steps, Tokens, at_most
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
-from configs.schema.environment import EnvironmentConfig, SingleTurn
+from configs.schema.environment import AgentEnvironment, EnvironmentConfig, SingleTurn
 from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import CheckpointConfig, LearnerConfig, OptimizerConfig
@@ -21,6 +21,7 @@ from configs.schema.objective import (
     AdvantageConfig,
     AggregationConfig,
     ClippedObjective,
+    CreditedAdvantage,
     EntropyConfig,
     GrpoAdvantage,
     KLConfig,
@@ -166,6 +167,19 @@ class RunConfig(Schema):
             )
 
     def _reward_contradictions(self) -> Iterator[Contradiction]:
+        if self.credits_turns and isinstance(self.environment, SingleTurn | AgentEnvironment):
+            yield Contradiction(
+                ("advantage.credit", "environment.type"),
+                f"advantage.credit=turn needs turns that earn rewards, and with environment.type={self.environment.type} a sample has one "
+                "reward",
+                "use credit=episode, or an environment of type tokens, chat or openenv",
+            )
+        if self.credits_turns and self.advantage.type == "grpo" and self.kl.place == "reward":
+            yield Contradiction(
+                ("advantage.credit", "kl.place"),
+                "advantage.credit=turn with grpo compares the rewards of turns, which kl.place=reward would take a KL per token from",
+                "use kl.place=loss, or advantage.type=reinforce_pp or gae",
+            )
         parts = self.reward.parts if isinstance(self.reward, WeightedReward) else {}
         needs_rows = [f"reward.parts.{name}.type" for name, part in parts.items() if part.type == "code"]
         if isinstance(self.reward, CodeReward):
@@ -242,6 +256,11 @@ class RunConfig(Schema):
         if self.correction.loss == "policy_gradient":
             return PolicyGradientObjective(type="policy_gradient")
         return self.objective
+
+    @property
+    def credits_turns(self) -> bool:
+        """Whether a turn is credited with what is earned from then on, and not with its whole episode."""
+        return isinstance(self.advantage, CreditedAdvantage) and self.advantage.credit == "turn"
 
     @property
     def scores_old(self) -> bool:

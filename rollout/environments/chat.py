@@ -134,6 +134,8 @@ class ChatEpisodes:
             else:
                 stepped: Stepped = await step(message_of(turn, first_call=totals.calls))
                 totals.add(stepped)
+                if stepped.reward is not None:
+                    context.reward_turn(stepped.reward)
                 if stepped.done:
                     return await totals.outcome(context, turn.content)
                 messages = stepped.messages

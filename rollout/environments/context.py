@@ -13,6 +13,7 @@ from rollout.client import GenerationClient, Session
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
 from rollout.records import Completion, FinishReason, Prompt, Score, Status
+from rollout.rewards.function import to_score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -163,6 +164,10 @@ class EpisodeContext:
         self._require_running()
         self.sequence.append(completion)
         return completion
+
+    def reward_turn(self, reward: float) -> None:
+        self._require_idle("reward_turn")
+        self.sequence.reward_turn(to_score(reward).value)
 
     def encode(self, text: str) -> list[int]:
         return self._texts.encode(text)

@@ -87,6 +87,20 @@ class Context(Protocol):
         """
         ...
 
+    def reward_turn(self, reward: float) -> None:
+        """Say that the last turn of this sequence has earned this much of the outcome's reward. Several rewards of a
+        turn add up.
+
+        ``Outcome.reward`` stays the reward of the whole episode. What its turns have not earned belongs to the last
+        turn. By default (``advantage.credit: episode``) all turns of an episode have one advantage, and this changes
+        nothing but records.
+
+        Raises:
+            RuntimeError: a turn of this context is under way.
+            ValueError: there is no turn yet, or the reward is no finite number.
+        """
+        ...
+
     def fork(self, at: int | None = None) -> "Context":
         """A further sequence of the same episode, which begins with the first ``at`` tokens of this one: for a
         sub-agent, or for a history that is written anew.

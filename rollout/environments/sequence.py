@@ -1,6 +1,7 @@
 """One growing sequence of tokens: what was observed, what was sampled, and by which request."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Self
 
 import numpy as np
@@ -79,6 +80,17 @@ class TokenSequence:
             )
         )
         self._append(completion.token_ids, completion)
+
+    def reward_turn(self, reward: float) -> None:
+        """Add to the reward of the last turn.
+
+        Raises:
+            ValueError: there is no turn.
+        """
+        if not self._turns:
+            raise ValueError("a reward for a turn before the first act()")
+        last = self._turns[-1]
+        self._turns[-1] = replace(last, reward=(last.reward or 0.0) + reward)
 
     def trajectory(
         self,

@@ -551,6 +551,16 @@ TABLE = {
         options="rollout.max_staleness=1 launch.placement=colocated", field="rollout.max_staleness, launch.placement",
         value="colocated", error="samples while the learner trains", fix="set rollout.max_staleness=0, or launch.placement=separate",
     ),
+    "turns of an agent with rewards": Broken(
+        options="environment={type: agent, command: [agent.py]} advantage={type: grpo, credit: turn}",
+        field="advantage.credit, environment.type", value="turn", error="with environment.type=agent a sample has one reward",
+        fix="use credit=episode, or an environment of type tokens, chat or openenv",
+    ),
+    "rewards of turns less a KL": Broken(
+        options="environment={type: tokens, environment: 'a:B'} advantage={type: grpo, credit: turn} kl={coefficient: 0.1, place: reward}",
+        field="advantage.credit, kl.place", value="turn", error="compares the rewards of turns",
+        fix="use kl.place=loss, or advantage.type=reinforce_pp or gae",
+    ),
     "nothing to drain": Broken(
         options="rollout.drain_s=5", field="rollout.drain_s, rollout.max_staleness", value="5",
         error="of which max_staleness=0 leaves none at an update", fix="remove it, or set max_staleness to 1 or more",

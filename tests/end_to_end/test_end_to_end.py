@@ -9,7 +9,9 @@ import re
 import shutil
 import signal
 import sqlite3
-from itertools import groupby
+import statistics
+from collections import defaultdict
+from itertools import groupby, pairwise
 from pathlib import Path
 
 import pytest
@@ -199,10 +201,12 @@ class TwoTurns:
     async def run(self, problem, context):
         context.observe(problem.token_ids)
         first = await context.act(max_new_tokens=6, stop_token_ids=context.encode("="))
+        context.reward_turn(first.token_ids[0] / 100)
         forks = [context.fork()] if first.token_ids[0] % 2 else []
         context.observe(context.encode(f"({len(first.token_ids)}) "))
         second, *_ = await asyncio.gather(*(one.act(max_new_tokens=8) for one in [context, *forks]))
-        return Outcome.of(await context.score(context.decode(second)), first=len(first.token_ids))
+        score = await context.score(context.decode(second))
+        return Outcome(reward=score.value + first.token_ids[0] / 100, parts={"last": score.value})
 """
 
 
@@ -217,8 +221,8 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
     (folder / "my_turns.py").write_text(TWO_TURNS)
     settings = [
         *SMALL, *REWARD, "environment={type: tokens, environment: my_turns:TwoTurns}", "rollout.tp=2",
-        "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
-        "kl.coefficient=0.01", "layout.dp=1",
+        "advantage={type: grpo, credit: turn}", "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
+        "kl.coefficient=0.01", "layout.dp=1", "record_batches={every: 4}",
     ]  # fmt: skip
     # The last step is saved, though it is no multiple of three.
     pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=3", "steps=2"]
@@ -246,6 +250,7 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         "a reference of its own"
     )
     path = folder / "runs" / "latest"
+    assert_credit_of_turns(path, step=4)
     saved = json.loads((path / "checkpoints" / "step_000004" / "extra.json").read_text())
     assert saved["version"] == 4
     assert (path / "hf" / "model.safetensors").stat().st_size > 0
@@ -255,6 +260,32 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
     assert control_calls(path / "logs" / "sglang-0.log") == [
         *first, *BESIDE, *STEP, *STEP, *BESIDE, *STEP, *BESIDE, *STEP[:2]
     ]  # fmt: skip
+
+
+def assert_credit_of_turns(path: Path, step: int) -> None:
+    """Of a recorded step: both turns of an episode are compared with all rewards of turns of their group, and the first
+    is credited with the second's reward too."""
+    batch = read_batch(batch_file(path / "batches", step))
+    packed, rows = batch.packed, defaultdict(list)
+    for row, (begin, end) in enumerate(pairwise(packed.cu_seqlens.tolist())):
+        turns = [
+            (packed.targets_T[begin + place].item(), packed.advantages_T[begin + place].item())
+            for place in turn_starts(packed.response_mask_T[begin:end].tolist())
+        ]
+        if len(turns) == 2:  # a fork has one
+            earned = turns[0][0] / 100
+            rows[batch.group_ids_S[row].item()].append((earned, batch.rewards_S[row].item() - earned, turns))
+    assert sum(map(len, rows.values())) == 16
+    for episodes in rows.values():
+        rewards = [reward for *both, _ in episodes for reward in both]
+        mean, spread = statistics.fmean(rewards), statistics.stdev(rewards) + 1e-6
+        for first, second, ((_, of_first), (_, of_second)) in episodes:
+            assert of_second == pytest.approx((second - mean) / spread, abs=1e-5)
+            assert of_first - of_second == pytest.approx((first - mean) / spread, abs=1e-5)
+
+
+def turn_starts(mask: list[bool]) -> list[int]:
+    return [place for place, (before, now) in enumerate(pairwise([False, *mask])) if now and not before]
 
 
 def mlflow_statuses(run: Path) -> list[str]:

@@ -6,6 +6,8 @@ episodes, which are sequences where none forks. ``_T`` and ``_N`` are of one ran
     by sequence (S)    grpo, rloo, opo                every response token gets its sequence's advantage
     by token (T)       discounted_returns, gae        recurrences over response tokens, which skip tool tokens between them
     whiten             over the tokens of all ranks
+
+With ``credit: turn`` grpo is by turn, and the recurrences get each turn's reward at its end (``turn_rewards.py``).
 """
 
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from parallel.packing import FLOATS, PackedBatch, require_per_token
 from trainer.algorithm.inputs import require_numbers
 from trainer.algorithm.kl_reward import token_rewards
 from trainer.algorithm.segments import count_per_sequence, spread, sum_per_sequence
+from trainer.algorithm.turn_rewards import TurnRewards, rewards_at_turns
 from trainer.ranks.metrics import Metric
 from trainer.ranks.totals import Total, alone
 
@@ -50,6 +53,7 @@ def compute_advantages(
     config: AdvantageConfig,
     *,
     episode_ids_S: Tensor | None = None,
+    turn_rewards: TurnRewards | None = None,
     penalty_T: Tensor | None = None,
     total: Total = alone,
 ) -> Advantages:
@@ -62,6 +66,9 @@ def compute_advantages(
     ``episode_ids_S`` [S], from 0, has one id for the sequences of an episode that forked, whose reward is one.
     Estimators by sequence count the episode once, and each of its tokens gets its advantage. Recurrences over
     tokens give the reward to the last token of each sequence. None: each sequence is an episode of its own.
+
+    ``turn_rewards`` are those of the whole step, for ``credit: turn``. With the others' ``credit: episode``, or where it
+    is None, ``rewards_S`` decide alone.
 
     The arithmetic is float64, so that no digit of float32 depends on the split over ranks.
 
@@ -91,8 +98,20 @@ def compute_advantages(
         penalty_T = _response_values("penalty_T", penalty_T, batch)
         shaped_E = rewards_E - of_whole_step(sum_per_sequence(penalty_T, cu_seqlens))
 
+    def rewards_of_tokens() -> Tensor:
+        if turn_rewards is None:
+            return token_rewards(rewards_S[ids_S], penalty_T, mask_T, cu_seqlens)
+        return rewards_at_turns(turn_rewards.rewards_V, turn_rewards, batch, episode_of_S, penalty_T)
+
     returns_T = None
     match config:
+        case GrpoAdvantage() if turn_rewards is not None:
+            groups_V = group_ids_S[turn_rewards.sequence_ids_V]
+            credits_V = grpo(
+                turn_rewards.rewards_V.to(torch.float64), groups_V, normalize_by_std=config.normalize_by_std
+            )
+            credits_T = rewards_at_turns(credits_V, turn_rewards, batch, episode_of_S, penalty_T)
+            advantages_T = discounted_returns(credits_T, mask_T, cu_seqlens, gamma=1.0)
         case GrpoAdvantage():
             advantages_T = to_tokens(grpo(shaped_E, groups_E, normalize_by_std=config.normalize_by_std))
         case RlooAdvantage():
@@ -103,9 +122,8 @@ def compute_advantages(
         case ReinforcePlusPlusBaselineAdvantage():
             advantages_T = whiten(to_tokens(grpo(shaped_E, groups_E, normalize_by_std=False)), mask_T, total)
         case ReinforcePlusPlusAdvantage():
-            rewards_T = token_rewards(rewards_S[ids_S], penalty_T, mask_T, cu_seqlens)
             advantages_T = whiten(
-                discounted_returns(rewards_T, mask_T, cu_seqlens, gamma=config.gamma), mask_T, total
+                discounted_returns(rewards_of_tokens(), mask_T, cu_seqlens, gamma=config.gamma), mask_T, total
             )
         case GaeAdvantage():
             if batch.values_T is None:
@@ -113,8 +131,9 @@ def compute_advantages(
                     "`advantage: gae` needs values_T: configure a `critic:` and let it score the batch first"
                 )
             values_T = _response_values("values_T", batch.values_T, batch)
-            rewards_T = token_rewards(rewards_S[ids_S], penalty_T, mask_T, cu_seqlens)
-            advantages_T = gae(rewards_T, values_T, mask_T, cu_seqlens, gamma=config.gamma, lam=config.lam)
+            advantages_T = gae(
+                rewards_of_tokens(), values_T, mask_T, cu_seqlens, gamma=config.gamma, lam=config.lam
+            )
             returns_T = (advantages_T + values_T).to(dtype)
             if config.whiten:
                 advantages_T = whiten(advantages_T, mask_T, total)

@@ -21,6 +21,7 @@ from trainer.algorithm.advantages import Advantages
 from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights, units
 from trainer.algorithm.correction import Correction
 from trainer.algorithm.segments import count_per_sequence
+from trainer.algorithm.turn_rewards import TurnRewards
 from trainer.batch.exact_turns import require_exact_turns
 from trainer.batch.plan import BatchPlan, pack_trajectories, packed_length, plan_batches
 from trainer.ranks.totals import Total
@@ -36,6 +37,8 @@ class StepBatch:
     group_ids_S: Tensor
     episode_ids_S: Tensor | None = None
     """int64, from 0. None: each sequence is an episode of its own, as without forks."""
+    turn_rewards: TurnRewards | None = None
+    """Of the whole step. None: ``credit: episode``."""
     lengths_S: Tensor | None = None
     """int64, places in a packed batch. None where this rank has the whole step."""
     group_sizes: tuple[int, ...] = ()
@@ -164,6 +167,8 @@ class Share:
     """Of the whole step, from 0. The sequences of a sample that forked have one."""
     group_sizes: list[int]
     """Sequences of each group, without those that fill up a minibatch."""
+    turn_rewards: TurnRewards | None = None
+    """Of the whole step."""
 
 
 def split_groups(
@@ -174,6 +179,7 @@ def split_groups(
     token_budget: int,
     microbatch_multiple: int = 1,
     needs_siblings: bool = False,
+    credits_turns: bool = False,
 ) -> list[Share]:
     """One Share per data-parallel rank, by the balanced plan of ``plan_batches``. Minibatch i is the i-th run of
     whole groups.
@@ -183,6 +189,7 @@ def split_groups(
 
     needs_siblings: whether advantages compare siblings. A sample whose siblings are all without a score is then left
         out too.
+    credits_turns: whether advantages are of turns, so that ``turn_rewards`` are needed.
 
     Raises:
         ValueError: the groups do not divide into minibatches, or a sequence is longer than the budget.
@@ -204,6 +211,7 @@ def split_groups(
         microbatch_multiple=microbatch_multiple,
     )
     episodes = _episode_ids(trajectories)
+    rewards_of_turns = turn_rewards(trajectories, episodes) if credits_turns else None
     shares = []
     for rank in range(dp_size):
         ids = plan.sequence_ids(rank)
@@ -220,6 +228,7 @@ def split_groups(
                 ],
                 episode_ids=episodes,
                 group_sizes=[len(group) for group in by_group],
+                turn_rewards=rewards_of_turns,
             )
         )
     return shares
@@ -261,6 +270,29 @@ def _episode_ids(trajectories: Sequence[Trajectory]) -> list[int]:
     return [numbers.setdefault((t.group_id, t.sibling_id), len(numbers)) for t in trajectories]
 
 
+def turn_rewards(trajectories: Sequence[Trajectory], episode_ids: Sequence[int]) -> TurnRewards:
+    """What each turn has earned, of the samples with a score. The last turn of an episode's first sequence has what no
+    turn has earned, if only 0: an episode has one reward at least."""
+    rows: list[tuple[float, int, int]] = []
+    unearned = dict[int, float]()
+    for trajectory, episode in zip(trajectories, episode_ids, strict=True):
+        if trajectory.reward is not None:
+            earned = sum(turn.reward or 0.0 for turn in trajectory.turns)
+            unearned[episode] = unearned.get(episode, trajectory.reward) - earned
+    for sequence, (trajectory, episode) in enumerate(zip(trajectories, episode_ids, strict=True)):
+        for number, turn in enumerate(trajectory.turns, start=1):
+            rest = unearned.pop(episode, None) if number == len(trajectory.turns) else None
+            if trajectory.reward is not None and (turn.reward is not None or rest is not None):
+                # A packed place holds the token after it.
+                rows.append(((turn.reward or 0.0) + (rest or 0.0), sequence, turn.end - 2))
+    rewards, sequences, places = zip(*rows, strict=True) if rows else ((), (), ())
+    return TurnRewards(
+        rewards_V=torch.tensor(rewards, dtype=torch.float32),
+        sequence_ids_V=torch.tensor(sequences, dtype=torch.int64),
+        places_V=torch.tensor(places, dtype=torch.int64),
+    )
+
+
 def _without_unscored(group: Group, needs_siblings: bool) -> list[Trajectory]:
     """The group's trajectories, those that are left out without reward and response."""
     scored = {t.sibling_id for t in group.trajectories if t.reward is not None}
@@ -293,4 +325,5 @@ def step_batch(share: Share, *, newest: int | None = None) -> StepBatch:
         episode_ids_S=torch.tensor(share.episode_ids, dtype=torch.int64) if has_forks else None,
         lengths_S=torch.tensor(share.lengths, dtype=torch.int64),
         group_sizes=tuple(share.group_sizes),
+        turn_rewards=share.turn_rewards,
     )

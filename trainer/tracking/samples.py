@@ -18,12 +18,14 @@ DIGITS = 6
 """Decimals of log-probs."""
 
 
-class SampledTurn(msgspec.Struct, frozen=True, kw_only=True):
+class SampledTurn(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one request has sampled: the tokens from ``start`` to before ``end``."""
 
     start: int
     end: int
     finish_reason: str
+    reward: float | None = None
+    """What this turn has earned of the sample's reward, where the environment says so."""
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,7 +76,9 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
             reward=trajectory.reward,
             parts=dict(trajectory.reward_parts),
             turns=[
-                SampledTurn(start=turn.start, end=turn.end, finish_reason=turn.finish_reason.value)
+                SampledTurn(
+                    start=turn.start, end=turn.end, finish_reason=turn.finish_reason.value, reward=turn.reward
+                )
                 for turn in trajectory.turns
             ],
             token_ids=trajectory.token_ids.tolist(),

@@ -75,13 +75,14 @@ class Stretch:
 
     @property
     def title(self) -> str:
-        """What it is, how many tokens it has, and the ages of sampled ones unless all are 0."""
+        """What it is, how many tokens it has, the ages of sampled ones unless all are 0, and what the turn has earned."""
         count = sum(piece.end - piece.start for piece in self.pieces)
         if self.turn is None:
-            return f"{'observed' if self.number else 'prompt'}, {count} tokens"
+            return f"{'observed' if self.number else 'prompt'}, {_counted(count, 'token')}"
         ages = sorted({piece.age for piece in self.pieces if piece.age is not None})
         old = "" if ages in ([], [0]) else f", age {ages[0]}" + (f" to {ages[-1]}" if ages[1:] else "")
-        return f"turn {self.number}, {count} tokens, ended by {visible(self.turn.finish_reason)}{old}"
+        earned = "" if self.turn.reward is None else f", reward {self.turn.reward:g}"
+        return f"turn {self.number}, {_counted(count, 'token')}, ended by {visible(self.turn.finish_reason)}{old}{earned}"
 
 
 def gap_labels() -> list[str]:
@@ -129,10 +130,12 @@ def outcome(sample: Sample) -> str:
         for name, value in sample.parts.items()
     )
     count = sum(turn.end - turn.start for turn in sample.turns)
-    turns = f"{len(sample.turns)} turn{'' if len(sample.turns) == 1 else 's'}"
-    return (
-        f"{reward}{f' ({parts})' if parts else ''}, {visible(sample.status)}, {turns}, {count} sampled tokens"
-    )
+    turns, tokens = _counted(len(sample.turns), "turn"), _counted(count, "sampled token")
+    return f"{reward}{f' ({parts})' if parts else ''}, {visible(sample.status)}, {turns}, {tokens}"
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def stretches(sample: Sample, decode: Decode) -> list[Stretch]:

@@ -39,8 +39,8 @@ def test_the_last_step_turn_by_turn(run):
     assert text.startswith("step 7, sampled for version 6 of the weights\n\n━━ group 4, prompt p\np7\n")
     assert text.count("━━ group") == 2 and text.count("── sibling") == 4
     assert (
-        "── sibling 1: reward 0.5, ok, 2 turns, 5 sampled tokens\nturn 1, 2 tokens, ended by stop\nur\n"
-        "observed, 1 tokens\n[\nturn 2, 3 tokens, ended by length, age 0 to 5\nf␛h\n"
+        "── sibling 1: reward 0.5, ok, 2 turns, 5 sampled tokens\nturn 1, 2 tokens, ended by stop, reward 0.25\nur\n"
+        "observed, 1 token\n[\nturn 2, 3 tokens, ended by length, age 0 to 5\nf␛h\n"
     ) in text
 
 

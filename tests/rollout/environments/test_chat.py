@@ -160,6 +160,7 @@ def test_rewards_and_parts_of_steps_are_added_up():
     for one in play("Countdown", interface="text", renderer_of=plain, prompt=numbers()):
         assert (one.status, one.reward, one.parts, one.correct) == (Status.OK, 1.0, {"steps": 2.0}, True)
         first, second = one.sequence.turns
+        assert (first.reward or 0.0) + second.reward == 1.0
         ids = one.sequence.token_ids.tolist()
         assert ids[: first.start] == [3, 4, 5]
         assert ids[first.end : second.start] == [7, 8]

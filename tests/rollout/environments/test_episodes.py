@@ -228,6 +228,33 @@ def test_forks_share_the_limit_of_turns_and_have_seeds_and_an_order_of_their_own
     assert sample(episodes(run, limits=few), seeds=[11])[0].status is Status.TURN_LIMIT
 
 
+def test_a_turn_has_what_the_environment_says_that_it_has_earned():
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        with pytest.raises(ValueError, match="before the first act"):
+            context.reward_turn(1.0)
+        await context.act()
+        context.reward_turn(0.5)
+        context.reward_turn(0.25)
+        context.observe([9])
+        await context.act()
+        with pytest.raises(ValueError, match="not finite"):
+            context.reward_turn(math.nan)
+        fork = context.fork()
+        await fork.act()
+        fork.reward_turn(-1)
+        return Outcome(reward=2.0)
+
+    (one,) = sample(episodes(run), seeds=[11])
+    first, second = one.trajectories(0, 0, PROMPT)
+    assert [turn.reward for t in (first, second) for turn in t.turns] == [0.75, None, -1.0]
+    assert first.reward == second.reward == 2.0
+    turns = pack([group_of([one])], credits_turns=True)[1].turn_rewards
+    assert turns.rewards_V.tolist() == [0.75, 2.25, -1.0] and turns.sequence_ids_V.tolist() == [0, 0, 1]
+    ends = [turn.end - 2 for t in (first, second) for turn in t.turns]
+    assert turns.places_V.tolist() == ends
+
+
 class Holding(FakeEngine):
     """Answers the first requests only after ``release``."""
 

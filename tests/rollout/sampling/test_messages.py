@@ -1,5 +1,7 @@
 """Arrays in messages: the same on the other side, and nothing else is taken for one."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 
@@ -19,6 +21,7 @@ def groups(*lengths: int) -> Groups:
         )
         for i, n in enumerate(lengths)
     ]  # fmt: skip
+    samples[0] = replace(samples[0], turns=[replace(turn, reward=0.25) for turn in samples[0].turns])
     return Groups([Group(group_id=4, prompt_id="p", trajectories=samples)], STATS)
 
 

@@ -35,13 +35,17 @@ def written(tmp_path, *trajectories, logprobs=None):
 
 def test_a_line_has_what_was_sampled_turn_by_turn(tmp_path):
     own = np.array([9, -0.1, -1.1, 9, -0.2, -2.5, -3.5], dtype=np.float32)
-    path = written(tmp_path, TWO_TURNS, logprobs={0: own})
+    first, second = TWO_TURNS.turns
+    path = written(
+        tmp_path, replace(TWO_TURNS, turns=[first, replace(second, reward=0.1)]), logprobs={0: own}
+    )
     (line,) = path.read_text().splitlines()
     assert json.loads(line) == {
         "step": 12, "version": 6, "group": 22, "sibling": 1, "branch": 0, "prompt_id": "p7", "status": "ok",
         "reward": 1.1, "parts": {"correct": 1.0, "format": 0.1},
         "turns": [
-            {"start": 2, "end": 4, "finish_reason": "stop"}, {"start": 5, "end": 8, "finish_reason": "stop"}
+            {"start": 2, "end": 4, "finish_reason": "stop"},
+            {"start": 5, "end": 8, "finish_reason": "stop", "reward": 0.1},
         ],
         "token_ids": [5, 6, 7, 8, 9, 4, 3, 2],
         "rollout_logprobs": [-0.123457, -1.0, -0.25, -2.0, -3.0],

@@ -36,7 +36,7 @@ def words_as_text(token_ids) -> str:
 def make_sample(text: bytes = b"abcdefgh", **fields) -> Sample:
     """The prompt ab, the turn cd, the observation e, the turn fgh."""
     turns = [
-        SampledTurn(start=2, end=4, finish_reason="stop"),
+        SampledTurn(start=2, end=4, finish_reason="stop", reward=0.25),
         SampledTurn(start=5, end=8, finish_reason="length"),
     ]
     defaults = {
@@ -53,7 +53,7 @@ def test_turns_and_observations_follow_each_other():
         ("ab", 0, False), ("cd", 1, True), ("e", 1, False), ("fgh", 2, True)
     ]  # fmt: skip
     assert [part.title for part in found] == [
-        "prompt, 2 tokens", "turn 1, 2 tokens, ended by stop", "observed, 1 tokens",
+        "prompt, 2 tokens", "turn 1, 2 tokens, ended by stop, reward 0.25", "observed, 1 token",
         "turn 2, 3 tokens, ended by length, age 0 to 5",
     ]  # fmt: skip
     pieces = [piece for part in found for piece in part.pieces]
