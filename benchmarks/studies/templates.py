@@ -1,11 +1,10 @@
 """Whether every turn is trained on as it was sampled, for the chat templates of several families, on the real engines.
 
 A tiny model and a byte-level tokenizer get a family's template, and the model learns to call a tool in the family's form.
-An agent plays episodes with tools through
-the gateway: it answers calls and texts, rewrites its history (a fork), asks twice for an answer, and begins a conversation
-of its own. The server retracts running requests every few passes. Prints per family: turns that
-the learner compared with what the server was sent and answered, retractions, sequences per episode, and the greatest
-gap of a trained token's log-prob (float32, staleness 0).
+An agent plays episodes with tools through the gateway: it answers calls and texts, rewrites its history (a fork), asks
+twice for an answer, and begins a conversation of its own. The server retracts running requests every few passes. Prints
+per family: turns that the learner compared with what the server was sent and answered, calls, retractions, sequences per
+episode, and the greatest gap of a trained token's log-prob (float32, staleness 0).
 
     python benchmarks/studies/templates.py --folder templates [--families qwen3 llama3_1] [--steps 3]
 """
