@@ -241,8 +241,7 @@ def validate_layout(
     - pp * vpp must divide the layers; all chunks are equally deep.
     - ep must divide the experts, of which a dense model has none; an expert is never split, whatever tp.
       Layers with experts and tp > 1 need sp, since tokens travel to experts from where they are split.
-    - cp must be 1. Split sequences need Transformer Engine's attention, which exists on CUDA alone, and
-      batches that are split over context ranks, which this learner does not do.
+    - cp splits sequences of any length, of any model.
     - ``num_processes``, if given, must be the layout's product of sizes.
 
     Raises ValueError for a model that ``read_architecture`` refuses, and for all problems of the layout at
@@ -289,11 +288,6 @@ def _find_misfits(a: Architecture, layout: LayoutConfig, num_processes: int | No
         misfits["sp"] = (
             f"layout.tp={layout.tp} without sp: tokens travel to the model's experts from where they are split"
         )
-    if layout.cp > 1:
-        misfits["cp"] = (
-            f"layout.cp={layout.cp} needs the attention of Transformer Engine, which exists on CUDA alone, and batches whose sequences are "
-            "split over context ranks, which this learner does not do on CUDA either"
-        )
     return misfits | _world_misfit(layout, num_processes)
 
 
@@ -332,8 +326,6 @@ def _nearest_values(a: Architecture, layout: LayoutConfig, field: str, num_proce
         return _nearest_dp(layout, num_processes)
     if field == "sp":
         changes = [("sp", True), ("tp", 1)]
-    elif field == "cp":
-        changes = [("cp", 1)]
     else:
         names = ("pp", "vpp") if field == "pp" and layout.vpp > 1 else (field,)
         changes = [(n, size) for n in names for size in _nearest_sizes(a, layout, n, field, num_processes)]

@@ -151,7 +151,7 @@ def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch
         "weights": weights_by_hf_names(engine),
         "copies": tied_copies(engine) if isinstance(engine, MegatronEngine) else {},
         "dp_rank": engine.groups.dp_rank,
-        "tp_rank": engine.groups.tp_rank,
+        "place_in_stage": engine.groups.rank % (engine.groups.world_size // engine.groups.pp_size),
     }
 
 
