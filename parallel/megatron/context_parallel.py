@@ -19,6 +19,7 @@ sum over context-parallel ranks, which Megatron adds together with the data-para
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -102,7 +103,9 @@ def split_context(
     per_rank = -(-int(counts_R.max()) // multiple) * multiple
     first_R = counts_R.cumsum(0) - counts_R
     place_T = torch.empty(num_tokens, dtype=torch.int64)
-    place_T[by_rank_T] = torch.arange(num_tokens) + (torch.arange(size) * per_rank - first_R)[rank_T[by_rank_T]]
+    place_T[by_rank_T] = (
+        torch.arange(num_tokens) + (torch.arange(size) * per_rank - first_R)[rank_T[by_rank_T]]
+    )
 
     batch_T = torch.arange(num_tokens) if plan.order_T is None else plan.order_T.cpu()
     inverse_T = torch.empty(num_tokens, dtype=torch.int64)
@@ -132,7 +135,7 @@ def _split_buckets(plan: PackedPlan, size: int, rank: int, per_rank: int) -> tup
     for bucket in plan.buckets:
         cuts = [i * bucket.length // (2 * size) for i in range(2 * size + 1)]
         chunks = []
-        for i, (first, stop) in enumerate(zip(cuts, cuts[1:], strict=False)):
+        for i, (first, stop) in enumerate(pairwise(cuts)):
             owner = min(i, 2 * size - 1 - i)
             chunks.append((owner, Chunk(start=starts[owner], first=first, stop=stop)))
             starts[owner] += bucket.count * (stop - first)
@@ -177,7 +180,10 @@ def split_attention(
         for chunk in bucket.own:
             query_NnAD = _tokens(query, bucket, chunk, chunk.start - plan.first)
             out_NAnD = lower_right_causal_attention(
-                query_NnAD.transpose(1, 2), key_NKLD[:, :, : chunk.stop], value_NKLD[:, :, : chunk.stop], scale
+                query_NnAD.transpose(1, 2),
+                key_NKLD[:, :, : chunk.stop],
+                value_NKLD[:, :, : chunk.stop],
+                scale,
             )
             parts.append(out_NAnD.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).to(query_TAD.dtype)

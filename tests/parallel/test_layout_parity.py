@@ -37,7 +37,7 @@ LAYOUTS = {
     "cp2 pp2 vpp2": LayoutConfig(cp=2, pp=2, vpp=2, dp=1),
     "cp2 dp2": LayoutConfig(cp=2, dp=2),
 }
-UNTIED, TIED, CRITIC = "policy, untied", "policy, tied", "critic"
+UNTIED, TIED, CRITIC, FEW_TOKENS = "policy, untied", "policy, tied", "critic", "fewer tokens than ranks"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
     "tp2 sp": (UNTIED, TIED, CRITIC),
@@ -45,7 +45,8 @@ STEPS = {
     "pp2 vpp2": (UNTIED, TIED, CRITIC),
     "tp2 pp2 sp": (UNTIED, TIED, CRITIC),
     "cp2": (UNTIED, TIED, CRITIC),
-    "cp3": (UNTIED, CRITIC),
+    "cp3": (UNTIED, CRITIC, FEW_TOKENS),
+    "tp2 sp cp2": (UNTIED, FEW_TOKENS),
     "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC),
     "pp2 dp2": (
         TIED,
@@ -99,6 +100,7 @@ class Runs:
                 "folder": make_hf_model(root / "tied", "qwen2", tied=True, num_hidden_layers=4),
             },
         }
+        self.jobs[FEW_TOKENS] = self.jobs[UNTIED] | {"microbatches": [[2], [9, 5, 20]]}
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
         groups = make_groups(
             [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB
@@ -212,10 +214,8 @@ def test_every_rank_of_a_pipeline_gets_the_same_scores(runs, layout):
 def test_a_checkpoint_goes_on_in_another_layout(runs, writer, reader):
     """The next step has the loss and ends at the weights of the one that wrote it."""
     wanted = runs.of(writer)[0][CHECKPOINT]
-    if reader == "one process":
-        found = runs.loaded_in_one_process(writer)
-    else:
-        found = runs.of(reader)[0][checkpoint_of(writer)]
+    one_process = reader == "one process"
+    found = runs.loaded_in_one_process(writer) if one_process else runs.of(reader)[0][checkpoint_of(writer)]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
     assert greatest_difference(found["weights"], wanted["weights"]) < TOLERANCE
 

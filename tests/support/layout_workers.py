@@ -167,9 +167,14 @@ def microbatches_of(engine: MegatronEngine | ValueEngine) -> list[PackedBatch]:
     return [batch.select(rows) for rows in ROWS[engine.groups.dp_size][engine.groups.dp_rank]]
 
 
-def work_step(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
+def work_step(
+    layout: LayoutConfig, microbatches: list[list[int]] | None = None, **job: Any
+) -> dict[str, Any]:
+    """``microbatches``: other lengths than ``LENGTHS``, of one data-parallel rank."""
     engine = build(layout=layout, **job)
-    return step_of(engine, microbatches_of(engine))
+    if microbatches is None:
+        return step_of(engine, microbatches_of(engine))
+    return step_of(engine, [make_batch(lengths, seed=i) for i, lengths in enumerate(microbatches)])
 
 
 def work_save(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, Any]:
