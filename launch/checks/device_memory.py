@@ -223,7 +223,8 @@ def _learner_need_text(config: RunConfig | SftConfig, learner: memory.LearnerMem
     budget = "learner.token_budget" if isinstance(config, RunConfig) else "token_budget"
     size = config.learner.token_budget if isinstance(config, RunConfig) else config.token_budget
     layout = config.layout
-    sizes = f"layout.tp={layout.tp}, layout.pp={layout.pp}, layout.dp={layout.dp}, {budget}={size}"
+    context = f"layout.cp={layout.cp}, " if layout.cp > 1 else ""
+    sizes = f"layout.tp={layout.tp}, {context}layout.pp={layout.pp}, layout.dp={layout.dp}, {budget}={size}"
     return f"with {sizes} the fullest learner rank needs {memory.describe(learner)}"
 
 
