@@ -60,8 +60,8 @@ CHECKPOINTS = {"tp2 pp2 sp": ("pp2 vpp2", "cp3"), "tp2 sp cp2": ("pp2", "cp2 pp2
 
 
 def learner_run(folder) -> RunConfig:
-    """A critic beside the policy, rejection inside the loss (the normaliser is known after its forward pass),
-    one minibatch."""
+    """A critic and a reference beside the policy, rejection inside the loss (the normaliser is known after its
+    forward pass), one minibatch."""
     rejecting = {
         "weight": {"level": "token", "upper": 1.5},
         "reject": [
@@ -80,7 +80,8 @@ def learner_run(folder) -> RunConfig:
     )
     optimizer = {"lr": 1e-2, "eps": 1e-4}
     return RunConfig.model_validate(
-        config.model_dump() | {"advantage": {"type": "gae"}, "critic": {"optimizer": optimizer}}
+        config.model_dump()
+        | {"advantage": {"type": "gae"}, "critic": {"optimizer": optimizer}, "kl": {"coefficient": 0.05}}
     )
 
 
