@@ -64,7 +64,7 @@ class SplitPlan(PackedPlan):
     first: int
     """Place of this rank's first token among the gathered tokens."""
     split_buckets: tuple[SplitBucket, ...]
-    """With tokens of this rank, or without: every rank has all buckets. The last may be this rank's filling."""
+    """One for each of ``buckets``, and then this rank's filling, if it has any."""
 
     def to_batch_order(self, values_T: Tensor) -> Tensor:
         # All ranks compute the same loss: backward keeps this rank's part of the gradient and sums nothing.
@@ -204,19 +204,19 @@ def _whole_sequences(gathered_T: Tensor, bucket: SplitBucket) -> Tensor:
 def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D].
 
-    No mask of n L bytes is made, on either device. CUDA's kernels know this mask. Those of grouped queries take
-    no float32, so that there each query head gets a copy of its key/value head. The CPU's kernel takes a mask with any strides.
-    With the queries in reverse, row i of the mask is one line from its place i on.
+    No mask of n L bytes is made. CUDA's kernels know this mask; since those of grouped queries take no float32,
+    each query head gets a copy of its key/value head there. The CPU's kernel takes a mask with any strides: with
+    the queries in reverse, row i of the mask is one line of n + L - 1 numbers, from its place i on.
     """
     n, length = query.shape[2], key.shape[2]
     is_grouped = query.shape[1] != key.shape[1]
     if query.device.type == "cuda":
         if is_grouped and query.dtype == torch.float32:
-            group = query.shape[1] // key.shape[1]
-            key, value, is_grouped = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), False
-        mask = causal_lower_right(n, length)
+            copies = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+            is_grouped = False
         return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+            query, key, value, attn_mask=causal_lower_right(n, length), scale=scale, enable_gqa=is_grouped
         )
     # Reversed query i is token L - 1 - i, which sees key j where i + j < L.
     line = query.new_zeros(n + length - 1)

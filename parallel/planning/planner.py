@@ -13,9 +13,8 @@ at a time come last: they would hardly use their GPUs, whatever the mismatch. Al
 3. bytes that a learner rank sends per step (``Traffic``).
 
 vpp is always 1: interleaving costs memory and traffic for a shorter bubble, which this ranking does not model.
-cp is tried up to ``CONTEXT_SIZES``. It sends more than as many data-parallel ranks would, so it comes first only
-where a rank has no room for a micro-batch of ``token_budget`` tokens otherwise, or minibatches have too few
-sequences for dp.
+cp is tried in ``CONTEXT_SIZES``. It sends more than as many data-parallel ranks would, so it comes first where the
+room that it makes counts, or where minibatches have too few sequences for dp.
 """
 
 import json
