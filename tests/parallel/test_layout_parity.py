@@ -18,6 +18,7 @@ from tests.trainer.batch.test_step_batch import make_groups
 
 pytestmark = pytest.mark.engines
 TOLERANCE = 1e-5
+FEW_TOKENS, FEWER_THAN_RANKS = "fewer tokens than ranks", ("cp3", "tp2 sp cp2")
 
 LAYOUTS = {
     "tp2": LayoutConfig(tp=2, dp=1),
@@ -37,17 +38,16 @@ LAYOUTS = {
     "cp2 pp2 vpp2": LayoutConfig(cp=2, pp=2, vpp=2, dp=1),
     "cp2 dp2": LayoutConfig(cp=2, dp=2),
 }
-UNTIED, TIED, CRITIC, FEW_TOKENS = "policy, untied", "policy, tied", "critic", "fewer tokens than ranks"
+UNTIED, TIED, CRITIC = "policy, untied", "policy, tied", "critic"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
+    "cp2": (UNTIED, TIED, CRITIC),
+    "cp3": (UNTIED, CRITIC),
+    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC),
     "tp2 sp": (UNTIED, TIED, CRITIC),
     "pp2": (UNTIED, TIED, CRITIC),
     "pp2 vpp2": (UNTIED, TIED, CRITIC),
     "tp2 pp2 sp": (UNTIED, TIED, CRITIC),
-    "cp2": (UNTIED, TIED, CRITIC),
-    "cp3": (UNTIED, CRITIC, FEW_TOKENS),
-    "tp2 sp cp2": (UNTIED, FEW_TOKENS),
-    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC),
     "pp2 dp2": (
         TIED,
     ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
@@ -101,11 +101,11 @@ class Runs:
                 "folder": make_hf_model(root / "tied", "qwen2", tied=True, num_hidden_layers=4),
             },
         }
-        self.jobs[FEW_TOKENS] = self.jobs[UNTIED] | {"microbatches": [[2], [9, 5, 20]]}
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
         groups = make_groups(
             [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB
         )
+        self.few_tokens = self.jobs[UNTIED] | {"lengths": [[2], [9, 5, 20]]}
         self.learner = {"config": learner_run(self.jobs[UNTIED]["folder"]), "groups": groups}
 
     def one_process(self) -> dict:
@@ -113,6 +113,7 @@ class Runs:
             jobs = {name: ("step", job) for name, job in self.jobs.items()}
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
             jobs[LEARNER] = ("learner", self.learner)
+            jobs[FEW_TOKENS] = ("step_of_lengths", self.few_tokens)
             self.found["one process"] = work_layout(LayoutConfig(), jobs)
         return self.found["one process"]
 
@@ -129,6 +130,8 @@ class Runs:
             jobs[LEARNER] = ("learner", self.learner)
         if layout in RECOMPUTING:
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
+        if layout in FEWER_THAN_RANKS:
+            jobs[FEW_TOKENS] = ("step_of_lengths", self.few_tokens)
         if layout in CHECKPOINTS:
             jobs[CHECKPOINT] = ("save", self.checkpoint_job(layout))
         for writer, readers in CHECKPOINTS.items():
@@ -172,7 +175,9 @@ def total_loss(ranks, name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_that_of_one_process(runs, layout, record_property):
     ranks = runs.of(layout)
-    for name in [*STEPS[layout], *([RECOMPUTED] if layout in RECOMPUTING else [])]:
+    recomputed = [RECOMPUTED] if layout in RECOMPUTING else []
+    few_tokens = [FEW_TOKENS] if layout in FEWER_THAN_RANKS else []
+    for name in [*STEPS[layout], *recomputed, *few_tokens]:
         wanted = runs.one_process()[name]
         assert wanted["norm"] > 2 * OPTIMIZER["clip_grad"]  # clipping is active
         assert total_loss(ranks, name) == pytest.approx(wanted["loss"], rel=1e-6), name

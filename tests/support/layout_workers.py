@@ -167,14 +167,9 @@ def microbatches_of(engine: MegatronEngine | ValueEngine) -> list[PackedBatch]:
     return [batch.select(rows) for rows in ROWS[engine.groups.dp_size][engine.groups.dp_rank]]
 
 
-def work_step(
-    layout: LayoutConfig, microbatches: list[list[int]] | None = None, **job: Any
-) -> dict[str, Any]:
-    """``microbatches``: other lengths than ``LENGTHS``, of one data-parallel rank."""
+def work_step(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
     engine = build(layout=layout, **job)
-    if microbatches is None:
-        return step_of(engine, microbatches_of(engine))
-    return step_of(engine, [make_batch(lengths, seed=i) for i, lengths in enumerate(microbatches)])
+    return step_of(engine, microbatches_of(engine))
 
 
 def work_save(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, Any]:
@@ -190,6 +185,12 @@ def work_load(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, A
     engine = build(layout=layout, **job)
     assert engine.load(checkpoint) == {"position": 1}
     return step_of(engine, microbatches_of(engine))
+
+
+def work_step_of_lengths(layout: LayoutConfig, lengths: list[list[int]], **job: Any) -> dict[str, Any]:
+    """A step on micro-batches of sequences of these lengths."""
+    engine = build(layout=layout, **job)
+    return step_of(engine, [make_batch(each, seed=i) for i, each in enumerate(lengths)])
 
 
 def work_bad_loss(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
@@ -247,6 +248,7 @@ def work_learner(layout: LayoutConfig, config: RunConfig, groups: list[Group]) -
 WORK = {
     "learner": work_learner,
     "step": work_step,
+    "step_of_lengths": work_step_of_lengths,
     "save": work_save,
     "load": work_load,
     "bad_loss": work_bad_loss,
