@@ -1,6 +1,6 @@
 """The learner's engines: log-probs and updates of a policy, values and updates of a critic.
 
-An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, context, expert,
+An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, expert,
 pipeline (plain or interleaved) and data parallelism.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are
