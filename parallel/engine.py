@@ -4,8 +4,8 @@ An engine is a Megatron-Core model on packed micro-batches, in every layout of t
 pipeline (plain or interleaved) and data parallelism.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are
-this data-parallel rank's own; the tensor- and pipeline-parallel ranks of one data-parallel rank pass the same
-ones. Losses and scores are computed on the last pipeline stage, which sends them to all others.
+this data-parallel rank's own; the tensor-, context- and pipeline-parallel ranks of one data-parallel rank pass the
+same ones. Losses and scores are computed on the last pipeline stage, which sends them to all others.
 """
 
 import math

@@ -152,7 +152,7 @@ class Learner:
             packed = [step_batch(share, newest=newest) for share in by_dp_rank]
         except TurnsDiffer as error:
             return [error] * self.groups.world_size
-        # Tensor- and pipeline-parallel siblings need the same share.
+        # Tensor-, context- and pipeline-parallel siblings need the same share.
         return [packed[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
 
     def score(self, batch: StepBatch, *, before_update: bool) -> StepBatch:

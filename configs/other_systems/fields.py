@@ -16,6 +16,7 @@ _TP, _MEMORY = (
     "`layout.tp` of the learner and `rollout.tp` of a server",
     "`rollout.server_args={mem_fraction_static: 0.8}`",
 )
+_CONTEXT = "`layout.cp`, the ranks that every sequence is split over"
 _DATA, _HELDOUT = (
     "`task.train_path`, beside `task.type=jsonl`",
     "`task.heldout_path`, beside `task.type=jsonl`",
@@ -41,6 +42,7 @@ OTHER_FIELDS = {
         ["max_steps", "total_training_steps", "num_train_epochs", "total_epochs", "num_rollout", "epochs", "num_epochs"], _STEPS
     ),
     **dict.fromkeys(["tensor_model_parallel_size", "tensor_parallel_size", "rollout_num_gpus_per_engine"], _TP),
+    **dict.fromkeys(["context_parallel_size", "ulysses_sequence_parallel_size", "ring_attn_size"], _CONTEXT),
     **dict.fromkeys(["gpu_memory_utilization", "sglang_mem_fraction_static", "mem_fraction_static"], _MEMORY),
     **dict.fromkeys(["train_files", "prompt_data", "dataset", "dataset_name", "data"], _DATA),
     **dict.fromkeys(["val_files", "eval_prompt_data", "eval_dataset"], _HELDOUT),

@@ -11,8 +11,8 @@ from configs.schema.base import Count, Schema
 
 
 class LayoutConfig(Schema):
-    """Sizes of Megatron's parallel groups. One copy of the model takes tp * cp * pp processes; there are dp
-    copies."""
+    """Sizes of Megatron's parallel groups. One copy of the model takes tp * cp * pp processes: tp and pp split
+    its weights, cp the tokens of every sequence. There are dp copies."""
 
     tp: Count = 1
     """Tensor parallel: every matrix is split over this many ranks."""
@@ -23,8 +23,8 @@ class LayoutConfig(Schema):
     sp: bool = False
     """Sequence parallel: between matrices, the tensor-parallel ranks split the tokens."""
     cp: Count = 1
-    """Context parallel: sequences are split over this many ranks. Above 1 is refused, with Transformer Engine
-    too: the learner does not split packed sequences."""
+    """Context parallel: every sequence is split over this many ranks, each of which has a cp-th of its tokens and
+    gathers the keys and values of all. For sequences whose activations do not fit on one GPU."""
     ep: Count = 1
     """Expert parallel: the experts of a mixture-of-experts model are split over this many of the tp * cp * dp
     ranks of a stage."""

@@ -59,7 +59,8 @@ class LearnerConfig(Schema):
     update's own pass gives them: with one minibatch current is old, unless something needs old before the
     update."""
     token_budget: Tokens = 16384
-    """Most tokens of one packed micro-batch on one rank; a longer single sequence is an error."""
+    """Most tokens of one packed micro-batch; a longer single sequence is an error. A micro-batch is on one rank, or
+    split over the layout.cp ranks of context parallelism."""
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -223,7 +223,8 @@ def _learner_need_text(config: RunConfig | SftConfig, learner: memory.LearnerMem
     budget = "learner.token_budget" if isinstance(config, RunConfig) else "token_budget"
     size = config.learner.token_budget if isinstance(config, RunConfig) else config.token_budget
     layout = config.layout
-    sizes = f"layout.tp={layout.tp}, layout.pp={layout.pp}, layout.dp={layout.dp}, {budget}={size}"
+    context = f"layout.cp={layout.cp}, " if layout.cp > 1 else ""
+    sizes = f"layout.tp={layout.tp}, {context}layout.pp={layout.pp}, layout.dp={layout.dp}, {budget}={size}"
     return f"with {sizes} the fullest learner rank needs {memory.describe(learner)}"
 
 
@@ -248,6 +249,11 @@ def _smaller_configs(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunCo
         text = " and ".join(f"learner.{name}={value}" for name, value in change.items())
         if change:
             yield text, config.model_copy(update={"learner": learner.model_copy(update=change)})
+    for factor in (2, 4, 8):
+        if config.layout.dp_size % factor == 0:
+            sizes = {"cp": factor * config.layout.cp, "dp": config.layout.dp_size // factor}
+            text = " and ".join(f"layout.{name}={size}" for name, size in sizes.items())
+            yield text, config.model_copy(update={"layout": config.layout.model_copy(update=sizes)})
     if config.layout.tp > 1 and not config.layout.sp:
         split = config.model_copy(update={"layout": config.layout.model_copy(update={"sp": True})})
         yield "layout.sp=true", split

@@ -132,7 +132,7 @@ def _check_learner(config: RunConfig, nodes: NodesConfig) -> None:
     if gpus and ranks % tp:
         raise ValueError(
             f"layout.tp={tp} does not divide the {ranks} learner processes of a node, so that a tensor-parallel group would lie on two "
-            "nodes; use a tp that does, and pp or dp between nodes"
+            "nodes; use a tp that does, and cp, pp or dp between nodes"
         )
 
 

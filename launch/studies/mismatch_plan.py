@@ -190,7 +190,7 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
     first = parse_layout(request.learners[0])
     tp = max(2, first.tp)
     causes = {"tp=1" if first.tp > 1 else "tp=2": "tp"}
-    for text, cause in ((f"tp={tp}", "sp"), (f"tp={tp},sp", "sp"), ("pp=2", "pp")):
+    for text, cause in ((f"tp={tp}", "sp"), (f"tp={tp},sp", "sp"), ("pp=2", "pp"), ("cp=2", "cp")):
         causes.setdefault(text, cause)
     parts, skipped = [], []
     for text, cause in causes.items():

@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from parallel.megatron import moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
+from parallel.megatron.context_parallel import SplitPlan, split_attention, split_context
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.planning.layout import (
@@ -118,8 +119,8 @@ class RMSNorm(nn.Module):
 
 
 class PackedCoreAttention(nn.Module):
-    """Megatron's ``core_attention`` slot without Transformer Engine: rotation, then causal attention within
-    each sequence."""
+    """Megatron's ``core_attention`` slot without Transformer Engine, or where sequences are split over
+    context-parallel ranks: rotation, then causal attention within each sequence."""
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
         super().__init__()
@@ -129,12 +130,12 @@ class PackedCoreAttention(nn.Module):
     def forward(
         self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused
     ) -> Tensor:
-        packed = packed_seq_params
+        packed, plan = packed_seq_params, packed_seq_params.plan
         query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
-        out_TAD = packed_attention(
-            query_TAD, key_TKD, value_TKD, packed.plan.buckets, scale=self.scale, dtype=self.dtype
-        )
-        return out_TAD.flatten(1)
+        settings = {"scale": self.scale, "dtype": self.dtype}
+        if isinstance(plan, SplitPlan):
+            return split_attention(query_TAD, key_TKD, value_TKD, plan, **settings).flatten(1)
+        return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, **settings).flatten(1)
 
 
 def _block_spec(
@@ -179,7 +180,10 @@ def _transformer_engine_layer(architecture: Architecture, experts: Experts | Non
         qk_layernorm=architecture.qk_norm,
     )
     layer: Any = spec.submodules
-    layer.self_attention.submodules.core_attention = _transformer_engine_attention()
+    # Transformer Engine's own context parallelism pads every sequence to a multiple of 2 cp tokens.
+    is_split = parallel_state.get_context_parallel_world_size() > 1
+    attention = PackedCoreAttention if is_split else _transformer_engine_attention()
+    layer.self_attention.submodules.core_attention = attention
     if experts:
         moe.use_router(spec, experts)
     return spec
@@ -317,9 +321,7 @@ class PackedGPTModel(GPTModel):
     def pack(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
         """The plan and rotary tables of a micro-batch."""
         device = positions_T.device
-        keep_order = platform.uses_transformer_engine()  # it needs no reordering
-        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        plan = plan_packing(cu_seqlens, device, keep_order=keep_order, multiple=multiple)
+        plan = self._plan(cu_seqlens, device)
         longest = int(torch.diff(cu_seqlens).max())
         if longest > self.architecture.max_positions:
             raise ValueError(
@@ -340,6 +342,17 @@ class PackedGPTModel(GPTModel):
             cos_T1F=cos_T1F,
             sin_T1F=sin_T1F,
         )
+
+    def _plan(self, cu_seqlens: Tensor, device: torch.device) -> PackedPlan:
+        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        group = self.pg_collection.cp
+        if group.size() > 1:
+            whole = plan_packing(cu_seqlens, device)
+            return split_context(
+                whole, device, size=group.size(), rank=group.rank(), group=group, multiple=multiple
+            )
+        keep_order = platform.uses_transformer_engine()  # it needs no reordering
+        return plan_packing(cu_seqlens, device, keep_order=keep_order, multiple=multiple)
 
     def _run_packed(self, tokens_T: Tensor, packed: PackedSequences):
         """The result of ``_postprocess``, in the plan's order."""

@@ -241,8 +241,7 @@ def validate_layout(
     - pp * vpp must divide the layers; all chunks are equally deep.
     - ep must divide the experts, of which a dense model has none; an expert is never split, whatever tp.
       Layers with experts and tp > 1 need sp, since tokens travel to experts from where they are split.
-    - cp must be 1. Split sequences need Transformer Engine's attention, which exists on CUDA alone, and
-      batches that are split over context ranks, which this learner does not do.
+    - cp splits sequences of any length, of any model.
     - ``num_processes``, if given, must be the layout's product of sizes.
 
     Raises ValueError for a model that ``read_architecture`` refuses, and for all problems of the layout at
@@ -289,11 +288,6 @@ def _find_misfits(a: Architecture, layout: LayoutConfig, num_processes: int | No
         misfits["sp"] = (
             f"layout.tp={layout.tp} without sp: tokens travel to the model's experts from where they are split"
         )
-    if layout.cp > 1:
-        misfits["cp"] = (
-            f"layout.cp={layout.cp} needs the attention of Transformer Engine, which exists on CUDA alone, and batches whose sequences are "
-            "split over context ranks, which this learner does not do on CUDA either"
-        )
     return misfits | _world_misfit(layout, num_processes)
 
 
@@ -332,8 +326,6 @@ def _nearest_values(a: Architecture, layout: LayoutConfig, field: str, num_proce
         return _nearest_dp(layout, num_processes)
     if field == "sp":
         changes = [("sp", True), ("tp", 1)]
-    elif field == "cp":
-        changes = [("cp", 1)]
     else:
         names = ("pp", "vpp") if field == "pp" and layout.vpp > 1 else (field,)
         changes = [(n, size) for n in names for size in _nearest_sizes(a, layout, n, field, num_processes)]
@@ -397,28 +389,30 @@ def _nearest_layouts(
         return round(steps, 9), layout_text(candidate)
 
     world = num_processes or (layout.world_size if layout.dp != "auto" else None)
-    return sorted(fitting_layouts(a, world, chunks=sorted({1, layout.vpp})), key=distance)[:count]
+    chunks, context = sorted({1, layout.vpp}), sorted({1, layout.cp})
+    return sorted(fitting_layouts(a, world, chunks=chunks, context=context), key=distance)[:count]
 
 
 def fitting_layouts(
-    a: Architecture, world: int | None, *, chunks: Sequence[int] = (1,)
+    a: Architecture, world: int | None, *, chunks: Sequence[int] = (1,), context: Sequence[int] = (1,)
 ) -> Iterator[LayoutConfig]:
     """Every layout of ``world`` processes (None: of any number, with dp auto) in which the learner can compute
-    the model. ``chunks``: the values of vpp to try."""
+    the model. ``chunks`` and ``context``: the values of vpp and cp to try."""
     num_experts = a.experts.num_experts if a.experts else 1
-    for tp, pp, ep in itertools.product(divisors(a.num_heads), divisors(a.num_layers), divisors(num_experts)):
+    model_sizes = (divisors(a.num_heads), divisors(a.num_layers), divisors(num_experts))
+    for tp, pp, ep, cp in itertools.product(*model_sizes, context):
         if _tp_misfits(a, tp):
             continue
         dp = "auto"
         if world:
-            dp, rest = divmod(world, tp * pp)
-            if rest or tp * dp % ep:
+            dp, rest = divmod(world, tp * pp * cp)
+            if rest or tp * cp * dp % ep:
                 continue
         # sp needs tp > 1, and layers with experts need sp there.
         sp_values = [False] if tp == 1 else [True] if a.experts else [False, True]
         for vpp, sp in itertools.product(chunks, sp_values):
             if a.num_layers % (pp * vpp) == 0 and (vpp == 1 or pp > 1):
-                yield LayoutConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=dp, sp=sp)
+                yield LayoutConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, dp=dp, sp=sp)
 
 
 def divisors(number: int) -> list[int]:

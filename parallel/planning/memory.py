@@ -1,9 +1,9 @@
 """Memory per rank of a learner and of a rollout server in bytes: arithmetic on an architecture and a layout.
 
-Legend: T tokens of a micro-batch, L layers of a stage, H hidden size, A query heads, K key/value heads, D
-head dimension, I intermediate size of an MLP or expert, E experts, V padded vocabulary, t tensor-parallel
-size; b bytes of a number in the model's dtype (4 or 2), c bytes of a number in the attention's dtype
-(``platform.attention_dtype``: 4 on CPU, b on CUDA).
+Legend: T tokens of a micro-batch (on each of C context-parallel ranks, a C-th of it), L layers of a stage, H
+hidden size, A query heads, K key/value heads, D head dimension, I intermediate size of an MLP or expert, E
+experts, V padded vocabulary, t tensor-parallel size; b bytes of a number in the model's dtype (4 or 2), c bytes
+of a number in the attention's dtype (``platform.attention_dtype``: 4 on CPU, b on CUDA).
 
 ``USABLE_SHARE`` leaves room for everything else: the CUDA context, NCCL's buffers, the allocator's fragments,
 and the gradients of activations that live for the length of one operation. The CPU's numbers are compared with
@@ -230,11 +230,10 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     each storage once.
 
     Two norms, each with its output: ``_norm_row`` and b H a token, of T / t tokens under sequence parallelism.
-    Attention on T tokens, A / t and K / t heads (at least one key/value head): rotated queries and keys and the
-    output, c D (2 A + K); the values inside the whole qkv product, b D (A + 2 K), or in a float32 copy, 4 D K;
-    the sums of the softmax, 4 A; the packed output for the projection, b D A. Norms of queries and keys: see
-    ``_qk_norm_token``. MLP on T tokens: the halves of gate and up, 2 I, silu(gate), up, and their product:
-    5 b I / t.
+    Attention on T tokens, A / t and K / t heads (at least one key/value head): rotated queries and the output,
+    2 c D A; keys and values, see ``_keys_and_values``; the sums of the softmax, 4 A; the packed output for the
+    projection, b D A. Norms of queries and keys: see ``_qk_norm_token``. MLP on T tokens: the halves of gate and
+    up, 2 I, silu(gate), up, and their product: 5 b I / t.
     Experts on the rank's own T tokens (T / t under sequence parallelism), if the router spreads tokens evenly
     over ranks: for each chosen expert the token b H, 5 b I, and b I for the product times the router's weight;
     8 bytes an expert for the router's probabilities and choice.
@@ -245,8 +244,10 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
     # With fewer key/value heads than ranks Megatron gathers all ranks' product and takes this rank's heads.
     product = a.num_heads + 2 * a.num_kv_heads if layout.tp > a.num_kv_heads else heads + 2 * kv_heads
-    values = b * a.head_dim * product if b == c else c * a.head_dim * kv_heads
-    kept += tokens * (c * a.head_dim * (2 * heads + kv_heads) + values + 4 * heads + b * a.head_dim * heads)
+    kept += _keys_and_values(
+        a, layout, work, tokens, product=b * a.head_dim * product, head=c * a.head_dim * kv_heads
+    )
+    kept += tokens * (2 * c * a.head_dim * heads + 4 * heads + b * a.head_dim * heads)
     if a.qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
     if a.experts and a.experts.is_sparse[layer]:
@@ -257,22 +258,40 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     return kept + tokens * 5 * b * a.intermediate_size // layout.tp
 
 
+def _keys_and_values(
+    a: Architecture, layout: LayoutConfig, work: Work, tokens: int, *, product: int, head: int
+) -> int:
+    """Rotated keys, c D K a token, and the values: inside the whole qkv product, b D (A + 2 K), or in a float32
+    copy, c D K. ``product`` and ``head`` are b D (A + 2 K) and c D K.
+
+    Under context parallelism both are gathered: 2 c D K for each of the micro-batch's tokens. The product is then
+    kept only where a norm on CUDA keeps the keys inside it.
+    """
+    if layout.cp > 1:
+        has_product = a.qk_norm and work.device == "cuda"
+        return tokens * (2 * layout.cp * head + (product if has_product else 0))
+    return tokens * (head + (product if work.dtype_bytes == work.attention_bytes else head))
+
+
 def _row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
-    """(this rank's tokens between matrices, tokens of the micro-batch), padded to a multiple of t under
-    sequence parallelism."""
+    """(this rank's tokens between matrices, its tokens of the micro-batch): a C-th of all under context
+    parallelism, padded to a multiple of t under sequence parallelism."""
+    tokens = -(-tokens // layout.cp)
     rows = -(-tokens // layout.tp)
     return (rows, rows * layout.tp) if layout.sp else (tokens, tokens)
 
 
 def _norm_row(size: int, work: Work) -> int:
-    """RMSNorm of one row keeps x and 1 / rms, b size + 4, on CUDA; x, x / rms and 1 / rms in float32,
-    8 size + 4, on CPU."""
-    return (8 if work.device == "cpu" else work.dtype_bytes) * size + 4
+    """RMSNorm of one row keeps x and 1 / rms, b size + 4, on CUDA. On CPU it keeps x / rms and 1 / rms in
+    float32, 4 size + 4, and for a 2-byte dtype x in float32 too."""
+    if work.device == "cuda":
+        return work.dtype_bytes * size + 4
+    return (4 if work.dtype_bytes == 4 else 8) * size + 4
 
 
 def _qk_norm_token(a: Architecture, heads: int, kv_heads: int, work: Work) -> int:
-    """Norms of queries and keys keep ``_norm_row`` per head; the keys' x is free if the qkv product is kept."""
-    kept_anyway = work.dtype_bytes if work.dtype_bytes == work.attention_bytes else 0
+    """Norms of queries and keys keep ``_norm_row`` per head; on CUDA the keys' x is free inside the qkv product."""
+    kept_anyway = work.dtype_bytes if work.device == "cuda" else 0
     return (heads + kv_heads) * _norm_row(a.head_dim, work) - kv_heads * kept_anyway * a.head_dim
 
 
@@ -285,9 +304,10 @@ def logits_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -
     """
     rows = padded_vocab_size(architecture.vocab_size, layout.tp) // layout.tp
     rounded = 2 if work.dtype_bytes == 2 else 0
-    chunk = min(work.chunk_tokens, work.token_budget) * rows * (8 + rounded)
+    tokens = -(-work.token_budget // layout.cp)
+    chunk = min(work.chunk_tokens, tokens) * rows * (8 + rounded)
     weight_gradient = rows * architecture.hidden_size * (4 + rounded)
-    return chunk + weight_gradient + work.token_budget * architecture.hidden_size * work.dtype_bytes
+    return chunk + weight_gradient + tokens * architecture.hidden_size * work.dtype_bytes
 
 
 def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:

@@ -6,13 +6,15 @@ at a time come last: they would hardly use their GPUs, whatever the mismatch. Al
 1. the expected greatest mismatch of a response, |p_rollout - p_learner|, from the table of measurements if
    there is one. Equal pairs, and all pairs without a table, are ranked by rule. With the same tensor-parallel
    size on both sides the matrices' sums are split alike; the further the sizes are apart, the more responses
-   disagree somewhere; sequence parallelism of the learner adds a difference that no server has. Data, pipeline
-   and expert parallelism compute the same sums. ``Measured`` has the rule for pairs missing from the table.
+   disagree somewhere; sequence parallelism of the learner adds a difference that no server has. Data, pipeline,
+   expert and context parallelism compute the same sums. ``Measured`` has the rule for pairs missing from the table.
 2. free memory on the fuller side, in tenths of a GPU, up to ``AMPLE``: more than that buys nothing. If a cache
    does not hold all responses that its server samples at once, the missing share counts, in negative tenths.
 3. bytes that a learner rank sends per step (``Traffic``).
 
 vpp is always 1: interleaving costs memory and traffic for a shorter bubble, which this ranking does not model.
+cp is tried in ``CONTEXT_SIZES``. It sends more than as many data-parallel ranks would, so it comes first where the
+room that it makes counts, or where minibatches have too few sequences for dp.
 """
 
 import json
@@ -47,6 +49,9 @@ FEW = 16
 """Responses at full length in a server's cache. A step of decoding reads all weights once, for one response or
 for dozens: with fewer responses a GPU waits for its memory nearly all the time. The number is a choice, not a
 measurement; the recipes have more wherever they can (``tests/configs/test_recipes.py`` has their lower bound)."""
+
+CONTEXT_SIZES = (1, 2, 4, 8, 16)
+"""The sizes of cp to try. The number is a choice, which bounds the search."""
 
 Pair = tuple[int, bool, int]
 """(learner's tp, learner's sp, rollout's tp), which decide the mismatch of two layouts."""
@@ -104,7 +109,7 @@ class Cluster:
 class Traffic:
     """Bytes that one rank of the learner's busiest stage sends in one step.
 
-    N = prompts_per_step group_size max_new_tokens / dp tokens on each rank (responses at full length, without
+    N = prompts_per_step group_size max_new_tokens / (dp cp) tokens on each rank (responses at full length, without
     prompts), f forward passes of each (the update's, and those of ``old`` and ``ref`` if the run has them), r
     = 1 if layers are computed again, else 0, k experts per token. In rings all-reduce sends 2 (n - 1) / n of
     its bytes; reduce-scatter, all-gather and all-to-all send (n - 1) / n.
@@ -113,8 +118,11 @@ class Traffic:
       times, backward once. Sequence parallelism sends as much in two halves, and in backward gathers the
       input of each once more: half as much again.
     - pipeline: b H N / (t under sequence parallelism) per boundary, forward f times, backward once.
+    - context: keys and values of all cp N tokens gathered, 2 b D K / t each (at least one head), per layer and
+      pass, forward f + r times; their gradients reduce-scattered once.
     - data: per optimizer step, gradients 4 P reduce-scattered and weights b P gathered (distributed
-      optimizer; else 4 P all-reduced), P the rank's parameters, over its dp copies; experts over tp dp / ep.
+      optimizer; else 4 P all-reduced), P the rank's parameters, over its cp dp copies; experts over
+      tp cp dp / ep.
     - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts and
       pass, f + r + 1 times.
     - transfer: the stage's whole weights to the servers, once, from its sending rank.
@@ -124,6 +132,7 @@ class Traffic:
     """
 
     tensor: int
+    context: int
     pipeline: int
     data: int
     expert: int
@@ -290,7 +299,7 @@ def _possible_learners(
 ) -> Iterator[tuple[LayoutConfig, LearnerMemory]]:
     """The learner's layouts on the GPUs that ``num_rollout`` leaves, and the memory of their fullest stages."""
     sequences = config.rollout.prompts_per_step * config.rollout.group_size // config.learner.minibatches
-    for layout in fitting_layouts(architecture, cluster.num_gpus - num_rollout):
+    for layout in fitting_layouts(architecture, cluster.num_gpus - num_rollout, context=CONTEXT_SIZES):
         if _within_node(layout.tp, cluster) and sequences % layout.dp_size == 0:
             yield layout, worst_stage(architecture, layout, work)
 
@@ -317,8 +326,10 @@ def _rollout_free(memory: RolloutMemory, tokens: int, gpu_bytes: int) -> float:
 def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig) -> Traffic:
     """See ``Traffic``, which has the formulas."""
     a, t, b, rollout = architecture, layout.tp, BYTES[config.model.dtype], config.rollout
-    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens // layout.dp_size
+    ranks = layout.cp * layout.dp_size
+    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens // ranks
     hidden = b * a.hidden_size * tokens
+    keys_values = 2 * b * a.head_dim * max(1, a.num_kv_heads // t) * tokens * layout.cp
     rank_hidden = hidden // t if layout.sp else hidden
     forwards = 1 + config.scores_old + (config.kl.coefficient > 0)
     again = config.learner.recompute == "full"
@@ -330,10 +341,11 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
     backward = 1.5 if layout.sp else 1.0
     distributed = config.learner.optimizer.distributed
     update = config.learner.minibatches * (4 + b if distributed else 8)
-    copies, expert_copies = layout.dp_size, t * layout.dp_size // layout.ep
+    copies, expert_copies = ranks, t * ranks // layout.ep
     chosen = a.experts.experts_per_token if a.experts else 0
     return Traffic(
         tensor=int((2 * len(layers) - sparse) * 2 * hidden * (t - 1) / t * (forwards + again + backward)),
+        context=len(layers) * keys_values * (layout.cp - 1) // layout.cp * (forwards + again + 1),
         pipeline=rank_hidden * (forwards + 1) if layout.pp > 1 else 0,
         data=int(update * (shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies)),
         expert=int(sparse * 2 * chosen * rank_hidden * (layout.ep - 1) / layout.ep * (forwards + again + 1)),

@@ -344,7 +344,8 @@ TABLE = {
         options="layout.ep=2", field="layout.ep", value="2 (command line)", error="of which this qwen3 model has none", fix="use ep=1"
     ),
     "context parallel": Broken(
-        options="layout.cp=2", field="layout.cp", value="2 (command line)", error="exists on CUDA alone", fix="use cp=1"
+        options=f"--dry-run layout.cp=3 rollout.replicas=2 {NODES}", field="layout.dp", value="auto",
+        error="no multiple of the 3 that one copy of the model takes (tp=1 * cp=3 * pp=1)", fix="change these",
     ),
     "heads of a server": Broken(
         options="rollout.tp=3", field="rollout.tp", value="3 (command line)", error="num_attention_heads=4", fix="use one of [1, 2, 4]"
@@ -802,7 +803,7 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
         "task": {"type": "gsm8k", "train_path": "train.jsonl", "heldout_path": "none.jsonl"},
         "reward": {"type": "function", "function": "my_rewards:scroe"},
         "rollout": {"tp": 3, "replicas": 3, "first_port": int(port), "server_args": {"port": 1}},
-        "layout": {"tp": 3, "pp": 3, "cp": 2, "dp": 1},
+        "layout": {"tp": 3, "pp": 3, "dp": 1},
         "resume": "stopped_early",
     }
     Path("broken.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
@@ -814,7 +815,7 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
         f"tandem: {len(fields)} problems in the configuration" in said
     )  # before it: that an import takes long
     assert fields == [
-        "task.heldout_path", "layout.tp", "layout.pp", "layout.cp", "rollout.tp", "task.train_path", "rollout.server_args",
+        "task.heldout_path", "layout.tp", "layout.pp", "rollout.tp", "task.train_path", "rollout.server_args",
         "reward.function", "resume", "resume", "rollout.first_port",
     ]  # fmt: skip
 

@@ -46,6 +46,7 @@ OF_MODELS = sorted(
     if file.stem not in PARTS and not file.stem.startswith("countdown")
 )
 STUDIES = sorted(f"studies/{file.stem}" for file in (RECIPES / "studies").glob("*.yaml"))
+LONG = sorted(f"long_responses/{file.stem}" for file in (RECIPES / "long_responses").glob("*.yaml"))
 TASKS = ["gsm8k", "dapo_math"]
 LONGEST_PROMPT = 2048
 SERVED_AT_ONCE = 8
@@ -97,6 +98,7 @@ CASES = [
         for recipe in OF_MODELS
         if recipe.startswith("qwen") and "_a" not in recipe
     ),
+    *(Case(recipe) for recipe in LONG),
     *(Case(study, gpu_gib=48 if "0_5b" in study else 80) for study in STUDIES),
 ]
 
@@ -296,4 +298,4 @@ def row_of(file: str) -> str:
 def test_the_readme_s_table_is_what_the_recipes_say():
     readme = (RECIPES / "README.md").read_text(encoding="utf-8")
     rows = [line for line in readme.splitlines() if line.startswith("| [`") and line.count("|") > 10]
-    assert sorted(rows) == sorted(row_of(f"{name}.yaml") for name in [*OF_MODELS, *STUDIES])
+    assert sorted(rows) == sorted(row_of(f"{name}.yaml") for name in [*OF_MODELS, *LONG, *STUDIES])

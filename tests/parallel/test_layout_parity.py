@@ -18,6 +18,7 @@ from tests.trainer.batch.test_step_batch import make_groups
 
 pytestmark = pytest.mark.engines
 TOLERANCE = 1e-5
+FEW_TOKENS, FEWER_THAN_RANKS = "fewer tokens than ranks", ("cp3", "tp2 sp cp2")
 
 LAYOUTS = {
     "tp2": LayoutConfig(tp=2, dp=1),
@@ -29,10 +30,20 @@ LAYOUTS = {
     "dp2": LayoutConfig(dp=2),
     "tp2 dp2": LayoutConfig(tp=2, dp=2),
     "pp2 dp2": LayoutConfig(pp=2, dp=2),
+    "cp2": LayoutConfig(cp=2, dp=1),
+    "cp3": LayoutConfig(cp=3, dp=1),
+    "tp2 cp2": LayoutConfig(tp=2, cp=2, dp=1),
+    "tp2 sp cp2": LayoutConfig(tp=2, sp=True, cp=2, dp=1),
+    "cp2 pp2": LayoutConfig(cp=2, pp=2, dp=1),
+    "cp2 pp2 vpp2": LayoutConfig(cp=2, pp=2, vpp=2, dp=1),
+    "cp2 dp2": LayoutConfig(cp=2, dp=2),
 }
 UNTIED, TIED, CRITIC = "policy, untied", "policy, tied", "critic"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
+    "cp2": (UNTIED, TIED, CRITIC),
+    "cp3": (UNTIED, CRITIC),
+    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC),
     "tp2 sp": (UNTIED, TIED, CRITIC),
     "pp2": (UNTIED, TIED, CRITIC),
     "pp2 vpp2": (UNTIED, TIED, CRITIC),
@@ -42,13 +53,15 @@ STEPS = {
     ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
 }
 CHECKPOINT, BAD_LOSS, RECOMPUTED, LEARNER = "checkpoint", "bad loss", "recomputed", "learner"
-LEARNER_LAYOUTS = ("pp2 vpp2", "tp2 pp2 sp")
-WRITER, READER = "tp2 pp2 sp", "pp2 vpp2"
+LEARNER_LAYOUTS = ("pp2 vpp2", "tp2 pp2 sp", "cp2 pp2 vpp2")
+RECOMPUTING = ("tp2 pp2 sp", "tp2 sp cp2", "cp3")
+CHECKPOINTS = {"tp2 pp2 sp": ("pp2 vpp2", "cp3"), "tp2 sp cp2": ("pp2", "cp2 pp2 vpp2")}
+"""The layout that writes a checkpoint, and those that read it, beside one process."""
 
 
 def learner_run(folder) -> RunConfig:
-    """A critic beside the policy, rejection inside the loss (the normaliser is known after its forward pass),
-    one minibatch."""
+    """A critic and a reference beside the policy, rejection inside the loss (the normaliser is known after its
+    forward pass), one minibatch."""
     rejecting = {
         "weight": {"level": "token", "upper": 1.5},
         "reject": [
@@ -67,7 +80,8 @@ def learner_run(folder) -> RunConfig:
     )
     optimizer = {"lr": 1e-2, "eps": 1e-4}
     return RunConfig.model_validate(
-        config.model_dump() | {"advantage": {"type": "gae"}, "critic": {"optimizer": optimizer}}
+        config.model_dump()
+        | {"advantage": {"type": "gae"}, "critic": {"optimizer": optimizer}, "kl": {"coefficient": 0.05}}
     )
 
 
@@ -91,6 +105,7 @@ class Runs:
         groups = make_groups(
             [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB
         )
+        self.few_tokens = self.jobs[UNTIED] | {"lengths": [[2], [9, 5, 20]]}
         self.learner = {"config": learner_run(self.jobs[UNTIED]["folder"]), "groups": groups}
 
     def one_process(self) -> dict:
@@ -98,6 +113,7 @@ class Runs:
             jobs = {name: ("step", job) for name, job in self.jobs.items()}
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
             jobs[LEARNER] = ("learner", self.learner)
+            jobs[FEW_TOKENS] = ("step_of_lengths", self.few_tokens)
             self.found["one process"] = work_layout(LayoutConfig(), jobs)
         return self.found["one process"]
 
@@ -108,24 +124,34 @@ class Runs:
 
     def _run(self, layout: str) -> list[dict]:
         jobs = {name: ("step", self.jobs[name]) for name in STEPS[layout]}
-        checkpoint = self.jobs[TIED] | {"checkpoint": self.root / "checkpoints" / "step_000001"}
         if layout == "pp2":
             jobs[BAD_LOSS] = ("bad_loss", self.jobs[UNTIED])
         if layout in LEARNER_LAYOUTS:
             jobs[LEARNER] = ("learner", self.learner)
-        if layout == WRITER:
+        if layout in RECOMPUTING:
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
-            jobs[CHECKPOINT] = ("save", checkpoint)
-        if layout == READER:
-            self.of(WRITER)
-            jobs[CHECKPOINT] = ("load", checkpoint)
+        if layout in FEWER_THAN_RANKS:
+            jobs[FEW_TOKENS] = ("step_of_lengths", self.few_tokens)
+        if layout in CHECKPOINTS:
+            jobs[CHECKPOINT] = ("save", self.checkpoint_job(layout))
+        for writer, readers in CHECKPOINTS.items():
+            if layout in readers:
+                self.of(writer)
+                jobs[checkpoint_of(writer)] = ("load", self.checkpoint_job(writer))
         sizes = LAYOUTS[layout]
         return run_ranks(work_layout, sizes.world_size, self.root / layout, sizes, jobs, deadline_s=900)
 
-    def loaded_in_one_process(self) -> dict:
-        self.of(WRITER)
-        job = self.jobs[TIED] | {"checkpoint": self.root / "checkpoints" / "step_000001"}
-        return work_layout(LayoutConfig(), {CHECKPOINT: ("load", job)})[CHECKPOINT]
+    def checkpoint_job(self, writer: str) -> dict:
+        return self.jobs[TIED] | {"checkpoint": self.root / checkpoint_of(writer) / "step_000001"}
+
+    def loaded_in_one_process(self, writer: str) -> dict:
+        self.of(writer)
+        jobs = {CHECKPOINT: ("load", self.checkpoint_job(writer))}
+        return work_layout(LayoutConfig(), jobs)[CHECKPOINT]
+
+
+def checkpoint_of(writer: str) -> str:
+    return f"checkpoint of {writer}"
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +175,9 @@ def total_loss(ranks, name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_step_is_that_of_one_process(runs, layout, record_property):
     ranks = runs.of(layout)
-    for name in [*STEPS[layout], *([RECOMPUTED] if layout == WRITER else [])]:
+    recomputed = [RECOMPUTED] if layout in RECOMPUTING else []
+    few_tokens = [FEW_TOKENS] if layout in FEWER_THAN_RANKS else []
+    for name in [*STEPS[layout], *recomputed, *few_tokens]:
         wanted = runs.one_process()[name]
         assert wanted["norm"] > 2 * OPTIMIZER["clip_grad"]  # clipping is active
         assert total_loss(ranks, name) == pytest.approx(wanted["loss"], rel=1e-6), name
@@ -165,11 +193,11 @@ def test_a_step_is_that_of_one_process(runs, layout, record_property):
             assert max(differences.values()) < TOLERANCE, f"{name}: {differences}"
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2", "tp2 pp2 sp", "pp2 dp2"])
+@pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2", "tp2 pp2 sp", "cp2 pp2 vpp2", "pp2 dp2"])
 def test_both_copies_of_a_tied_embedding_stay_one(runs, layout):
     ranks = [found[TIED] for found in runs.of(layout)]
     first, last = (
-        {(r["dp_rank"], r["tp_rank"]): r["copies"][part] for r in ranks if part in r["copies"]}
+        {r["place_in_stage"]: r["copies"][part] for r in ranks if part in r["copies"]}
         for part in ("embedding", "output")
     )
     assert first.keys() == last.keys() and len(first) + len(last) == len(ranks)
@@ -185,12 +213,15 @@ def test_every_rank_of_a_pipeline_gets_the_same_scores(runs, layout):
         torch.testing.assert_close(torch.cat(rank["scores"]), torch.cat(wanted["scores"]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("reader", ["one process", READER])
-def test_a_checkpoint_goes_on_in_another_layout(runs, reader):
-    """Written by TP2 x PP2 with sequence parallelism: the next step has the loss and ends at the weights of
-    the one that wrote it."""
-    wanted = runs.of(WRITER)[0][CHECKPOINT]
-    found = runs.loaded_in_one_process() if reader == "one process" else runs.of(READER)[0][CHECKPOINT]
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [(writer, reader) for writer, readers in CHECKPOINTS.items() for reader in ("one process", *readers)],
+)
+def test_a_checkpoint_goes_on_in_another_layout(runs, writer, reader):
+    """The next step has the loss and ends at the weights of the one that wrote it."""
+    wanted = runs.of(writer)[0][CHECKPOINT]
+    one_process = reader == "one process"
+    found = runs.loaded_in_one_process(writer) if one_process else runs.of(reader)[0][checkpoint_of(writer)]
     assert found["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
     assert greatest_difference(found["weights"], wanted["weights"]) < TOLERANCE
 

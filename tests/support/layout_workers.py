@@ -151,7 +151,7 @@ def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch
         "weights": weights_by_hf_names(engine),
         "copies": tied_copies(engine) if isinstance(engine, MegatronEngine) else {},
         "dp_rank": engine.groups.dp_rank,
-        "tp_rank": engine.groups.tp_rank,
+        "place_in_stage": engine.groups.rank % (engine.groups.world_size // engine.groups.pp_size),
     }
 
 
@@ -185,6 +185,12 @@ def work_load(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, A
     engine = build(layout=layout, **job)
     assert engine.load(checkpoint) == {"position": 1}
     return step_of(engine, microbatches_of(engine))
+
+
+def work_step_of_lengths(layout: LayoutConfig, lengths: list[list[int]], **job: Any) -> dict[str, Any]:
+    """A step on micro-batches of sequences of these lengths."""
+    engine = build(layout=layout, **job)
+    return step_of(engine, [make_batch(each, seed=i) for i, each in enumerate(lengths)])
 
 
 def work_bad_loss(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
@@ -242,6 +248,7 @@ def work_learner(layout: LayoutConfig, config: RunConfig, groups: list[Group]) -
 WORK = {
     "learner": work_learner,
     "step": work_step,
+    "step_of_lengths": work_step_of_lengths,
     "save": work_save,
     "load": work_load,
     "bad_loss": work_bad_loss,

@@ -341,8 +341,8 @@ def verdict(change: float, error: float | None) -> str:
 def one_step_apart(first: LayoutConfig, second: LayoutConfig, rollout_tp: int) -> str | None:
     """The one thing in which the learner layout ``second`` departs from ``first``; None for none or several.
 
-    ``tp``: first has the rollout's TP, second another. ``sp``, ``pp``: second has it, first has not. dp does
-    not count.
+    ``tp``: first has the rollout's TP, second another. ``sp``, ``pp``, ``cp``: second has it, first has not. dp
+    does not count.
     """
     names = LayoutConfig.model_fields.keys() - {"dp"}
     changed = {name for name in names if getattr(first, name) != getattr(second, name)}
@@ -352,6 +352,8 @@ def one_step_apart(first: LayoutConfig, second: LayoutConfig, rollout_tp: int) -
         return "sp"
     if changed in ({"pp"}, {"pp", "vpp"}) and first.pp == 1:
         return "pp"
+    if changed == {"cp"} and first.cp == 1:
+        return "cp"
     return None
 
 

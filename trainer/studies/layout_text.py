@@ -11,6 +11,7 @@ ABOUT = {
     "tp": "the rollout's own TP against another TP",
     "sp": "no sequence parallelism against SP at equal TP",
     "pp": "no pipeline against a pipeline",
+    "cp": "whole sequences against sequences split by context parallelism",
 }
 PAIR_COLUMNS = (
     "learner",

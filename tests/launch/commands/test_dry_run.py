@@ -385,14 +385,14 @@ def test_the_fix_for_a_learner_that_does_not_fit_fits(folder):
 
 def test_a_tight_learner_says_what_would_make_room(folder):
     """Sizes of GPU at which a rank takes more than 90 %, with and without layers that are computed again
-    already."""
+    already; a single copy of the model cannot split its sequences over another's ranks."""
     said = set()
-    for recompute in ("none", "full"):
+    for recompute, dp in (("none", 2), ("full", 2), ("full", 1)):
         overrides = [
             "model.path=7b",
             "model.dtype=bfloat16",
             "layout.tp=4",
-            "layout.dp=2",
+            f"layout.dp={dp}",
             f"learner.recompute={recompute}",
         ]
         overrides += [
@@ -410,7 +410,7 @@ def test_a_tight_learner_says_what_would_make_room(folder):
                 assert not memory_lines(
                     config(*overrides, *changes.split(" and ")), device, checks.WARM_START
                 )[0].endswith(", tight")
-    assert said == {"learner.recompute=full", "layout.sp=true"}
+    assert said == {"learner.recompute=full", "layout.cp=2 and layout.dp=1", "layout.sp=true"}
 
 
 def test_learner_and_servers_take_turns_on_a_gpu_that_has_room_for_both_models(folder):

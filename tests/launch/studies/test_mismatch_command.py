@@ -131,7 +131,7 @@ def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
 def test_why_adds_what_it_compares_with_once(tmp_path, model):
     plan = make_plan(request(learners=("tp=1", "tp=2"), why=True), loaded(tmp_path, model), gpus=0)
     assert [p.text for p in plan.of("learner")] == ["tp=1", "tp=2"]
-    assert [p.text for p in plan.of("why")] == ["tp=2,sp", "pp=2"]
+    assert [p.text for p in plan.of("why")] == ["tp=2,sp", "pp=2", "cp=2"]
     assert [p.text for p in plan.of("dtype")] == ["tp=1,dtype=float32"]
     assert plan.of("mode") == []
 
@@ -164,7 +164,7 @@ def test_learners_are_as_small_as_they_can_be_and_fit(tmp_path, model, monkeypat
     with pytest.raises(ValueError, match="--rollout tp=2: 2 GPUs are needed, 0 of the learner"):
         make_plan(request(rollouts=("tp=2",)), loaded(tmp_path, model), gpus=1)
     why = make_plan(request(why=True), loaded(tmp_path, model), gpus=1)
-    assert why.of("why") == [] and sum("as a cause" in what for what in why.skipped) == 3
+    assert why.of("why") == [] and sum("as a cause" in what for what in why.skipped) == 4
 
 
 def test_more_prompts_than_a_file_holds_are_refused(tmp_path, model):

@@ -294,6 +294,7 @@ TWO_RANKS = {
     "ep2": (dict(ep=2, dp=2), ["mixed", "tied"]),
     "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral"]),
     "tp2 sp": (dict(tp=2, sp=True), ["qwen3_moe"]),  # all experts on both ranks, which see different tokens
+    "ep2 cp2": (dict(ep=2, cp=2), ["mixed"]),
 }
 
 
@@ -367,12 +368,15 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
         "loaded plain": ("load", plain),
     }
     cases = {"pp2": (dict(ep=2, dp=2, pp=2), jobs, saves)}
+    # Beside it, in the same processes: experts over ranks that split matrices and sequences.
+    cases["tp2 cp2"] = (dict(ep=4, tp=2, sp=True, cp=2), step_jobs(models, ["qwen3_moe"]), {})
     ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=900)
     for name in names:
         assert_same_step([found["pp2"][name] for found in ranks], alone[name])
         assert_same_weights(models[name], tmp_path / name)
     for name in ("saved", "loaded", "saved plain", "loaded plain"):
         assert_same_step([found["pp2"][name] for found in ranks], alone["saved"])
+    assert_same_step([found["tp2 cp2"]["qwen3_moe"] for found in ranks], alone["qwen3_moe"])
     loaded = work_layout(
         LayoutConfig(), {"loaded": ("load", job | {"checkpoint": tmp_path / "step_000001"})}
     )["loaded"]

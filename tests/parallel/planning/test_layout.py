@@ -178,8 +178,15 @@ MOE = CONFIG | {
         (
             CONFIG,
             dict(cp=2),
-            None,
-            "layout.cp=2 needs .* Transformer Engine, which exists on CUDA alone.*not do on CUDA either; use cp=1",
+            3,
+            r"3 processes do not fit a layout of tp=1, cp=2, pp=1, dp=auto; use 2 processes",
+        ),
+        (CONFIG, dict(cp=2, dp=1), 4, r"do not fit .*cp=2.*; use dp=2, or 2 processes\n.*\{cp: 2, dp: 2\}"),
+        (
+            MOE,
+            dict(cp=2, tp=2, sp=True, ep=6),
+            8,
+            r"ep=6 does not divide the tp\*cp\*dp=8 ranks .*; use ep=2",
         ),
         (
             CONFIG,
@@ -227,10 +234,10 @@ sizes = st.sampled_from([1, 1, 2, 3, 4, 6])
 
 @given(
     kv_heads=st.integers(1, 3), siblings=st.integers(1, 4), layers=st.integers(1, 8), intermediate=st.sampled_from([12, 18, 48]),
-    experts=st.sampled_from([None, 2, 6]), tp=sizes, pp=sizes, vpp=sizes, ep=sizes, dp=sizes, sp=st.booleans(),
+    experts=st.sampled_from([None, 2, 6]), tp=sizes, pp=sizes, vpp=sizes, cp=sizes, ep=sizes, dp=sizes, sp=st.booleans(),
 )  # fmt: skip
 def test_refused_is_what_cannot_be_split_and_what_is_named_works(
-    kv_heads, siblings, layers, intermediate, experts, tp, pp, vpp, ep, dp, sp
+    kv_heads, siblings, layers, intermediate, experts, tp, pp, vpp, cp, ep, dp, sp
 ):
     config = CONFIG | dict(
         num_hidden_layers=layers,
@@ -246,7 +253,7 @@ def test_refused_is_what_cannot_be_split_and_what_is_named_works(
             "moe_intermediate_size": 7,
         }
     try:
-        layout = LayoutConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=dp, sp=sp)
+        layout = LayoutConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, dp=dp, sp=sp)
     except ValueError:
         return  # refused whatever the model
     heads = kv_heads * siblings
@@ -263,12 +270,14 @@ def test_refused_is_what_cannot_be_split_and_what_is_named_works(
     fits = fits and (experts is not None or intermediate % tp == 0) and layers % (pp * vpp) == 0
     fits = fits and (ep == 1 if experts is None else experts % ep == 0 and (tp == 1 or sp))
     if fits:
-        validate_layout(config, layout, num_processes=tp * pp * dp)
+        validate_layout(config, layout, num_processes=tp * cp * pp * dp)
         return
     with pytest.raises(ValueError, match=r"layout.*(use |mends it)") as caught:
-        validate_layout(config, layout, num_processes=tp * pp * dp)
+        validate_layout(config, layout, num_processes=tp * cp * pp * dp)
     for named in re.findall(r"\{([^}]*)\}", str(caught.value)):
-        validate_layout(config, LayoutConfig(**yaml.safe_load("{" + named + "}")), num_processes=tp * pp * dp)
+        validate_layout(
+            config, LayoutConfig(**yaml.safe_load("{" + named + "}")), num_processes=tp * cp * pp * dp
+        )
     with pytest.raises(ValueError, match=r"layout") as caught:
         validate_layout(config, layout)
     misfits = [line for line in str(caught.value).split("\n  ") if not line.startswith("the nearest layouts")]

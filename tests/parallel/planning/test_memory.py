@@ -1,7 +1,7 @@
 """The arithmetic of memory: against what torch holds while the real engine updates a small model, and by hand
 where no GPU is needed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from parallel.planning.memory import (
     activation_bytes,
     describe,
     in_flight,
+    layer_activation_bytes,
     learner_memory,
     rollout_memory,
     size_text,
@@ -67,6 +68,8 @@ TWO_RANKS = [
     Case({"tp": 2, "sp": True}, dtype="bfloat16"), Case({"tp": 2, "sp": True}, dtype="bfloat16", recompute="full"),
     Case({"dp": 2}), Case({"dp": 2}, dtype="bfloat16", distributed=False), Case({"dp": 2}, dtype="bfloat16"),
     Case({"pp": 2}), Case({"pp": 2}, dtype="bfloat16", recompute="full"), Case({"pp": 2, "vpp": 2}),
+    Case({"cp": 2}), Case({"cp": 2}, kind="qwen2"), Case({"cp": 2}, dtype="bfloat16"),
+    Case({"cp": 2}, dtype="bfloat16", recompute="full"), Case({"cp": 2}, kind="qwen3_moe"),
     Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 
@@ -115,7 +118,7 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
         )
         for item in ("parameters", "gradients", "optimizer"):
             assert getattr(memory, item) == pytest.approx(held[item], rel=0.1), item
-        assert memory.activations == pytest.approx(held["activations"], rel=0.2)
+        assert memory.activations == pytest.approx(held["activations"], rel=0.03)
         assert held["left"] == 0, "the measurement lost count"
 
 
@@ -141,6 +144,16 @@ def test_sequence_parallelism_and_recompute_save_what_they_should():
     assert activation_bytes(architecture, split, GPU_WORK, 0) < activation_bytes(
         architecture, plain, GPU_WORK, 0
     )
+
+
+def test_context_parallelism_splits_all_but_the_gathered_keys_and_values():
+    """QWEN2 on CUDA has no norm of keys, so that the qkv product is not kept either: of one layer a rank of four
+    holds a fourth of the rest."""
+    architecture = read_architecture(QWEN2)
+    work = replace(GPU_WORK, recompute="none")
+    whole, split = (layer_activation_bytes(architecture, LayoutConfig(cp=cp, dp=1), work, 0) for cp in (1, 4))
+    keys_and_values, product = 2 * 4 * 128 * 2 * 16384, 2 * 128 * (28 + 2 * 4) * 16384
+    assert split - keys_and_values == (whole - keys_and_values // 2 - product) // 4
 
 
 @pytest.mark.parametrize(

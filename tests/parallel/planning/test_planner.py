@@ -9,6 +9,7 @@ tp pp dp).
 
 import itertools
 import json
+import math
 import re
 from pathlib import Path
 
@@ -466,6 +467,36 @@ def test_traffic_by_hand():
     )
 
 
+def test_traffic_of_split_sequences_by_hand():
+    """SMALL on cp=4: N = 2^19 tokens on each rank; keys and values of 2 heads of 32 numbers of 2 bytes are 256
+    bytes a token, gathered from 3 ranks of 4 in 6 layers: forward, again, and their gradients."""
+    architecture, config = read_architecture(SMALL), run_config()
+    found = traffic(architecture, config, LayoutConfig(cp=4, dp=1))
+    assert found.context == 6 * 256 * 2**21 * 3 // 4 * 3
+    assert found.tensor == found.pipeline == 0
+    copies = traffic(architecture, config, LayoutConfig(dp=4))
+    assert (copies.context, copies.data, copies.transfer) == (0, found.data, found.transfer)
+
+
+def long_responses(token_budget: int) -> RunConfig:
+    rollout = {"prompts_per_step": 4, "group_size": 8, "max_new_tokens": token_budget - 1024}
+    return run_config(rollout=rollout, learner={"token_budget": token_budget, "recompute": "full"})
+
+
+def test_long_responses_are_split():
+    """Qwen2.5-7B with sequences of 131072 tokens on 16 GPUs of 80 GiB: a layer computed again takes 249,976
+    bytes a token, 32.8 GB, and the inputs of 28 layers 2 * 3584 bytes each, 26.3 GB. Beside 45.7 GB of weights and
+    gradients a rank without cp has no room, also with half of the layers: 22.8 GB, and two micro-batches in flight.
+    """
+    config = long_responses(131072)
+    hf_config = QWEN_7B | {"max_position_embeddings": 131072}
+    plans = plan(hf_config, config, cluster(16))
+    assert pair(plans[0]) == "pp=4,cp=2 | tp=1 x 8"
+    assert not any(each.learner.cp == each.learner.tp == 1 for each in plans)
+    # Where there is room without it, cp sends more and comes later.
+    assert plan(QWEN_7B, run_config(), cluster(16))[0].learner.cp == 1
+
+
 def test_traffic_of_experts_by_hand():
     """SMALL_MOE on tp=2 sp, dp=2, ep=4: N = 2^20, of which each rank routes a half; 6 layers, 2 experts a
     token, 3 of 4 parts leave."""
@@ -576,15 +607,15 @@ def test_dry_run_says_what_a_rank_holds(tmp_path):
 def test_every_layout_that_fits_is_enumerated():
     """By trying all sizes on six processes."""
     for model in (SMALL, SMALL_MOE):
-        found = {layout_text(layout) for layout in fitting_layouts(read_architecture(model), 6)}
+        layouts = fitting_layouts(read_architecture(model), 6, context=(1, 3))
+        found = {layout_text(layout) for layout in layouts}
         wanted = set()
-        for tp, pp, dp in [
-            (t, p, d) for t in range(1, 7) for p in range(1, 7) for d in range(1, 7) if t * p * d == 6
-        ]:
+        sizes = itertools.product(range(1, 7), range(1, 7), (1, 3), range(1, 7))
+        for tp, pp, cp, dp in [each for each in sizes if math.prod(each) == 6]:
             for ep in range(1, 13):
                 for sp in (False, True):
                     try:
-                        layout = LayoutConfig(tp=tp, pp=pp, dp=dp, ep=ep, sp=sp)
+                        layout = LayoutConfig(tp=tp, pp=pp, cp=cp, dp=dp, ep=ep, sp=sp)
                         validate_layout(model, layout, num_processes=6)
                     except ValueError:
                         continue

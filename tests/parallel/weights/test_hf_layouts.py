@@ -11,8 +11,8 @@ from parallel.weights.hf_files import INDEX, HuggingFaceWeights, PerturbedWeight
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.transfer_workers import work_failing_writers, work_order_of_turns, work_round_trips
 
-ON_TWO = ["tp=2", "tp=2,sp", "pp=2", "pp=2,vpp=2", "dp=2"]
-ON_FOUR = ["tp=2,pp=2", "tp=2,pp=2,sp", "tp=2,dp=2"]
+ON_TWO = ["tp=2", "tp=2,sp", "pp=2", "pp=2,vpp=2", "dp=2", "cp=2"]
+ON_FOUR = ["tp=2,pp=2", "tp=2,pp=2,sp", "tp=2,dp=2", "tp=2,cp=2"]
 
 
 def weights_in(folder):

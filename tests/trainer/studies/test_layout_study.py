@@ -183,6 +183,8 @@ def test_what_counts_as_a_difference(change, error, word):
         ({}, {"pp": 2}, 1, "pp"),
         ({}, {"pp": 2, "vpp": 2}, 1, "pp"),
         ({}, {"pp": 2, "tp": 2}, 1, None),
+        ({"tp": 2}, {"tp": 2, "cp": 2}, 1, "cp"),
+        ({"cp": 2}, {}, 1, None),
         ({"dp": 1}, {"dp": 2}, 1, None),
         ({"dp": 2}, {"pp": 2, "dp": 1}, 1, "pp"),  # dp does not count
     ],
