@@ -50,6 +50,13 @@ class PackedPlan:
     cu_seqlens: Tensor
     """int32 [S + 1], the boundaries in the model's order, on the CPU."""
 
+    @property
+    def num_dummies(self) -> int:
+        """They are the last tokens of the model's order."""
+        return (
+            0 if self.order_T is None or self.inverse_T is None else len(self.order_T) - len(self.inverse_T)
+        )
+
     def to_model_order(self, values_T: Tensor) -> Tensor:
         return values_T if self.order_T is None else values_T[self.order_T]
 
