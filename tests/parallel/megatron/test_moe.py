@@ -3,11 +3,14 @@ SGLang server."""
 
 import asyncio
 import json
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -15,14 +18,14 @@ from typer.testing import CliRunner
 
 from configs.schema.layout import LayoutConfig
 from launch.cli import app
-from parallel.packing import pack_sequences
+from parallel.packing import PackedBatch, pack_sequences
 from parallel.planning.layout import Experts, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.weights.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
-from tests.support.layout_workers import by_hf_names, work_layout
+from tests.support.layout_workers import by_hf_names, with_experts, work_layout
 from tests.support.megatron_workers import (
     make_batch,
     make_engine,
@@ -177,15 +180,109 @@ def test_the_router_chooses_like_that_of_transformers_in_bfloat16(tmp_path, norm
     assert (weights_TE != 0).sum() == 4 * 500
 
 
-@pytest.mark.parametrize("dtype, recompute", [("float32", "none"), ("bfloat16", "full")])
-def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute):
+@pytest.mark.parametrize(
+    "dtype, recompute, replays",
+    [("float32", "none", False), ("bfloat16", "full", False), ("bfloat16", "full", True)],
+)
+def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute, replays):
     engine = make_engine(make_moe_model(tmp_path / "m", "mixtral"), dtype=dtype, recompute=recompute)
     batch = make_batch([9, 5, 12, 9, 3, 20])
+    batch = with_experts(batch, engine.architecture.experts) if replays else batch
     microbatches = [batch.select([0, 1, 2]), batch.select([3, 4, 5])]
     for _ in range(2):  # also after the weights have moved
         scored = engine.logprobs(microbatches, temperature=0.7)
         trained = engine.update(microbatches, weighted_loss, temperature=0.7).outputs
         assert all(torch.equal(old, new["logprobs_T"]) for (old, _), new in zip(scored, trained, strict=True))
+
+
+# --- routing replay
+# -----------------------------------------------------------------------------------------------------------------------
+
+
+def own_choice(engine, batch) -> PackedBatch:
+    """The batch with the experts that the engine's routers choose, in their order, given to every token."""
+    layers = [
+        layer.mlp.router for layer in engine.chunks[0].decoder.layers if isinstance(layer.mlp, MoELayer)
+    ]
+    weights: list[torch.Tensor] = []
+    hooks = [router.register_forward_hook(lambda *call: weights.append(call[2][0])) for router in layers]
+    engine.logprobs([batch], temperature=0.7)
+    for hook in hooks:
+        hook.remove()
+    plan = engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T).plan
+    ids = [plan.to_batch_order(weights_TE.topk(layers[0].topk, -1).indices) for weights_TE in weights]
+    every = torch.ones(batch.num_tokens, dtype=torch.bool)
+    return replace(batch, experts_TLK=torch.stack(ids, 1).to(torch.uint8), is_replayed_T=every)
+
+
+def logprobs_of(engine, batch) -> torch.Tensor:
+    ((logprobs_T, _),) = engine.logprobs([batch], temperature=0.7)
+    return logprobs_T
+
+
+@pytest.mark.parametrize("kind, changes", SHAPES)
+def test_a_replay_of_the_routers_own_choice_changes_no_bit_and_another_one_does(tmp_path, kind, changes):
+    engine = make_engine(make_moe_model(tmp_path / "m", kind, **changes), distributed=False)
+    batch = make_batch([9, 5, 12, 9, 3, 20])
+    own, random = own_choice(engine, batch), with_experts(batch, engine.architecture.experts)
+    alone_T = logprobs_of(engine, batch)
+    assert torch.equal(logprobs_of(engine, own), alone_T)
+    nothing = replace(random, is_replayed_T=torch.zeros_like(random.is_replayed_T))
+    assert torch.equal(logprobs_of(engine, nothing), alone_T)
+    difference_T = (logprobs_of(engine, random) - alone_T).abs()
+    assert difference_T.max() > 0.1
+    # A token sees those before it: up to the first one that is given experts, nothing changes.
+    for row, (start, end) in enumerate(pairwise(batch.cu_seqlens.tolist())):
+        first = random.is_replayed_T[start:end].nonzero()
+        same = int(first[0]) if len(first) else end - start
+        assert (difference_T[start : start + same] == 0).all(), row
+    wanted, found = {}, {}
+    for name, used in (("alone", batch), ("own", own)):
+        used_engine = make_engine(engine.source, distributed=False)
+        result = used_engine.update([used], weighted_loss, temperature=0.7)
+        found[name], wanted[name] = result.differing_experts, by_hf_names(used_engine, lambda p: p.main_grad)
+    assert found["alone"] is None and set(found["own"].by_layer) == {0}
+    assert found["own"].tokens == int(batch.response_mask_T.sum())
+    assert all(torch.equal(tensor, wanted["own"][name]) for name, tensor in wanted["alone"].items())
+
+
+@pytest.mark.parametrize("kind, changes", SHAPES)
+def test_logprobs_and_gradients_of_given_experts_match_transformers(tmp_path, kind, changes):
+    folder = make_moe_model(tmp_path / "m", kind, **changes)
+    engine = make_engine(folder, distributed=False)
+    batch = with_experts(make_batch([5, 33, 2, 12]), engine.architecture.experts)
+    found_T = logprobs_of(engine, batch)
+    logits_TV, wanted = by_transformers(folder, batch, 0.7, tmp_path / "gradients")
+    wanted_T = (logits_TV / 0.7).log_softmax(-1).gather(1, batch.targets_T[:, None]).squeeze(1)
+    assert (found_T - wanted_T).abs().max() <= 1e-5
+    engine.update([batch.select([0, 1]), batch.select([2, 3])], weighted_loss, temperature=0.7)
+    gradients = by_hf_names(engine, lambda p: p.main_grad)
+    for name, gradient in wanted.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    routers = [tensor for name, tensor in gradients.items() if name.endswith("gate.weight")]
+    assert len(routers) == batch.experts_TLK.shape[1] and all(tensor.norm() > 1e-3 for tensor in routers)
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+def test_the_routers_gradient_under_replay_is_that_of_finite_differences(tmp_path, norm_topk):
+    """With given experts the loss is smooth in the router's weights: the weights of its choice move, its choice does
+    not. (Scores that were cut before they are gathered would give no gradient.)"""
+    folder = make_moe_model(tmp_path / "m", "qwen3_moe", norm_topk_prob=norm_topk)
+    engine = make_engine(folder, distributed=False)
+    batch = with_experts(make_batch([9, 5, 12]), engine.architecture.experts)
+    batch = replace(batch, is_replayed_T=torch.ones_like(batch.is_replayed_T))
+    router = engine.chunks[0].decoder.layers[1].mlp.router
+    gradient, _ = engine.gradient([batch], lambda *call: (weighted_loss(*call)[0], None), temperature=0.7)
+    assert gradient.norm() > 0
+    direction = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1))
+    slope = float((router.weight.main_grad * direction).sum())
+    losses, weight, step = [], router.weight.detach().clone(), 1e-2
+    for sign in (1, -1):
+        router.weight.data.copy_(weight + sign * step * direction)
+        ((logprobs_T, entropy_T),) = engine.logprobs([batch], temperature=0.7, with_entropy=True)
+        losses.append(weighted_loss(batch, logprobs_T.double(), entropy_T.double())[0].item())
+    assert abs(slope) > 0.05
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope, rel=1e-2)
 
 
 def test_float16_is_refused_for_training(tmp_path):
@@ -268,6 +365,11 @@ def test_the_command_makes_a_family(tmp_path):
 
 def assert_same_step(ranks: list[dict], wanted: dict) -> None:
     """Every rank's results of a job against one process's."""
+    if wanted["differing"] is not None:
+        by_rank = {found["dp_rank"]: found["differing"] for found in ranks}.values()
+        assert sum(found.tokens for found in by_rank) == wanted["differing"].tokens
+        totals = tuple(map(sum, zip(*(found.by_layer for found in by_rank), strict=True)))
+        assert totals == wanted["differing"].by_layer and min(totals) > 0
     of_dp = {found["dp_rank"]: found["loss"] for found in ranks}
     assert sum(of_dp.values()) == pytest.approx(wanted["loss"], rel=1e-5)
     for found in ranks:
@@ -284,21 +386,30 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     shapes = {"qwen3_moe": {}, "mixed": MIXED, "mixtral": {}, "tied": dict(tied=True)}
     kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
-    return {
+    made = {
         name: make_moe_model(folder / name, kinds.get(name, name), **changes)
         for name, changes in shapes.items()
     }
+    return made | {REPLAYED: made["mixed"]}
 
 
+REPLAYED = "mixed, with experts that are given"
 TWO_RANKS = {
-    "ep2": (dict(ep=2, dp=2), ["mixed", "tied"]),
-    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral"]),
+    "ep2": (dict(ep=2, dp=2), ["mixed", "tied", REPLAYED]),
+    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral", REPLAYED]),
     "tp2 sp": (dict(tp=2, sp=True), ["qwen3_moe"]),  # all experts on both ranks, which see different tokens
 }
 
 
 def step_jobs(models, names, **optimizer) -> dict[str, tuple]:
-    return {name: ("step", dict(kind="policy", folder=models[name], **optimizer)) for name in names}
+    return {
+        name: ("step", dict(kind="policy", folder=models[name], replays=name == REPLAYED, **optimizer))
+        for name in names
+    }
+
+
+def saves_of(models, names, folder: Path) -> dict[Path, Path]:
+    return {models[name]: folder / name for name in names if name != REPLAYED}
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +425,7 @@ def on_two_ranks(models, alone, tmp_path_factory):
     """(by rank what each case of TWO_RANKS gave, the folder with what they wrote)"""
     folder = tmp_path_factory.mktemp("two")
     cases = {
-        case: (layout, step_jobs(models, names), {models[name]: folder / case / name for name in names})
+        case: (layout, step_jobs(models, names), saves_of(models, names, folder / case))
         for case, (layout, names) in TWO_RANKS.items()
     }
     job = dict(kind="policy", folder=models["mixed"])
@@ -336,7 +447,8 @@ def test_one_step_equals_that_of_one_process(on_two_ranks, alone, models, case):
     ranks, folder = on_two_ranks
     for name in TWO_RANKS[case][1]:
         assert_same_step([found[case][name] for found in ranks], alone[name])
-        assert_same_weights(models[name], folder / case / name)
+        if name != REPLAYED:
+            assert_same_weights(models[name], folder / case / name)
 
 
 @pytest.mark.engines
@@ -356,8 +468,8 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process,
     one of a plain optimizer."""
-    names = ["mixed", "tied"]
-    saves = {models[name]: tmp_path / name for name in names}
+    names = ["mixed", "tied", REPLAYED]
+    saves = saves_of(models, names, tmp_path)
     job = dict(kind="policy", folder=models["mixed"])
     plain = job | {"distributed": False, "checkpoint": tmp_path / "plain" / "step_000001"}
     jobs = step_jobs(models, names) | {
@@ -370,7 +482,8 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=900)
     for name in names:
         assert_same_step([found["pp2"][name] for found in ranks], alone[name])
-        assert_same_weights(models[name], tmp_path / name)
+    for model, out in saves.items():
+        assert_same_weights(model, out)
     for name in ("saved", "loaded", "saved plain", "loaded plain"):
         assert_same_step([found["pp2"][name] for found in ranks], alone["saved"])
     loaded = work_layout(
