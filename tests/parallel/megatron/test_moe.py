@@ -23,6 +23,7 @@ from parallel.planning.layout import Experts, read_architecture, read_hf_config,
 from parallel.weights.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
+from rollout.servers.control_line import ControlError
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
 from tests.support.layout_workers import by_hf_names, with_experts, work_layout
@@ -499,34 +500,45 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
 @pytest.mark.engines
 def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
     """After another model's weights have come and gone, every byte is that of the folder; log-probs are the
-    learner's throughout."""
+    learner's throughout, also where it replays the servers' experts, which are its own."""
     fleets = {}
     try:
         for family, tensor_parallel in (("qwen3_moe", 2), ("mixtral", 1)):
             for seed in (0, 1):
                 make_tiny_countdown_model(tmp_path / f"{family}{seed}", seed=seed, family=family)
                 sharpen(tmp_path / f"{family}{seed}")
-            fleets[family] = make_fleet(
-                tmp_path / f"{family}0", tmp_path / "logs" / family, tp=tensor_parallel
-            )
+            routing = "rollout" if family == "qwen3_moe" else "own"
+            logs = tmp_path / "logs" / family
+            fleets[family] = make_fleet(tmp_path / f"{family}0", logs, tp=tensor_parallel, routing=routing)
             fleets[family].start()
         for family, tensor_parallel in (("qwen3_moe", 2), ("mixtral", 1)):
             fleets[family].wait_healthy(400)
+            options = {"tensor_parallel": tensor_parallel, "timeout_s": 120, "needs_experts": True}
+            with SGLangControl(fleets[family].urls, **options) as control:
+                if family == "qwen3_moe":
+                    control.require_plugin()
+                else:
+                    with pytest.raises(
+                        ControlError, match="does not return routed experts.*learner.routing=own"
+                    ):
+                        control.require_plugin()
+                control.resume()
             serve(
                 fleets[family].urls,
                 tensor_parallel,
                 [make_engine(tmp_path / f"{family}{seed}") for seed in (0, 1)],
+                replays=family == "qwen3_moe",
             )
     finally:
         for fleet in fleets.values():
             fleet.stop()
 
 
-def serve(urls, tensor_parallel, engines) -> None:
+def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
     with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120) as control:
         (from_disk,) = control.checksums()
         assert any("experts" in name for name in from_disk)
-        assert gap(urls, engines[0]) <= EXACT
+        assert gap(urls, engines[0], replays=replays) <= EXACT
         for version, engine in ((1, engines[1]), (2, engines[0])):
             exported = SimpleNamespace(named_parameters=engine.export_hf)
             send(control, exported, version=version, tensor_parallel=tensor_parallel)
@@ -541,15 +553,17 @@ def serve(urls, tensor_parallel, engines) -> None:
                 if version == 2
                 else not [name for name in same if "experts" in name or "proj" in name]
             )
-            assert gap(urls, engine) <= EXACT
+            assert gap(urls, engine, replays=replays) <= EXACT
 
 
-def gap(urls, engine) -> float:
+def gap(urls, engine, *, replays: bool) -> float:
     """Largest difference in log-probs between the server and the learner, over freshly sampled responses."""
+    experts = engine.architecture.experts if replays else None
     prompts = [[3 + (7 * i + j * j) % 18 for j in range(3 + 5 * i)] for i in range(3)]
 
     async def sample():
-        async with SGLangClient(urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
+        places = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0}
+        async with SGLangClient(urls, experts=experts, **places) as client:
             options = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5]}
             return await asyncio.gather(
                 *(client.generate_group(prompt, **options, seeds=range(4)) for prompt in prompts)
@@ -562,5 +576,11 @@ def gap(urls, engine) -> float:
         rollout_logprobs=[[*[0.0] * len(prompt), *c.rollout_logprobs] for prompt, c in pairs],
         sequence_ids=range(len(pairs)),
     )
+    if replays:
+        chosen_TLK = torch.cat([torch.from_numpy(c.experts) for _, c in pairs])
+        own = own_choice(engine, batch)
+        is_same_TL = (own.experts_TLK.sort(-1).values == chosen_TLK.sort(-1).values).all(-1)
+        assert is_same_TL.double().mean() > 0.99  # all but ties within rounding
+        batch = replace(own, experts_TLK=chosen_TLK)
     ((logprobs_T, _),) = engine.logprobs([batch], temperature=0.7)
     return float((logprobs_T - batch.rollout_logprobs_T)[batch.response_mask_T].abs().max())
