@@ -98,7 +98,7 @@ class RunConfig(Schema):
     tracking: TrackingConfig = TrackingConfig()
     record_batches: RecordBatches = "none"
     """The steps that are recorded for ``tandem replay``: none, all, or ``{every: N}``. A record takes about 50
-    bytes per token, in the run folder."""
+    bytes per token, and those of the experts that are replayed, in the run folder."""
     launch: LaunchConfig = LaunchConfig()
     resume: GivenPath | None = None
     """The folder of a run to go on with, from its newest valid checkpoint."""
@@ -251,6 +251,13 @@ class RunConfig(Schema):
             yield Contradiction(
                 ("learner.routing", "rollout.sglang_plugin"),
                 "learner.routing=rollout gets the experts by Tandem's plugin of SGLang, which rollout.sglang_plugin=false leaves out",
+                fix,
+            )
+        if self.rollout.router is not None:
+            yield Contradiction(
+                ("learner.routing", "rollout.router"),
+                "learner.routing=rollout does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, and "
+                "the request for experts is none of them",
                 fix,
             )
         for name, value in self.rollout.server_args.items():

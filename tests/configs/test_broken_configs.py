@@ -532,6 +532,7 @@ TABLE = {
         error=error, fix="remove it, or set learner.routing=own",
     ) for name, setting, field, error in [
         ("no plugin", "rollout.sglang_plugin=false", "rollout.sglang_plugin", "gets the experts by Tandem's plugin of SGLang"),
+        ("a router", "rollout.router={policy: round_robin}", "rollout.router", "passes on the fields that it knows"),
         ("whole prompts", "rollout.server_args={chunked_prefill_size: -1}", "rollout.server_args", "would end at a longer prompt"),
         ("drafts", "rollout.server_args={speculative-algorithm: EAGLE}", "rollout.server_args", "SGLang does not tell apart"),
         ("a cache on the host", "rollout.server_args={enable-hierarchical-cache: true}", "rollout.server_args", "experts of other tokens"),

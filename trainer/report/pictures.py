@@ -166,6 +166,17 @@ PICTURES = (
                 log=True,
                 noise=ROUNDING,
             ),
+            Lines(
+                title="Experts that the learner would choose otherwise",
+                metrics={"mismatch/experts_differ": "of tokens and layers"},
+                bounds=(0, None),
+            ),
+            Lines(
+                title="Tokens whose experts are replayed",
+                metrics={"mismatch/replayed_fraction": "share"},
+                bounds=(0, 1.0),
+                idle=1,
+            ),
         ),
     ),
     Picture(

@@ -519,7 +519,7 @@ def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
                     control.require_plugin()
                 else:
                     with pytest.raises(
-                        ControlError, match="does not return routed experts.*learner.routing=own"
+                        ControlError, match=r"does not return routed experts.*learner\.routing=own"
                     ):
                         control.require_plugin()
                 control.resume()
