@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -26,8 +26,8 @@ class Groups:
     pp_rank: int
     pp_size: int
     pp_group: dist.ProcessGroup
-    of_one_dp_rank: tuple[dist.ProcessGroup, ...]
-    """Sums over each of them in turn are sums over all processes that share one data-parallel rank's batch."""
+    of_one_dp_rank: tuple[Any, ...]
+    """Process groups: sums over each of them in turn are sums over all processes that share one data-parallel rank's batch."""
     is_stage_first: bool
     """Whether this rank writes and sends the weights of its pipeline stage."""
 

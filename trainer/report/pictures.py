@@ -166,17 +166,6 @@ PICTURES = (
                 log=True,
                 noise=ROUNDING,
             ),
-            Lines(
-                title="Experts that the learner would choose otherwise",
-                metrics={"mismatch/experts_differ": "of tokens and layers"},
-                bounds=(0, None),
-            ),
-            Lines(
-                title="Tokens whose experts are replayed",
-                metrics={"mismatch/replayed_fraction": "share"},
-                bounds=(0, 1.0),
-                idle=1,
-            ),
         ),
     ),
     Picture(
@@ -201,6 +190,27 @@ PICTURES = (
                 axis="position (token)",
             ),
         ),
+    ),
+    Picture(
+        name="routing",
+        title="Experts of the two engines",
+        about="Where the learner replays the servers' experts: response tokens whose experts it would not choose itself, and tokens that "
+        "keep its own choice, because the server computed their prompt again.",
+        panels=(
+            Lines(
+                title="Experts that differ",
+                metrics={"mismatch/experts_differ": "of tokens and layers"},
+                bounds=(0, None),
+            ),
+            Lines(title="By layer", metrics={"mismatch/experts_differ/*": "*"}, bounds=(0, None)),
+            Lines(
+                title="Not replayed",
+                metrics={"1 - mismatch/replayed_fraction": "share"},
+                bounds=(0, None),
+                idle=0,
+            ),
+        ),
+        optional=True,
     ),
     Picture(
         name="divergence",
