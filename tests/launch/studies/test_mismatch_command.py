@@ -143,6 +143,7 @@ def test_why_asks_the_first_server_for_experts_where_the_model_has_them(tmp_path
     plan = make_plan(request(rollouts=rollouts, why=True), loaded(tmp_path, folder), gpus=0)
     routings = {(p.kind, p.text): p.config.learner.routing for p in plan.parts}
     assert {part for part, routing in routings.items() if routing == "rollout"} == {("rollout", "tp=1")}
+    assert any("learner tp=2 as a cause (tp): layout.tp=2 without sp" in reason for reason in plan.skipped)
     for changes, which in (({"why": False}, folder), ({"why": True}, model)):
         plan = make_plan(request(rollouts=rollouts, **changes), loaded(tmp_path, which), gpus=0)
         assert {p.config.learner.routing for p in plan.parts} == {"own"}
