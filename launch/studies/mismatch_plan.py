@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.errors import ConfigError, did_you_mean
+from configs.errors import did_you_mean
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
 from configs.schema.task import CountdownTask, TaskConfig
@@ -104,19 +104,12 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     if request.why and _has_experts(parts[0].config):
         try:
             parts[0] = _rollout_part("rollout", request.rollouts[0], load, gpus, ["learner.routing=rollout"])
-        except (ValueError, ConfigError) as error:
-            skipped.append(f"cause routing: {_reason(error)}")
+        except ValueError as error:
+            skipped.append(f"cause routing: {error}")
     if request.why:
         more, left_out = _parts_of_why(request, load, gpus)
         parts, skipped = parts + more, skipped + left_out
     return Plan(request=request, parts=tuple(parts), skipped=tuple(skipped))
-
-
-def _reason(error: ValueError | ConfigError) -> str:
-    """In one line."""
-    if isinstance(error, ConfigError):
-        return "; ".join(problem.error for problem in error.problems)
-    return str(error)
 
 
 def _has_experts(config: RunConfig) -> bool:
@@ -216,8 +209,8 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
             continue
         try:
             parts.append(_learner_part("why", text, load, request.prompts, gpus))
-        except (ValueError, ConfigError) as error:
-            skipped.append(f"learner {text} as a cause ({cause}): {_reason(error)}")
+        except ValueError as error:
+            skipped.append(f"learner {text} as a cause ({cause}): {error}")
     server = _rollout_part("rollout", request.rollouts[0], load, gpus).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
     if server.temperature == 1.0:  # servers score tokens at no other temperature
