@@ -363,8 +363,7 @@ def _replay(
     if experts_TLK is None or is_replayed_T is None:
         return None
     if counted_T is not None:
-        counted_T = plan.to_model_order(counted_T & is_replayed_T)
-        counted_T[len(counted_T) - plan.num_dummies :] = False
+        counted_T = plan.without_dummies(plan.to_model_order(counted_T & is_replayed_T))
     return moe.Replay(
         experts_TLK=plan.to_model_order(experts_TLK),
         is_replayed_T=plan.to_model_order(is_replayed_T),
