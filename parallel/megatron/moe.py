@@ -7,8 +7,8 @@ Every expert lives whole on one rank (Megatron's expert tensor-parallel size is 
 the list of experts, and tokens travel to them and back (all-to-all). No token is dropped, and there is no loss
 for balancing the experts.
 
-Routing replay (``Replay``; Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
-Routers", 2025): tokens go to the experts that the server sent them to. The weights are the learner's own
+Routing replay (``Replay``; W. Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
+Routers", arXiv 2510.11370): tokens go to the experts that the server sent them to. The weights are the learner's own
 probabilities of these experts, so the router has its gradient. The ids travel with the micro-batch, and each layer
 takes its own whenever it runs. Recomputation and the schedules of a pipeline therefore need nothing more.
 """

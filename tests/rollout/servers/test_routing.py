@@ -2,6 +2,7 @@
 
 import base64
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,3 +94,17 @@ def test_bytes_per_token_of_large_models():
     assert bytes_per_token(Experts(128, 8, (True,) * 48)) == 384  # Qwen3-30B-A3B
     assert bytes_per_token(Experts(128, 8, (True,) * 94)) == 752  # Qwen3-235B-A22B
     assert bytes_per_token(Experts(512, 10, (False, True))) == 20
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [({"num_experts": 256}, torch.uint8), ({"num_experts": 257}, torch.int16), ({"num_local_experts": 8}, torch.uint8)],
+)  # fmt: skip
+def test_the_plugin_narrows_what_a_request_has(config, kind):
+    processor = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**config)))
+    request = SimpleNamespace(routed_experts=torch.tensor([[[7, 0]]], dtype=torch.int32))
+    tandem_routed_experts.narrow_ids(None, processor, request)
+    assert request.routed_experts.dtype == kind and request.routed_experts.tolist() == [[[7, 0]]]
+    without = SimpleNamespace(routed_experts=None)
+    tandem_routed_experts.narrow_ids(None, processor, without)
+    assert without.routed_experts is None
