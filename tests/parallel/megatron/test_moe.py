@@ -3,6 +3,7 @@ SGLang server."""
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -517,6 +518,8 @@ def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
             with SGLangControl(fleets[family].urls, **options) as control:
                 if family == "qwen3_moe":
                     control.require_plugin()
+                    control.resume()
+                    check_an_interruption(control, fleets[family].urls)
                 else:
                     with pytest.raises(
                         ControlError, match=r"does not return routed experts.*learner\.routing=own"
@@ -554,6 +557,38 @@ def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
                 else not [name for name in same if "experts" in name or "proj" in name]
             )
             assert gap(urls, engine, replays=replays) <= EXACT
+
+
+def check_an_interruption(control, urls) -> None:
+    """A response that the server puts back into its queue, and goes on with from a cache that is computed anew, comes
+    without experts: those that it has then are of the second computation. The next one has them again."""
+    experts = Experts(
+        num_experts=8, experts_per_token=2, intermediate_size=1, norm_topk=True, is_sparse=(True,) * 4
+    )
+
+    def sample(max_new_tokens: int):
+        async def ask():
+            async with SGLangClient(
+                urls, experts=experts, max_concurrency=1, timeout_s=120, max_retries=0
+            ) as client:
+                options = {"max_new_tokens": max_new_tokens, "temperature": 1.3, "stop_token_ids": []}
+                return await client.generate_group([3, 8, 5, 14, 9], **options, seeds=[0])
+
+        return asyncio.run(ask())[0]
+
+    with ThreadPoolExecutor(1) as thread:
+        for attempt in range(40):  # again, and later, until the pause is inside the response
+            response = thread.submit(sample, 240)
+            wait([response], timeout=0.02 * (attempt + 1))
+            control.pause()
+            control.resume()
+            completion = response.result()
+            assert (completion.experts is None) == (completion.num_retractions > 0)
+            if completion.num_retractions:
+                break
+    assert completion.num_retractions
+    after = sample(4)
+    assert after.experts.shape == (5 + len(after.token_ids) - 1, 4, 2) and not after.num_retractions
 
 
 def gap(urls, engine, *, replays: bool) -> float:
