@@ -114,10 +114,10 @@ class Turn:
     response_digest: int
     """``digest`` of the tokens that the server answered with."""
     finish_reason: FinishReason
-    cached_tokens: int = 0
-    """Tokens of the prompt that the server had in its prefix cache."""
     num_retractions: int = 0
     """See ``Completion``."""
+    cached_tokens: int = 0
+    """Tokens of the prompt that the server had in its prefix cache."""
 
 
 def field_of(record: Mapping[str, Any], field: str) -> Any:

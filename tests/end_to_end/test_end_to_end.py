@@ -220,9 +220,10 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
     settings = [
         *SMALL, *REWARD, "environment={type: tokens, environment: my_turns:TwoTurns}", "rollout.tp=2",
         "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
-        "kl.coefficient=0.01", "layout.dp=1", "model.path=experts", "learner.routing=rollout",
+        "kl.coefficient=0.01", "layout.dp=1",
     ]  # fmt: skip
     make_tiny_countdown_model(folder / "experts", seed=0, family="qwen3_moe")
+    settings += ["model.path=experts", "learner.routing=rollout"]
     # The last step is saved, though it is no multiple of three.
     pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=3", "steps=2"]
     run("train", RECIPE, *settings, *pipeline, cwd=folder)
