@@ -1,7 +1,8 @@
 """The learner's engines: log-probs and updates of a policy, values and updates of a critic.
 
 An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, expert,
-pipeline (plain or interleaved) and data parallelism.
+pipeline (plain or interleaved) and data parallelism. A policy replays the experts that its micro-batches carry
+(``PackedBatch.experts_TLK``). A critic chooses its own: its router is another one.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are
 this data-parallel rank's own; the tensor-, context- and pipeline-parallel ranks of one data-parallel rank pass the
@@ -10,7 +11,7 @@ same ones. Losses and scores are computed on the last pipeline stage, which send
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from parallel.megatron.model import (
     build_model,
     build_value_model,
 )
+from parallel.megatron.moe import Replay
 from parallel.megatron.optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler
 from parallel.packing import PackedBatch
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config, validate_layout
@@ -72,6 +74,17 @@ class NonFiniteError(ArithmeticError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DifferingExperts:
+    """The router's own choice against the experts that were replayed, at the response tokens of this data-parallel
+    rank. Layers before see the replayed experts."""
+
+    by_layer: tuple[int, ...]
+    """Of each layer with experts: tokens whose own set of experts is another."""
+    tokens: int
+    """Response tokens whose experts were replayed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
     """One optimizer step, the same on every rank of a data-parallel rank.
 
@@ -84,6 +97,8 @@ class UpdateResult:
     lr: float
     outputs: list[Any]
     skipped: bool | None
+    differing_experts: DifferingExperts | None = None
+    """None where no experts were replayed."""
 
 
 class _Engine:
@@ -427,7 +442,26 @@ class MegatronEngine(_Engine):
         unchanged weights, if a loss, the factor or the gradient's norm is not finite; ValueError for a frozen
         engine or without micro-batches.
         """
-        return self._update_weights(microbatches, _logprob_forward(temperature, True), loss_fn, grad_scale)
+        replays: list[Replay] = []
+        forward = _logprob_forward(temperature, True, replays)
+        result = self._update_weights(microbatches, forward, loss_fn, grad_scale)
+        return replace(result, differing_experts=self._differing_experts(microbatches, replays))
+
+    def _differing_experts(
+        self, microbatches: Sequence[PackedBatch], replays: Sequence[Replay]
+    ) -> DifferingExperts | None:
+        """A collective where experts are replayed: each rank has counted its own layers and tokens."""
+        experts = self.architecture.experts
+        if experts is None or microbatches[0].experts_TLK is None:
+            return None
+        counts_L = torch.zeros(sum(experts.is_sparse), dtype=torch.int64, device=platform.device())
+        for replay in replays:
+            for layer, count in replay.differing.items():
+                counts_L[layer] += count
+        for group in self.groups.of_one_dp_rank:
+            dist.all_reduce(counts_L, group=group)
+        tokens = sum(int(b.response_mask_T[b.is_replayed_T].sum()) for b in microbatches)
+        return DifferingExperts(by_layer=tuple(counts_L.tolist()), tokens=tokens)
 
     def gradient(
         self, microbatches: Sequence[PackedBatch], loss_fn: LossFunction, *, temperature: float
@@ -508,12 +542,23 @@ class ValueEngine(_Engine):
         return self._update_weights(microbatches, _value_forward, loss_fn, grad_scale)
 
 
-def _logprob_forward(temperature: float, with_entropy: bool) -> _Forward:
+def _logprob_forward(temperature: float, with_entropy: bool, replays: list[Replay] | None = None) -> _Forward:
+    """replays: gets what each call replays, with counts of the router's own choice. None: nothing is counted."""
+
     def forward(model: LogprobGPTModel, batch: PackedBatch) -> tuple[Tensor, ...] | Tensor:
+        packed = model.pack(
+            batch.cu_seqlens,
+            batch.positions_T,
+            experts_TLK=batch.experts_TLK,
+            is_replayed_T=batch.is_replayed_T,
+            counted_T=None if replays is None else batch.response_mask_T,
+        )
+        if replays is not None and packed.replay is not None:
+            replays.append(packed.replay)
         result: Any = model.logprobs(
             tokens_T=batch.tokens_T,
             targets_T=batch.targets_T,
-            packed=model.pack(batch.cu_seqlens, batch.positions_T),
+            packed=packed,
             temperature=temperature,
             with_entropy=with_entropy,
         )

@@ -1,9 +1,9 @@
 """Packed batches: sequences laid end to end, never padded, and shifted by one token here and nowhere else.
 
-``docs/notation.md`` describes the layout.
+``docs/notation.md`` describes the layout. L are the layers with experts here, K the experts of a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -42,6 +42,10 @@ class PackedBatch:
     lag_T: Tensor | None = None
     """int16, on response tokens: updates of the weights between the sampling of the target and this step. None
     where every lag is 0 by the config."""
+    experts_TLK: Tensor | None = None
+    """uint8 or int16 [T, L, K]: the experts to which the server sent each input token. None: learner.routing=own."""
+    is_replayed_T: Tensor | None = None
+    """bool: tokens that go to ``experts_TLK`` here too; the others go to the learner's own choice."""
     old_logprobs_T: Tensor | None = None
     """float32 nats. None where current is old: the update's forward pass gives both."""
     ref_logprobs_T: Tensor | None = None
@@ -63,6 +67,7 @@ class PackedBatch:
             value = getattr(self, f.name)
             if f.name.endswith("_T") and value is not None:
                 require_per_token(f.name, value, self.tokens_T.numel(), _DTYPES.get(f.name, FLOATS))
+        self._require_experts()
         bounds, ids_S = self.cu_seqlens, self.sequence_ids_S
         if bounds.dim() != 1 or ids_S.shape != (bounds.numel() - 1,):
             raise ValueError(
@@ -73,6 +78,26 @@ class PackedBatch:
                 f"cu_seqlens goes from {bounds[0].item()} to {bounds[-1].item()}, the batch has {self.num_tokens} tokens; "
                 "it must rise from 0 to the number of tokens"
             )
+
+    def _require_experts(self) -> None:
+        experts, num_tokens = self.experts_TLK, self.num_tokens
+        if (experts is None) != (self.is_replayed_T is None):
+            raise ValueError(
+                "experts_TLK and is_replayed_T say together what is replayed, and one is missing; pass both"
+            )
+        if experts is not None and (experts.dim() != 3 or len(experts) != num_tokens):
+            raise ValueError(
+                f"experts_TLK has shape {tuple(experts.shape)}, the batch {num_tokens} tokens; pass [tokens, layers, experts per token]"
+            )
+        if experts is not None and experts.dtype not in (torch.uint8, torch.int16):
+            raise ValueError(f"experts_TLK is {experts.dtype}; convert it to uint8 or int16")
+
+    def per_token(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) of every field that is set and has a value, or a row, per token."""
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith(("_T", "_TLK")) and value is not None:
+                yield f.name, value
 
     @property
     def num_tokens(self) -> int:
@@ -87,28 +112,23 @@ class PackedBatch:
         return replace(self, **tensors)
 
     def select(self, rows: Sequence[int]) -> "PackedBatch":
-        """The sequences at ``rows``, in that order, as a batch of their own with all ``_T`` fields that are set."""
+        """The sequences at ``rows``, in that order, as a batch of their own with all fields per token that are set."""
         bounds = self.cu_seqlens.tolist()
         empty = torch.empty(0, dtype=torch.int64)
         places = torch.cat([empty, *(torch.arange(bounds[r], bounds[r + 1]) for r in rows)])
         lengths = torch.tensor([0] + [bounds[r + 1] - bounds[r] for r in rows])
-        taken = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name.endswith("_T") and value is not None:
-                taken[f.name] = value[places.to(value.device)]
+        taken = {name: value[places.to(value.device)] for name, value in self.per_token()}
         ids_S = self.sequence_ids_S[torch.tensor(rows, dtype=torch.int64)]
         return replace(self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32), sequence_ids_S=ids_S)
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """A copy with every ``_T`` tensor on ``device``; cu_seqlens and sequence ids stay on the CPU."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name.endswith("_T")}
-        return replace(self, **{k: v.to(device) for k, v in tensors.items() if v is not None})
+        """A copy with every tensor per token on ``device``; cu_seqlens and sequence ids stay on the CPU."""
+        return replace(self, **{name: value.to(device) for name, value in self.per_token()})
 
 
 _DTYPES = {
     **dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS),
-    "response_mask_T": FLAGS,
+    **dict.fromkeys(("response_mask_T", "is_replayed_T"), FLAGS),
     "lag_T": (torch.int16,),
 }
 
@@ -136,8 +156,11 @@ def pack_sequences(
     rollout_logprobs: Sequence[Sequence[float] | np.ndarray],
     sequence_ids: Sequence[int],
     lags: Sequence[np.ndarray] | None = None,
+    experts: Sequence[np.ndarray] | None = None,
+    is_replayed: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
-    """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``.
+    """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``. Experts are
+    those of the input.
 
     Raises ValueError for a sequence of fewer than two tokens, which predicts nothing, and for a mask or
     log-probs that are not one value per token.
@@ -169,6 +192,8 @@ def pack_sequences(
         rollout_logprobs_T=_join(rollout_logprobs, torch.float32)[is_target],
         sequence_ids_S=torch.tensor(list(sequence_ids), dtype=torch.int64),
         lag_T=None if lags is None else _join(lags, torch.int16)[is_target],
+        experts_TLK=None if experts is None else torch.from_numpy(np.concatenate(experts))[is_input],
+        is_replayed_T=None if is_replayed is None else _join(is_replayed, torch.bool)[is_input],
     )
 
 

@@ -61,9 +61,12 @@ class GenerationClient(Protocol):
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
         session: Session | None = None,
+        experts_from: int = 0,
     ) -> list[Completion]:
         """Independent responses to one prompt, one per seed, in the order of the seeds. The stop token that
         ended a response is part of it.
+
+        experts_from: the first input token whose experts are of use, where the client asks for experts.
 
         Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary. A seed fixes its
         sample on engines that run deterministically; other engines ignore it.
@@ -74,7 +77,8 @@ class GenerationClient(Protocol):
         ...
 
     def with_own_places(self) -> "GenerationClient":
-        """A client of the same engine whose samples wait for none of this one's. It has stats of its own."""
+        """A client of the same engine for samples that are not trained on: they wait for none of this one's, and have no
+        experts. It has stats of its own."""
         ...
 
     async def see_version(self, newest: int) -> None:

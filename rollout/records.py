@@ -11,6 +11,8 @@ import numpy as np
 
 TOKEN_IDS, LOGPROBS, VERSIONS, MASK = np.int32, np.float32, np.int32, np.bool_
 """Types of the arrays. SGLang's log-probs are float32 numbers, which JSON writes in full."""
+EXPERTS = (np.uint8, np.int16)
+"""Types of experts' ids: the smaller one that has room for a model's."""
 
 
 class FinishReason(StrEnum):
@@ -79,6 +81,13 @@ class Completion(_WithArrays):
     """``digest`` of the tokens in the request that was sampled from."""
     cached_tokens: int = 0
     """Tokens of the prompt that the server had in its prefix cache."""
+    num_retractions: int = 0
+    """How often the server interrupted the response, and then computed prompt and response so far anew: for new
+    weights, or for lack of memory."""
+    experts: np.ndarray | None = None
+    """uint8 or int16 [rows, L, K], where asked for: the experts of the last input tokens, in the L layers that have
+    experts. Row -1 is that of the token before the last one. None also after a retraction: the server has the experts
+    of the second computation, and the log-probs of the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +114,8 @@ class Turn:
     response_digest: int
     """``digest`` of the tokens that the server answered with."""
     finish_reason: FinishReason
+    num_retractions: int = 0
+    """See ``Completion``."""
     cached_tokens: int = 0
     """Tokens of the prompt that the server had in its prefix cache."""
     reward: float | None = None
@@ -151,6 +162,11 @@ class Trajectory(_WithArrays):
     baseline is without it."""
     reward_parts: dict[str, float]
     status: Status = Status.OK
+    experts: np.ndarray | None = None
+    """uint8 or int16 [n, L, K]: the experts of each token as an input, in the L layers that have experts. Zeros where
+    they are not known. None: of no token."""
+    is_replayed: np.ndarray | None = None
+    """bool [n]: the tokens whose experts are known. None with ``experts``."""
     branch: int = 0
     """Of an episode that forked: its sequences are numbered from 0. All of them have its reward."""
 

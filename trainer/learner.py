@@ -16,10 +16,13 @@ from configs.schema.run import WITHIN_GROUPS
 from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
+from rollout.sglang_plugin.tandem_routed_experts import wire_type
 from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.kl_reward import KLInReward
+from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.exact_turns import TurnsDiffer
+from trainer.batch.plan import Routing
 from trainer.batch.step_batch import StepBatch, split_groups, step_batch
 from trainer.critic import Critic, CriticUpdate
 from trainer.ranks.metrics import (
@@ -149,11 +152,22 @@ class Learner:
         newest = self.version if config.rollout.max_staleness else None
         try:
             # Packed here: a rank's tensors travel many times faster than its lists.
-            packed = [step_batch(share, newest=newest) for share in by_dp_rank]
+            packed = [step_batch(share, newest=newest, routing=self._routing()) for share in by_dp_rank]
         except TurnsDiffer as error:
             return [error] * self.groups.world_size
         # Tensor-, context- and pipeline-parallel siblings need the same share.
         return [packed[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
+
+    def _routing(self) -> Routing | None:
+        """The form of the experts that are replayed."""
+        experts = self.engine.architecture.experts
+        if self._config.learner.routing == "own" or experts is None:
+            return None
+        return Routing(
+            layers=sum(experts.is_sparse),
+            experts_per_token=experts.experts_per_token,
+            dtype=wire_type(experts.num_experts),
+        )
 
     def score(self, batch: StepBatch, *, before_update: bool) -> StepBatch:
         """Add ``old``, ``ref`` and values of the sampled tokens, without gradient, using the same micro-batches
@@ -226,9 +240,19 @@ class Learner:
         if counts_kept:
             metrics = scale_losses(metrics, scale_of(result.outputs))
         return Update(
-            metrics=per_minibatch(metrics) | _optimizer_metrics("optim", result),
+            metrics=per_minibatch(metrics)
+            | self._routing_metrics(result)
+            | _optimizer_metrics("optim", result),
             logprobs=[scored.logprobs_T for scored in result.outputs],
         )
+
+    def _routing_metrics(self, result: UpdateResult) -> dict[str, Metric]:
+        """Over all data-parallel ranks."""
+        found, experts = result.differing_experts, self.engine.architecture.experts
+        if found is None or experts is None:
+            return {}
+        metrics = routing_metrics(found.by_layer, found.tokens, experts.is_sparse)
+        return merge_over_ranks(metrics, self.groups.dp_group)
 
     def logprobs_of(
         self, prompt: Sequence[int], completions: Sequence[Completion], *, temperature: float

@@ -47,7 +47,10 @@ def step_metrics(
     measured: of this rank's share, before the update. sync: None where it failed.
     """
     before = merge_over_ranks(
-        merge_metrics([*measured, reward_metrics_of(batch, updates, mode, total_over(group))]), group
+        merge_metrics(
+            [*measured, reward_metrics_of(batch, updates, mode, total_over(group)), replay_share(batch)]
+        ),
+        group,
     )
     merged = merge_metrics([before, *(u.metrics for u in updates)])
     numbers = values(merged) | first_and_sign(updates, mode)
@@ -88,6 +91,14 @@ def reward_metrics_of(
         is_first_S = torch.isin(packed.sequence_ids_S, batch.first_sequences())
         log_ratio_S, tokens_S = log_ratio_E[episode_S], torch.where(is_first_S, tokens_E[episode_S], 0.0)
     return reward_metrics(rewards_S, log_ratio_S, tokens_S > 0)
+
+
+def replay_share(batch: StepBatch) -> dict[str, Metric]:
+    """Response tokens whose experts are the server's; empty where the learner chooses by itself."""
+    packed = batch.packed
+    if packed.is_replayed_T is None:
+        return {}
+    return {"mismatch/replayed_fraction": Metric.mean(packed.is_replayed_T, packed.response_mask_T)}
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
@@ -155,6 +166,7 @@ def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
         "episode/turns_mean": fmean(turns),
         "episode/turns_max": max(turns),
         "episode/turns_checked": sum(turns),
+        "episode/retracted_turns": sum(turn.num_retractions > 0 for t in sequences for turn in t.turns),
         "episode/observed_tokens": sum(observed),
         "episode/not_scored_fraction": fmean(t.reward is None for t in samples),
     }

@@ -47,6 +47,13 @@ WITHIN_GROUPS = ("grpo", "rloo", "opo", "reinforce_pp_baseline")
 MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
 """Objectives whose papers average over the tokens of a sequence, then over sequences."""
 
+NO_EXPERTS_WITH = {
+    "chunked-prefill-size": "SGLang has a buffer for the experts of one chunk, and would end at a longer prompt",
+    "enable-hierarchical-cache": "a part of the prefix cache that comes back has another place, with the experts of other tokens",
+    "disaggregation-mode": "a server that decodes does not know the experts of the prompt",
+}
+"""Flags of SGLang that routing replay refuses, and why."""
+
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """A run folder's name also holds the date and the overrides of a job array; file names have at most 255
 bytes."""
@@ -92,7 +99,7 @@ class RunConfig(Schema):
     tracking: TrackingConfig = TrackingConfig()
     record_batches: RecordBatches = "none"
     """The steps that are recorded for ``tandem replay``: none, all, or ``{every: N}``. A record takes about 50
-    bytes per token, in the run folder."""
+    bytes per token, and those of the experts that are replayed, in the run folder."""
     launch: LaunchConfig = LaunchConfig()
     resume: GivenPath | None = None
     """The folder of a run to go on with, from its newest valid checkpoint."""
@@ -100,7 +107,7 @@ class RunConfig(Schema):
     @model_validator(mode="after")
     def _parts_fit(self):
         loss, reward = self._loss_contradictions(), self._reward_contradictions()
-        if contradictions := [*loss, *reward, *self._batch_contradictions()]:
+        if contradictions := [*loss, *reward, *self._batch_contradictions(), *self._routing_contradictions()]:
             raise Contradictions(contradictions)
         return self
 
@@ -248,6 +255,37 @@ class RunConfig(Schema):
                 f"{self.learner.token_budget}",
                 "raise the budget, since a sequence is never split over micro-batches",
             )
+
+    def _routing_contradictions(self) -> Iterator[Contradiction]:
+        """Of routing replay: servers that give no experts, or not those that a token was sampled with."""
+        if self.learner.routing == "own":
+            return
+        fix = "remove it, or set learner.routing=own"
+        if not self.rollout.sglang_plugin:
+            yield Contradiction(
+                ("learner.routing", "rollout.sglang_plugin"),
+                "learner.routing=rollout gets the experts by Tandem's plugin of SGLang, which rollout.sglang_plugin=false leaves out",
+                fix,
+            )
+        if self.rollout.router is not None:
+            yield Contradiction(
+                ("learner.routing", "rollout.router"),
+                "learner.routing=rollout does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, and "
+                "the request for experts is none of them",
+                fix,
+            )
+        for name, value in self.rollout.server_args.items():
+            flag = name.replace("_", "-")
+            reason = NO_EXPERTS_WITH.get(flag)
+            if flag.startswith("speculative-"):
+                reason = "its steps check several tokens at once, whose experts SGLang does not tell apart"
+            is_chunked = flag == "chunked-prefill-size" and isinstance(value, int) and value > 0
+            if reason is not None and value is not False and not is_chunked:
+                yield Contradiction(
+                    ("learner.routing", "rollout.server_args"),
+                    f"learner.routing=rollout does not go with rollout.server_args.{name}={value}: {reason}",
+                    fix,
+                )
 
     @property
     def policy_objective(self) -> ObjectiveConfig:

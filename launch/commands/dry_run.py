@@ -31,6 +31,7 @@ from launch.tables import aligned
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.memory import size_text
 from parallel.planning.planner import bytes_to_send
+from rollout.servers.routing import bytes_per_token
 
 FREE_PORT = "a free port"
 Row = tuple[str, ...]
@@ -239,6 +240,7 @@ def batch_lines(config: RunConfig | SftConfig) -> list[str]:
         *_ahead_lines(config),
         *([f"rollout.precision={rollout.precision}: {rollout.rounding}"] if rollout.rounding else []),
         *_resampling_lines(config),
+        *_routing_lines(config),
         *_microbatch_lines(config, minibatch // dp),
     ]
 
@@ -261,6 +263,19 @@ def _resampling_lines(config: RunConfig) -> list[str]:
         return []
     most = f"at most {sampling.max_rounds * config.rollout.prompts_per_step} prompts, in {sampling.max_rounds} rounds"
     return [f"dynamic sampling: {most}, until enough groups carry a signal"]
+
+
+def _routing_lines(config: RunConfig) -> list[str]:
+    if config.learner.routing == "own":
+        return []
+    experts = read_architecture(read_hf_config(config.model.path)).experts
+    assert experts is not None  # checked before
+    each, rollout = bytes_per_token(experts), config.rollout
+    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens
+    return [
+        f"learner.routing=rollout: {each} bytes of experts per token of prompts and responses, so {size_text(each * tokens)} from the "
+        "servers to the learner's first rank where every response is as long as it may be"
+    ]
 
 
 def _microbatch_lines(config: RunConfig, each: int) -> list[str]:

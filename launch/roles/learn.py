@@ -222,7 +222,8 @@ def _connect(folder: RunFolder, config: RunConfig):
     }
     find = partial(folder.read_address, "sample") if config.rollout.max_sampler_restarts else None
     remote = RemoteSampler(address, find=find, **limits)
-    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, **limits)
+    needs_experts = config.learner.routing == "rollout"
+    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, needs_experts=needs_experts, **limits)
     return remote, control
 
 

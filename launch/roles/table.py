@@ -30,6 +30,7 @@ from launch.roles.serve import serve, serving_node
 from launch.studies.mismatch import draw, score
 from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folders
+from parallel.planning.layout import Experts, read_architecture, read_hf_config
 from rollout.servers.watched_process import guard_session
 
 INTERRUPTED = 130
@@ -61,10 +62,18 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
             host=host,
             key=key,
             doing=doing,
+            experts=experts_to_replay(config),
         )
         asyncio.run(role)
     finally:
         folder.withdraw("sample")
+
+
+def experts_to_replay(config: RunConfig) -> Experts | None:
+    """Those of the policy; None where the learner chooses by itself."""
+    if config.learner.routing == "own":
+        return None
+    return read_architecture(read_hf_config(config.model.path)).experts
 
 
 def supervised(folder: RunFolder, config: SftConfig) -> None:

@@ -23,7 +23,7 @@ from launch.processes.run_folder import RunFolder, wait_for_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.studies.mismatch_result import evaluate, write
-from parallel.planning.layout import read_hf_config
+from parallel.planning.layout import read_architecture, read_hf_config
 
 
 def run(plan: Plan, start: StartRole) -> Path:
@@ -168,8 +168,10 @@ async def _sample(
         "long": (1, settings.max_new_tokens),
         "short": (SHORT_PER_PROMPT, shortened(config, SHORT_PER_PROMPT)),
     }
+    replays = config.learner.routing == "rollout"
+    experts = read_architecture(read_hf_config(config.model.path)).experts if replays else None
     async with SGLangClient(
-        urls, key=folder.run_key(), max_concurrency=settings.max_concurrency,
+        urls, key=folder.run_key(), max_concurrency=settings.max_concurrency, experts=experts,
         timeout_s=settings.request_timeout_s, max_retries=settings.max_retries,
     ) as client:  # fmt: skip
         for name, (per_prompt, max_new_tokens) in lengths.items():
@@ -182,7 +184,8 @@ async def _sample(
                 for i, group in enumerate(groups)
                 for c in group
             ]
-            joined = join_samples([prompt.token_ids for prompt in prompts], samples)
+            of_all = [completion.experts for group in groups for completion in group]
+            joined = join_samples([prompt.token_ids for prompt in prompts], samples, of_all)
             write_samples(folder.path / f"samples.{name}.safetensors", joined)
 
 

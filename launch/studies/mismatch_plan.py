@@ -1,6 +1,7 @@
 """The plan of ``tandem mismatch``: every layout with its checked config, before anything is started."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layou
 from configs.schema.task import CountdownTask, TaskConfig
 from launch.checks.config import LoadWith, check_learner_gpus
 from launch.processes.run_folder import RunFolder
+from parallel.planning.layout import read_architecture, read_hf_config
 
 SHORT_PER_PROMPT = 4
 """Short responses to a prompt, each of at most this part of max_new_tokens, beside the long one."""
@@ -99,10 +101,19 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     _check_enough(request.prompts, parts[0].config.task)
     parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
     skipped = [] if gpus else [NO_MODES_ON_CPU]
+    if request.why and _has_experts(parts[0].config):
+        try:
+            parts[0] = _rollout_part("rollout", request.rollouts[0], load, gpus, ["learner.routing=rollout"])
+        except ValueError as error:
+            skipped.append(f"cause routing: {error}")
     if request.why:
         more, left_out = _parts_of_why(request, load, gpus)
         parts, skipped = parts + more, skipped + left_out
     return Plan(request=request, parts=tuple(parts), skipped=tuple(skipped))
+
+
+def _has_experts(config: RunConfig) -> bool:
+    return read_architecture(read_hf_config(config.model.path)).experts is not None
 
 
 def _check_enough(prompts: int, task: TaskConfig) -> None:
@@ -161,8 +172,8 @@ def _rollout_words(text: str) -> list[str]:
     return sorted(words, key=lambda word: ROLLOUT_WORDS.index(word.partition("=")[0]))
 
 
-def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int) -> Part:
-    overrides = as_overrides(ONE_PROCESS)
+def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int, more: Sequence[str] = ()) -> Part:
+    overrides = [*as_overrides(ONE_PROCESS), *more]
     for word in _rollout_words(text):
         name, _, value = word.partition("=")
         if name in ("attention", "deterministic") and not gpus:

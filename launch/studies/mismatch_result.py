@@ -92,6 +92,7 @@ def _causes(
         rank_causes,
         read_samples,
         read_tensors,
+        share_of_gap,
     )
     from trainer.studies.layout_text import SWITCH_TITLES
 
@@ -100,15 +101,23 @@ def _causes(
     lengths, key = sampled.response_lengths_R, f"{base.text}/long"
     base_scores = {text: tensors[key] for text, tensors in scores.items()}
     baseline, dtype = base_scores[first.text], first.config.model.dtype
-    dtypes = {"dtype": dtype, "other": "float32" if dtype != "float32" else "bfloat16"}
+    chooses_itself = first.config.learner.routing == "own"
+    words = {
+        "dtype": dtype,
+        "other": "float32" if dtype != "float32" else "bfloat16",
+        "routing": "the server's experts" if chooses_itself else "the learner's own choice of experts",
+    }
 
-    rows, left_out = [], []
+    rows, left_out, routing = [], [], None
     switches = folder.path / "switches.safetensors"
     for name, switched in read_tensors(switches).items() if switches.exists() else ():
         title, row = (
-            SWITCH_TITLES[name].format(**dtypes),
+            SWITCH_TITLES[name].format(**words),
             compare(sampled.logprobs_N, baseline, switched, lengths),
         )
+        if name == "routing":
+            own, replayed = (baseline, switched) if chooses_itself else (switched, baseline)
+            routing = share_of_gap(sampled.logprobs_N, own, replayed, lengths)
         rows.append({"cause": title, "side": "learner", **row})
     for row in compare_layouts(first.config.layout.tp, sampled, base_scores, layouts):
         title = f"{row['about'].upper()}: {row['second']} instead of {row['first']}"
@@ -122,7 +131,8 @@ def _causes(
     else:
         error = "causes on the server: SGLang gives prefill log-probs at temperature 1 alone"
         left_out.append(f"{error}; use rollout.temperature=1")
-    return {"learner": first.text, "rollout": base.text, "ranked": rank_causes(rows)}, left_out
+    ranked = rank_causes(rows)
+    return {"learner": first.text, "rollout": base.text, "ranked": ranked, "routing": routing}, left_out
 
 
 def _server_causes(

@@ -49,6 +49,17 @@ class PackedPlan:
     buckets: tuple[Bucket, ...]
     cu_seqlens: Tensor
     """int32 [S + 1], the boundaries in the model's order, on the CPU."""
+    first: int = 0
+    """Place of the model's first token, as ``inverse_T`` counts."""
+
+    def without_dummies(self, mask_T: Tensor) -> Tensor:
+        """``mask_T``, in the model's order, and False on dummies."""
+        if self.order_T is None or self.inverse_T is None:
+            return mask_T
+        places_T = self.inverse_T - self.first
+        is_token_T = torch.zeros_like(mask_T)
+        is_token_T[places_T[(places_T >= 0) & (places_T < len(mask_T))]] = True
+        return mask_T & is_token_T
 
     def to_model_order(self, values_T: Tensor) -> Tensor:
         return values_T if self.order_T is None else values_T[self.order_T]

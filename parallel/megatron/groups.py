@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -26,6 +26,8 @@ class Groups:
     pp_rank: int
     pp_size: int
     pp_group: dist.ProcessGroup
+    of_one_dp_rank: tuple[Any, ...]
+    """Process groups: sums over each of them in turn are sums over all processes that share one data-parallel rank's batch."""
     is_stage_first: bool
     """Whether this rank writes and sends the weights of its pipeline stage."""
 
@@ -92,6 +94,10 @@ def groups_of_this_process() -> Groups:
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=parallel_state.get_pipeline_model_parallel_world_size(),
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        of_one_dp_rank=(
+            parallel_state.get_model_parallel_group(),
+            parallel_state.get_context_parallel_group(),
+        ),
         is_stage_first=is_stage_first(),
     )
 

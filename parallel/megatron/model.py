@@ -95,11 +95,13 @@ def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[T
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """The micro-batch for every layer: Megatron's packed-sequence fields, the plan and the rotary tables."""
+    """The micro-batch for every layer: Megatron's packed-sequence fields, the plan, the rotary tables, and the experts
+    that are replayed."""
 
     plan: PackedPlan
     cos_T1F: Tensor
     sin_T1F: Tensor
+    replay: moe.Replay | None = None
 
 
 class RMSNorm(nn.Module):
@@ -318,8 +320,16 @@ class PackedGPTModel(GPTModel):
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor
 
-    def pack(self, cu_seqlens: Tensor, positions_T: Tensor) -> PackedSequences:
-        """The plan and rotary tables of a micro-batch."""
+    def pack(
+        self,
+        cu_seqlens: Tensor,
+        positions_T: Tensor,
+        *,
+        experts_TLK: Tensor | None = None,
+        is_replayed_T: Tensor | None = None,
+        counted_T: Tensor | None = None,
+    ) -> PackedSequences:
+        """The plan and rotary tables of a micro-batch, and the experts that are replayed (see ``moe.Replay``)."""
         device = positions_T.device
         plan = self._plan(cu_seqlens, device)
         longest = int(torch.diff(cu_seqlens).max())
@@ -341,6 +351,7 @@ class PackedGPTModel(GPTModel):
             plan=plan,
             cos_T1F=cos_T1F,
             sin_T1F=sin_T1F,
+            replay=_replay(plan, experts_TLK, is_replayed_T, counted_T),
         )
 
     def _plan(self, cu_seqlens: Tensor, device: torch.device) -> PackedPlan:
@@ -357,6 +368,20 @@ class PackedGPTModel(GPTModel):
     def _run_packed(self, tokens_T: Tensor, packed: PackedSequences):
         """The result of ``_postprocess``, in the plan's order."""
         return self(packed.plan.to_model_order(tokens_T).unsqueeze(0), None, None, packed_seq_params=packed)
+
+
+def _replay(
+    plan: PackedPlan, experts_TLK: Tensor | None, is_replayed_T: Tensor | None, counted_T: Tensor | None
+) -> moe.Replay | None:
+    if experts_TLK is None or is_replayed_T is None:
+        return None
+    if counted_T is not None:
+        counted_T = plan.without_dummies(plan.to_model_order(counted_T & is_replayed_T))
+    return moe.Replay(
+        experts_TLK=plan.to_model_order(experts_TLK),
+        is_replayed_T=plan.to_model_order(is_replayed_T),
+        counted_T=counted_T,
+    )
 
 
 class LogprobGPTModel(PackedGPTModel):

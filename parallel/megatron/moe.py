@@ -1,17 +1,24 @@
 """Mixture-of-experts layers of Qwen3-MoE and Mixtral in Megatron-Core: configuration, layer specification and
 router.
 
-Legend: T tokens of this rank, E experts, K experts per token, H hidden size.
+Legend: T tokens of this rank, E experts, K experts per token, H hidden size, L layers with experts.
 
 Every expert lives whole on one rank (Megatron's expert tensor-parallel size is 1): expert parallelism splits
 the list of experts, and tokens travel to them and back (all-to-all). No token is dropped, and there is no loss
 for balancing the experts.
+
+Routing replay (``Replay``; W. Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
+Routers", arXiv 2510.11370): tokens go to the experts that the server sent them to. The weights are the learner's own
+probabilities of these experts, so the router has its gradient. The ids travel with the micro-batch, and each layer
+takes its own whenever it runs. Recomputation and the schedules of a pipeline therefore need nothing more.
 """
 
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -45,6 +52,36 @@ def config_fields(experts: Experts | None) -> dict[str, Any]:
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replay:
+    """The experts of a micro-batch's tokens, in the model's order of tokens."""
+
+    experts_TLK: Tensor
+    """uint8 or int16"""
+    is_replayed_T: Tensor
+    """bool: the tokens that go to these experts. The others go to the router's own choice."""
+    counted_T: Tensor | None = None
+    """bool: replayed tokens at which the router's own choice is compared with these experts. None: at none."""
+    differing: dict[int, Tensor] = field(default_factory=dict)
+    """By place among the layers with experts: counted tokens of this rank whose own set of experts is another. A layer
+    that runs again, for recomputation, finds the same."""
+
+    def choose(self, own_TK: Tensor, layer: int, group: dist.ProcessGroup | None) -> Tensor:
+        """[T, K] int64 of this rank's tokens, from the router's own choice.
+
+        layer: place among the layers with experts. group: the ranks that the tokens are split over (sequence
+            parallelism); None: this rank has all.
+        """
+        mine = slice(None)
+        if group is not None:
+            mine = slice(group.rank() * len(own_TK), (group.rank() + 1) * len(own_TK))
+        given_TK = self.experts_TLK[mine, layer].long()
+        if self.counted_T is not None:
+            is_other_T = (own_TK.sort(-1).values != given_TK.sort(-1).values).any(-1)
+            self.differing[layer] = torch.count_nonzero(is_other_T & self.counted_T[mine])
+        return torch.where(self.is_replayed_T[mine, None], given_TK, own_TK)
+
+
 class Router(TopKRouter):
     """The routing of transformers and SGLang: p_TE = softmax_E(x_TH W_EH^T), of which the K largest are the
     weights, with ``norm_topk`` divided by their sum.
@@ -54,26 +91,49 @@ class Router(TopKRouter):
     logits, which is the same only with ``norm_topk``.
     """
 
-    def __init__(self, config: TransformerConfig, pg_collection=None, *, norm_topk: bool):
+    replay: Replay | None = None
+    """Of the micro-batch under way: ``ReplayingLayer`` sets it for its forward pass."""
+
+    def __init__(self, config: TransformerConfig, pg_collection=None, *, experts: Experts):
         super().__init__(config, pg_collection)
-        self.norm_topk = norm_topk
+        self.norm_topk, self._is_sparse = experts.norm_topk, experts.is_sparse
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(weights [T, E] float32, zero where not chosen; chosen [T, E] bool)."""
         if padding_mask is not None:
             raise ValueError("packed batches hold no padding: the router takes no padding mask")
         p_TE = torch.softmax(F.linear(hidden, self.weight).flatten(0, -2), -1, dtype=torch.float32)
-        weights_TK, chosen_TK = p_TE.topk(self.topk, -1)
+        chosen_TK = p_TE.detach().topk(self.topk, -1).indices
+        if self.replay is not None:
+            assert self.layer_number is not None  # from 1, over all stages
+            layer = sum(self._is_sparse[: self.layer_number - 1])
+            chosen_TK = self.replay.choose(
+                chosen_TK, layer, self.tp_group if self.config.sequence_parallel else None
+            )
+        weights_TK = p_TE.gather(1, chosen_TK)
         if self.norm_topk:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         weights_TE = torch.zeros_like(p_TE).scatter(1, chosen_TK, weights_TK)
         return weights_TE, torch.zeros_like(p_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
 
 
+class ReplayingLayer(TransformerLayer):
+    """A layer with experts. Megatron gives a layer the packed sequences, but not its router."""
+
+    def forward(self, *args, packed_seq_params, **kwargs):
+        router = self.mlp.router
+        router.replay = packed_seq_params.replay
+        try:
+            return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
+        finally:
+            router.replay = None
+
+
 def use_router(layer: ModuleSpec, experts: Experts) -> None:
-    """Put our router into the specification of a layer with experts."""
+    """Put our layer and our router into the specification of a layer with experts."""
+    layer.module = ReplayingLayer
     parts: Any = layer.submodules
-    parts.mlp.submodules.router = partial(Router, norm_topk=experts.norm_topk)
+    parts.mlp.submodules.router = partial(Router, experts=experts)
 
 
 def mark_expert_parameters(model: nn.Module) -> None:

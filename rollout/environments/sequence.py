@@ -47,6 +47,12 @@ class TokenSequence:
     def turns(self) -> list[Turn]:
         return list(self._turns)
 
+    @property
+    def first_new_input(self) -> int:
+        """The first token that is no input yet: the last one of the last turn; 0 before the first turn. The next turn's
+        answer tells the experts from here on. Those of earlier tokens are known from the turns that sampled with them."""
+        return self._turns[-1].end - 1 if self._turns else 0
+
     def observe(self, token_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens that the policy did not sample."""
         self._append(np.array(token_ids, dtype=TOKEN_IDS), None)
@@ -77,6 +83,7 @@ class TokenSequence:
                 response_digest=digest(completion.token_ids),
                 finish_reason=completion.finish_reason,
                 cached_tokens=completion.cached_tokens,
+                num_retractions=completion.num_retractions,
             )
         )
         self._append(completion.token_ids, completion)
@@ -103,6 +110,7 @@ class TokenSequence:
         status: Status,
         branch: int = 0,
     ) -> Trajectory:
+        experts, is_replayed = self._experts()
         return Trajectory(
             group_id=group_id,
             sibling_id=sibling_id,
@@ -119,8 +127,24 @@ class TokenSequence:
             reward=reward,
             reward_parts=reward_parts,
             status=status,
+            experts=experts,
+            is_replayed=is_replayed,
             branch=branch,
         )
+
+    def _experts(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        """Each token has the experts of the first turn that had it as an input."""
+        known = [sampled.experts for _, sampled in self._parts if sampled and sampled.experts is not None]
+        if not known:
+            return None, None
+        experts = np.zeros((self._length, *known[0].shape[1:]), dtype=known[0].dtype)
+        is_replayed, end = np.zeros(self._length, dtype=MASK), 0
+        for token_ids, sampled in self._parts:
+            end += len(token_ids)
+            if sampled is not None and sampled.experts is not None:
+                places = slice(end - 1 - len(sampled.experts), end - 1)
+                experts[places], is_replayed[places] = sampled.experts, True
+        return experts, is_replayed
 
     def _append(self, token_ids: np.ndarray, sampled: Completion | None) -> None:
         self._parts.append((token_ids, sampled))

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from rollout.client import RolloutError
-from rollout.records import LOGPROBS, MASK, TOKEN_IDS, Group
+from rollout.records import EXPERTS, LOGPROBS, MASK, TOKEN_IDS, Group
 
 
 class SamplingError(RolloutError):
@@ -135,8 +135,8 @@ Request = NextGroups | Drain | Evaluate | GetState | LoadState | Stop
 Reply = Groups | Evaluated | State | Done | Failure
 
 
-ARRAYS = frozenset(np.dtype(kind).str for kind in (TOKEN_IDS, LOGPROBS, MASK))
-"""Types of arrays in messages. A message carries an array as its type and its bytes."""
+ARRAYS = frozenset(np.dtype(kind).str for kind in (TOKEN_IDS, LOGPROBS, MASK, *EXPERTS))
+"""Types of arrays in messages. A message carries an array as its type, its shape and its bytes."""
 
 
 def encode(message: Request | Reply) -> bytes:
@@ -153,14 +153,14 @@ def decode_reply(content: bytes) -> Reply:
     return msgspec.msgpack.decode(content, type=Reply, dec_hook=_to_array)
 
 
-def _from_array(value: object) -> tuple[str, memoryview]:
+def _from_array(value: object) -> tuple[str, tuple[int, ...], memoryview]:
     if not isinstance(value, np.ndarray):
         raise NotImplementedError(f"{type(value).__name__} in a message")
-    return value.dtype.str, np.ascontiguousarray(value).view(np.uint8).data
+    return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
 
 
 def _to_array(kind: type, content: Any) -> np.ndarray:
     match content:
-        case [str(dtype), bytes(data)] if kind is np.ndarray and dtype in ARRAYS:
-            return np.frombuffer(data, dtype=dtype)
+        case [str(dtype), [*shape], bytes(data)] if kind is np.ndarray and dtype in ARRAYS:
+            return np.frombuffer(data, dtype=dtype).reshape(shape)
     raise ValueError("not an array of a message")

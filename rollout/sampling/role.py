@@ -50,6 +50,7 @@ from rollout.sampling.messages import (
 from rollout.sampling.prompt_room import PromptsOf, prompt_room
 from rollout.sampling.sampler import GroupSampler
 from rollout.servers.router import generation_client
+from rollout.servers.routing import Experts
 from rollout.tasks import Task, load_task, longest_above
 from rollout.tokenization import check_vocabulary_size, end_token_ids, load_tokenizer
 
@@ -74,6 +75,7 @@ async def run_sample_role(
     host: str = "127.0.0.1",
     doing: Callable[[str], None] = _ignore_activity,
     key: RunKey | None = None,
+    experts: Experts | None = None,
 ) -> None:
     """Serve the learner until it sends Stop.
 
@@ -85,6 +87,7 @@ async def run_sample_role(
         log_dir: folder for the log of a router, if the config has one.
         doing: called with each activity, for status reports.
         key: the learner proves it to this role, and this role to the servers.
+        experts: those of the model, where the learner replays them.
 
     Raises:
         ValueError: the task, one of its prompts, the environment, the reward or the tokenizer cannot be used.
@@ -104,7 +107,7 @@ async def run_sample_role(
         ) as samples_of,
     ):
         urls = server_urls() if callable(server_urls) else server_urls
-        async with generation_client(config, urls, log_dir=log_dir, key=key) as client:
+        async with generation_client(config, urls, log_dir=log_dir, key=key, experts=experts) as client:
             sampler = GroupSampler(
                 client=client,
                 evaluation_client=client.with_own_places(),

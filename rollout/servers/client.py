@@ -22,6 +22,7 @@ from rollout.http_replicas import AttemptFailed, Replica, ReplicaLost, open_sess
 from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
 from rollout.run_key import RunKey
 from rollout.servers.command import NO_WEIGHT_VERSION
+from rollout.servers.routing import Experts, decode_experts
 
 REUSE_S = 4.0
 """Idle connections are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
@@ -60,6 +61,7 @@ class SGLangClient:
             once all are lost. 0: they fail.
         whole_groups: whether a group is one request. False: each sample is a request of its own, so that a place
             that falls free goes to the next sample at once, of whatever group. A router's ``urls`` need this.
+        experts: those of the served model, to ask for each token's. None: they are not asked for.
     """
 
     def __init__(
@@ -73,11 +75,12 @@ class SGLangClient:
         restart_s: float = 0.0,
         whole_groups: bool = True,
         key: RunKey | None = None,
+        experts: Experts | None = None,
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self._replicas = [Replica(url.rstrip("/")) for url in urls]
-        self._max_concurrency, self._whole_groups = max_concurrency, whole_groups
+        self._max_concurrency, self._whole_groups, self._experts = max_concurrency, whole_groups, experts
         self._places = _Places(max_concurrency)
         self._in_flight = _InFlight()
         self._is_open = asyncio.Event()
@@ -106,7 +109,7 @@ class SGLangClient:
     def with_own_places(self) -> "SGLangClient":
         """See ``GenerationClient``. Both share the connections and the count of samples at each replica."""
         other = copy(self)
-        other._places, other._stats = _Places(self._max_concurrency), ClientStats()
+        other._places, other._stats, other._experts = _Places(self._max_concurrency), ClientStats(), None
         return other
 
     async def see_version(self, newest: int) -> None:
@@ -183,34 +186,40 @@ class SGLangClient:
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
         session: Session | None = None,
+        experts_from: int = 0,
     ) -> list[Completion]:
         """See ``GenerationClient``. Only servers with ``enable-deterministic-inference`` heed the seeds."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         sampling["stop_token_ids"] = list(stop_token_ids)
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
+        sent = Sent.of(prompt_ids, self._experts, experts_from)
+        ask = partial(self._request_completions, list(prompt_ids), sent=sent, session=session)
         if not self._whole_groups:
-            requests = (
-                self._request_completions(list(prompt_ids), [sampling], session) for sampling in samplings
-            )
+            requests = (ask([sampling]) for sampling in samplings)
             return [completion for (completion,) in await all_or_first_error(requests)]
         completions: list[Completion] = []
         for start in range(0, len(samplings), self._max_concurrency):
-            part = samplings[start : start + self._max_concurrency]
-            completions += await self._request_completions(list(prompt_ids), part, session)
+            completions += await ask(samplings[start : start + self._max_concurrency])
         return completions
 
     async def _request_completions(
-        self, prompt_ids: list[int], samplings: list[dict[str, object]], session: Session | None
+        self,
+        prompt_ids: list[int],
+        samplings: list[dict[str, object]],
+        *,
+        sent: "Sent",
+        session: Session | None,
     ) -> list[Completion]:
         """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, repeated
         where it fails."""
-        count, sent = len(samplings), Sent.of(prompt_ids)
+        count = len(samplings)
         # SGLang answers with a list where the ids come in a list, even for one sample. A router takes no
         # list of parameters.
         sampling = samplings if self._whole_groups else samplings[0]
-        body = orjson.dumps(
-            {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
-        )
+        request = {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
+        if sent.experts is not None:
+            request |= {"return_routed_experts": True, "routed_experts_start_len": sent.experts_from}
+        body = orjson.dumps(request)
         async with self._places.take(count):
             await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
@@ -345,10 +354,15 @@ class Sent(NamedTuple):
 
     digest: int
     num_tokens: int
+    experts: Experts | None
+    """Those of the model, where each token's are asked for."""
+    experts_from: int
+    """The first input token whose experts are asked for."""
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int]) -> Self:
-        return cls(digest(np.array(prompt_ids, dtype=TOKEN_IDS)), len(prompt_ids))
+    def of(cls, prompt_ids: Sequence[int], experts: Experts | None = None, experts_from: int = 0) -> Self:
+        prompt_digest = digest(np.array(prompt_ids, dtype=TOKEN_IDS))
+        return cls(prompt_digest, len(prompt_ids), experts, experts_from)
 
 
 def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Completion]:
@@ -416,7 +430,8 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
 
     Raises:
         GenerationError: the server has read a prompt of another length. Ids, log-probs and versions do not fit
-            together, a log-prob is not finite, or a version is not a decimal number.
+            together, a log-prob is not finite, or a version is not a decimal number. Experts that were asked for are
+            missing or wrong (see ``decode_experts``).
     """
     meta = reply["meta_info"]
     triples, token_ids = meta["output_token_logprobs"], reply["output_ids"]
@@ -436,7 +451,18 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         prompt_digest=sent.digest,
         cached_tokens=meta.get("cached_tokens", 0),
+        num_retractions=meta.get("num_retractions", 0),
+        experts=_experts_of(meta, len(token_ids), sent),
     )
+
+
+def _experts_of(meta: Mapping, num_sampled: int, sent: Sent) -> np.ndarray | None:
+    """None also after a retraction: see ``Completion.experts``."""
+    if sent.experts is None:
+        return None
+    rows = sent.num_tokens + num_sampled - 1 - sent.experts_from
+    experts = decode_experts(meta.get("routed_experts"), sent.experts, rows=rows)
+    return None if meta["num_retractions"] else experts
 
 
 def finite_logprobs(triples: Sequence[Sequence]) -> np.ndarray:

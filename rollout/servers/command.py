@@ -71,6 +71,7 @@ OWNED_FLAGS = frozenset(
         "load-format",
         "rl-quant-profile",
         "enable-memory-saver",
+        "enable-return-routed-experts",
         "api-key",
         "admin-api-key",
     }
@@ -135,6 +136,8 @@ def server_command(
         flags |= {"nnodes": share.num_nodes, "node-rank": share.node_rank, "dist-init-addr": meeting_point}
     if spec.config.model.fp32_lm_head:
         flags["enable-fp32-lm-head"] = True
+    if spec.config.learner.routing == "rollout":
+        flags["enable-return-routed-experts"] = True
     if config.quantization == "fp8":
         # Without this loader SGLang quantises at start alone, and refuses the learner's weights.
         flags |= {"quantization": "fp8", "load-format": "flash_rl"}

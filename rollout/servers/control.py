@@ -43,6 +43,7 @@ from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.client import Sent, finite_logprobs, neutral_sampling_params, parse_completion
 from rollout.servers.control_line import ControlError, ControlLine
+from rollout.sglang_plugin.tandem_routed_experts import WITH_EXPERTS
 from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL, QUESTION, Announcement
 
 NO_UPDATE = "must run between begin_weight_update() and end_weight_update()"
@@ -96,7 +97,10 @@ class Pending:
 
 
 class SGLangControl:
-    """Control of all replicas at once, for one thread. A call raises ControlError after ``timeout_s``."""
+    """Control of all replicas at once, for one thread. A call raises ControlError after ``timeout_s``.
+
+    needs_experts: whether ``require_plugin`` refuses servers that capture no routed experts.
+    """
 
     def __init__(
         self,
@@ -106,9 +110,11 @@ class SGLangControl:
         timeout_s: float,
         peer_timeout_s: float = PEER_TIMEOUT_S,
         key: RunKey | None = None,
+        needs_experts: bool = False,
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
+        self._needs_experts = needs_experts
         self.urls = [url.rstrip("/") for url in urls]
         self.key = key
         self.group_name: str | None = None
@@ -221,7 +227,7 @@ class SGLangControl:
         """Pause the servers, and check that each has this version of Tandem's plugin.
 
         Raises:
-            ControlError: a server has another version, or none.
+            ControlError: a server has another version, or none, or captures no routed experts that are needed.
         """
         self.pause()  # else the question would wait for the running requests
         futures = [
@@ -231,7 +237,12 @@ class SGLangControl:
         for url, future in zip(self.urls, futures, strict=True):
             error = future.exception(self._timeout_s + 5.0)
             answer = str(error) if error is not None else future.result().get("message")
-            if answer != PROTOCOL:
+            if answer == PROTOCOL and self._needs_experts:
+                raise ControlError(
+                    f"{url} does not return routed experts, which learner.routing=rollout replays; start the servers with this config, or "
+                    "set learner.routing=own"
+                )
+            if answer not in (PROTOCOL, PROTOCOL + WITH_EXPERTS):
                 raise ControlError(
                     f"{url} does not answer as Tandem's SGLang plugin with {PROTOCOL}, but: {answer}; start the servers with this version "
                     "of Tandem, or set rollout.sglang_plugin=false"

@@ -26,6 +26,7 @@ from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.client import SGLangClient
 from rollout.servers.command import LOOPBACK, Ports, choose_ports
+from rollout.servers.routing import Experts
 from rollout.servers.watched_process import end_watched, how_it_ended, log_tail, start_watched
 
 POLL_S = 0.25
@@ -38,9 +39,17 @@ PROXIES = frozenset({"http_proxy", "https_proxy", "all_proxy"})
 
 @asynccontextmanager
 async def generation_client(
-    config: RunConfig, urls: Sequence[str], *, log_dir: Path, key: RunKey | None = None
+    config: RunConfig,
+    urls: Sequence[str],
+    *,
+    log_dir: Path,
+    key: RunKey | None = None,
+    experts: Experts | None = None,
 ) -> AsyncIterator[GenerationClient]:
-    """The sample role's client of the servers at ``urls``, or of a router before them. Raises as ``Router``."""
+    """The sample role's client of the servers at ``urls``, or of a router before them. Raises as ``Router``.
+
+    experts: see ``SGLangClient``.
+    """
     rollout = config.rollout
     with ExitStack() as stack:
         if rollout.router is not None:
@@ -56,6 +65,7 @@ async def generation_client(
             restart_s=config.launch.patience_s if config.servers_may_restart else 0.0,
             whole_groups=rollout.router is None and rollout.most_samples <= rollout.max_concurrency,
             key=key,
+            experts=experts,
         ) as client:
             yield client if rollout.router is None else _RoutedClient(client, router)
 

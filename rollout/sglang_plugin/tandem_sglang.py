@@ -5,6 +5,7 @@
 (``rollout.sglang_plugin: false``) a server is SGLang's own in everything.
 
 - The learner's weights are received in the parameters, and hashed: ``tandem_weight_receiver.py``.
+- Routed experts are captured on CPU too, and answered in few bytes: ``tandem_routed_experts.py``.
 
 On CPU servers alone:
 
@@ -29,10 +30,13 @@ BATCHED = "tandem: attention is batched over sequences"
 
 
 def register() -> None:
+    import tandem_routed_experts
     import tandem_weight_receiver
 
+    on_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
     tandem_weight_receiver.register()
-    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1":
+    tandem_routed_experts.register(on_cpu=on_cpu)
+    if on_cpu:
         register_for_cpu()
 
 

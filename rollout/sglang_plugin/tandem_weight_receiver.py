@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from tandem_routed_experts import WITH_EXPERTS, is_captured
 from tandem_weight_transfer import PROTOCOL, QUESTION, Announcement, differing, weight_hash
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -39,12 +40,13 @@ def register() -> None:
 
 
 def answer_the_question(original, manager, request):
-    """Names the protocol to whoever asks for it; other requests are SGLang's."""
+    """Names the protocol to whoever asks for it, and whether experts are captured; other requests are SGLang's."""
     if request.load_format != QUESTION:
         return original(manager, request)
     from sglang.srt.managers.io_struct import UpdateWeightsFromDistributedReqOutput
 
-    return UpdateWeightsFromDistributedReqOutput(success=True, message=PROTOCOL)
+    name = PROTOCOL + WITH_EXPERTS if is_captured() else PROTOCOL
+    return UpdateWeightsFromDistributedReqOutput(success=True, message=name)
 
 
 def receive(original, updater, *, names, dtypes, shapes, group_name, load_format=None):

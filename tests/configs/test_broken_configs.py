@@ -528,6 +528,21 @@ TABLE = {
         options=f"--dry-run layout.dp=16 rollout.replicas=3 {NODES}", field="rollout.replicas, launch.nodes.rollout",
         value="rollout.replicas: 3", error="cannot be spread evenly", fix="use a multiple of 2",
     ),
+    **{f"routing replay with {name}": Broken(
+        options=f"model.path=experts learner.routing=rollout {setting}", field=f"learner.routing, {field}", value="routing: rollout",
+        error=error, fix="remove it, or set learner.routing=own",
+    ) for name, setting, field, error in [
+        ("no plugin", "rollout.sglang_plugin=false", "rollout.sglang_plugin", "gets the experts by Tandem's plugin of SGLang"),
+        ("a router", "rollout.router={policy: round_robin}", "rollout.router", "passes on the fields that it knows"),
+        ("whole prompts", "rollout.server_args={chunked_prefill_size: -1}", "rollout.server_args", "would end at a longer prompt"),
+        ("drafts", "rollout.server_args={speculative-algorithm: EAGLE}", "rollout.server_args", "SGLang does not tell apart"),
+        ("a cache on the host", "rollout.server_args={enable-hierarchical-cache: true}", "rollout.server_args", "experts of other tokens"),
+        ("separate decoding", "rollout.server_args={disaggregation_mode: decode}", "rollout.server_args", "the experts of the prompt"),
+    ]},
+    "routing replay of a dense model": Broken(
+        options="learner.routing=rollout", field="learner.routing", value="rollout", error="the qwen3 model at dense has no experts",
+        fix="leave it out",
+    ),
     "learner over nodes": Broken(
         options=f"--dry-run layout.dp=1 rollout.replicas=2 {NODES}", field="launch.nodes.learner", value="2",
         error="the learner's processes", fix="use a multiple of 2",

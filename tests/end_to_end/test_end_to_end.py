@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from configs.loader import load_config
 from rollout.sampling.sampler import epoch_order
 from rollout.tasks import load_task
+from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 from tests.support.whole_runs import (
     RECIPE,
@@ -211,8 +212,9 @@ class TwoTurns:
 
 
 def test_a_run_goes_on_in_another_layout_and_colocated(folder):
-    """Episodes of two turns, some of which fork. Interleaved pipeline stages send to servers of two tensor-parallel
-    ranks. Their checkpoint goes on with sequence parallelism, taking turns with the servers on the same devices.
+    """Episodes of two turns, some of which fork, of a model with experts, which the learner replays. Interleaved
+    pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with sequence parallelism,
+    taking turns with the servers on the same devices.
 
     On CPU the servers have no memory to give back, but everything is asked of them and of the learner as on a
     GPU.
@@ -224,6 +226,8 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         "advantage={type: grpo, credit: turn}", "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
         "kl.coefficient=0.01", "layout.dp=1", "record_batches={every: 4}",
     ]  # fmt: skip
+    make_tiny_countdown_model(folder / "experts", seed=0, family="qwen3_moe")
+    settings += ["model.path=experts", "learner.routing=rollout"]
     # The last step is saved, though it is no multiple of three.
     pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=3", "steps=2"]
     run("train", RECIPE, *settings, *pipeline, cwd=folder)
@@ -243,6 +247,10 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         forks = 16 * (step["episode/sequences_mean"] - 1)
         assert step["episode/turns_checked"] == 2 * 16 + forks and 0 <= forks <= 16
         assert step["episode/observed_tokens"] == 4 * 16
+        assert step["mismatch/replayed_fraction"] == 1.0 and step["episode/retracted_turns"] == 0
+        # Float32 engines choose alike, but for ties within rounding.
+        by_layer = [step[f"mismatch/experts_differ/layer_{number}"] for number in range(4)]
+        assert step["mismatch/experts_differ"] == pytest.approx(sum(by_layer) / 4) and max(by_layer) < 0.01
     # Not all episodes of a step, so that its groups differ in their sequences.
     assert any(1 < step["episode/sequences_mean"] < 2 for step in steps)
     assert steps[1]["policy/ref_kl"] > 0, "the policy has moved away from its reference"

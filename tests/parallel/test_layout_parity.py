@@ -14,6 +14,7 @@ from configs.schema.run import RunConfig
 from parallel.megatron.groups import join_groups
 from tests.support.layout_workers import OPTIMIZER, build, work_layout
 from tests.support.megatron_workers import VOCAB, learner_config, make_hf_model, run_ranks
+from tests.support.moe_workers import make_moe_model
 from tests.trainer.batch.test_step_batch import make_groups
 
 pytestmark = pytest.mark.engines
@@ -39,6 +40,7 @@ LAYOUTS = {
     "cp2 dp2": LayoutConfig(cp=2, dp=2),
 }
 UNTIED, TIED, CRITIC = "policy, untied", "policy, tied", "critic"
+REPLAYED = "policy with experts, of which most are given"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
     "cp2": (UNTIED, TIED, CRITIC),
@@ -46,8 +48,8 @@ STEPS = {
     "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC),
     "tp2 sp": (UNTIED, TIED, CRITIC),
     "pp2": (UNTIED, TIED, CRITIC),
-    "pp2 vpp2": (UNTIED, TIED, CRITIC),
-    "tp2 pp2 sp": (UNTIED, TIED, CRITIC),
+    "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
+    "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED),
     "pp2 dp2": (
         TIED,
     ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
@@ -101,6 +103,12 @@ class Runs:
                 "folder": make_hf_model(root / "tied", "qwen2", tied=True, num_hidden_layers=4),
             },
         }
+        self.jobs[REPLAYED] = {
+            "kind": "policy",
+            "folder": make_moe_model(root / "experts", "qwen3_moe", num_hidden_layers=4, mlp_only_layers=[1]),
+            "recompute": "full",
+            "replays": True,
+        }
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
         groups = make_groups(
             [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB
@@ -111,6 +119,7 @@ class Runs:
     def one_process(self) -> dict:
         if "one process" not in self.found:
             jobs = {name: ("step", job) for name, job in self.jobs.items()}
+            jobs[REPLAYED] = ("step", self.jobs[REPLAYED] | {"recompute": "none"})
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
             jobs[LEARNER] = ("learner", self.learner)
             jobs[FEW_TOKENS] = ("step_of_lengths", self.few_tokens)
@@ -181,7 +190,9 @@ def test_a_step_is_that_of_one_process(runs, layout, record_property):
         wanted = runs.one_process()[name]
         assert wanted["norm"] > 2 * OPTIMIZER["clip_grad"]  # clipping is active
         assert total_loss(ranks, name) == pytest.approx(wanted["loss"], rel=1e-6), name
+        assert (wanted["differing"] is not None) == (name == REPLAYED)
         for rank in (found[name] for found in ranks):
+            assert rank["differing"] == wanted["differing"]
             assert rank["bitwise"], (
                 f"{name}: the update's own forward pass gave other numbers than the score pass"
             )

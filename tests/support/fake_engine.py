@@ -57,6 +57,7 @@ class FakeEngine:
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
         session: Session | None = None,
+        experts_from: int = 0,
     ) -> list[Completion]:
         self.calls += [(tuple(prompt_ids), seed, temperature) for seed in seeds]
         for _ in range(seeds[0] % 5):  # groups finish in another order than they started in

@@ -6,6 +6,7 @@ processes.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from parallel.engine import (
 )
 from parallel.megatron import platform
 from parallel.packing import PackedBatch
+from parallel.planning.layout import Experts
 from parallel.weights.hf_conversion import export_hf
 from rollout.records import FinishReason, Group
 from tests.support.megatron_workers import (
@@ -129,6 +131,18 @@ def critic_loss(batch: PackedBatch, values_T: Tensor) -> tuple[Tensor, tuple[flo
     return loss, (loss.item(), found_T)
 
 
+def with_experts(batch: PackedBatch, experts: Experts, *, seed: int = 0) -> PackedBatch:
+    """Random experts for every token, of which a quarter keeps the learner's own choice."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch.num_tokens, sum(experts.is_sparse), experts.num_experts)
+    order_TLE = torch.rand(shape, generator=generator).argsort(-1)
+    return replace(
+        batch,
+        experts_TLK=order_TLE[..., : experts.experts_per_token].to(torch.uint8),
+        is_replayed_T=torch.rand(batch.num_tokens, generator=generator) < 0.75,
+    )
+
+
 def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch]) -> dict[str, Any]:
     """Scores, then gradients, then one optimizer step of ``engine`` on this rank's micro-batches."""
     if isinstance(engine, ValueEngine):
@@ -147,6 +161,7 @@ def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch
         ),
         "loss": sum(loss for loss, _ in result.outputs),
         "norm": result.grad_norm,
+        "differing": result.differing_experts,
         "gradients": gradients,
         "weights": weights_by_hf_names(engine),
         "copies": tied_copies(engine) if isinstance(engine, MegatronEngine) else {},
@@ -162,14 +177,16 @@ def build(
     return make(folder, layout=layout, recompute=recompute, **(OPTIMIZER | optimizer))
 
 
-def microbatches_of(engine: MegatronEngine | ValueEngine) -> list[PackedBatch]:
+def microbatches_of(engine: MegatronEngine | ValueEngine, *, replays: bool = False) -> list[PackedBatch]:
     batch = make_value_batch(LENGTHS) if isinstance(engine, ValueEngine) else make_batch(LENGTHS)
+    if replays:
+        batch = with_experts(batch, engine.architecture.experts)
     return [batch.select(rows) for rows in ROWS[engine.groups.dp_size][engine.groups.dp_rank]]
 
 
-def work_step(layout: LayoutConfig, **job: Any) -> dict[str, Any]:
+def work_step(layout: LayoutConfig, *, replays: bool = False, **job: Any) -> dict[str, Any]:
     engine = build(layout=layout, **job)
-    return step_of(engine, microbatches_of(engine))
+    return step_of(engine, microbatches_of(engine, replays=replays))
 
 
 def work_save(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, Any]:

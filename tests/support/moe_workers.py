@@ -1,6 +1,7 @@
 """Tiny mixture-of-experts models, what transformers says of them, and their jobs in several processes.
 Imported by spawned ranks."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,14 @@ def by_transformers(
     folder: Path, batch: PackedBatch, temperature: float, out: Path
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """(logits [T, V], the gradient of ``weighted_loss`` by the names under which transformers saves tensors),
-    sequence by sequence."""
+    sequence by sequence. Its routers take the experts that the batch carries."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    logits_TV = torch.cat([model(row[None]).logits[0] for row in batch.tokens_T.split(batch.lengths)])
+    logits = []
+    for start, end in pairwise(batch.cu_seqlens.tolist()):
+        if batch.experts_TLK is not None:
+            give_experts(model, batch.experts_TLK[start:end], batch.is_replayed_T[start:end])
+        logits.append(model(batch.tokens_T[None, start:end]).logits[0])
+    logits_TV = torch.cat(logits)
     logp_TV = torch.log_softmax(logits_TV / temperature, -1)
     logprobs_T = logp_TV.gather(1, batch.targets_T[:, None]).squeeze(1)
     weighted_loss(batch, logprobs_T, -(logp_TV.exp() * logp_TV).sum(-1))[0].backward()
@@ -63,6 +69,28 @@ def by_transformers(
             parameter.copy_(parameter.grad)
     model.save_pretrained(out)  # which takes the experts apart, by the same code as for weights
     return logits_TV.detach(), load_file(out / "model.safetensors")
+
+
+def give_experts(model, experts_TLK: Tensor, is_replayed_T: Tensor) -> None:
+    """Replace the forward passes of the model's routers by ones that take these experts of one sequence, written out
+    from the definition."""
+    config = model.config
+    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    for number, gate in enumerate(gates):
+
+        def forward(hidden, gate=gate, number=number):
+            logits_TE = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+            p_TE = logits_TE.float().softmax(-1)
+            own_TK = p_TE.topk(config.num_experts_per_tok).indices
+            ids_TK = torch.stack(
+                [experts_TLK[t, number].long() if is_replayed_T[t] else own_TK[t] for t in range(len(own_TK))]
+            )
+            weights_TK = p_TE.gather(1, ids_TK)
+            if getattr(config, "norm_topk_prob", True):
+                weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+            return logits_TE, weights_TK, ids_TK
+
+        gate.forward = forward
 
 
 def work_layouts(

@@ -6,8 +6,12 @@ from configs.schema import RunConfig
 from rollout.servers.command import ServerSpec
 
 
-def server_spec(model_dir: Path, *, cuda: bool = False, seed: int = 0, **rollout) -> ServerSpec:
+def server_spec(
+    model_dir: Path, *, cuda: bool = False, seed: int = 0, routing: str = "own", **rollout
+) -> ServerSpec:
     """Of servers that no run owns: their requests prove nothing."""
     task = {"type": "countdown"}
-    config = RunConfig(model={"path": model_dir}, task=task, rollout=rollout, seed=seed)
+    config = RunConfig(
+        model={"path": model_dir}, task=task, rollout=rollout, seed=seed, learner={"routing": routing}
+    )
     return ServerSpec(config=config, cuda=cuda)

@@ -13,6 +13,7 @@ from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
 from trainer.algorithm.kl_reward import KLInReward
+from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.policy_loss import policy_loss
 from trainer.algorithm.value_loss import value_loss
 from trainer.batch.step_batch import StepBatch
@@ -39,6 +40,10 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
     batch = random_batch([5, 7], seed=0, mask_T=torch.ones(12, dtype=torch.bool))
     lag_T = torch.tensor([0, 1, 2, 0] * 3, dtype=torch.int16)
     batch = batch.with_fields(values_T=torch.linspace(0, 1, 12), sequence_ids_S=torch.arange(2), lag_T=lag_T)
+    is_replayed_T = torch.arange(12) % 4 > 0
+    batch = batch.with_fields(
+        experts_TLK=torch.zeros(12, 2, 1, dtype=torch.uint8), is_replayed_T=is_replayed_T
+    )
     step = StepBatch(
         packed=batch, rows=[[[0]], [[1]]], rewards_S=torch.tensor([0.0, 1.0]), group_ids_S=torch.zeros(2)
     )
@@ -63,9 +68,9 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
     for (micro,) in step.minibatches():
         policy = policy_loss(micro, micro.old_logprobs_T - 0.1, torch.ones(micro.num_tokens), **terms).metrics
         critic = value_loss(micro, micro.values_T, value_clip=0.2)[1]
-        updates.append(
-            policy | critic | _optimizer_metrics("optim", result) | _optimizer_metrics("critic", result)
-        )
+        routing = routing_metrics([1, 2], 4, is_sparse=[True, False, True])
+        steps = _optimizer_metrics("optim", result) | _optimizer_metrics("critic", result)
+        updates.append(policy | critic | routing | steps)
     return step, [kl, advantages.metrics, correction.metrics], updates
 
 
@@ -117,6 +122,8 @@ def test_losses_are_means_over_minibatches_and_counts_are_sums():
     recorded = whole_step().recorded
     totals = [metrics["loss/total"].value for metrics in updates]
     assert recorded["loss/total"] == pytest.approx(sum(totals) / 2)
+    assert recorded["mismatch/experts_differ"] == 3 / 8 and recorded["mismatch/experts_differ/layer_2"] == 0.5
+    assert recorded["mismatch/replayed_fraction"] == 0.75
     assert recorded["mismatch/veto/tokens"] == 0 and recorded["optim/skipped"] == 0
 
 

@@ -178,6 +178,22 @@ def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
     }
 
 
+def routing_metrics(by_layer: Sequence[int], tokens: int, is_sparse: Sequence[bool]) -> dict[str, Metric]:
+    """Share of response tokens, and of their layers, whose experts at the server are not the learner's own choice.
+
+    by_layer: tokens that differ, of each layer with experts. tokens: those whose experts were replayed. is_sparse: of
+        every layer of the model, whether it has experts.
+    """
+    layers = [number for number, sparse in enumerate(is_sparse) if sparse]
+    return {
+        "mismatch/experts_differ": Metric.quotient(sum(by_layer), tokens * len(layers)),
+        **{
+            f"mismatch/experts_differ/layer_{number}": Metric.quotient(count, tokens)
+            for number, count in zip(layers, by_layer, strict=True)
+        },
+    }
+
+
 def reward_metrics(
     rewards_S: Tensor, sequence_log_ratio_S: Tensor, counted_S: Tensor | None = None
 ) -> dict[str, Metric]:

@@ -10,10 +10,35 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallel.packing import PackedBatch, pack_sequences
-from rollout.records import Trajectory
+from rollout.records import MASK, Trajectory
 
 Bin = tuple[int, ...]
 """Sequences that are packed together, ascending."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """The form of the experts that are replayed."""
+
+    layers: int
+    """Those with experts."""
+    experts_per_token: int
+    dtype: str
+    """uint8 or int16"""
+
+    def experts_of(self, trajectory: Trajectory) -> np.ndarray:
+        """[n, L, K]; zeros where none are known. Raises ValueError for experts of another form."""
+        shape = (len(trajectory.token_ids), self.layers, self.experts_per_token)
+        if trajectory.experts is None:
+            return np.zeros(shape, dtype=self.dtype)
+        found = (trajectory.experts.shape, trajectory.experts.dtype.name)
+        if found != (shape, self.dtype):
+            raise ValueError(
+                f"prompt {trajectory.prompt_id}, sibling {trajectory.sibling_id} has experts of the shape {found[0]} in {found[1]}, the "
+                f"model {shape} in {self.dtype}; sample role and learner must have the same model"
+            )
+        return trajectory.experts
+
 
 Pick = Callable[[np.ndarray, int, int], int | None]
 """(loads of the bins, length, token budget) -> the bin for the sequence, None if none can take it."""
@@ -79,11 +104,16 @@ def packed_length(token_ids: Sequence[int] | np.ndarray) -> int:
 
 
 def pack_trajectories(
-    trajectories: Sequence[Trajectory], sequence_ids: Sequence[int], *, newest: int | None = None
+    trajectories: Sequence[Trajectory],
+    sequence_ids: Sequence[int],
+    *,
+    newest: int | None = None,
+    routing: Routing | None = None,
 ) -> PackedBatch:
     """One rank's trajectories end to end, in their order; ``sequence_ids`` number them within the whole step.
 
-    newest: the learner's version, from which ``lag_T`` counts; None: without it.
+    newest: the learner's version, from which ``lag_T`` counts; None: without it. routing: of experts that are
+    replayed; None: without them.
 
     Raises ValueError for a trajectory whose arrays are not aligned with its tokens, or that predicts nothing.
     """
@@ -99,7 +129,14 @@ def pack_trajectories(
         rollout_logprobs=[t.rollout_logprobs for t in trajectories],
         sequence_ids=sequence_ids,
         lags=None if newest is None else [_lags(t, newest) for t in trajectories],
+        experts=None if routing is None else [routing.experts_of(t) for t in trajectories],
+        is_replayed=None if routing is None else [_is_replayed(t) for t in trajectories],
     )
+
+
+def _is_replayed(trajectory: Trajectory) -> np.ndarray:
+    known = trajectory.is_replayed
+    return np.zeros(len(trajectory.token_ids), dtype=MASK) if known is None else known
 
 
 def _lags(trajectory: Trajectory, newest: int) -> np.ndarray:

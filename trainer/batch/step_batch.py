@@ -23,7 +23,7 @@ from trainer.algorithm.correction import Correction
 from trainer.algorithm.segments import count_per_sequence
 from trainer.algorithm.turn_rewards import TurnRewards
 from trainer.batch.exact_turns import require_exact_turns
-from trainer.batch.plan import BatchPlan, pack_trajectories, packed_length, plan_batches
+from trainer.batch.plan import BatchPlan, Routing, pack_trajectories, packed_length, plan_batches
 from trainer.ranks.totals import Total
 
 
@@ -260,6 +260,8 @@ def _without_response(trajectory: Trajectory) -> Trajectory:
         response_mask=np.zeros(2, dtype=MASK),
         rollout_logprobs=np.zeros(2, dtype=LOGPROBS),
         token_versions=np.zeros(2, dtype=VERSIONS),
+        experts=None,
+        is_replayed=None,
         turns=[],
         branch=-1,
     )
@@ -308,13 +310,13 @@ def _without_unscored(group: Group, needs_siblings: bool) -> list[Trajectory]:
     ]
 
 
-def step_batch(share: Share, *, newest: int | None = None) -> StepBatch:
-    """newest: see ``pack_trajectories``.
+def step_batch(share: Share, *, newest: int | None = None, routing: Routing | None = None) -> StepBatch:
+    """newest, routing: see ``pack_trajectories``.
 
     Raises:
         TurnsDiffer: see ``require_exact_turns``.
     """
-    packed = pack_trajectories(share.trajectories, share.sequence_ids, newest=newest)
+    packed = pack_trajectories(share.trajectories, share.sequence_ids, newest=newest, routing=routing)
     require_exact_turns(share.trajectories, packed)
     has_forks = len(set(share.episode_ids)) < len(share.episode_ids)
     return StepBatch(

@@ -192,6 +192,27 @@ PICTURES = (
         ),
     ),
     Picture(
+        name="routing",
+        title="Experts of the two engines",
+        about="Where the learner replays the servers' experts: response tokens whose experts it would not choose itself, and tokens that "
+        "keep its own choice, because the server computed their prompt again.",
+        panels=(
+            Lines(
+                title="Experts that differ",
+                metrics={"mismatch/experts_differ": "of tokens and layers"},
+                bounds=(0, None),
+            ),
+            Lines(title="By layer", metrics={"mismatch/experts_differ/*": "*"}, bounds=(0, None)),
+            Lines(
+                title="Not replayed",
+                metrics={"1 - mismatch/replayed_fraction": "share"},
+                bounds=(0, None),
+                idle=0,
+            ),
+        ),
+        optional=True,
+    ),
+    Picture(
         name="divergence",
         title="Divergences of the two engines",
         about="k3 estimate of KL(rollout || learner); second moments of the ratios learner / rollout of tokens and of whole responses, "

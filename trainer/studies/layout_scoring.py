@@ -72,23 +72,36 @@ class Scorer:
         return [[row] for row in range(groups.dp_rank, sampled.num_responses, groups.dp_size)]
 
     def score(
-        self, name: str, sampled: Sampled, bins: Bins | None = None, *, temperature: float | None = None
+        self,
+        name: str,
+        sampled: Sampled,
+        bins: Bins | None = None,
+        *,
+        temperature: float | None = None,
+        replays: bool | None = None,
     ) -> Tensor | None:
-        """float32 log-probs of the N response tokens on rank 0, None elsewhere."""
+        """float32 log-probs of the N response tokens on rank 0, None elsewhere.
+
+        replays: whether tokens go to the server's experts, where they are known; None: as the config says.
+        """
 
         def logprobs(batches: Sequence[PackedBatch]) -> list[Tensor]:
             scored = self.engine.logprobs(batches, temperature=temperature or self.temperature)
             return [logprobs_T for logprobs_T, _ in scored]
 
-        return self.scored_by(logprobs, name, sampled, bins or self.packed(sampled))
+        return self.scored_by(logprobs, name, sampled, bins or self.packed(sampled), replays=replays)
 
-    def scored_by(self, logprobs: LogprobsOf, name: str, sampled: Sampled, bins: Bins) -> Tensor | None:
+    def scored_by(
+        self, logprobs: LogprobsOf, name: str, sampled: Sampled, bins: Bins, *, replays: bool | None = None
+    ) -> Tensor | None:
         began = time.perf_counter()
         sequences, lengths = sampled.sequences(), sampled.response_lengths_R.tolist()
+        replays = self._config.learner.routing == "rollout" if replays is None else replays
+        experts = _experts_of(sampled) if replays else None
         size, mine, tokens = MICROBATCHES_PER_CALL * self._config.layout.pp, {}, 0
         for start in range(0, len(bins), size):
             part = bins[start : start + size]
-            batches = [_pack(rows, sequences, lengths) for rows in part]
+            batches = [_pack(rows, sequences, lengths, experts) for rows in part]
             for rows, batch, logprobs_T in zip(part, batches, logprobs(batches), strict=True):
                 kept = logprobs_T.float().cpu()[batch.response_mask_T].split([lengths[row] for row in rows])
                 mine |= dict(zip(rows, kept, strict=True))
@@ -112,11 +125,21 @@ class Scorer:
             self._report(f"{progress}, {tokens * copies / seconds:,.0f} tokens/s, {seconds:.1f} s")
 
 
+def _experts_of(sampled: Sampled) -> Sequence[Tensor] | None:
+    """Of each sequence."""
+    if sampled.experts_TLK is None:
+        return None
+    return sampled.experts_TLK.split((sampled.prompt_lengths_R + sampled.response_lengths_R - 1).tolist())
+
+
 def _pack(
-    rows: Sequence[int], sequences: Sequence[Sequence[int]], response_lengths: Sequence[int]
+    rows: Sequence[int],
+    sequences: Sequence[Sequence[int]],
+    response_lengths: Sequence[int],
+    experts: Sequence[Tensor] | None,
 ) -> PackedBatch:
     ids = [sequences[row] for row in rows]
-    return pack_sequences(
+    packed = pack_sequences(
         token_ids=ids,
         response_masks=[
             [False] * (len(s) - response_lengths[r]) + [True] * response_lengths[r]
@@ -125,6 +148,10 @@ def _pack(
         rollout_logprobs=[[0.0] * len(s) for s in ids],
         sequence_ids=rows,
     )
+    if experts is None:
+        return packed
+    every_T = torch.ones(packed.num_tokens, dtype=torch.bool)
+    return packed.with_fields(experts_TLK=torch.cat([experts[row] for row in rows]), is_replayed_T=every_T)
 
 
 # -----------------------------------------------------------------------------------------------------------------
@@ -172,6 +199,14 @@ def _attention(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Repo
     finally:
         for module in attentions:
             module.dtype = before
+
+
+def _routing(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+    if scorer.engine.architecture.experts is None:
+        return None, "the model has no experts"
+    if sampled.experts_TLK is None:
+        return None, "the server gave no experts, or not those that a token was sampled with"
+    return scorer.score("routing", sampled, replays=config.learner.routing == "own"), None
 
 
 def _temperature_ignored(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
@@ -225,6 +260,7 @@ SWITCHES: dict[str, Callable[[RunConfig, Scorer, Sampled, Report], Answer]] = {
     "dtype": _dtype,
     "lm_head": _lm_head,
     "attention": _attention,
+    "routing": _routing,
     "temperature_in_model_dtype": _temperature_in_model_dtype,
     "temperature_ignored": _temperature_ignored,
     "deterministic_kernels": _deterministic_kernels,

@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -49,6 +50,9 @@ class Sampled:
     """int64, ascending: the number of its prompt."""
     logprobs_N: Tensor
     """float32, from the server while it sampled."""
+    experts_TLK: Tensor | None = None
+    """uint8 or int16: the experts of each sequence's tokens but the last, by the server. None: not asked for, or it
+    computed a prompt again."""
 
     @property
     def num_responses(self) -> int:
@@ -65,9 +69,12 @@ class Sampled:
 
 
 def join_samples(
-    prompts: Sequence[Sequence[int]], samples: Sequence[tuple[int, Sequence[int], Sequence[float]]]
+    prompts: Sequence[Sequence[int]],
+    samples: Sequence[tuple[int, Sequence[int], Sequence[float]]],
+    experts: Sequence[np.ndarray | None] = (),
 ) -> Sampled:
-    """``samples``: (number of its prompt, token ids, log-probs) of each response, in order of the prompts.
+    """``samples``: (number of its prompt, token ids, log-probs) of each response, in order of the prompts. ``experts``:
+    those of each response's input tokens.
 
     Raises ValueError for a response without tokens, or without a log-prob for each.
     """
@@ -81,7 +88,13 @@ def join_samples(
         response_lengths_R=torch.tensor([len(ids) for _, ids, _ in samples]),
         prompts_R=torch.tensor([prompt for prompt, _, _ in samples]),
         logprobs_N=torch.tensor([x for _, _, logprobs in samples for x in logprobs], dtype=torch.float32),
+        experts_TLK=_join_experts(experts),
     )
+
+
+def _join_experts(experts: Sequence[np.ndarray | None]) -> Tensor | None:
+    known = [rows for rows in experts if rows is not None]
+    return torch.from_numpy(np.concatenate(known)) if known and len(known) == len(experts) else None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -96,7 +109,8 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def write_samples(path: Path, sampled: Sampled) -> None:
-    write_tensors(path, {f.name: getattr(sampled, f.name) for f in fields(Sampled)})
+    tensors = {f.name: getattr(sampled, f.name) for f in fields(Sampled)}
+    write_tensors(path, {name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def read_samples(path: Path) -> Sampled:
@@ -370,6 +384,16 @@ def compare_layouts(
                 result = compare(sampled.logprobs_N, first_N, second_N, sampled.response_lengths_R)
                 rows.append({"about": about, "first": first, "second": second, **result})
     return rows
+
+
+def share_of_gap(rollout_N: Tensor, own_N: Tensor, replayed_N: Tensor, lengths_R: Tensor) -> Row:
+    """Part of the mean Δp that the choice of experts makes: 1 - replayed / own, of the means over responses of a
+    response's mean Δp. ``own``, ``replayed``: these means."""
+    own, replayed = (
+        response_gaps(probability_gaps(rollout_N, x_N), lengths_R)[1].mean().item()
+        for x_N in (own_N, replayed_N)
+    )
+    return {"own": own, "replayed": replayed, "share": 1 - replayed / own if own else 0.0}
 
 
 def rank_causes(rows: Sequence[Row]) -> list[Row]:

@@ -31,6 +31,7 @@ SWITCH_TITLES = {
     "dtype": "dtype: {other} instead of {dtype}",
     "lm_head": "LM head: the other of float32 and {dtype}",
     "attention": "core attention: {dtype} instead of float32",
+    "routing": "routing: {routing}",
     "temperature_in_model_dtype": "temperature: logits / T rounded to {dtype}",
     "temperature_ignored": "temperature: ignored, scored at T = 1",
     "deterministic_kernels": "deterministic kernels (torch)",
@@ -84,6 +85,8 @@ def findings(result: Row) -> list[str]:
         if rows:
             sentences += [_alignment(about, rows), *(f"  - {_comparison(row)}" for row in rows)]
     causes = [_cause_sentence(result["causes"]["ranked"])] if result["causes"] else []
+    if result["causes"] and result["causes"].get("routing"):
+        causes.append(_routing_sentence(result["causes"]["routing"]))
     return [*sentences, _length_sentence(result["pairs"]), *causes, _size_sentence(result["pairs"])]
 
 
@@ -132,6 +135,13 @@ def _cause_sentence(ranked: Sequence[Row]) -> str:
     still = [row["cause"] for row in ranked if row["bitwise"]]
     text = f"Why, by how far a switch moves p on average: {'; '.join(moving) or 'nothing moves it'}"
     return f"{text}. Moves nothing, to the last bit: {'; '.join(still) or 'none'}."
+
+
+def _routing_sentence(routing: Row) -> str:
+    return (
+        f"Routing: with the server's experts the mean gap is {number(routing['replayed'])}, with the learner's own choice "
+        f"{number(routing['own'])}: the choice of experts makes {routing['share']:.0%} of it."
+    )
 
 
 def _size_sentence(pairs: Sequence[Row]) -> str:

@@ -469,3 +469,13 @@ def test_what_is_sent_is_the_whole_model_whatever_the_layout(tmp_path, family):
         stages = bytes_to_send(architecture, "float32", layout)
         assert len(stages) == layout.pp and sum(stages) == whole and min(stages) > 0
         assert sum(bytes_to_send(architecture, "bfloat16", layout)) == whole // 2
+
+
+def test_the_bytes_of_experts_are_told_where_they_are_replayed(folder):
+    """Two of eight experts in each of four layers, a byte each; at most 16 responses of 50 tokens."""
+    make_tiny_countdown_model(folder / "tiny", seed=0, family="qwen3_moe")
+    sizes = ("rollout.prompts_per_step=4", "rollout.group_size=4", "rollout.max_new_tokens=50")
+    settings = ("model.path=tiny", *sizes)
+    (line,) = (x for x in batch_lines(config(*settings, "learner.routing=rollout")) if "routing" in x)
+    assert "8 bytes of experts per token" in line and size_text(8 * 16 * 50) in line
+    assert not [x for x in batch_lines(config(*settings)) if "routing" in x]

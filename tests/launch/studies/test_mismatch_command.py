@@ -10,6 +10,7 @@ import pytest
 import torch
 import yaml
 
+from configs.errors import ConfigError
 from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks import config as checks
@@ -136,6 +137,29 @@ def test_why_adds_what_it_compares_with_once(tmp_path, model):
     assert plan.of("mode") == []
 
 
+def test_why_asks_the_first_server_for_experts_where_the_model_has_them(tmp_path, model):
+    folder = tmp_path / "experts"
+    make_tiny_countdown_model(folder, seed=0, family="mixtral")
+    rollouts, load_with = ("tp=1", "tp=2"), loaded(tmp_path, folder)
+
+    def load(option, more):
+        """As the command does: a learner of two tensor-parallel ranks needs sp where there are experts."""
+        try:
+            return load_with(option, more)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    plan = make_plan(request(rollouts=rollouts, why=True), load, gpus=0)
+    routings = {(p.kind, p.text): p.config.learner.routing for p in plan.parts}
+    assert {part for part, routing in routings.items() if routing == "rollout"} == {("rollout", "tp=1")}
+    assert any(
+        "learner tp=2 as a cause (tp)" in text and "layout.tp=2 without sp" in text for text in plan.skipped
+    )
+    for changes, which in (({"why": False}, folder), ({"why": True}, model)):
+        plan = make_plan(request(rollouts=rollouts, **changes), loaded(tmp_path, which), gpus=0)
+        assert {p.config.learner.routing for p in plan.parts} == {"own"}
+
+
 def test_modes_of_the_server_are_for_cuda(tmp_path, model):
     with pytest.raises(ValueError, match=r"not on CPU.*leave 'deterministic' out"):
         make_plan(request(rollouts=("tp=1", "tp=1,deterministic")), loaded(tmp_path, model), gpus=0)
@@ -253,7 +277,9 @@ def pretend(plan, out: Path) -> None:
         write_tensors(part.folder(out).path / "scores.safetensors", kept)
     folder = plan.of("learner")[0].folder(out).path
     base_N = baseline["tp=1/long"]
+    sampled_N = sets["tp=1/long"].logprobs_N
     switches = {"repeat": base_N.clone(), "dtype": near(base_N, 0.2), "packing": near(base_N, 0.001)}
+    switches["routing"] = sampled_N + (base_N - sampled_N) / 4
     write_tensors(folder / "switches.safetensors", switches)
     (folder / "left_out.json").write_text('{"lm_head": "there is none"}')
 
@@ -288,6 +314,10 @@ def test_the_files_of_the_parts_become_pairs_and_ranked_causes(tmp_path, model, 
         "SP: tp=2,sp instead of tp=2",
         "PP: pp=2 instead of tp=1",
     } <= causes.keys()
+    routing = said["causes"]["routing"]
+    assert routing["share"] == pytest.approx(1 - routing["replayed"] / routing["own"])
+    assert routing["share"] == pytest.approx(0.75, abs=0.02) and "routing: the server's experts" in causes
+    assert any("the choice of experts makes 7" in sentence for sentence in said["findings"])
     assert "cause lm_head: there is none" in said["skipped"]
     assert "Why: one thing switched at a time" in capsys.readouterr().out
 

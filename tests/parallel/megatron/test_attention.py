@@ -59,6 +59,10 @@ def test_dummies_make_the_tokens_divide_and_nobody_reads_them(lengths, multiple,
     model_T = plan.to_model_order(values)
     assert model_T.numel() == total + dummies == plan.cu_seqlens[-1] == plan.buckets[-1].stop
     assert model_T[total:].tolist() == [100] * dummies
+    everywhere = torch.ones(total + dummies, dtype=torch.bool)
+    assert plan.without_dummies(everywhere).tolist() == [True] * total + [False] * dummies
+    is_odd = plan.without_dummies(model_T % 2 == 1)
+    assert torch.equal(plan.to_batch_order(is_odd), values % 2 == 1) and is_odd.sum() == (values % 2).sum()
     assert torch.diff(plan.cu_seqlens).tolist()[len(lengths) :] == [1] * dummies
     assert [b for bucket in plan.buckets for b in [bucket.length] * bucket.count] == torch.diff(
         plan.cu_seqlens

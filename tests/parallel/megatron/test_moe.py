@@ -3,11 +3,15 @@ SGLang server."""
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -15,14 +19,15 @@ from typer.testing import CliRunner
 
 from configs.schema.layout import LayoutConfig
 from launch.cli import app
-from parallel.packing import pack_sequences
+from parallel.packing import PackedBatch, pack_sequences
 from parallel.planning.layout import Experts, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.weights.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
+from rollout.servers.control_line import ControlError
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
-from tests.support.layout_workers import by_hf_names, work_layout
+from tests.support.layout_workers import by_hf_names, with_experts, work_layout
 from tests.support.megatron_workers import (
     make_batch,
     make_engine,
@@ -177,15 +182,109 @@ def test_the_router_chooses_like_that_of_transformers_in_bfloat16(tmp_path, norm
     assert (weights_TE != 0).sum() == 4 * 500
 
 
-@pytest.mark.parametrize("dtype, recompute", [("float32", "none"), ("bfloat16", "full")])
-def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute):
+@pytest.mark.parametrize(
+    "dtype, recompute, replays",
+    [("float32", "none", False), ("bfloat16", "full", False), ("bfloat16", "full", True)],
+)
+def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute, replays):
     engine = make_engine(make_moe_model(tmp_path / "m", "mixtral"), dtype=dtype, recompute=recompute)
     batch = make_batch([9, 5, 12, 9, 3, 20])
+    batch = with_experts(batch, engine.architecture.experts) if replays else batch
     microbatches = [batch.select([0, 1, 2]), batch.select([3, 4, 5])]
     for _ in range(2):  # also after the weights have moved
         scored = engine.logprobs(microbatches, temperature=0.7)
         trained = engine.update(microbatches, weighted_loss, temperature=0.7).outputs
         assert all(torch.equal(old, new["logprobs_T"]) for (old, _), new in zip(scored, trained, strict=True))
+
+
+# --- routing replay
+# -----------------------------------------------------------------------------------------------------------------------
+
+
+def own_choice(engine, batch) -> PackedBatch:
+    """The batch with the experts that the engine's routers choose, in their order, given to every token."""
+    layers = [
+        layer.mlp.router for layer in engine.chunks[0].decoder.layers if isinstance(layer.mlp, MoELayer)
+    ]
+    weights: list[torch.Tensor] = []
+    hooks = [router.register_forward_hook(lambda *call: weights.append(call[2][0])) for router in layers]
+    engine.logprobs([batch], temperature=0.7)
+    for hook in hooks:
+        hook.remove()
+    plan = engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T).plan
+    ids = [plan.to_batch_order(weights_TE.topk(layers[0].topk, -1).indices) for weights_TE in weights]
+    every = torch.ones(batch.num_tokens, dtype=torch.bool)
+    return replace(batch, experts_TLK=torch.stack(ids, 1).to(torch.uint8), is_replayed_T=every)
+
+
+def logprobs_of(engine, batch) -> torch.Tensor:
+    ((logprobs_T, _),) = engine.logprobs([batch], temperature=0.7)
+    return logprobs_T
+
+
+@pytest.mark.parametrize("kind, changes", SHAPES)
+def test_a_replay_of_the_routers_own_choice_changes_no_bit_and_another_one_does(tmp_path, kind, changes):
+    engine = make_engine(make_moe_model(tmp_path / "m", kind, **changes), distributed=False)
+    batch = make_batch([9, 5, 12, 9, 3, 20])
+    own, random = own_choice(engine, batch), with_experts(batch, engine.architecture.experts)
+    alone_T = logprobs_of(engine, batch)
+    assert torch.equal(logprobs_of(engine, own), alone_T)
+    nothing = replace(random, is_replayed_T=torch.zeros_like(random.is_replayed_T))
+    assert torch.equal(logprobs_of(engine, nothing), alone_T)
+    difference_T = (logprobs_of(engine, random) - alone_T).abs()
+    assert difference_T.max() > 0.1
+    # A token sees those before it: up to the first one that is given experts, nothing changes.
+    for row, (start, end) in enumerate(pairwise(batch.cu_seqlens.tolist())):
+        first = random.is_replayed_T[start:end].nonzero()
+        same = int(first[0]) if len(first) else end - start
+        assert (difference_T[start : start + same] == 0).all(), row
+    wanted, found = {}, {}
+    for name, used in (("alone", batch), ("own", own)):
+        used_engine = make_engine(engine.source, distributed=False)
+        result = used_engine.update([used], weighted_loss, temperature=0.7)
+        found[name], wanted[name] = result.differing_experts, by_hf_names(used_engine, lambda p: p.main_grad)
+    assert found["alone"] is None and set(found["own"].by_layer) == {0}
+    assert found["own"].tokens == int(batch.response_mask_T.sum())
+    assert all(torch.equal(tensor, wanted["own"][name]) for name, tensor in wanted["alone"].items())
+
+
+@pytest.mark.parametrize("kind, changes", SHAPES)
+def test_logprobs_and_gradients_of_given_experts_match_transformers(tmp_path, kind, changes):
+    folder = make_moe_model(tmp_path / "m", kind, **changes)
+    engine = make_engine(folder, distributed=False)
+    batch = with_experts(make_batch([5, 33, 2, 12]), engine.architecture.experts)
+    found_T = logprobs_of(engine, batch)
+    logits_TV, wanted = by_transformers(folder, batch, 0.7, tmp_path / "gradients")
+    wanted_T = (logits_TV / 0.7).log_softmax(-1).gather(1, batch.targets_T[:, None]).squeeze(1)
+    assert (found_T - wanted_T).abs().max() <= 1e-5
+    engine.update([batch.select([0, 1]), batch.select([2, 3])], weighted_loss, temperature=0.7)
+    gradients = by_hf_names(engine, lambda p: p.main_grad)
+    for name, gradient in wanted.items():
+        assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    routers = [tensor for name, tensor in gradients.items() if name.endswith("gate.weight")]
+    assert len(routers) == batch.experts_TLK.shape[1] and all(tensor.norm() > 1e-3 for tensor in routers)
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+def test_the_routers_gradient_under_replay_is_that_of_finite_differences(tmp_path, norm_topk):
+    """With given experts the loss is smooth in the router's weights: the weights of its choice move, its choice does
+    not. (Scores that were cut before they are gathered would give no gradient.)"""
+    folder = make_moe_model(tmp_path / "m", "qwen3_moe", norm_topk_prob=norm_topk)
+    engine = make_engine(folder, distributed=False)
+    batch = with_experts(make_batch([9, 5, 12]), engine.architecture.experts)
+    batch = replace(batch, is_replayed_T=torch.ones_like(batch.is_replayed_T))
+    router = engine.chunks[0].decoder.layers[1].mlp.router
+    gradient, _ = engine.gradient([batch], lambda *call: (weighted_loss(*call)[0], None), temperature=0.7)
+    assert gradient.norm() > 0
+    direction = torch.randn(router.weight.shape, generator=torch.Generator().manual_seed(1))
+    slope = float((router.weight.main_grad * direction).sum())
+    losses, weight, step = [], router.weight.detach().clone(), 1e-2
+    for sign in (1, -1):
+        router.weight.data.copy_(weight + sign * step * direction)
+        ((logprobs_T, entropy_T),) = engine.logprobs([batch], temperature=0.7, with_entropy=True)
+        losses.append(weighted_loss(batch, logprobs_T.double(), entropy_T.double())[0].item())
+    assert abs(slope) > 0.05
+    assert (losses[0] - losses[1]) / (2 * step) == pytest.approx(slope, rel=1e-2)
 
 
 def test_float16_is_refused_for_training(tmp_path):
@@ -268,6 +367,11 @@ def test_the_command_makes_a_family(tmp_path):
 
 def assert_same_step(ranks: list[dict], wanted: dict) -> None:
     """Every rank's results of a job against one process's."""
+    if wanted["differing"] is not None:
+        by_rank = {found["dp_rank"]: found["differing"] for found in ranks}.values()
+        assert sum(found.tokens for found in by_rank) == wanted["differing"].tokens
+        totals = tuple(map(sum, zip(*(found.by_layer for found in by_rank), strict=True)))
+        assert totals == wanted["differing"].by_layer and min(totals) > 0
     of_dp = {found["dp_rank"]: found["loss"] for found in ranks}
     assert sum(of_dp.values()) == pytest.approx(wanted["loss"], rel=1e-5)
     for found in ranks:
@@ -284,22 +388,31 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     shapes = {"qwen3_moe": {}, "mixed": MIXED, "mixtral": {}, "tied": dict(tied=True)}
     kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
-    return {
+    made = {
         name: make_moe_model(folder / name, kinds.get(name, name), **changes)
         for name, changes in shapes.items()
     }
+    return made | {REPLAYED: made["mixed"]}
 
 
+REPLAYED = "mixed, with experts that are given"
 TWO_RANKS = {
-    "ep2": (dict(ep=2, dp=2), ["mixed", "tied"]),
-    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral"]),
+    "ep2": (dict(ep=2, dp=2), ["mixed", "tied", REPLAYED]),
+    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral", REPLAYED]),
     "tp2 sp": (dict(tp=2, sp=True), ["qwen3_moe"]),  # all experts on both ranks, which see different tokens
     "ep2 cp2": (dict(ep=2, cp=2), ["mixed"]),
 }
 
 
 def step_jobs(models, names, **optimizer) -> dict[str, tuple]:
-    return {name: ("step", dict(kind="policy", folder=models[name], **optimizer)) for name in names}
+    return {
+        name: ("step", dict(kind="policy", folder=models[name], replays=name == REPLAYED, **optimizer))
+        for name in names
+    }
+
+
+def saves_of(models, names, folder: Path) -> dict[Path, Path]:
+    return {models[name]: folder / name for name in names if name != REPLAYED}
 
 
 @pytest.fixture(scope="module")
@@ -315,7 +428,7 @@ def on_two_ranks(models, alone, tmp_path_factory):
     """(by rank what each case of TWO_RANKS gave, the folder with what they wrote)"""
     folder = tmp_path_factory.mktemp("two")
     cases = {
-        case: (layout, step_jobs(models, names), {models[name]: folder / case / name for name in names})
+        case: (layout, step_jobs(models, names), saves_of(models, names, folder / case))
         for case, (layout, names) in TWO_RANKS.items()
     }
     job = dict(kind="policy", folder=models["mixed"])
@@ -337,7 +450,8 @@ def test_one_step_equals_that_of_one_process(on_two_ranks, alone, models, case):
     ranks, folder = on_two_ranks
     for name in TWO_RANKS[case][1]:
         assert_same_step([found[case][name] for found in ranks], alone[name])
-        assert_same_weights(models[name], folder / case / name)
+        if name != REPLAYED:
+            assert_same_weights(models[name], folder / case / name)
 
 
 @pytest.mark.engines
@@ -357,8 +471,8 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process,
     one of a plain optimizer."""
-    names = ["mixed", "tied"]
-    saves = {models[name]: tmp_path / name for name in names}
+    names = ["mixed", "tied", REPLAYED]
+    saves = saves_of(models, names, tmp_path)
     job = dict(kind="policy", folder=models["mixed"])
     plain = job | {"distributed": False, "checkpoint": tmp_path / "plain" / "step_000001"}
     jobs = step_jobs(models, names) | {
@@ -373,7 +487,8 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=900)
     for name in names:
         assert_same_step([found["pp2"][name] for found in ranks], alone[name])
-        assert_same_weights(models[name], tmp_path / name)
+    for model, out in saves.items():
+        assert_same_weights(model, out)
     for name in ("saved", "loaded", "saved plain", "loaded plain"):
         assert_same_step([found["pp2"][name] for found in ranks], alone["saved"])
     assert_same_step([found["tp2 cp2"]["qwen3_moe"] for found in ranks], alone["qwen3_moe"])
@@ -390,34 +505,47 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
 @pytest.mark.engines
 def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
     """After another model's weights have come and gone, every byte is that of the folder; log-probs are the
-    learner's throughout."""
+    learner's throughout, also where it replays the servers' experts, which are its own."""
     fleets = {}
     try:
         for family, tensor_parallel in (("qwen3_moe", 2), ("mixtral", 1)):
             for seed in (0, 1):
                 make_tiny_countdown_model(tmp_path / f"{family}{seed}", seed=seed, family=family)
                 sharpen(tmp_path / f"{family}{seed}")
-            fleets[family] = make_fleet(
-                tmp_path / f"{family}0", tmp_path / "logs" / family, tp=tensor_parallel
-            )
+            routing = "rollout" if family == "qwen3_moe" else "own"
+            logs = tmp_path / "logs" / family
+            fleets[family] = make_fleet(tmp_path / f"{family}0", logs, tp=tensor_parallel, routing=routing)
             fleets[family].start()
         for family, tensor_parallel in (("qwen3_moe", 2), ("mixtral", 1)):
             fleets[family].wait_healthy(400)
+            options = {"tensor_parallel": tensor_parallel, "timeout_s": 120, "needs_experts": True}
+            with SGLangControl(fleets[family].urls, **options) as control:
+                if family == "qwen3_moe":
+                    control.require_plugin()
+                    control.resume()
+                    check_an_interruption(control, fleets[family].urls)
+                else:
+                    with pytest.raises(
+                        ControlError, match=r"does not return routed experts.*learner\.routing=own"
+                    ):
+                        control.require_plugin()
+                control.resume()
             serve(
                 fleets[family].urls,
                 tensor_parallel,
                 [make_engine(tmp_path / f"{family}{seed}") for seed in (0, 1)],
+                replays=family == "qwen3_moe",
             )
     finally:
         for fleet in fleets.values():
             fleet.stop()
 
 
-def serve(urls, tensor_parallel, engines) -> None:
+def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
     with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120) as control:
         (from_disk,) = control.checksums()
         assert any("experts" in name for name in from_disk)
-        assert gap(urls, engines[0]) <= EXACT
+        assert gap(urls, engines[0], replays=replays) <= EXACT
         for version, engine in ((1, engines[1]), (2, engines[0])):
             exported = SimpleNamespace(named_parameters=engine.export_hf)
             send(control, exported, version=version, tensor_parallel=tensor_parallel)
@@ -432,15 +560,49 @@ def serve(urls, tensor_parallel, engines) -> None:
                 if version == 2
                 else not [name for name in same if "experts" in name or "proj" in name]
             )
-            assert gap(urls, engine) <= EXACT
+            assert gap(urls, engine, replays=replays) <= EXACT
 
 
-def gap(urls, engine) -> float:
+def check_an_interruption(control, urls) -> None:
+    """A response that the server puts back into its queue, and goes on with from a cache that is computed anew, comes
+    without experts: those that it has then are of the second computation. The next one has them again."""
+    experts = Experts(
+        num_experts=8, experts_per_token=2, intermediate_size=1, norm_topk=True, is_sparse=(True,) * 4
+    )
+
+    def sample(max_new_tokens: int):
+        async def ask():
+            async with SGLangClient(
+                urls, experts=experts, max_concurrency=1, timeout_s=120, max_retries=0
+            ) as client:
+                options = {"max_new_tokens": max_new_tokens, "temperature": 1.3, "stop_token_ids": []}
+                return await client.generate_group([3, 8, 5, 14, 9], **options, seeds=[0])
+
+        return asyncio.run(ask())[0]
+
+    with ThreadPoolExecutor(1) as thread:
+        for attempt in range(40):  # again, and later, until the pause is inside the response
+            response = thread.submit(sample, 240)
+            wait([response], timeout=0.02 * (attempt + 1))
+            control.pause()
+            control.resume()
+            completion = response.result()
+            assert (completion.experts is None) == (completion.num_retractions > 0)
+            if completion.num_retractions:
+                break
+    assert completion.num_retractions
+    after = sample(4)
+    assert after.experts.shape == (5 + len(after.token_ids) - 1, 4, 2) and not after.num_retractions
+
+
+def gap(urls, engine, *, replays: bool) -> float:
     """Largest difference in log-probs between the server and the learner, over freshly sampled responses."""
+    experts = engine.architecture.experts if replays else None
     prompts = [[3 + (7 * i + j * j) % 18 for j in range(3 + 5 * i)] for i in range(3)]
 
     async def sample():
-        async with SGLangClient(urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
+        places = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0}
+        async with SGLangClient(urls, experts=experts, **places) as client:
             options = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5]}
             return await asyncio.gather(
                 *(client.generate_group(prompt, **options, seeds=range(4)) for prompt in prompts)
@@ -453,5 +615,11 @@ def gap(urls, engine) -> float:
         rollout_logprobs=[[*[0.0] * len(prompt), *c.rollout_logprobs] for prompt, c in pairs],
         sequence_ids=range(len(pairs)),
     )
+    if replays:
+        chosen_TLK = torch.cat([torch.from_numpy(c.experts) for _, c in pairs])
+        own = own_choice(engine, batch)
+        is_same_TL = (own.experts_TLK.sort(-1).values == chosen_TLK.sort(-1).values).all(-1)
+        assert is_same_TL.double().mean() > 0.99  # all but ties within rounding
+        batch = replace(own, experts_TLK=chosen_TLK)
     ((logprobs_T, _),) = engine.logprobs([batch], temperature=0.7)
     return float((logprobs_T - batch.rollout_logprobs_T)[batch.response_mask_T].abs().max())

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
 from rollout.records import FinishReason, Group
@@ -12,12 +13,20 @@ from tests.support.records import trajectory
 STATS = SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)
 
 
+def experts_of(number: int, n: int) -> dict:
+    """Of the first sample none, of the others some in bytes and some in two bytes."""
+    if not number:
+        return {}
+    ids = np.arange(n * 6).reshape(n, 3, 2) % 250
+    return {"experts": ids.astype([np.uint8, np.int16][number % 2]), "is_replayed": np.arange(n) % 3 > 0}
+
+
 def groups(*lengths: int) -> Groups:
     samples = [
         trajectory(
             group_id=4, sibling_id=i, prompt_id="p", token_ids=[7] * n, response_mask=[False] + [True] * (n - 1),
             rollout_logprobs=[-0.1 * k for k in range(n)], token_versions=[3] * n,
-            finish_reason=FinishReason.STOP, reward=0.5, reward_parts={"correct": 0.5},
+            finish_reason=FinishReason.STOP, reward=0.5, reward_parts={"correct": 0.5}, **experts_of(i, n),
         )
         for i, n in enumerate(lengths)
     ]  # fmt: skip
@@ -30,21 +39,34 @@ def test_a_reply_is_the_same_on_the_other_side():
     received = decode_reply(encode(sent))
     assert received == sent and received != groups(2, 9, 301)
     one, other = (reply.groups[0].trajectories[2] for reply in (sent, received))
-    for name in ("token_ids", "response_mask", "rollout_logprobs", "token_versions"):
+    for name in (
+        "token_ids",
+        "response_mask",
+        "rollout_logprobs",
+        "token_versions",
+        "experts",
+        "is_replayed",
+    ):
         assert getattr(one, name).dtype == getattr(other, name).dtype, name
+        assert getattr(one, name).shape == getattr(other, name).shape, name
+    assert received.groups[0].trajectories[0].experts is None
 
 
 @pytest.mark.parametrize(
     "array",
     [
-        ["|O", b"12345678"],
-        ["<f8", b"12345678"],
-        ["<i4", b"12345"],
-        ["<i4", [1, 2]],
+        ["|O", [1], b"12345678"],
+        ["<f8", [1], b"12345678"],
+        ["<i4", [1], b"12345"],
+        ["<i4", [2], b"1234"],
+        ["<i4", ["1"], b"1234"],
+        ["<i4", 1, b"1234"],
+        ["<i4", [2], [1, 2]],
         [1, 2, 3],
         b"1234",
         None,
-        ["<i4", b"1234", b""],
+        ["<i4", b"1234"],
+        ["<i4", [1], b"1234", b""],
     ],
 )
 def test_what_is_no_array_of_a_message_is_refused(array):

@@ -1,15 +1,19 @@
 """The client of SGLang against small HTTP servers in an engine's place, which really drop connections."""
 
 import asyncio
+import base64
+import copy
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel.planning.layout import Experts
 from rollout.client import GenerationError, Session
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
@@ -104,6 +108,40 @@ async def ask_group(client, seeds: Sequence[int]) -> list[Completion]:
 async def ask(client) -> Completion:
     (completion,) = await ask_group(client, [11])
     return completion
+
+
+def test_experts_are_asked_for_and_dropped_where_the_server_computed_the_prompt_again():
+    """Two sampled tokens behind a prompt of three: four input tokens, of which the first two are not asked for. What is
+    not trained on comes without them."""
+    experts = Experts(
+        num_experts=8, experts_per_token=2, intermediate_size=1, norm_topk=True, is_sparse=(True,) * 2
+    )
+    ids = np.array([[[0, 1], [2, 3]], [[4, 5], [7, 6]]], dtype=np.uint8)
+    reply = answer()
+    reply["meta_info"] |= {"routed_experts": base64.b64encode(ids.tobytes()).decode(), "num_retractions": 0}
+    again = copy.deepcopy(reply)
+    again["meta_info"]["num_retractions"] = 1
+    options = {"max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [6], "experts_from": 2}
+
+    async def scenario():
+        async with (
+            LocalServer(lambda n: [reply, again] if n == 0 else [answer()]) as server,
+            make_client(server, experts=experts) as client,
+        ):
+            first, second = await client.generate_group([1, 2, 3], **options, seeds=[1, 2])
+            assert np.array_equal(first.experts, ids) and first.num_retractions == 0
+            assert second.experts is None and second.num_retractions == 1
+            evaluation = client.with_own_places()
+            (plain,) = await evaluation.generate_group([1, 2, 3], **options, seeds=[1])
+            assert plain.experts is None
+            asked = [
+                (b.get("return_routed_experts"), b.get("routed_experts_start_len")) for b in server.bodies
+            ]
+            assert asked == [(True, 2), (None, None)]
+            with pytest.raises(GenerationError, match="no routed experts"):
+                await client.generate_group([1, 2, 3], **options, seeds=[3])
+
+    asyncio.run(scenario())
 
 
 def seeds_of(body: dict) -> list[int]:

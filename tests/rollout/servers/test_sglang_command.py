@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema.learner import LearnerConfig
 from configs.schema.rollout import RolloutConfig
 from rollout.servers.command import (
     FP8_MODELS,
@@ -43,6 +44,16 @@ def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
             fleet.start()
         assert fleet.urls == []
         assert not (tmp_path / "logs").exists()
+
+
+def test_servers_return_experts_where_the_learner_replays_them(tmp_path):
+    ports, share = choose_ports([0], None)[0], on_one_machine(1, 1)[0]
+    spec = server_spec(tmp_path)
+    assert "--enable-return-routed-experts" not in server_command(spec, share, ports)
+    replays = spec.config.model_copy(update={"learner": LearnerConfig(routing="rollout")})
+    assert "--enable-return-routed-experts" in server_command(replace(spec, config=replays), share, ports)
+    with pytest.raises(ValueError, match="cannot be set there"):
+        check_server_args(RolloutConfig(server_args={"enable_return_routed_experts": True}))
 
 
 def test_given_ports_are_two_apart_and_free_ones_are_distinct():

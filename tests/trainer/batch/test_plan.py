@@ -2,16 +2,20 @@
 minibatch is."""
 
 import itertools
+from dataclasses import replace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from configs.schema.run import AnyConfig
+from parallel.packing import pack_sequences
 from rollout.records import FinishReason
 from tests.support import records
-from trainer.batch.plan import pack_trajectories, packed_length, plan_batches
+from trainer.batch.plan import Routing, pack_trajectories, packed_length, plan_batches
 
 
 @st.composite
@@ -234,3 +238,48 @@ def test_pack_trajectories():
     assert batch.sequence_ids_S.tolist() == [12, 3]
     with pytest.raises(ValueError, match=r"sequence 4 .*3 tokens, 2 mask entries"):
         pack_trajectories([trajectory([1, 2, 3], response_mask=[False, True])], [4])
+
+
+def test_experts_are_packed_with_their_input_tokens_and_the_rest_is_marked():
+    """Three sequences: with experts, without any, and a filler of two tokens."""
+    routing = Routing(layers=2, experts_per_token=2, dtype="uint8")
+    ids = np.arange(4 * 4, dtype=np.uint8).reshape(4, 2, 2)
+    fields = {"group_id": 0, "prompt_id": "p", "reward": 1.0, "reward_parts": {}}
+    known, unknown = (
+        records.trajectory(
+            **fields, sibling_id=i, token_ids=[5, 6, 7, 8], response_mask=[False, False, True, True],
+            rollout_logprobs=[0.0] * 4, token_versions=[0] * 4, **experts,
+        )
+        for i, experts in enumerate([{"experts": ids, "is_replayed": np.array([1, 0, 1, 0], dtype=bool)}, {}])
+    )  # fmt: skip
+    packed = pack_trajectories([known, unknown], [0, 1], routing=routing)
+    assert packed.experts_TLK.dtype == torch.uint8 and packed.experts_TLK.shape == (6, 2, 2)
+    assert packed.is_replayed_T.tolist() == [True, False, True, False, False, False]
+    assert torch.equal(packed.experts_TLK[:3], torch.from_numpy(ids[:3]))  # of inputs: not of the last token
+    assert not packed.experts_TLK[3:].any()
+    second = packed.select([1])
+    assert second.experts_TLK.shape == (3, 2, 2) and not second.is_replayed_T.any()
+    assert pack_trajectories([known, unknown], [0, 1]).experts_TLK is None
+    with pytest.raises(
+        ValueError,
+        match=r"sibling 0 has experts of the shape \(4, 2, 2\) in uint8, the model \(4, 3, 2\) in uint8",
+    ):
+        pack_trajectories([known], [0], routing=replace(routing, layers=3))
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"experts_TLK": torch.zeros(3, 2, 2, dtype=torch.uint8)}, "one is missing"),
+        ({"is_replayed_T": torch.ones(3, dtype=torch.bool)}, "one is missing"),
+        ({"experts_TLK": torch.zeros(3, 4, dtype=torch.uint8), "is_replayed_T": torch.ones(3).bool()}, r"shape \(3, 4\)"),
+        ({"experts_TLK": torch.zeros(2, 2, 2, dtype=torch.uint8), "is_replayed_T": torch.ones(3).bool()}, "3 tokens"),
+        ({"experts_TLK": torch.zeros(3, 2, 2, dtype=torch.int64), "is_replayed_T": torch.ones(3).bool()}, "uint8 or int16"),
+        ({"experts_TLK": torch.zeros(3, 2, 2, dtype=torch.uint8), "is_replayed_T": torch.ones(3)}, "is_replayed_T is float32"),
+    ],
+)  # fmt: skip
+def test_experts_that_do_not_fit_a_batch_are_refused(fields, message):
+    ids, mask = [[1, 2, 3, 4]], [[False, True, True, True]]
+    batch = pack_sequences(token_ids=ids, response_masks=mask, rollout_logprobs=[[0.0] * 4], sequence_ids=[0])
+    with pytest.raises(ValueError, match=message):
+        batch.with_fields(**fields)

@@ -1,6 +1,8 @@
 """The learner's side of a study of mismatch: tokens come back in order from any layout and packing; a switch
 switches one thing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -8,7 +10,9 @@ from transformers import AutoModelForCausalLM
 from parallel.megatron import platform
 from tests.support.layout_scoring_workers import random_samples, run_config, work_score
 from tests.support.megatron_workers import make_hf_model, run_ranks
+from tests.support.moe_workers import EXPERTS, make_moe_model
 from trainer.studies.layout_scoring import Scorer, score_under_switches
+from trainer.studies.layout_statistics import read_samples, write_samples
 
 
 @pytest.fixture(scope="module")
@@ -107,3 +111,33 @@ def test_what_cannot_be_switched_says_why(folder):
         assert logprobs is None and "temperature is 1" in why
     assert "float32" in answers["lm_head"][1]
     assert "model's dtype already" in answers["attention"][1]
+    assert answers["routing"] == (None, "the model has no experts")
+
+
+def test_routing_is_switched_between_the_servers_experts_and_the_learners_own(tmp_path):
+    folder = make_moe_model(tmp_path / "m", "qwen3_moe", mlp_only_layers=[1], num_hidden_layers=3)
+    plain, generator = random_samples(), torch.Generator().manual_seed(0)
+    inputs = int((plain.prompt_lengths_R + plain.response_lengths_R - 1).sum())
+    ids_TLE = torch.rand(inputs, 2, EXPERTS, generator=generator).argsort(-1)
+    sampled = replace(plain, experts_TLK=ids_TLE[..., :2].to(torch.uint8))
+    path = tmp_path / "samples.safetensors"
+    write_samples(path, sampled)
+    assert torch.equal(read_samples(path).experts_TLK, sampled.experts_TLK)
+    learner = {"token_budget": 40, "logprob_chunk_tokens": 7}
+    found = {}
+    for routing in ("own", "rollout"):
+        config = run_config(folder, learner=learner | {"routing": routing})
+        scorer = scorer_of(config)
+        answers = score_under_switches(config, scorer, sampled, lambda line: None)
+        found[routing] = scorer.score("baseline", sampled), answers["routing"][0], answers["repeat"][0]
+        # One sequence alone: its experts are its own.
+        alone = scorer.score("alone", sampled, scorer.alone(sampled))
+        torch.testing.assert_close(alone, found[routing][0], atol=2e-5, rtol=0)
+    own, switched_from_own, _ = found["own"]
+    replayed, switched_from_replayed, repeated = found["rollout"]
+    assert torch.equal(switched_from_own, replayed) and torch.equal(switched_from_replayed, own)
+    assert torch.equal(repeated, replayed)
+    assert (own - replayed).abs().max() > 0.1, "random experts"
+    torch.testing.assert_close(own, by_transformers(folder, sampled, 0.7), atol=2e-5, rtol=0)
+    reason = score_under_switches(config, scorer, plain, lambda line: None)["routing"]
+    assert reason == (None, "the server gave no experts, or not those that a token was sampled with")

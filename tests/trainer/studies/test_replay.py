@@ -66,9 +66,15 @@ def same(a: PackedBatch, b: PackedBatch) -> bool:
 # recording
 
 
-@pytest.mark.parametrize("episodes", [None, torch.tensor([0, 1, 1, 2])])
-def test_a_batch_comes_back_as_it_was_written(tmp_path, episodes):
+def with_random_experts(packed: PackedBatch) -> PackedBatch:
+    experts_TLK = torch.randint(0, 8, (packed.num_tokens, 3, 2), dtype=torch.uint8)
+    return packed.with_fields(experts_TLK=experts_TLK, is_replayed_T=torch.rand(packed.num_tokens) < 0.5)
+
+
+@pytest.mark.parametrize("episodes, replays", [(None, False), (torch.tensor([0, 1, 1, 2]), True)])
+def test_a_batch_comes_back_as_it_was_written(tmp_path, episodes, replays):
     batch = replace(recorded(), episode_ids_S=episodes)
+    batch = replace(batch, packed=with_random_experts(batch.packed)) if replays else batch
     path = batch_file(tmp_path / "batches", 3)
     write_batch(path, batch)
     again = read_batch(path)
@@ -118,7 +124,7 @@ def test_a_file_that_is_no_batch_is_one_clear_error(tmp_path):
         read_batch(path)
     batch = recorded()
     write_batch(path, batch)
-    path.write_bytes(path.read_bytes().replace(b"tandem batch 3", b"tandem batch 1"))
+    path.write_bytes(path.read_bytes().replace(b"tandem batch 4", b"tandem batch 1"))
     with pytest.raises(ValueError, match="no batch of this version"):
         read_batch(path)
 

@@ -1,0 +1,61 @@
+"""The experts that SGLang sends each token to, in its answers. No SGLang at the top: both sides import this file.
+
+SGLang captures them itself (``--enable-return-routed-experts``). Two things are changed here. On CPU its buffer is
+plain memory: SGLang 0.5.23 pins it by CUDA on every device that it does not name, and ends. And ids are answered in
+as few bytes as their number needs, where SGLang answers four for each.
+"""
+
+WITH_EXPERTS = ", with routed experts"
+"""In the plugin's name for itself (``tandem_weight_receiver``), where its server captures experts."""
+CAPTURER = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create"
+COLLECT = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
+    "_maybe_collect_routed_experts"
+)
+
+
+def wire_type(num_experts: int) -> str:
+    """The type of an id in an answer, by numpy's and torch's name."""
+    return "uint8" if num_experts <= 256 else "int16"
+
+
+def register(*, on_cpu: bool) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    HookRegistry.register(COLLECT, narrow_ids, HookType.AFTER)
+    if on_cpu:
+        HookRegistry.register(CAPTURER, use_plain_memory, HookType.BEFORE)
+
+
+def narrow_ids(result: None, processor, request) -> None:
+    """After a request's experts were collected as int32."""
+    if request.routed_experts is not None:
+        import torch
+
+        kind = getattr(torch, wire_type(num_experts_of(processor.model_config.hf_text_config)))
+        request.routed_experts = request.routed_experts.to(kind)
+
+
+def num_experts_of(config) -> int:
+    """Of a Hugging Face config of Qwen3-MoE or Mixtral."""
+    return config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
+
+
+def use_plain_memory(*args: object, **kwargs: object) -> None:
+    """Before the capturer is made."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = plain_memory
+
+
+def plain_memory(dims, dtype, device, pin_memory, allocator, *args: object, **kwargs: object):
+    import torch
+
+    return torch.empty(dims, dtype=dtype, device=device)
+
+
+def is_captured() -> bool:
+    """Whether this server captures experts."""
+    from sglang.srt.state_capturer.routed_experts import get_global_experts_capturer
+
+    return get_global_experts_capturer() is not None
