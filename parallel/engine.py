@@ -1,6 +1,6 @@
 """The learner's engines: log-probs and updates of a policy, values and updates of a critic.
 
-An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, expert,
+An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, context, expert,
 pipeline (plain or interleaved) and data parallelism. A policy replays the experts that its micro-batches carry
 (``PackedBatch.experts_TLK``). A critic chooses its own: its router is another one.
 

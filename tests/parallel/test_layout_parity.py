@@ -44,8 +44,9 @@ REPLAYED = "policy with experts, of which most are given"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
     "cp2": (UNTIED, TIED, CRITIC),
-    "cp3": (UNTIED, CRITIC),
-    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC),
+    "cp3": (UNTIED, CRITIC, REPLAYED),
+    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
+    "tp2 sp cp2": (UNTIED, REPLAYED),
     "tp2 sp": (UNTIED, TIED, CRITIC),
     "pp2": (UNTIED, TIED, CRITIC),
     "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
