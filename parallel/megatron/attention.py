@@ -49,7 +49,7 @@ class PackedPlan:
     buckets: tuple[Bucket, ...]
     cu_seqlens: Tensor
     """int32 [S + 1], the boundaries in the model's order, on the CPU."""
-    first: int = 0
+    first: int
     """Place of the model's first token, as ``inverse_T`` counts."""
 
     def without_dummies(self, mask_T: Tensor) -> Tensor:
@@ -96,7 +96,9 @@ def plan_packing(
         buckets.append(Bucket(start=start, count=num_dummies, length=1))
     elif torch.equal(rows_S, torch.arange(rows_S.numel())):
         int_bounds = bounds.to(torch.int32)
-        return PackedPlan(order_T=None, inverse_T=None, buckets=tuple(buckets), cu_seqlens=int_bounds)
+        return PackedPlan(
+            order_T=None, inverse_T=None, buckets=tuple(buckets), cu_seqlens=int_bounds, first=0
+        )
     first_S = cu_seqlens[:-1].to(torch.int64)[rows_S]
     order_T = torch.repeat_interleave(first_S - bounds[:-1], sorted_S) + torch.arange(start)
     inverse_T = torch.empty_like(order_T)
@@ -106,6 +108,7 @@ def plan_packing(
         inverse_T=inverse_T.to(device),
         buckets=tuple(buckets),
         cu_seqlens=torch.cat((bounds, torch.arange(start + 1, start + num_dummies + 1))).to(torch.int32),
+        first=0,
     )
 
 
