@@ -66,11 +66,6 @@ class SplitPlan(PackedPlan):
     split_buckets: tuple[SplitBucket, ...]
     """One for each of ``buckets``, and then this rank's filling, if it has any."""
 
-    @property
-    def num_dummies(self) -> int:
-        """This rank's filling, its last tokens."""
-        return sum(bucket.count for bucket in self.split_buckets[len(self.buckets) :])
-
     def to_batch_order(self, values_T: Tensor) -> Tensor:
         # All ranks compute the same loss: backward keeps this rank's part of the gradient and sums nothing.
         gathered_T = gather_from_sequence_parallel_region(
