@@ -36,6 +36,8 @@ KEEP_IDLE_S = 120
 closed during a cut of the network would lose the next request."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
+NUMERICS = Path(__file__).parents[2]
+"""The folder of the package ``numerics``."""
 
 OTHER_MODEL = re.compile("model-impl|json-model-override-args|speculative-")
 """Flags with which a server may load the code of another model than its config.json names."""
@@ -181,6 +183,9 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
     ours = [] if spec.cuda else [str(STAND_INS)]
     if spec.config.rollout.sglang_plugin:
         ours.append(str(PLUGIN))
+    if spec.config.model.numerics == "aligned":
+        environment["TANDEM_NUMERICS"] = "aligned"
+        ours.append(str(NUMERICS))
     paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if spec.cuda:
