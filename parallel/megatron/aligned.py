@@ -50,6 +50,12 @@ class _Linear(torch.autograd.Function):
         return grad @ weight, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 
+def _require_one_rank(config: TransformerConfig) -> None:
+    """Raises ValueError where a row is shared by ranks."""
+    if config.tensor_model_parallel_size * config.context_parallel_size > 1:
+        raise ValueError("model.numerics=aligned needs layout.tp=1 and layout.cp=1")
+
+
 class AlignedColumnLinear(ColumnParallelLinear):
     """On one tensor-parallel rank."""
 
@@ -93,6 +99,7 @@ class AlignedCoreAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
         super().__init__()
+        _require_one_rank(config)
         self.scale = softmax_scale
 
     def forward(

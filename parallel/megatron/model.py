@@ -38,6 +38,7 @@ from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.planning.layout import (
     Architecture,
     Experts,
+    check_numerics,
     check_rope_type,
     padded_vocab_size,
     read_architecture,
@@ -542,6 +543,7 @@ def _make_backbone(
     numerics: str = "default",
 ) -> Backbone:
     architecture = read_architecture(hf_config)
+    check_numerics(numerics, architecture)
     inv_freq_F, attention_factor = rotary_frequencies(folder, hf_config)
     return Backbone(
         architecture=architecture,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import RunConfig
+from configs.schema.model import ModelConfig
 from configs.schema.rollout import RolloutConfig
 from rollout.run_key import RunKey
 from rollout.servers.share import ServerShare
@@ -345,6 +346,14 @@ def check_quantization(config: RolloutConfig, model_type: str) -> None:
         raise ValueError(
             f"rollout.quantization=fp8: SGLang cannot update a {model_type} model while it serves it in FP8, only models of type "
             f"{' and '.join(FP8_MODELS)}; set rollout.quantization=none"
+        )
+
+
+def check_numerics_device(model: ModelConfig, *, cuda: bool) -> None:
+    """Refuse aligned numerics on CUDA, where nothing of it was tried. Raises ValueError."""
+    if model.numerics == "aligned" and cuda:
+        raise ValueError(
+            "model.numerics=aligned is of CPU kernels, and this machine has CUDA; set model.numerics=default"
         )
 
 

@@ -5,8 +5,6 @@ SGLang's embedding stays: it sums nothing. The log-prob of a sampled token is co
 SGLang's is the logarithm of a rounded probability.
 """
 
-import torch
-
 from numerics import aligned
 
 LAYERS = "sglang.srt.layers"
