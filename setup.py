@@ -1,4 +1,4 @@
-"""Tandem's packages keep plain names, so the five are named."""
+"""Tandem's packages keep plain names, so all are named."""
 
 from setuptools import find_packages, setup
 
@@ -8,7 +8,7 @@ setup(
     description="RL post-training with a Megatron-Core learner and SGLang rollouts, honest about their mismatch",
     python_requires=">=3.11,<3.13",
     packages=find_packages(
-        include=[f"{name}*" for name in ("configs", "launch", "parallel", "rollout", "trainer")]
+        include=[f"{name}*" for name in ("configs", "launch", "numerics", "parallel", "rollout", "trainer")]
     ),
     package_data={
         "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml"],

@@ -403,7 +403,12 @@ class MegatronEngine(_Engine):
             model,
             layout,
             optimizer,
-            build=partial(build_model, chunk_tokens=logprob_chunk_tokens, fp32_lm_head=model.fp32_lm_head),
+            build=partial(
+                build_model,
+                chunk_tokens=logprob_chunk_tokens,
+                fp32_lm_head=model.fp32_lm_head,
+                numerics=model.numerics,
+            ),
             total_optimizer_steps=total_optimizer_steps,
             recompute=recompute,
             seed=seed,

@@ -10,8 +10,9 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "configs": {"configs"},
-    "rollout": {"rollout", "configs"},
-    "parallel": {"parallel", "configs"},
+    "numerics": {"numerics"},
+    "rollout": {"rollout", "configs", "numerics"},
+    "parallel": {"parallel", "configs", "numerics"},
     "trainer": {"trainer", "rollout", "parallel", "configs"},
     "launch": {"launch", "trainer", "rollout", "parallel", "configs"},
 }

@@ -116,6 +116,7 @@ class WeightSync:
         launch: LaunchConfig,
         *,
         samples_are_probes: bool = False,
+        are_aligned: bool = False,
         address: str = "127.0.0.1",
         turns: OwnDevices | None = None,
         key: RunKey | None = None,
@@ -123,7 +124,8 @@ class WeightSync:
         stop_requested: Callable[[], str | None] = lambda: None,
     ):
         """control: None on all ranks but the first. samples_are_probes: a step's samples are scored by the
-        weights that sampled them. address: where the servers reach this rank's host, if it is a sender.
+        weights that sampled them. are_aligned: both engines give a token the same bits (``model.numerics``).
+        address: where the servers reach this rank's host, if it is a sender.
         turns: None where the servers have devices of their own. key: the run's, which the servers check.
         lives: the address of each server that can be sent weights, with the number of its life; asked on the first
         rank; it raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
@@ -132,7 +134,13 @@ class WeightSync:
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
         both_are_float32 = self._dtype == learner.engine.dtype == torch.float32
-        self._exact = both_are_float32 and rollout.quantization == "none" and rollout.precision is None
+        as_sent = rollout.quantization == "none" and rollout.precision is None
+        self._exact = are_aligned or (both_are_float32 and as_sent)
+        self._tolerance, self._unlikely_tolerance = EXACT_TOLERANCE, UNLIKELY_TOLERANCE
+        self._engines = "float32 on both sides"
+        if are_aligned:
+            self._tolerance = self._unlikely_tolerance = 0.0
+            self._engines = "model.numerics=aligned"
         # Servers without the plugin check no bytes; there only the probe checks the weights.
         self._samples_are_probes = samples_are_probes and rollout.sglang_plugin
         self._samples_ahead = rollout.max_staleness > 0 and rollout.sglang_plugin
@@ -353,7 +361,8 @@ class WeightSync:
         """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt,
         in nats.
 
-        Raises WeightSyncError above 1e-4 if both engines hold float32, where only the order of rounding differs.
+        Raises WeightSyncError above 1e-4 if both engines hold float32, where only the order of rounding differs, and
+        above 0 with aligned numerics.
         """
 
         def ask() -> list[Completion]:
@@ -373,26 +382,26 @@ class WeightSync:
             raise WeightSyncError(
                 f"a probe log-prob is not finite after version {self._learner.version}: server {theirs}, learner {ours}"
             )
-        if self._exact and gap > EXACT_TOLERANCE:
+        if self._exact and gap > self._tolerance:
             raise WeightSyncError(
                 f"after version {self._learner.version}, learner and server differ by {gap:.2e} nats on the probe prompt at temperature "
-                f"{temperature} (float32 on both sides allows {EXACT_TOLERANCE:g}): the server does not serve these weights or this softmax"
+                f"{temperature} ({self._engines} allows {self._tolerance:g}): the server does not serve these weights or this softmax"
             )
         return gap
 
     def check_samples(self, gap: SampledGap | None) -> None:
         """Raise ForeignSamplesError if a sampled token shows that the servers' policy was not the learner's
-        (float32 on both sides)."""
+        (float32 on both sides, or aligned numerics, which allow no difference at all)."""
         if gap is None or not (self._exact and self._samples_are_probes):
             return
         for name, value, tolerance, unit in (
-            ("abs_prob_max", gap.probability, EXACT_TOLERANCE, ""),
-            ("logprob_gap_max", gap.nats, UNLIKELY_TOLERANCE, " nats"),
+            ("abs_prob_max", gap.probability, self._tolerance, ""),
+            ("logprob_gap_max", gap.nats, self._unlikely_tolerance, " nats"),
         ):
             if not value <= tolerance:
                 raise ForeignSamplesError(
                     f"learner and server differ by {value:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
-                    f"(mismatch/{name}; float32 on both sides allows {tolerance:g}): the server did not serve these weights or this softmax"
+                    f"(mismatch/{name}; {self._engines} allows {tolerance:g}): the server did not serve these weights or this softmax"
                 )
 
     def prove_last(self) -> None:

@@ -19,3 +19,7 @@ class ModelConfig(Schema):
     ``optim/skipped`` counts the step."""
     fp32_lm_head: bool = False
     """The output projection in float32, in the learner and in SGLang alike."""
+    numerics: Literal["default", "aligned"] = "default"
+    """aligned: learner and SGLang compute every row of every operation in one fixed order, so that the log-prob of
+    each sampled token has the same bits in both, and a step where one differs ends the run. On CPU, for dense
+    models, with one tensor-parallel rank and one thread on both sides."""

@@ -61,6 +61,17 @@ Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 """Below 2**63: torch takes seeds below 2**64, and Megatron adds offsets."""
 
 
+NOT_ALIGNED_FLAGS = (
+    "attention-backend",
+    "kv-cache-dtype",
+    "torch-compile",
+    "speculative",
+    "lora",
+    "sampling-backend",
+)
+"""Flags of SGLang, or parts of them, that take other operations than those of ``numerics``."""
+
+
 class RunConfig(Schema):
     """One RL run."""
 
@@ -107,7 +118,13 @@ class RunConfig(Schema):
     @model_validator(mode="after")
     def _parts_fit(self):
         loss, reward = self._loss_contradictions(), self._reward_contradictions()
-        if contradictions := [*loss, *reward, *self._batch_contradictions(), *self._routing_contradictions()]:
+        if contradictions := [
+            *loss,
+            *reward,
+            *self._batch_contradictions(),
+            *self._routing_contradictions(),
+            *self._numerics_contradictions(),
+        ]:
             raise Contradictions(contradictions)
         return self
 
@@ -287,6 +304,48 @@ class RunConfig(Schema):
                     fix,
                 )
 
+    def _numerics_contradictions(self) -> Iterator[Contradiction]:
+        """What ``model.numerics=aligned`` does not cover."""
+        if self.model.numerics != "aligned":
+            return
+        rollout, one = self.rollout, "which is aligned on one rank alone"
+        sums = "sums the parts of several ranks"
+        refused: list[tuple[str, object, object, str]] = [
+            ("layout.tp", self.layout.tp, 1, f"{sums}, {one}"),
+            ("layout.cp", self.layout.cp, 1, "splits the attention of a sequence over ranks, and SGLang does not"),
+            ("rollout.tp", rollout.tp, 1, f"{sums}, {one}"),
+            ("rollout.dtype", rollout.dtype, self.model.dtype, "rounds the served weights"),
+            ("rollout.quantization", rollout.quantization, "none", "rounds the served weights"),
+            ("rollout.precision", rollout.precision, None, "rounds the served weights"),
+            ("rollout.sglang_plugin", rollout.sglang_plugin, True, "leaves SGLang's own operations in place"),
+            (
+                "launch.threads_per_process", self.launch.threads_per_process, 1,
+                "lets a kernel split a sum by its threads",
+            ),
+        ]  # fmt: skip
+        for field, value, needed, reason in refused:
+            if value != needed:
+                shown, fix = (str(x).lower() if isinstance(x, bool) else x for x in (value, needed))
+                yield Contradiction(
+                    (field, "model.numerics"),
+                    f"{field}={shown} {reason}, so that model.numerics=aligned could not hold",
+                    f"set {field}={'null' if fix is None else fix}, or model.numerics=default",
+                )
+        if self.model.dtype == "float16":
+            yield Contradiction(
+                ("model.dtype", "model.numerics"),
+                "model.numerics=aligned was never tried with model.dtype=float16",
+                "use float32 or bfloat16, or model.numerics=default",
+            )
+        for name in rollout.server_args:
+            flag = name.replace("_", "-")
+            if any(part in flag for part in NOT_ALIGNED_FLAGS):
+                yield Contradiction(
+                    (f"rollout.server_args.{name}", "model.numerics"),
+                    f"rollout.server_args.{name} chooses operations of SGLang's own, so that model.numerics=aligned could not hold",
+                    "remove it, or set model.numerics=default",
+                )
+
     @property
     def policy_objective(self) -> ObjectiveConfig:
         """The objective that trains the policy: ``objective``, unless the correction replaces it by a policy
@@ -424,6 +483,16 @@ class SftConfig(Schema):
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3, min_lr=2e-4, schedule="cosine", betas=(0.9, 0.98))
     launch: LaunchConfig = LaunchConfig()
+
+    @model_validator(mode="after")
+    def _has_no_servers(self):
+        if self.model.numerics == "aligned":
+            raise Contradiction(
+                ("model.numerics",),
+                "model.numerics=aligned makes learner and servers agree, and a warm start has no servers",
+                "remove it",
+            )
+        return self
 
     @model_validator(mode="after")
     def _batch_divides(self):

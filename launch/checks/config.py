@@ -23,6 +23,7 @@ from launch.processes.placement import check_placement
 from launch.processes.run_folder import RunFolder, check_can_be_made
 from parallel.planning.layout import (
     check_critic_vocabulary,
+    check_numerics,
     layout_problems,
     read_architecture,
     read_hf_config,
@@ -33,6 +34,7 @@ from rollout.sampling.prompt_room import prompt_room
 from rollout.servers.command import (
     check_flags_exist,
     check_has_kernels,
+    check_numerics_device,
     check_quantization,
     check_server_args,
     choose_ports,
@@ -202,6 +204,7 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
     if isinstance(config, RunConfig):
         rollout, positions = config.rollout, architecture.max_positions
         yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
+        yield from finding_of("model.numerics", check_numerics, config.model.numerics, architecture)
         yield from finding_of("rollout.server_args", static_share, config)
         yield from finding_of("rollout.quantization", check_quantization, rollout, architecture.model_type)
         if config.learner.routing == "rollout" and architecture.experts is None:
@@ -358,6 +361,8 @@ def _check_devices(
     if isinstance(config, RunConfig) and "serve" in runs:
         has_kernels = partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda")
         yield from finding_of("rollout.quantization", has_kernels)
+        on_cpu = partial(check_numerics_device, config.model, cuda=device.kind == "cuda")
+        yield from finding_of("model.numerics", on_cpu)
         if "learn" not in runs:
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
     if fits_model and _has_model_config(config):

@@ -108,7 +108,7 @@ def build_run(
     address, key = own_address(config.launch.nodes), folder.run_key()
     weight_sync = WeightSync(
         learner, control, config.rollout, config.launch,
-        samples_are_probes=config.compares_samples, address=address, turns=turns, key=key,
+        samples_are_probes=config.compares_samples, are_aligned=config.model.numerics == "aligned", address=address, turns=turns, key=key,
         lives=partial(server_lives, folder, serve_roles(config)) if config.servers_may_restart else None,
         stop_requested=stop_requested,
     )  # fmt: skip

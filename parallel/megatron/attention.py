@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from numerics.aligned import rotated
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
@@ -140,21 +142,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, heads, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return _rotated(heads, cos, sin)
+        return rotated(heads, cos, sin)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
-
-
-def _rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    a, b = heads.chunk(2, -1)
-    out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    half = a.shape[-1]
-    torch.mul(a, cos, out=out[..., :half]).sub_(b * sin)
-    torch.mul(b, cos, out=out[..., half:]).add_(a * sin)
-    return out
+        return rotated(grad, cos, -sin), None, None
 
 
 def packed_attention(

@@ -31,7 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from parallel.megatron import moe, platform
+from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention, split_context
 from parallel.megatron.rms_norm import rms_norm
@@ -39,6 +39,7 @@ from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.planning.layout import (
     Architecture,
     Experts,
+    check_numerics,
     check_rope_type,
     padded_vocab_size,
     read_architecture,
@@ -141,11 +142,13 @@ class PackedCoreAttention(nn.Module):
 
 
 def _block_spec(
-    config: TransformerConfig, architecture: Architecture, vp_stage: int | None
+    config: TransformerConfig, architecture: Architecture, vp_stage: int | None, numerics: str
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
-    if platform.uses_transformer_engine():
+    if numerics == "aligned":
+        make_layer, norm = _aligned_layer, aligned.AlignedRMSNorm
+    elif platform.uses_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
         make_layer, norm = _transformer_engine_layer, TENorm
@@ -172,6 +175,19 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     if experts:
         moe.use_router(spec, experts)
+    return spec
+
+
+def _aligned_layer(architecture: Architecture, experts: None) -> ModuleSpec:
+    spec = _local_layer(architecture, experts)
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = aligned.AlignedRMSNorm
+    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    attention.core_attention = aligned.AlignedCoreAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = aligned.AlignedRMSNorm
+    attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
+    attention.linear_proj = mlp.linear_fc2 = aligned.AlignedRowLinear
     return spec
 
 
@@ -224,7 +240,12 @@ def _keep_values(tensor: Tensor) -> Tensor:
 
 
 def transformer_config(
-    architecture: Architecture, dtype: torch.dtype, recompute: str, *, sequence_parallel: bool = False
+    architecture: Architecture,
+    dtype: torch.dtype,
+    recompute: str,
+    *,
+    sequence_parallel: bool = False,
+    numerics: str = "default",
 ) -> TransformerConfig:
     """Megatron's config: sizes of the architecture and of Megatron's groups, no dropout, and no fusion that needs
     Apex or CUDA."""
@@ -241,7 +262,7 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=aligned.silu if numerics == "aligned" else F.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
@@ -291,6 +312,8 @@ class Backbone:
     config: TransformerConfig
     inv_freq_F: Tensor
     attention_factor: float
+    numerics: str
+    """``ModelConfig.numerics``."""
     vp_stage: int | None
     """Number of this rank's chunk; None if the pipeline is not interleaved."""
 
@@ -306,7 +329,7 @@ class PackedGPTModel(GPTModel):
         architecture, config, vp_stage = backbone.architecture, backbone.config, backbone.vp_stage
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, architecture, vp_stage),
+            transformer_layer_spec=_block_spec(config, architecture, vp_stage, backbone.numerics),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -390,6 +413,7 @@ class LogprobGPTModel(PackedGPTModel):
     def __init__(self, backbone: Backbone, *, chunk_tokens: int, fp32_lm_head: bool):
         super().__init__(backbone, shares_output=backbone.architecture.tied)
         self.chunk_tokens = chunk_tokens
+        self.product = aligned.product if backbone.numerics == "aligned" else None
         self.head_dtype = torch.float32 if fp32_lm_head else backbone.config.params_dtype
 
     def logprobs(
@@ -455,6 +479,7 @@ class LogprobGPTModel(PackedGPTModel):
             chunk_tokens=self.chunk_tokens,
             group=self.pg_collection.tp,
             dtype=self.head_dtype,
+            product=self.product,
             **self._request,
         )
 
@@ -517,14 +542,15 @@ def build_model(
     vp_stage: int | None = None,
     chunk_tokens: int = 1024,
     fp32_lm_head: bool = False,
+    numerics: str = "default",
 ) -> LogprobGPTModel:
     """A chunk of the policy, with weights that ``hf_conversion.load_hf`` sets later. Needs Megatron's parallel
     groups.
 
     ``vp_stage`` is the number of this rank's chunk, None if each rank has one. ``fp32_lm_head``: the output
-    projection runs in float32.
+    projection runs in float32. ``numerics``: as in ``ModelConfig``.
     """
-    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)
+    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage, numerics)
     return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
         platform.device()
     )
@@ -552,13 +578,18 @@ def _make_backbone(
     recompute: str,
     sequence_parallel: bool,
     vp_stage: int | None,
+    numerics: str = "default",
 ) -> Backbone:
     architecture = read_architecture(hf_config)
+    check_numerics(numerics, architecture)
     inv_freq_F, attention_factor = rotary_frequencies(folder, hf_config)
     return Backbone(
         architecture=architecture,
-        config=transformer_config(architecture, dtype, recompute, sequence_parallel=sequence_parallel),
+        config=transformer_config(
+            architecture, dtype, recompute, sequence_parallel=sequence_parallel, numerics=numerics
+        ),
         inv_freq_F=inv_freq_F,
         attention_factor=attention_factor,
+        numerics=numerics,
         vp_stage=vp_stage,
     )

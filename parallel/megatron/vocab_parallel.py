@@ -6,6 +6,8 @@ The output projection is fused with the log-softmax chunk by chunk. Forward and 
 C tokens at a time, never those of a whole micro-batch. Backward computes each chunk's logits again.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -22,6 +24,7 @@ def linear_logprobs(
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
     dtype: torch.dtype | None = None,
+    product: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(x)[target] and the entropy of softmax(x), for x = hidden @ weight^T / temperature over the
     full vocabulary.
@@ -31,7 +34,7 @@ def linear_logprobs(
     Gradients: d logprob / dx_v = 1[v = target] - p_v and d entropy / dx_v = -p_v (log p_v + entropy).
     SGLang divides by temperature in the same way before its own log-softmax. The projection and its backward
     run in ``dtype`` (None: that of ``hidden_TH``), to which hidden states and weight are converted; everything
-    after it runs in float32.
+    after it runs in float32. ``product`` (hidden, weight) is that of the forward pass; None: one of torch's.
 
     ``weight_VH`` holds rows [rank V, rank V + V) of the vocabulary; rows from ``vocab_size`` on are padding
     and take no part. ``group`` is the tensor-parallel group, None (or one rank) for an unsharded vocabulary.
@@ -52,6 +55,7 @@ def linear_logprobs(
         group,
         with_entropy,
         dtype or hidden_TH.dtype,
+        product or _product,
     )
     return logprobs_T, entropy_T if with_entropy else None
 
@@ -83,9 +87,13 @@ def _real_rows(weight_VH: Tensor, vocab_size: int, group: dist.ProcessGroup | No
     return first, min(max(vocab_size - first, 0), weight_VH.shape[0])
 
 
-def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float) -> Tensor:
+def _product(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
+    return hidden_CH @ weight_VH.t()
+
+
+def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float, product=_product) -> Tensor:
     """float32 [C, V], a fresh tensor that may be changed in place."""
-    logits_CV = (hidden_CH @ weight_VH.t()).float()
+    logits_CV = product(hidden_CH, weight_VH).float()
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
@@ -102,11 +110,12 @@ class _LinearLogprobs(torch.autograd.Function):
         group,
         with_entropy,
         dtype,
+        product,
     ):
         first, count = _real_rows(weight_VH, vocab_size, group)
         rows_VH = weight_VH[:count].to(dtype)
         maximum_T, sums_3T = _local_sums(
-            hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy
+            hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy, product
         )
         log_z_T, logprobs_T, entropy_T = _combine_ranks(maximum_T, sums_3T, group)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
@@ -140,7 +149,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(ctx.dtype)
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
             _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), None, None, None, None, None, None, None
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), *(None,) * 8
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -152,7 +161,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _local_sums(
-    hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, with_entropy
+    hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, with_entropy, product
 ) -> tuple[Tensor, Tensor]:
     """(this rank's maximum m over its rows, [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)]), each [T]."""
     num_tokens = hidden_TH.shape[0]
@@ -163,7 +172,7 @@ def _local_sums(
     is_local_T = (local_targets_T >= 0) & (local_targets_T < rows_VH.shape[0])
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        logits_CV = _scaled_logits(hidden_TH[chunk].to(rows_VH.dtype), rows_VH, temperature)
+        logits_CV = _scaled_logits(hidden_TH[chunk].to(rows_VH.dtype), rows_VH, temperature, product)
         maximum_T[chunk] = logits_CV.amax(-1)
         column_C1 = torch.where(is_local_T[chunk], local_targets_T[chunk], 0).unsqueeze(1)
         sums_3T[1, chunk] = torch.where(is_local_T[chunk], logits_CV.gather(1, column_C1).squeeze(1), 0.0)

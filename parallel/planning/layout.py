@@ -252,6 +252,14 @@ def validate_layout(
         raise ValueError("\n  ".join(problems))
 
 
+def check_numerics(numerics: str, architecture: Architecture) -> None:
+    """Refuse aligned numerics for a model whose experts' products are not aligned. Raises ValueError."""
+    if numerics == "aligned" and architecture.experts:
+        raise ValueError(
+            f"model.numerics=aligned covers dense models, and this {architecture.model_type} has experts; set model.numerics=default"
+        )
+
+
 def layout_problems(
     architecture: Architecture, layout: LayoutConfig, num_processes: int | None = None
 ) -> list[str]:

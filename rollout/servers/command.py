@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import RunConfig
+from configs.schema.model import ModelConfig
 from configs.schema.rollout import RolloutConfig
 from rollout.run_key import RunKey
 from rollout.servers.share import ServerShare
@@ -36,6 +37,8 @@ KEEP_IDLE_S = 120
 closed during a cut of the network would lose the next request."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
+NUMERICS = Path(__file__).parents[2]
+"""The folder of the package ``numerics``."""
 
 OTHER_MODEL = re.compile("model-impl|json-model-override-args|speculative-")
 """Flags with which a server may load the code of another model than its config.json names."""
@@ -184,6 +187,9 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
     ours = [] if spec.cuda else [str(STAND_INS)]
     if spec.config.rollout.sglang_plugin:
         ours.append(str(PLUGIN))
+    if spec.config.model.numerics == "aligned":
+        environment["TANDEM_NUMERICS"] = "aligned"
+        ours.append(str(NUMERICS))
     paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if spec.cuda:
@@ -343,6 +349,14 @@ def check_quantization(config: RolloutConfig, model_type: str) -> None:
         raise ValueError(
             f"rollout.quantization=fp8: SGLang cannot update a {model_type} model while it serves it in FP8, only models of type "
             f"{' and '.join(FP8_MODELS)}; set rollout.quantization=none"
+        )
+
+
+def check_numerics_device(model: ModelConfig, *, cuda: bool) -> None:
+    """Refuse aligned numerics on CUDA, where nothing of it was tried. Raises ValueError."""
+    if model.numerics == "aligned" and cuda:
+        raise ValueError(
+            "model.numerics=aligned is of CPU kernels, and this machine has CUDA; set model.numerics=default"
         )
 
 

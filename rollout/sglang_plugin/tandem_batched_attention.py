@@ -9,7 +9,7 @@ Sliding windows, encoders, cross-attention, speculative decoding and very long p
 T tokens of the forward pass; of a bucket, after padding: B sequences, Q queries each, K keys each; H heads.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -107,12 +107,19 @@ def group_by_length(kv_lens: Sequence[int], q_lens: Sequence[int]) -> list[list[
 
 
 def attend(
-    bucket: Bucket, query: Tensor, output: Tensor, k_cache: Tensor, v_cache: Tensor, scale: float | None
+    bucket: Bucket,
+    query: Tensor,
+    output: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    scale: float | None,
+    softmax_of: Callable[..., Tensor] = scaled_dot_product_attention,
 ) -> None:
     """Writes the bucket's rows of ``output``.
 
     Args:
         query: [T, H, D]. output: [T, H, D of the values]. k_cache, v_cache: [slots, key-value heads, D].
+        softmax_of: attention of [B, key-value heads, ...], with the arguments of torch's.
     """
     num_sequences, num_queries, num_keys = bucket.size
     heads, kv_heads = query.shape[1], k_cache.shape[1]
@@ -128,7 +135,7 @@ def attend(
     # The heads that share a key-value head are further queries of it: [B, kv_heads, group * Q, D].
     queries = rows.view(num_sequences, num_queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = bucket.mask if num_queries == 1 else bucket.mask.repeat(1, 1, group, 1)
-    attended = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+    attended = softmax_of(queries, keys, values, attn_mask=mask, scale=scale)
     result = (
         attended.unflatten(2, (group, num_queries))
         .permute(0, 3, 1, 2, 4)
@@ -142,9 +149,12 @@ def attend(
         output.index_copy_(0, bucket.rows[bucket.kept], result[bucket.kept])
 
 
-def make_backend(runner):
-    """SGLang's ``torch_native`` backend for a model runner, with ``attend`` in place of its loops."""
+def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
+    """SGLang's ``torch_native`` backend for a model runner, with ``attend`` in place of its loops. With ``softmax_of``
+    it raises a ValueError where it would leave an attention to SGLang's own code."""
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+    chosen = softmax_of or scaled_dot_product_attention
 
     class BatchedAttention(TorchNativeAttnBackend):
         _buckets: list[Bucket] | None = None
@@ -171,18 +181,27 @@ def make_backend(runner):
             unknown = options.get("sliding_window_size") is not None or options.get("is_cross_attn")
             return self._buckets is not None and not unknown
 
+        def _refuse_other(self) -> None:
+            if softmax_of is not None:
+                raise ValueError(
+                    "model.numerics=aligned: an attention that is no plain causal one, or a prefill of more than "
+                    f"{MAX_PAIRS} pairs of query and key in one sequence; set rollout.server_args.chunked_prefill_size lower"
+                )
+
         def _run_sdpa_forward_decode(self, query, output, k_cache, v_cache, *rest, **options):
             if not self._attends(options):
+                self._refuse_other()
                 return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rest, **options)
             for bucket in self._buckets:
-                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"))
+                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"), chosen)
             return output
 
         def _run_sdpa_forward_extend(self, query, output, k_cache, v_cache, *rest, **options):
             if not self._attends(options) or not options.get("causal"):
+                self._refuse_other()
                 return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *rest, **options)
             for bucket in self._buckets:
-                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"))
+                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"), chosen)
             return output
 
     return BatchedAttention(runner)

@@ -15,6 +15,7 @@ On CPU servers alone:
 - The server process imports without garbage collections (``tandem_launch_server.py``), and the forked processes
   leave its objects out of theirs: modules stay, and collections would look at all of them again and again.
 - Batched attention: ``tandem_batched_attention.py``.
+- With ``model.numerics: aligned`` the learner's operations: ``tandem_aligned.py``.
 - A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
 """
 
@@ -44,6 +45,10 @@ def register_for_cpu() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if is_aligned():
+        import tandem_aligned
+
+        tandem_aligned.register()
     register_attention_backend("torch_native")(batched_attention)
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", fork_processes, HookType.AFTER
@@ -59,7 +64,15 @@ def batched_attention(runner):
     from tandem_batched_attention import make_backend
 
     logger.info(BATCHED)
+    if is_aligned():
+        from tandem_aligned import attention
+
+        return make_backend(runner, attention)
     return make_backend(runner)
+
+
+def is_aligned() -> bool:
+    return os.environ.get("TANDEM_NUMERICS") == "aligned"
 
 
 def fork_processes(result: object, *args: object, **kwargs: object) -> object:

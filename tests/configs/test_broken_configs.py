@@ -518,6 +518,43 @@ TABLE = {
         options="rollout.server_args={mem-fraction-static: 8}", field="rollout.server_args", value="{mem-fraction-static: 8}",
         error="is no share of a GPU", fix="give a number between 0 and 1",
     ),
+    # ---- aligned numerics
+    **{
+        f"aligned numerics, {field}": Broken(
+            options=f"model.numerics=aligned model.dtype=float32 rollout.dtype=float32 {field}={value}", field=f"{field}, model.numerics",
+            value=str(value), error=error, fix=f"set {field}={needed}, or model.numerics=default",
+        )
+        for field, value, needed, error in (
+            ("layout.tp", 2, 1, "sums the parts of several ranks"),
+            ("layout.cp", 2, 1, "splits the attention of a sequence over ranks"),
+            ("rollout.tp", 2, 1, "sums the parts of several ranks"),
+            ("rollout.dtype", "bfloat16", "float32", "rounds the served weights"),
+            ("rollout.precision", "int8", "null", "rounds the served weights"),
+            ("rollout.sglang_plugin", "false", "true", "leaves SGLang's own operations in place"),
+            ("launch.threads_per_process", 2, 1, "lets a kernel split a sum by its threads"),
+        )
+    },
+    "aligned numerics in float16": Broken(
+        options="model.numerics=aligned model.dtype=float16 rollout.dtype=float16", field="model.dtype, model.numerics", value="float16",
+        error="was never tried with model.dtype=float16", fix="use float32 or bfloat16, or model.numerics=default",
+    ),
+    "aligned numerics with other attention": Broken(
+        options="model.numerics=aligned rollout.server_args={attention_backend: intel_amx}",
+        field="rollout.server_args.attention_backend, model.numerics", value="intel_amx",
+        error="chooses operations of SGLang's own", fix="remove it, or set model.numerics=default",
+    ),
+    "aligned numerics with experts": Broken(
+        options="model.numerics=aligned model.path=experts", field="model.numerics", value="aligned",
+        error="covers dense models, and this qwen3_moe has experts", fix="set model.numerics=default",
+    ),
+    "aligned numerics on CUDA": Broken(
+        options="--dry-run --gpu-memory 80 model.numerics=aligned", field="model.numerics", value="aligned",
+        error="is of CPU kernels, and this machine has CUDA", fix="set model.numerics=default",
+    ),
+    "aligned numerics of a warm start": Broken(
+        command="sft", text=SFT, options="model.numerics=aligned", field="model.numerics", value="aligned",
+        error="a warm start has no servers", fix="remove it",
+    ),
     # ---- nodes
     "server larger than its nodes": Broken(
         options=f"--dry-run model.path=7b rollout.tp=4 layout.dp=16 {NODES} launch.nodes.gpus_per_node=2 launch.nodes.learner=8 "

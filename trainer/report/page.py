@@ -21,6 +21,7 @@ from configs.loader import ConfigError, load_config
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from configs.schema.model import ModelConfig
 from trainer.metric_names import TIME_PARTS, known
 from trainer.report import comparison
 from trainer.report.drawing import (
@@ -416,7 +417,8 @@ def _differences(run: _Run, others: Sequence[_Run]) -> list[tuple[str, list[str]
 
 def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:
     """(field, value, default) of every setting that differs from its default; "-" is a required one's default."""
-    plain = RunConfig(model=config.model, task=config.task)
+    # Other fields of the model may contradict defaults, and its own defaults are read below.
+    plain = RunConfig(model=ModelConfig(path=config.model.path), task=config.task)
     defaults = flatten(plain.model_dump(mode="json"))
     for block in ("model", "task"):
         for name, info in type(getattr(config, block)).model_fields.items():

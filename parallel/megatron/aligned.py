@@ -1,0 +1,152 @@
+"""The learner's modules under ``numerics=aligned``: forward passes of ``numerics.aligned``, which the servers run too.
+
+A gradient is that of the plain operation at the same inputs. The two forward passes differ in roundings alone.
+Megatron's own code keeps embedding, residual sums and the packing, which compute no sum over a row.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from numerics import aligned
+from parallel.megatron import platform
+from parallel.megatron.attention import Bucket, rotate
+
+
+class _WithGradientOf(torch.autograd.Function):
+    """The value of one function of tensors, with the gradient of another, which is evaluated in backward."""
+
+    @staticmethod
+    def forward(ctx, value: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+        ctx.plain = plain
+        ctx.save_for_backward(*inputs)
+        return value(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        inputs = [x.detach().requires_grad_() for x in ctx.saved_tensors]
+        with torch.enable_grad():
+            out = ctx.plain(*inputs)
+        return None, None, *torch.autograd.grad(out, inputs, grad)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight)
+        return aligned.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        grad_weight = rows.t() @ x.flatten(0, -2)
+        return grad @ weight, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+
+
+def _require_one_rank(config: TransformerConfig) -> None:
+    """Raises ValueError where a row is shared by ranks."""
+    if config.tensor_model_parallel_size * config.context_parallel_size > 1:
+        raise ValueError("model.numerics=aligned needs layout.tp=1 and layout.cp=1")
+
+
+class AlignedColumnLinear(ColumnParallelLinear):
+    """On one tensor-parallel rank."""
+
+    def _forward_impl(self, input, weight, *args, bias=None, **kwargs):
+        return _Linear.apply(input, weight, bias)
+
+
+class AlignedRowLinear(RowParallelLinear):
+    """On one tensor-parallel rank."""
+
+    def _forward_impl(self, input, weight, *args, bias=None, **kwargs):
+        return _Linear.apply(input, weight, bias)
+
+
+class AlignedRMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
+        )
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _WithGradientOf.apply(
+            lambda x, weight: aligned.rms_norm(x, weight, self.eps),
+            lambda x, weight: F.rms_norm(x, (x.shape[-1],), weight, self.eps),
+            x,
+            self.weight,
+        )
+
+
+def silu(x: Tensor) -> Tensor:
+    return _WithGradientOf.apply(aligned.silu, F.silu, x)
+
+
+class AlignedCoreAttention(nn.Module):
+    """``PackedCoreAttention`` in fixed blocks."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
+        super().__init__()
+        _require_one_rank(config)
+        self.scale = softmax_scale
+
+    def forward(
+        self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params, **unused
+    ) -> Tensor:
+        packed = packed_seq_params
+        query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
+        scale = query_TAD.shape[-1] ** -0.5 if self.scale is None else self.scale
+        parts = [
+            _bucket_attention(query_TAD, key_TKD, value_TKD, bucket, scale) for bucket in packed.plan.buckets
+        ]
+        return torch.cat(parts).flatten(1)
+
+
+def _bucket_attention(
+    query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Bucket, scale: float
+) -> Tensor:
+    query_NALD, key_NKLD, value_NKLD = (
+        x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
+        for x in (query_TAD, key_TKD, value_TKD)
+    )
+    out_NALD = _WithGradientOf.apply(
+        lambda query, key, value: _in_blocks(query, key, value, scale),
+        lambda query, key, value: F.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        ),
+        query_NALD,
+        key_NKLD,
+        value_NKLD,
+    )
+    return out_NALD.transpose(1, 2).flatten(0, 1)
+
+
+def _in_blocks(query_NALD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, scale: float) -> Tensor:
+    count, heads, length, size = query_NALD.shape
+    group = heads // key_NKLD.shape[1]
+    sees_LL = torch.ones(length, length, dtype=torch.bool, device=query_NALD.device).tril()
+    out = aligned.attention(
+        query_NALD.reshape(-1, group * length, size),
+        key_NKLD.flatten(0, 1),
+        value_NKLD.flatten(0, 1),
+        sees_LL.repeat(group, 1)[None],
+        scale,
+    )
+    return out.view(count, heads, length, size)
+
+
+def product(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
+    """The logits of ``linear_logprobs``, which has a backward of its own."""
+    return aligned.linear(hidden_TH, weight_VH)

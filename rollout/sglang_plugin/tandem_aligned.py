@@ -1,0 +1,77 @@
+"""``numerics=aligned``: SGLang's modules of a dense model with the operations of ``numerics.aligned``, which the
+learner runs too. Attention: ``tandem_batched_attention.py``.
+
+SGLang's embedding stays: it sums nothing. The log-prob of a sampled token is computed from its logits again, as
+SGLang's is the logarithm of a rounded probability.
+"""
+
+from numerics import aligned
+
+LAYERS = "sglang.srt.layers"
+
+
+def register() -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, replacement in {
+        "quantization.unquant.UnquantizedLinearMethod.apply": linear,
+        "layernorm.RMSNorm.forward": rms_norm,
+        "activation.SiluAndMul.forward": silu_and_mul,
+        "rotary_embedding.base.RotaryEmbedding.forward": rotary,
+        "logits_processor.LogitsProcessor._compute_lm_head": head,
+    }.items():
+        HookRegistry.register(f"{LAYERS}.{target}", replacement, HookType.REPLACE)
+    HookRegistry.register(f"{LAYERS}.sampler.Sampler.forward", sample, HookType.AROUND)
+
+
+def linear(method, layer, x, bias=None):
+    return aligned.linear(x, layer.weight, bias)
+
+
+def rms_norm(module, x, residual=None, post_residual_addition=None, quant_linear=None):
+    if residual is None:
+        return aligned.rms_norm(x, module.weight, module.variance_epsilon)
+    residual = x + residual
+    return aligned.rms_norm(residual, module.weight, module.variance_epsilon), residual
+
+
+def silu_and_mul(module, x, *unused, **also_unused):
+    gate, up = x.chunk(2, -1)
+    return aligned.silu(gate) * up
+
+
+def rotary(module, positions, query, key, *unused, **also_unused):
+    cos_sin = module.cos_sin_cache_as(query.dtype).index_select(0, positions.flatten())
+    cos, sin = cos_sin.unsqueeze(1).chunk(2, -1)
+    query, key = (
+        aligned.rotated(x.reshape(len(cos), -1, module.head_size), cos, sin).view(x.shape)
+        for x in (query, key)
+    )
+    return query, key
+
+
+def head(processor, hidden_states, lm_head, embedding_bias=None, *, out=None):
+    """Without the rows with which SGLang pads the vocabulary."""
+    weight = lm_head.weight[: processor.vocab_size]
+    if processor.use_fp32_lm_head:
+        hidden_states, weight = hidden_states.float(), weight.float()
+    return aligned.linear(hidden_states, weight)
+
+
+def attention(queries, keys, values, *, attn_mask, scale):
+    """As ``scaled_dot_product_attention`` of [B, key-value heads, ...]; attn_mask [B, 1, R, S]."""
+    scale = queries.shape[-1] ** -0.5 if scale is None else scale
+    sees = attn_mask.expand(-1, keys.shape[1], -1, -1).flatten(0, 1)
+    flat = (x.flatten(0, 1) for x in (queries, keys, values))
+    return aligned.attention(*flat, sees, scale).view(queries.shape)
+
+
+def sample(original, sampler, logits_output, sampling_info, return_logprob, *rest, **options):
+    # The original overwrites the logits by probabilities.
+    logits = logits_output.next_token_logits
+    logits = logits if sampling_info.is_all_greedy else logits / sampling_info.temperatures
+    logits = logits.clone() if return_logprob else None
+    tokens = original(sampler, logits_output, sampling_info, return_logprob, *rest, **options)
+    if logits is not None:
+        logits_output.next_token_logprobs = aligned.logprobs(logits, tokens)
+    return tokens
