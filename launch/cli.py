@@ -59,7 +59,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-OUR_PACKAGES = ("configs", "rollout", "parallel", "trainer", "launch")
+OUR_PACKAGES = ("configs", "numerics", "rollout", "parallel", "trainer", "launch")
 ConfigPath = Annotated[
     Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")
 ]

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from configs.schema import RunConfig, SftConfig
 from tests.docs.pages import DOCS, OUTSIDE, ROOT, prose_files
 
-PACKAGES = ("configs", "rollout", "parallel", "trainer", "launch")
+PACKAGES = ("configs", "numerics", "rollout", "parallel", "trainer", "launch")
 
 
 def build(folder: Path, site: Path) -> subprocess.CompletedProcess:
@@ -227,7 +227,7 @@ def test_names_that_the_contributors_guide_gives_are_there():
 
 
 def test_files_that_the_documents_name_are_there():
-    named = re.compile(r"`((?:configs|rollout|parallel|trainer|launch|tests|benchmarks|docs)/[\w./-]+?)`")
+    named = re.compile(r"`((?:configs|numerics|rollout|parallel|trainer|launch|tests|benchmarks|docs)/[\w./-]+?)`")
     files = [*(file for file in prose_files() if file.name != "CHANGELOG.md"), ROOT / "CHANGELOG.md"]
     missing = [
         f"{file.relative_to(ROOT)}: {path}"
