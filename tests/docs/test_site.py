@@ -227,7 +227,9 @@ def test_names_that_the_contributors_guide_gives_are_there():
 
 
 def test_files_that_the_documents_name_are_there():
-    named = re.compile(r"`((?:configs|numerics|rollout|parallel|trainer|launch|tests|benchmarks|docs)/[\w./-]+?)`")
+    named = re.compile(
+        r"`((?:configs|numerics|rollout|parallel|trainer|launch|tests|benchmarks|docs)/[\w./-]+?)`"
+    )
     files = [*(file for file in prose_files() if file.name != "CHANGELOG.md"), ROOT / "CHANGELOG.md"]
     missing = [
         f"{file.relative_to(ROOT)}: {path}"
