@@ -79,7 +79,7 @@ class AlignedRMSNorm(nn.Module):
         self.weight = nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
         )
-        self.weight.sequence_parallel = config.sequence_parallel
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron's mark
 
     def forward(self, x: Tensor) -> Tensor:
         return _WithGradientOf.apply(

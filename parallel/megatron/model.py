@@ -178,7 +178,8 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
     return spec
 
 
-def _aligned_layer(architecture: Architecture, experts: None) -> ModuleSpec:
+def _aligned_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    """A layer of a dense model with the operations of ``numerics``; ``check_numerics`` refuses experts."""
     spec = _local_layer(architecture, experts)
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = aligned.AlignedRMSNorm
