@@ -287,8 +287,8 @@ def _truncation_lines(config: RunConfig) -> list[str]:
     each = kept_sets.bytes_per_token(rollout.top_k)
     tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens
     return [
-        f"rollout.top_k={rollout.top_k}: at most {each} bytes of kept ids per response token, so {size_text(each * tokens)} from the servers "
-        "to the learner's first rank where every response is as long as it may be; fewer with top_p or min_p"
+        f"rollout.top_k={rollout.top_k}: at most {each} bytes of kept ids per response token, so {size_text(each * tokens)} from the "
+        "servers to the learner's first rank where every response is as long as it may be; fewer with top_p or min_p"
     ]
 
 
