@@ -3,7 +3,7 @@ sets replayed in the learner's softmax and, as a control, without.
 
 A tiny Qwen3 of random weights, sharpened so that its probabilities are far from uniform. For each truncation a server
 samples and a learner scores the same tokens two ways: over the kept set, as the server does, and
-over the full vocabulary. Prints a table per precision.
+over the full vocabulary. A table per precision is printed.
 
     python benchmarks/studies/sampling_mask.py --folder masks [--prompts 8]
 """
@@ -19,10 +19,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
 from benchmarks.common import hardware  # noqa: E402
-from benchmarks.studies.routing_replay import sharpen  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.model import ModelConfig  # noqa: E402
@@ -48,6 +48,13 @@ TRUNCATIONS = [
 ]
 LAYOUTS = {"one process": LayoutConfig(dp=1), "TP 2": LayoutConfig(tp=2, dp=1)}
 ENGINE = {"total_optimizer_steps": 1, "logprob_chunk_tokens": 100, "recompute": "none", "seed": 0}
+
+
+def sharpen(folder: Path) -> None:
+    """All matrices eight times as large: a token's likeliest id then has anything from a tenth to nearly all of the mass."""
+    weights = load_file(folder / "model.safetensors")
+    sharp = {name: tensor * 8 if tensor.dim() == 2 else tensor for name, tensor in weights.items()}
+    save_file(sharp, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def sample(folder: Path, logs: Path, dtype: str, prompts: int) -> list[PackedBatch]:
@@ -116,12 +123,18 @@ def main() -> None:
         batches = sample(folder, options.folder / f"logs-{dtype}", dtype, options.prompts)
         scores = {
             name: run_ranks(
-                partial(score, folder, dtype), layout.world_size, options.folder / f"{dtype} {name}", layout, batches
+                partial(score, folder, dtype),
+                layout.world_size,
+                options.folder / f"{dtype} {name}",
+                layout,
+                batches,
             )[0]
             for name, layout in LAYOUTS.items()
         }
         print(f"\n{dtype}, T = {TEMPERATURE}\n")
-        print("| top_p | top_k | min_p | tokens | mean kept ids | max gap, TP 1 | max gap, TP 2 | without replay: max | mean |")
+        print(
+            "| top_p | top_k | min_p | tokens | mean kept ids | max gap, TP 1 | max gap, TP 2 | without replay: max | mean |"
+        )
         print("|---|---|---|---|---|---|---|---|---|")
         for number, (limits, batch) in enumerate(zip(TRUNCATIONS, batches, strict=True)):
             mask_T, rollout_T = batch.response_mask_T, batch.rollout_logprobs_T

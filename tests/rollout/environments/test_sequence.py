@@ -89,7 +89,7 @@ def test_sampled_tokens_have_their_turns_kept_ids_and_others_none(turns):
                 token_versions=[0] * len(kept),
                 finish_reason=FinishReason.STOP,
                 num_kept=np.array(kept, dtype=np.int32),
-                kept_ids=np.array(sum(rows, []), dtype=np.int32),
+                kept_ids=np.concatenate(rows).astype(np.int32),
             )
         )
     made = sequence.trajectory(
