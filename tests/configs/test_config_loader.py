@@ -586,7 +586,7 @@ BAD_VALUES = [
     (
         "rollout.top_p=0.9",
         "rollout.top_p, rollout.top_k",
-        "rollout.top_p: 0.9 (command line)",
+        "rollout.top_p: 0.9 (command line), rollout.top_k: -1 (default)",
         "truncated distribution",
         "or top_p: 1.0",
     ),
