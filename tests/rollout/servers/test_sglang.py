@@ -25,11 +25,11 @@ from launch.studies.verify_sync import Answers, _get_answers, differences
 from parallel.weights.transfer import make_buckets, plan_transfer
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
-from rollout.servers.client import SGLangClient
+from rollout.servers.client import Sent, SGLangClient, neutral_sampling_params, parse_completion
 from rollout.servers.command import OWNED_FLAGS, check_flags_exist, choose_ports, flags_of_sglang
 from rollout.servers.control import ControlError, SGLangControl
 from rollout.servers.fleet import ServerDied, ServerFleet
-from rollout.servers.kept_sets import Truncation
+from rollout.servers.kept_sets import REQUEST, Truncation
 from rollout.servers.share import ServerShare
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.process_groups import assert_all_end, group_of
@@ -241,18 +241,20 @@ def test_an_update_in_the_middle_of_a_response_keeps_each_tokens_kept_ids(fleet,
     check_an_update_in_a_response(control, fleet.urls, models, tensor_parallel=1, truncation=truncation)
 
 
-def sample_truncated(
-    urls, prompt: list[int], truncation: Truncation, *, max_new_tokens: int, temperature: float
-):
-    """As ``SGLangControl.probe``."""
-
-    async def ask():
-        options = {"max_concurrency": 1, "timeout_s": 120, "max_retries": 0}
-        async with SGLangClient(urls[:1], truncation=truncation, **options) as client:
-            shared = {"max_new_tokens": max_new_tokens, "temperature": temperature, "stop_token_ids": []}
-            return await client.generate_group(prompt, **shared, seeds=[0])
-
-    return asyncio.run(ask())
+def probe_truncated(
+    asking: SGLangControl,
+    prompt: list[int],
+    truncation: Truncation,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+) -> list[Completion]:
+    """As ``SGLangControl.probe``: no token ends it."""
+    sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
+    sampling |= {**truncation.sampling_params, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **REQUEST}
+    replies = asking._post_all("probe", "/generate", body)
+    return [parse_completion(reply, Sent.of(prompt, truncation=truncation)) for reply in replies]
 
 
 def check_an_update_in_a_response(control, urls, models, truncation: Truncation | None = None, **sending):
@@ -270,7 +272,7 @@ def check_an_update_in_a_response(control, urls, models, truncation: Truncation 
             if truncation is None:
                 response = thread.submit(asking.probe, prompt, **limits)
             else:
-                response = thread.submit(sample_truncated, urls, prompt, truncation, **limits)
+                response = thread.submit(probe_truncated, asking, prompt, truncation, **limits)
             wait([response], timeout=0.05 * (attempt + 1))
             control.pause()  # before the group is made, which takes as long as the response
             assert send(control, sent, version=old + 1, **sending) == control.versions() == [old + 1]
