@@ -2,7 +2,8 @@
 
 An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, context, expert,
 pipeline (plain or interleaved) and data parallelism. A policy replays the experts that its micro-batches carry
-(``PackedBatch.experts_TLK``). A critic chooses its own: its router is another one.
+(``PackedBatch.experts_TLK``). A critic chooses its own: its router is another one. Log-probs and entropies of tokens
+with a kept set (``PackedBatch.kept``) are those of the softmax over it, for a reference policy too.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are
 this data-parallel rank's own; the tensor-, context- and pipeline-parallel ranks of one data-parallel rank pass the
@@ -566,6 +567,7 @@ def _logprob_forward(temperature: float, with_entropy: bool, replays: list[Repla
             packed=packed,
             temperature=temperature,
             with_entropy=with_entropy,
+            kept=batch.kept,
         )
         return result if with_entropy or not model.post_process else result[:1]
 

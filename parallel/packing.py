@@ -1,6 +1,7 @@
 """Packed batches: sequences laid end to end, never padded, and shifted by one token here and nowhere else.
 
-``docs/notation.md`` describes the layout. L are the layers with experts here, K the experts of a token.
+``docs/notation.md`` describes the layout. L are the layers with experts here, K the experts of a token, and M the
+kept ids of all tokens (``KeptSets``).
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 from torch import Tensor
+
+from parallel.kept_sets import KeptSets
 
 INTEGERS = (torch.int64,)
 FLAGS = (torch.bool,)
@@ -46,6 +49,10 @@ class PackedBatch:
     """uint8 or int16 [T, L, K]: the experts to which the server sent each input token. None: learner.routing=own."""
     is_replayed_T: Tensor | None = None
     """bool: tokens that go to ``experts_TLK`` here too; the others go to the learner's own choice."""
+    num_kept_T: Tensor | None = None
+    """int32: ids that the sampler had kept when it chose the target; 0 off the mask. None: nothing was truncated."""
+    kept_ids_M: Tensor | None = None
+    """int32: these ids, token after token. None with ``num_kept_T``."""
     old_logprobs_T: Tensor | None = None
     """float32 nats. None where current is old: the update's forward pass gives both."""
     ref_logprobs_T: Tensor | None = None
@@ -68,6 +75,7 @@ class PackedBatch:
             if f.name.endswith("_T") and value is not None:
                 require_per_token(f.name, value, self.tokens_T.numel(), _DTYPES.get(f.name, FLOATS))
         self._require_experts()
+        self._require_kept()
         bounds, ids_S = self.cu_seqlens, self.sequence_ids_S
         if bounds.dim() != 1 or ids_S.shape != (bounds.numel() - 1,):
             raise ValueError(
@@ -91,6 +99,22 @@ class PackedBatch:
             )
         if experts is not None and experts.dtype not in (torch.uint8, torch.int16):
             raise ValueError(f"experts_TLK is {experts.dtype}; convert it to uint8 or int16")
+
+    @property
+    def kept(self) -> KeptSets | None:
+        """The sets over which log-probs and entropies are taken; None: the full vocabulary."""
+        if self.num_kept_T is None or self.kept_ids_M is None:
+            return None
+        return KeptSets(num_T=self.num_kept_T, ids_M=self.kept_ids_M)
+
+    def _require_kept(self) -> None:
+        if (self.num_kept_T is None) != (self.kept_ids_M is None):
+            raise ValueError(
+                "num_kept_T and kept_ids_M say together what was kept, and one is missing; pass both"
+            )
+        if self.kept_ids_M is not None and self.kept_ids_M.dtype != torch.int32:
+            raise ValueError(f"kept_ids_M is {self.kept_ids_M.dtype}; convert it to int32")
+        _ = self.kept  # raises where counts and ids do not fit
 
     def per_token(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every field that is set and has a value, or a row, per token."""
@@ -118,18 +142,24 @@ class PackedBatch:
         places = torch.cat([empty, *(torch.arange(bounds[r], bounds[r + 1]) for r in rows)])
         lengths = torch.tensor([0] + [bounds[r + 1] - bounds[r] for r in rows])
         taken = {name: value[places.to(value.device)] for name, value in self.per_token()}
+        if (kept := self.kept) is not None:
+            taken["kept_ids_M"] = kept.at(places.to(kept.num_T.device)).ids_M
         ids_S = self.sequence_ids_S[torch.tensor(rows, dtype=torch.int64)]
         return replace(self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32), sequence_ids_S=ids_S)
 
     def to(self, device: torch.device) -> "PackedBatch":
         """A copy with every tensor per token on ``device``; cu_seqlens and sequence ids stay on the CPU."""
-        return replace(self, **{name: value.to(device) for name, value in self.per_token()})
+        moved = {name: value.to(device) for name, value in self.per_token()}
+        if self.kept_ids_M is not None:
+            moved["kept_ids_M"] = self.kept_ids_M.to(device)
+        return replace(self, **moved)
 
 
 _DTYPES = {
     **dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS),
     **dict.fromkeys(("response_mask_T", "is_replayed_T"), FLAGS),
     "lag_T": (torch.int16,),
+    "num_kept_T": (torch.int32,),
 }
 
 
@@ -158,9 +188,11 @@ def pack_sequences(
     lags: Sequence[np.ndarray] | None = None,
     experts: Sequence[np.ndarray] | None = None,
     is_replayed: Sequence[np.ndarray] | None = None,
+    num_kept: Sequence[np.ndarray] | None = None,
+    kept_ids: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
     """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``. Experts are
-    those of the input.
+    those of the input. Kept ids are those of the target; a sequence's first token, which is no target, has none.
 
     Raises ValueError for a sequence of fewer than two tokens, which predicts nothing, and for a mask or
     log-probs that are not one value per token.
@@ -194,6 +226,8 @@ def pack_sequences(
         lag_T=None if lags is None else _join(lags, torch.int16)[is_target],
         experts_TLK=None if experts is None else torch.from_numpy(np.concatenate(experts))[is_input],
         is_replayed_T=None if is_replayed is None else _join(is_replayed, torch.bool)[is_input],
+        num_kept_T=None if num_kept is None else _join(num_kept, torch.int32)[is_target],
+        kept_ids_M=None if kept_ids is None else _join(kept_ids, torch.int32),
     )
 
 
@@ -204,4 +238,10 @@ def _join(rows: Sequence[Sequence | np.ndarray], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(np.concatenate([np.asarray(row) for row in rows], dtype=_NUMPY[dtype]))
 
 
-_NUMPY = {torch.int16: np.int16, torch.int64: np.int64, torch.bool: np.bool_, torch.float32: np.float32}
+_NUMPY = {
+    torch.int16: np.int16,
+    torch.int32: np.int32,
+    torch.int64: np.int64,
+    torch.bool: np.bool_,
+    torch.float32: np.float32,
+}

@@ -68,7 +68,8 @@ class GenerationClient(Protocol):
 
         experts_from: the first input token whose experts are of use, where the client asks for experts.
 
-        Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary. A seed fixes its
+        Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary or, where the client's
+        sampler is truncated, over each token's kept ids, which come with it. A seed fixes its
         sample on engines that run deterministically; other engines ignore it.
 
         Raises:
@@ -77,8 +78,8 @@ class GenerationClient(Protocol):
         ...
 
     def with_own_places(self) -> "GenerationClient":
-        """A client of the same engine for samples that are not trained on: they wait for none of this one's, and have no
-        experts. It has stats of its own."""
+        """A client of the same engine for samples that are not trained on: they wait for none of this one's, have no
+        experts, and come from the full distribution. It has stats of its own."""
         ...
 
     async def see_version(self, newest: int) -> None:

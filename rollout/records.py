@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-TOKEN_IDS, LOGPROBS, VERSIONS, MASK = np.int32, np.float32, np.int32, np.bool_
+TOKEN_IDS, LOGPROBS, VERSIONS, MASK, COUNTS = np.int32, np.float32, np.int32, np.bool_, np.int32
 """Types of the arrays. SGLang's log-probs are float32 numbers, which JSON writes in full."""
 EXPERTS = (np.uint8, np.int16)
 """Types of experts' ids: the smaller one that has room for a model's."""
@@ -73,7 +73,8 @@ class Completion(_WithArrays):
     token_ids: np.ndarray
     """int32 [n]"""
     rollout_logprobs: np.ndarray
-    """float32 [n]: natural logs of softmax(logits / temperature) over the full vocabulary."""
+    """float32 [n]: natural logs of softmax(logits / temperature), over the full vocabulary or, where the sampler truncated
+    it, over the token's kept ids."""
     token_versions: np.ndarray
     """int32 [n]: weight version that sampled each token."""
     finish_reason: FinishReason
@@ -88,6 +89,10 @@ class Completion(_WithArrays):
     """uint8 or int16 [rows, L, K], where asked for: the experts of the last input tokens, in the L layers that have
     experts. Row -1 is that of the token before the last one. None also after a retraction: the server has the experts
     of the second computation, and the log-probs of the first."""
+    num_kept: np.ndarray | None = None
+    """int32 [n], where the sampler truncated: how many ids it kept for each token, the sampled one among them."""
+    kept_ids: np.ndarray | None = None
+    """int32: these ids, token after token. None with ``num_kept``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +172,11 @@ class Trajectory(_WithArrays):
     they are not known. None: of no token."""
     is_replayed: np.ndarray | None = None
     """bool [n]: the tokens whose experts are known. None with ``experts``."""
+    num_kept: np.ndarray | None = None
+    """int32 [n]: ids that the sampler had kept for each token; 0 on tokens that the policy did not sample. None: it
+    truncated nothing."""
+    kept_ids: np.ndarray | None = None
+    """int32: these ids, token after token. None with ``num_kept``."""
     branch: int = 0
     """Of an episode that forked: its sequences are numbered from 0. All of them have its reward."""
 

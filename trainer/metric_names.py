@@ -176,6 +176,8 @@ METRICS = {entry.name: entry for entry in (
     Entry("mismatch/experts_differ/*", "mean", "share of tokens", "the same of one layer; a star is layer_0, layer_1, …"),
     Entry("mismatch/replayed_fraction", "mean", "share of tokens",
           "response tokens that go to the server's experts (learner.routing=rollout)"),
+    Entry("mismatch/kept_ids", "mean", "ids per token",
+          "ids that top_p, top_k and min_p left for a response token: log-probs and entropies are of the softmax over them"),
     Entry("mismatch/rejected/*/tokens", "mean", "share of tokens", "tokens that a rule rejects; a star is a rule, veto or total"),
     Entry("mismatch/rejected/*/sequences", "mean", "share of responses", "responses of which it leaves no token"),
     Entry("mismatch/rejected/*/touched_sequences", "mean", "share of responses", "responses of which it rejects some token"),

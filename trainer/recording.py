@@ -27,7 +27,7 @@ from trainer.batch.step_batch import StepBatch
 if TYPE_CHECKING:
     from trainer.learner import Learner
 
-FORMAT = "tandem batch 4"
+FORMAT = "tandem batch 5"
 PER_STEP = ("rewards_S", "group_ids_S", "episode_ids_S")
 NOT_RECORDED = ("importance_weights_T", "aggregation_T", "value_aggregation_T")
 """They follow from the correction, which a replay changes."""
@@ -98,7 +98,7 @@ def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:
     joined = {
         f.name: torch.cat([getattr(part, f.name) for part in parts])
         for f in fields(PackedBatch)
-        if f.name.endswith(("_T", "_TLK", "_S")) and getattr(first, f.name) is not None
+        if f.name.endswith(("_T", "_TLK", "_M", "_S")) and getattr(first, f.name) is not None
     }
     lengths = torch.cat([torch.diff(part.cu_seqlens) for part in parts])
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)

@@ -48,7 +48,12 @@ def step_metrics(
     """
     before = merge_over_ranks(
         merge_metrics(
-            [*measured, reward_metrics_of(batch, updates, mode, total_over(group)), replay_share(batch)]
+            [
+                *measured,
+                reward_metrics_of(batch, updates, mode, total_over(group)),
+                replay_share(batch),
+                kept_metrics(batch),
+            ]
         ),
         group,
     )
@@ -99,6 +104,14 @@ def replay_share(batch: StepBatch) -> dict[str, Metric]:
     if packed.is_replayed_T is None:
         return {}
     return {"mismatch/replayed_fraction": Metric.mean(packed.is_replayed_T, packed.response_mask_T)}
+
+
+def kept_metrics(batch: StepBatch) -> dict[str, Metric]:
+    """Ids that the sampler had kept; empty where it truncated nothing."""
+    packed = batch.packed
+    if packed.num_kept_T is None:
+        return {}
+    return {"mismatch/kept_ids": Metric.mean(packed.num_kept_T.float(), packed.response_mask_T)}
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:

@@ -70,6 +70,9 @@ ROUNDED: dict[Precision, str] = {
 }
 """What the learner rounds before it sends, in words."""
 
+MOST_KEPT = 4096
+"""SGLang's ``--sampling-mask-max-tokens`` by default: the most ids that it returns for a token."""
+
 DynamicSampling = Annotated[NoDynamicSampling | ResampleGroups, Field(discriminator="type")]
 
 
@@ -102,12 +105,14 @@ class RolloutConfig(Schema):
     """Most tokens of a response; a longer one is cut off, and scored as it is."""
     temperature: Temperature = 1.0
     """Temperature of the softmax that training samples from. The learner computes its log-probs at it too."""
-    top_p: float = 1.0
-    """1 is the only choice, since SGLang's log-probs ignore top_p."""
-    top_k: int = -1
-    """-1 is the only choice, since SGLang's log-probs ignore top_k."""
-    min_p: float = 0.0
-    """0 is the only choice, since SGLang's log-probs ignore min_p."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Training samples come from the fewest ids whose probabilities sum to top_p. With top_p, top_k or min_p the servers
+    return each token's kept ids, and all log-probs and entropies of the learner are those of the softmax over them.
+    Evaluations sample from the full distribution. It needs a finite top_k, without which SGLang returns no kept ids."""
+    top_k: Annotated[int, Field(ge=-1, le=MOST_KEPT)] = -1
+    """Training samples come from the top_k likeliest ids (2 to 4096). -1: all, the only choice without top_p and min_p."""
+    min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Training samples come from the ids of at least min_p times the largest probability. It needs a finite top_k."""
     max_staleness: Annotated[NonNegativeInt, at_most(1000, "no policy learns from samples so old")] = 0
     """k: versions of the weights by which a token may lag behind the step that trains it. 0: sampling and training
     take turns. 1 and more: the groups of the next k steps are sampled while the learner trains. A response goes on
@@ -210,14 +215,25 @@ class RolloutConfig(Schema):
             )
         return self
 
+    @property
+    def is_truncated(self) -> bool:
+        """Whether training samples come from a part of the vocabulary."""
+        return self.top_k != -1
+
     @model_validator(mode="after")
-    def _sampling_is_unfiltered(self):
-        for name, neutral in (("top_p", 1.0), ("top_k", -1), ("min_p", 0.0)):
-            if getattr(self, name) != neutral:
+    def _kept_sets_are_finite(self):
+        if self.top_k in (0, 1):
+            raise Contradiction(
+                ("top_k",),
+                f"top_k={self.top_k} leaves no choice to learn from: every log-prob would be 0",
+                "set top_k to 2 or more, or -1 for the full vocabulary",
+            )
+        for name, neutral in (("top_p", 1.0), ("min_p", 0.0)):
+            if getattr(self, name) != neutral and self.top_k == -1:
                 raise Contradiction(
-                    (name,),
-                    f"{name}={getattr(self, name)} would sample from a truncated distribution while SGLang reports "
-                    "log-probs of the full one, so importance ratios would be wrong",
-                    f"set {name}: {neutral}",
+                    (name, "top_k"),
+                    f"{name}={getattr(self, name):g} samples from a truncated distribution while SGLang reports log-probs of the full one, "
+                    f"and SGLang returns the kept ids only with a finite top_k",
+                    f"set top_k, up to {MOST_KEPT}, or {name}: {neutral}",
                 )
         return self

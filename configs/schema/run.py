@@ -54,6 +54,14 @@ NO_EXPERTS_WITH = {
 }
 """Flags of SGLang that routing replay refuses, and why."""
 
+NO_KEPT_IDS_WITH = {
+    "sampling-backend": "this backend returns no kept ids",
+    "enable-deterministic-inference": "SGLang's seeded sampler refuses min_p, and ends",
+    "sampling-mask-max-tokens": "SGLang refuses a top_k above it",
+    "disaggregation-mode": "kept ids between separate servers were not tried",
+}
+"""Flags of SGLang that top_p, top_k and min_p refuse, and why."""
+
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
 """A run folder's name also holds the date and the overrides of a job array; file names have at most 255
 bytes."""
@@ -124,6 +132,7 @@ class RunConfig(Schema):
             *self._batch_contradictions(),
             *self._routing_contradictions(),
             *self._numerics_contradictions(),
+            *self._truncation_contradictions(),
         ]:
             raise Contradictions(contradictions)
         return self
@@ -331,6 +340,13 @@ class RunConfig(Schema):
                     f"{field}={shown} {reason}, so that model.numerics=aligned could not hold",
                     f"set {field}={'null' if fix is None else fix}, or model.numerics=default",
                 )
+        if rollout.is_truncated:
+            yield Contradiction(
+                ("rollout.top_k", "model.numerics"),
+                "rollout.top_k samples from a kept set, whose log-probs SGLang computes in an order of its own, so that "
+                "model.numerics=aligned could not hold",
+                "remove rollout.top_p, top_k and min_p, or set model.numerics=default",
+            )
         if self.model.dtype == "float16":
             yield Contradiction(
                 ("model.dtype", "model.numerics"),
@@ -344,6 +360,37 @@ class RunConfig(Schema):
                     (f"rollout.server_args.{name}", "model.numerics"),
                     f"rollout.server_args.{name} chooses operations of SGLang's own, so that model.numerics=aligned could not hold",
                     "remove it, or set model.numerics=default",
+                )
+
+    def _truncation_contradictions(self) -> Iterator[Contradiction]:
+        """Of top_p, top_k and min_p: servers that do not return the kept ids."""
+        rollout = self.rollout
+        if not rollout.is_truncated:
+            return
+        fix = "remove it, or remove rollout.top_p, top_k and min_p"
+        if rollout.router is not None:
+            yield Contradiction(
+                ("rollout.top_k", "rollout.router"),
+                f"rollout.top_k={rollout.top_k} does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, "
+                "and the request for kept ids is none of them",
+                fix,
+            )
+        for name, value in rollout.server_args.items():
+            flag = name.replace("_", "-")
+            reason = NO_KEPT_IDS_WITH.get(flag)
+            if flag.startswith("speculative-"):
+                reason = "SGLang returns kept ids for few of its ways to draft, and none was tried"
+            if flag == "sampling-backend" and value != "ascend":
+                reason = None
+            if flag == "enable-deterministic-inference" and not rollout.min_p:
+                reason = None
+            if flag == "sampling-mask-max-tokens" and isinstance(value, int) and value >= rollout.top_k:
+                reason = None
+            if reason is not None and value is not False:
+                yield Contradiction(
+                    ("rollout.top_k", "rollout.server_args"),
+                    f"rollout.top_k={rollout.top_k} does not go with rollout.server_args.{name}={value}: {reason}",
+                    fix,
                 )
 
     @property

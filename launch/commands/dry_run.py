@@ -31,6 +31,7 @@ from launch.tables import aligned
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.memory import size_text
 from parallel.planning.planner import bytes_to_send
+from rollout.servers import kept_sets
 from rollout.servers.routing import bytes_per_token
 
 FREE_PORT = "a free port"
@@ -241,6 +242,7 @@ def batch_lines(config: RunConfig | SftConfig) -> list[str]:
         *([f"rollout.precision={rollout.precision}: {rollout.rounding}"] if rollout.rounding else []),
         *_resampling_lines(config),
         *_routing_lines(config),
+        *_truncation_lines(config),
         *_microbatch_lines(config, minibatch // dp),
     ]
 
@@ -275,6 +277,18 @@ def _routing_lines(config: RunConfig) -> list[str]:
     return [
         f"learner.routing=rollout: {each} bytes of experts per token of prompts and responses, so {size_text(each * tokens)} from the "
         "servers to the learner's first rank where every response is as long as it may be"
+    ]
+
+
+def _truncation_lines(config: RunConfig) -> list[str]:
+    rollout = config.rollout
+    if not rollout.is_truncated:
+        return []
+    each = kept_sets.bytes_per_token(rollout.top_k)
+    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens
+    return [
+        f"rollout.top_k={rollout.top_k}: at most {each} bytes of kept ids per response token, so {size_text(each * tokens)} from the "
+        "servers to the learner's first rank where every response is as long as it may be; fewer with top_p or min_p"
     ]
 
 

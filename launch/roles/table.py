@@ -31,6 +31,7 @@ from launch.studies.mismatch import draw, score
 from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folders
 from parallel.planning.layout import Experts, read_architecture, read_hf_config
+from rollout.servers.kept_sets import Truncation
 from rollout.servers.watched_process import guard_session
 
 INTERRUPTED = 130
@@ -63,6 +64,7 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
             key=key,
             doing=doing,
             experts=experts_to_replay(config),
+            truncation=truncation_of(config),
         )
         asyncio.run(role)
     finally:
@@ -74,6 +76,15 @@ def experts_to_replay(config: RunConfig) -> Experts | None:
     if config.learner.routing == "own":
         return None
     return read_architecture(read_hf_config(config.model.path)).experts
+
+
+def truncation_of(config: RunConfig) -> Truncation | None:
+    """None where samples to train on come from the full distribution."""
+    rollout = config.rollout
+    if not rollout.is_truncated:
+        return None
+    vocab_size = read_architecture(read_hf_config(config.model.path)).vocab_size
+    return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)
 
 
 def supervised(folder: RunFolder, config: SftConfig) -> None:

@@ -99,6 +99,10 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
         _rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts
     ]
     _check_enough(request.prompts, parts[0].config.task)
+    if parts[0].config.rollout.is_truncated:
+        raise ValueError(
+            "rollout.top_k: the study compares log-probs of the full softmax; give rollout.top_k=-1 rollout.top_p=1.0 rollout.min_p=0.0"
+        )
     parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
     skipped = [] if gpus else [NO_MODES_ON_CPU]
     if request.why and _has_experts(parts[0].config):

@@ -31,6 +31,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from parallel.kept_sets import KeptSets
 from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention, split_context
@@ -425,13 +426,17 @@ class LogprobGPTModel(PackedGPTModel):
         packed: PackedSequences,
         temperature: float,
         with_entropy: bool,
+        kept: KeptSets | None = None,
     ) -> tuple[Tensor, Tensor | None] | Tensor:
         """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden
-        states on earlier ones."""
+        states on earlier ones. kept: see ``linear_logprobs``."""
+        if kept is not None:
+            kept = kept.at(packed.plan.to_model_order(torch.arange(len(tokens_T), device=tokens_T.device)))
         request = {
             "targets_T": packed.plan.to_model_order(targets_T),
             "temperature": temperature,
             "with_entropy": with_entropy,
+            "kept": kept,
         }
         result = self._run_request(tokens_T, packed, request)
         if not self.post_process:

@@ -1,16 +1,23 @@
 """Log-prob and entropy straight from hidden states, with the vocabulary sharded over tensor-parallel ranks.
 
-Legend: H hidden size, V this rank's rows of the output projection.
+Legend: H hidden size, V this rank's rows of the output projection, M kept ids of all tokens (``KeptSets``).
 
 The output projection is fused with the log-softmax chunk by chunk. Forward and backward hold float32 logits of
 C tokens at a time, never those of a whole micro-batch. Backward computes each chunk's logits again.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from parallel.kept_sets import KeptSets
+
+NEVER = -1e30
+"""Logit of an id that the sampler had not kept. exp(NEVER - x) is exactly 0 for every real logit x, and 0 * NEVER is 0,
+where infinity would make NaN: no sum and no gradient has a trace of these ids."""
 
 
 def linear_logprobs(
@@ -25,6 +32,7 @@ def linear_logprobs(
     with_entropy: bool = True,
     dtype: torch.dtype | None = None,
     product: Callable[[Tensor, Tensor], Tensor] | None = None,
+    kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(x)[target] and the entropy of softmax(x), for x = hidden @ weight^T / temperature over the
     full vocabulary.
@@ -42,9 +50,17 @@ def linear_logprobs(
     rank; the gradient of ``hidden_TH`` is this rank's part, which the caller sums over the group. The log-probs
     do not depend on ``with_entropy``.
 
+    kept: the ids over which each token's softmax, log-prob and entropy are taken, with Z = sum over the kept ids of
+    all ranks; None: the full vocabulary. Gradients are the same with p = 0 elsewhere. A target outside its own set
+    would have a log-prob of about ``NEVER``.
+
     Raises ValueError for shapes that do not fit, temperature <= 0 and chunk_tokens < 1.
     """
     _check_inputs(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
+    if kept is not None and kept.num_T.shape != targets_T.shape:
+        raise ValueError(
+            f"kept sets of {kept.num_T.numel()} tokens do not fit {targets_T.numel()} targets; pass one per token"
+        )
     logprobs_T, entropy_T = _LinearLogprobs.apply(
         hidden_TH,
         weight_VH,
@@ -56,6 +72,7 @@ def linear_logprobs(
         with_entropy,
         dtype or hidden_TH.dtype,
         product or _product,
+        kept,
     )
     return logprobs_T, entropy_T if with_entropy else None
 
@@ -97,6 +114,40 @@ def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float, pro
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
+@dataclass(frozen=True, slots=True)
+class _KeptHere:
+    """The kept sets' part among this rank's rows of the vocabulary."""
+
+    is_limited_T: Tensor
+    """bool: tokens with a kept set."""
+    tokens_M: Tensor
+    columns_M: Tensor
+    chunk_tokens: int
+    bounds: list[int]
+    """Chunk c has the ids bounds[c]:bounds[c + 1]."""
+
+    @classmethod
+    def of(cls, kept: KeptSets | None, first: int, count: int, chunk_tokens: int) -> "_KeptHere | None":
+        if kept is None:
+            return None
+        columns_M, tokens_M = kept.ids_M.long() - first, kept.token_of_each()
+        is_here_M = (columns_M >= 0) & (columns_M < count)
+        columns_M, tokens_M = columns_M[is_here_M], tokens_M[is_here_M]
+        num_tokens = kept.num_T.numel()
+        starts = torch.arange(0, num_tokens + chunk_tokens, chunk_tokens, device=tokens_M.device)
+        bounds = torch.searchsorted(tokens_M, starts).tolist()
+        return cls(kept.num_T > 0, tokens_M, columns_M, chunk_tokens, bounds)
+
+    def limit(self, logits_CV: Tensor, start: int) -> None:
+        """Set the logits of what was not kept to ``NEVER``, in place. start: the chunk's first token."""
+        chunk = start // self.chunk_tokens
+        ids = slice(self.bounds[chunk], self.bounds[chunk + 1])
+        places = self.tokens_M[ids] - start, self.columns_M[ids]
+        kept_values = logits_CV[places]
+        logits_CV.masked_fill_(self.is_limited_T[start : start + self.chunk_tokens, None], NEVER)
+        logits_CV[places] = kept_values
+
+
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -111,15 +162,17 @@ class _LinearLogprobs(torch.autograd.Function):
         with_entropy,
         dtype,
         product,
+        kept,
     ):
         first, count = _real_rows(weight_VH, vocab_size, group)
         rows_VH = weight_VH[:count].to(dtype)
+        kept_here = _KeptHere.of(kept, first, count, chunk_tokens)
         maximum_T, sums_3T = _local_sums(
-            hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy, product
+            hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy, product, kept_here
         )
         log_z_T, logprobs_T, entropy_T = _combine_ranks(maximum_T, sums_3T, group)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
-        ctx.first, ctx.count, ctx.dtype = first, count, dtype
+        ctx.first, ctx.count, ctx.dtype, ctx.kept_here = first, count, dtype, kept_here
         ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
         ctx.set_materialize_grads(False)
         return logprobs_T, entropy_T
@@ -138,8 +191,11 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
             chunk = slice(start, start + ctx.chunk_tokens)
             hidden_CH = hidden_TH[chunk].to(ctx.dtype)
+            logits_CV = _scaled_logits(hidden_CH, rows_VH, ctx.temperature)
+            if ctx.kept_here is not None:
+                ctx.kept_here.limit(logits_CV, start)
             grad_CV = _grad_logits(
-                _scaled_logits(hidden_CH, rows_VH, ctx.temperature),
+                logits_CV,
                 targets_T[chunk] - ctx.first,
                 log_z_T[chunk],
                 entropy_T[chunk],
@@ -149,7 +205,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(ctx.dtype)
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
             _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), *(None,) * 8
+        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), *[None] * 9
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -161,7 +217,14 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _local_sums(
-    hidden_TH, rows_VH, local_targets_T, temperature, chunk_tokens, with_entropy, product
+    hidden_TH,
+    rows_VH,
+    local_targets_T,
+    temperature,
+    chunk_tokens,
+    with_entropy,
+    product,
+    kept_here: _KeptHere | None,
 ) -> tuple[Tensor, Tensor]:
     """(this rank's maximum m over its rows, [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)]), each [T]."""
     num_tokens = hidden_TH.shape[0]
@@ -173,6 +236,8 @@ def _local_sums(
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         logits_CV = _scaled_logits(hidden_TH[chunk].to(rows_VH.dtype), rows_VH, temperature, product)
+        if kept_here is not None:
+            kept_here.limit(logits_CV, start)
         maximum_T[chunk] = logits_CV.amax(-1)
         column_C1 = torch.where(is_local_T[chunk], local_targets_T[chunk], 0).unsqueeze(1)
         sums_3T[1, chunk] = torch.where(is_local_T[chunk], logits_CV.gather(1, column_C1).squeeze(1), 0.0)

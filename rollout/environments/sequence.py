@@ -7,6 +7,7 @@ from typing import Self
 import numpy as np
 
 from rollout.records import (
+    COUNTS,
     LOGPROBS,
     MASK,
     TOKEN_IDS,
@@ -111,6 +112,7 @@ class TokenSequence:
         branch: int = 0,
     ) -> Trajectory:
         experts, is_replayed = self._experts()
+        num_kept, kept_ids = self._kept()
         return Trajectory(
             group_id=group_id,
             sibling_id=sibling_id,
@@ -129,6 +131,8 @@ class TokenSequence:
             status=status,
             experts=experts,
             is_replayed=is_replayed,
+            num_kept=num_kept,
+            kept_ids=kept_ids,
             branch=branch,
         )
 
@@ -145,6 +149,16 @@ class TokenSequence:
                 places = slice(end - 1 - len(sampled.experts), end - 1)
                 experts[places], is_replayed[places] = sampled.experts, True
         return experts, is_replayed
+
+    def _kept(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        known = [sampled.kept_ids for _, sampled in self._parts if sampled and sampled.kept_ids is not None]
+        if not known:
+            return None, None
+        num_kept = self._joined(
+            COUNTS,
+            lambda token_ids, sampled: 0 if sampled is None or sampled.num_kept is None else sampled.num_kept,
+        )
+        return num_kept, np.concatenate(known)
 
     def _append(self, token_ids: np.ndarray, sampled: Completion | None) -> None:
         self._parts.append((token_ids, sampled))

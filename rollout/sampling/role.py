@@ -49,6 +49,7 @@ from rollout.sampling.messages import (
 )
 from rollout.sampling.prompt_room import PromptsOf, prompt_room
 from rollout.sampling.sampler import GroupSampler
+from rollout.servers.kept_sets import Truncation
 from rollout.servers.router import generation_client
 from rollout.servers.routing import Experts
 from rollout.tasks import Task, load_task, longest_above
@@ -76,6 +77,7 @@ async def run_sample_role(
     doing: Callable[[str], None] = _ignore_activity,
     key: RunKey | None = None,
     experts: Experts | None = None,
+    truncation: Truncation | None = None,
 ) -> None:
     """Serve the learner until it sends Stop.
 
@@ -88,6 +90,7 @@ async def run_sample_role(
         doing: called with each activity, for status reports.
         key: the learner proves it to this role, and this role to the servers.
         experts: those of the model, where the learner replays them.
+        truncation: of the sampler, for samples to train on. Evaluations sample from the full distribution.
 
     Raises:
         ValueError: the task, one of its prompts, the environment, the reward or the tokenizer cannot be used.
@@ -107,7 +110,8 @@ async def run_sample_role(
         ) as samples_of,
     ):
         urls = server_urls() if callable(server_urls) else server_urls
-        async with generation_client(config, urls, log_dir=log_dir, key=key, experts=experts) as client:
+        replayed = {"experts": experts, "truncation": truncation}
+        async with generation_client(config, urls, log_dir=log_dir, key=key, **replayed) as client:
             sampler = GroupSampler(
                 client=client,
                 evaluation_client=client.with_own_places(),

@@ -21,7 +21,9 @@ from rollout.gathering import all_or_first_error
 from rollout.http_replicas import AttemptFailed, Replica, ReplicaLost, open_session, request_with_retries
 from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
 from rollout.run_key import RunKey
+from rollout.servers import kept_sets
 from rollout.servers.command import NO_WEIGHT_VERSION
+from rollout.servers.kept_sets import Truncation, decode_kept
 from rollout.servers.routing import Experts, decode_experts
 
 REUSE_S = 4.0
@@ -62,6 +64,7 @@ class SGLangClient:
         whole_groups: whether a group is one request. False: each sample is a request of its own, so that a place
             that falls free goes to the next sample at once, of whatever group. A router's ``urls`` need this.
         experts: those of the served model, to ask for each token's. None: they are not asked for.
+        truncation: the sampler's limits; each token's kept ids are asked for. None: the full distribution.
     """
 
     def __init__(
@@ -76,11 +79,13 @@ class SGLangClient:
         whole_groups: bool = True,
         key: RunKey | None = None,
         experts: Experts | None = None,
+        truncation: Truncation | None = None,
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
         self._replicas = [Replica(url.rstrip("/")) for url in urls]
         self._max_concurrency, self._whole_groups, self._experts = max_concurrency, whole_groups, experts
+        self._truncation = truncation
         self._places = _Places(max_concurrency)
         self._in_flight = _InFlight()
         self._is_open = asyncio.Event()
@@ -109,7 +114,8 @@ class SGLangClient:
     def with_own_places(self) -> "SGLangClient":
         """See ``GenerationClient``. Both share the connections and the count of samples at each replica."""
         other = copy(self)
-        other._places, other._stats, other._experts = _Places(self._max_concurrency), ClientStats(), None
+        other._places, other._stats = _Places(self._max_concurrency), ClientStats()
+        other._experts = other._truncation = None
         return other
 
     async def see_version(self, newest: int) -> None:
@@ -190,9 +196,11 @@ class SGLangClient:
     ) -> list[Completion]:
         """See ``GenerationClient``. Only servers with ``enable-deterministic-inference`` heed the seeds."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
+        if self._truncation is not None:
+            sampling |= self._truncation.sampling_params
         sampling["stop_token_ids"] = list(stop_token_ids)
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
-        sent = Sent.of(prompt_ids, self._experts, experts_from)
+        sent = Sent.of(prompt_ids, self._experts, experts_from, self._truncation)
         ask = partial(self._request_completions, list(prompt_ids), sent=sent, session=session)
         if not self._whole_groups:
             requests = (ask([sampling]) for sampling in samplings)
@@ -219,6 +227,8 @@ class SGLangClient:
         request = {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
         if sent.experts is not None:
             request |= {"return_routed_experts": True, "routed_experts_start_len": sent.experts_from}
+        if sent.truncation is not None:
+            request |= kept_sets.REQUEST
         body = orjson.dumps(request)
         async with self._places.take(count):
             await self._is_open.wait()
@@ -358,11 +368,19 @@ class Sent(NamedTuple):
     """Those of the model, where each token's are asked for."""
     experts_from: int
     """The first input token whose experts are asked for."""
+    truncation: Truncation | None
+    """Where each token's kept ids are asked for."""
 
     @classmethod
-    def of(cls, prompt_ids: Sequence[int], experts: Experts | None = None, experts_from: int = 0) -> Self:
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        experts: Experts | None = None,
+        experts_from: int = 0,
+        truncation: Truncation | None = None,
+    ) -> Self:
         prompt_digest = digest(np.array(prompt_ids, dtype=TOKEN_IDS))
-        return cls(prompt_digest, len(prompt_ids), experts, experts_from)
+        return cls(prompt_digest, len(prompt_ids), experts, experts_from, truncation)
 
 
 def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Completion]:
@@ -431,7 +449,7 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
     Raises:
         GenerationError: the server has read a prompt of another length. Ids, log-probs and versions do not fit
             together, a log-prob is not finite, or a version is not a decimal number. Experts that were asked for are
-            missing or wrong (see ``decode_experts``).
+            missing or wrong (see ``decode_experts``), or kept ids (see ``decode_kept``).
     """
     meta = reply["meta_info"]
     triples, token_ids = meta["output_token_logprobs"], reply["output_ids"]
@@ -444,15 +462,21 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
         raise GenerationError(
             f"the server's log-probs are of other tokens than its output: {scored_ids} and {token_ids}"
         )
+    sampled_ids, logprobs, kept = np.array(token_ids, dtype=TOKEN_IDS), finite_logprobs(triples), None
+    if sent.truncation is not None:
+        kept = decode_kept(meta, sampled_ids, sent.truncation.vocab_size)
+        logprobs = kept.logprobs
     return Completion(
-        token_ids=np.array(token_ids, dtype=TOKEN_IDS),
-        rollout_logprobs=finite_logprobs(triples),
+        token_ids=sampled_ids,
+        rollout_logprobs=logprobs,
         token_versions=_versions_per_token(meta, len(token_ids)),
         finish_reason=FinishReason(meta["finish_reason"]["type"]),
         prompt_digest=sent.digest,
         cached_tokens=meta.get("cached_tokens", 0),
         num_retractions=meta.get("num_retractions", 0),
         experts=_experts_of(meta, len(token_ids), sent),
+        num_kept=None if kept is None else kept.num_kept,
+        kept_ids=None if kept is None else kept.kept_ids,
     )
 
 

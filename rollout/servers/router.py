@@ -26,6 +26,7 @@ from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.client import SGLangClient
 from rollout.servers.command import LOOPBACK, Ports, choose_ports
+from rollout.servers.kept_sets import Truncation
 from rollout.servers.routing import Experts
 from rollout.servers.watched_process import end_watched, how_it_ended, log_tail, start_watched
 
@@ -45,10 +46,11 @@ async def generation_client(
     log_dir: Path,
     key: RunKey | None = None,
     experts: Experts | None = None,
+    truncation: Truncation | None = None,
 ) -> AsyncIterator[GenerationClient]:
     """The sample role's client of the servers at ``urls``, or of a router before them. Raises as ``Router``.
 
-    experts: see ``SGLangClient``.
+    experts, truncation: see ``SGLangClient``.
     """
     rollout = config.rollout
     with ExitStack() as stack:
@@ -66,6 +68,7 @@ async def generation_client(
             whole_groups=rollout.router is None and rollout.most_samples <= rollout.max_concurrency,
             key=key,
             experts=experts,
+            truncation=truncation,
         ) as client:
             yield client if rollout.router is None else _RoutedClient(client, router)
 

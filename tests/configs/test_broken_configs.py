@@ -217,8 +217,32 @@ TABLE = {
         field="correction.verl.rollout_token_veto_threshold", value="1.0", error="would reject what the two policies agree on", fix="1e-4",
     ),
     "truncated sampling": Broken(
-        options="rollout.top_p=0.9", field="rollout.top_p", value="0.9", error="log-probs of the full one", fix="set top_p: 1.0"
+        options="rollout.top_p=0.9", field="rollout.top_p, rollout.top_k", value="rollout.top_p: 0.9",
+        error="SGLang returns the kept ids only with a finite top_k", fix="set top_k, up to 4096, or top_p: 1.0",
     ),
+    "min_p without top_k": Broken(
+        options="rollout.min_p=0.1", field="rollout.min_p, rollout.top_k", value="rollout.min_p: 0.1",
+        error="SGLang returns the kept ids only with a finite top_k", fix="set top_k, up to 4096, or min_p: 0.0",
+    ),
+    "one choice": Broken(
+        options="rollout.top_k=1", field="rollout.top_k", value="1", error="leaves no choice to learn from", fix="set top_k to 2 or more",
+    ),
+    "more kept ids than SGLang returns": Broken(
+        options="rollout.top_k=5000", field="rollout.top_k", value="5000", error="must be less than or equal to 4096",
+        fix="use a value at most 4096",
+    ),
+    **{f"kept ids with {name}": Broken(
+        options=f"rollout.top_k=20 {setting}", field=f"rollout.top_k, {field}", value="rollout.top_k: 20",
+        error=error, fix="remove it, or remove rollout.top_p, top_k and min_p",
+    ) for name, setting, field, error in [
+        ("a router", "rollout.router={}", "rollout.router", "the request for kept ids is none of them"),
+        ("drafts", "rollout.server_args={speculative-algorithm: EAGLE}", "rollout.server_args", "few of its ways to draft"),
+        ("a lower limit", "rollout.server_args={sampling_mask_max_tokens: 19}", "rollout.server_args", "SGLang refuses a top_k above it"),
+        ("ascend", "rollout.server_args={sampling-backend: ascend}", "rollout.server_args", "returns no kept ids"),
+        ("a seeded min_p", "rollout.min_p=0.1 rollout.server_args={enable-deterministic-inference: true}", "rollout.server_args",
+         "seeded sampler refuses min_p"),
+        ("separate decoding", "rollout.server_args={disaggregation_mode: decode}", "rollout.server_args", "were not tried"),
+    ]},
     "siblings that cannot differ": Broken(
         options="rollout.group_size=1 rollout.dynamic_sampling={type: resample}", field="rollout.dynamic_sampling.type, rollout.group_size",
         value="rollout.group_size: 1 (command line)", error="siblings that can differ", fix="raise it, or use type: none",

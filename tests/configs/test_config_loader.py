@@ -583,7 +583,13 @@ BAD_VALUES = [
     ),
     ("kind=trian", "kind", "trian", "unknown kind", "did you mean `train`?"),
     # validators of the schema: every field that they name
-    ("rollout.top_p=0.9", "rollout.top_p", "0.9 (command line)", "truncated distribution", "set top_p: 1.0"),
+    (
+        "rollout.top_p=0.9",
+        "rollout.top_p, rollout.top_k",
+        "rollout.top_p: 0.9 (command line), rollout.top_k: -1 (default)",
+        "truncated distribution",
+        "or top_p: 1.0",
+    ),
     (
         "learner.optimizer.min_lr=1.0",
         "learner.optimizer.min_lr, learner.optimizer.lr",
@@ -676,7 +682,7 @@ def test_missing_blocks(folder):
 
 
 def test_all_problems_are_reported_at_once(folder):
-    top = write("top.yaml", "extends: base.yaml\nstepz: 3\nrollout: {top_k: 5}\nkl: {estimator: k9}\n")
+    top = write("top.yaml", "extends: base.yaml\nstepz: 3\nrollout: {top_k: 1}\nkl: {estimator: k9}\n")
     problems = problems_of(top, ["--seed=1", "name", "layout.dp=0"])
     assert {p.field for p in problems} == {
         "(override)",

@@ -5,6 +5,7 @@ Slow (a start of the engines takes half a minute), so few runs, each looked at f
 
 import contextlib
 import json
+import math
 import re
 import shutil
 import signal
@@ -214,7 +215,8 @@ class TwoTurns:
 
 
 def test_a_run_goes_on_in_another_layout_and_colocated(folder):
-    """Episodes of two turns, some of which fork, of a model with experts, which the learner replays. Interleaved
+    """Episodes of two turns, some of which fork, of a model with experts, which the learner replays. So it does with the
+    ids that top_p and top_k kept: the gap is rounding at a temperature, under both layouts. Interleaved
     pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with sequence parallelism,
     taking turns with the servers on the same devices.
 
@@ -227,6 +229,7 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         *SMALL, *REWARD, "environment={type: tokens, environment: my_turns:TwoTurns}", "rollout.tp=2",
         "advantage={type: grpo, credit: turn}", "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
         "kl.coefficient=0.01", "layout.dp=1", "record_batches={every: 4}",
+        "rollout.top_p=0.9", "rollout.top_k=10", "rollout.temperature=0.7",
     ]  # fmt: skip
     make_tiny_countdown_model(folder / "experts", seed=0, family="qwen3_moe")
     settings += ["model.path=experts", "learner.routing=rollout"]
@@ -250,6 +253,8 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         assert step["episode/turns_checked"] == 2 * 16 + forks and 0 <= forks <= 16
         assert step["episode/observed_tokens"] == 4 * 16
         assert step["mismatch/replayed_fraction"] == 1.0 and step["episode/retracted_turns"] == 0
+        assert 2 < step["mismatch/kept_ids"] <= 10
+        assert 0 < step["policy/entropy"] <= math.log(10)
         # Float32 engines choose alike, but for ties within rounding.
         by_layer = [step[f"mismatch/experts_differ/layer_{number}"] for number in range(4)]
         assert step["mismatch/experts_differ"] == pytest.approx(sum(by_layer) / 4) and max(by_layer) < 0.01

@@ -256,7 +256,7 @@ def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Te
         weight = case["weight"].chunk(size)[rank].clone().requires_grad_()
         logprobs, entropy = linear_logprobs(
             hidden, weight, case["targets"], vocab_size=case["vocab_size"], temperature=case["temperature"],
-            chunk_tokens=case["chunk_tokens"], group=dist.group.WORLD,
+            chunk_tokens=case["chunk_tokens"], group=dist.group.WORLD, kept=case.get("kept"),
         )  # fmt: skip
         ((logprobs * case["g"]).sum() + (entropy * case["h"]).sum()).backward()
         dist.all_reduce(hidden.grad)

@@ -44,6 +44,8 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
     batch = batch.with_fields(
         experts_TLK=torch.zeros(12, 2, 1, dtype=torch.uint8), is_replayed_T=is_replayed_T
     )
+    ones = torch.ones(12, dtype=torch.int32)
+    batch = batch.with_fields(num_kept_T=ones, kept_ids_M=ones)
     step = StepBatch(
         packed=batch, rows=[[[0]], [[1]]], rewards_S=torch.tensor([0.0, 1.0]), group_ids_S=torch.zeros(2)
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallel.packing import PackedBatch, pack_sequences
-from rollout.records import MASK, Trajectory
+from rollout.records import COUNTS, MASK, TOKEN_IDS, Trajectory
 
 Bin = tuple[int, ...]
 """Sequences that are packed together, ascending."""
@@ -131,12 +131,24 @@ def pack_trajectories(
         lags=None if newest is None else [_lags(t, newest) for t in trajectories],
         experts=None if routing is None else [routing.experts_of(t) for t in trajectories],
         is_replayed=None if routing is None else [_is_replayed(t) for t in trajectories],
+        **_kept(trajectories),
     )
 
 
 def _is_replayed(trajectory: Trajectory) -> np.ndarray:
     known = trajectory.is_replayed
     return np.zeros(len(trajectory.token_ids), dtype=MASK) if known is None else known
+
+
+def _kept(trajectories: Sequence[Trajectory]) -> dict[str, list[np.ndarray]]:
+    """Where any of them has kept sets. A sequence without a response has none."""
+    if all(t.num_kept is None for t in trajectories):
+        return {}
+    num_kept = [
+        np.zeros(len(t.token_ids), dtype=COUNTS) if t.num_kept is None else t.num_kept for t in trajectories
+    ]
+    kept_ids = [np.zeros(0, dtype=TOKEN_IDS) if t.kept_ids is None else t.kept_ids for t in trajectories]
+    return {"num_kept": num_kept, "kept_ids": kept_ids}
 
 
 def _lags(trajectory: Trajectory, newest: int) -> np.ndarray:

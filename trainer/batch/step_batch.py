@@ -262,6 +262,8 @@ def _without_response(trajectory: Trajectory) -> Trajectory:
         token_versions=np.zeros(2, dtype=VERSIONS),
         experts=None,
         is_replayed=None,
+        num_kept=None,
+        kept_ids=None,
         turns=[],
         branch=-1,
     )

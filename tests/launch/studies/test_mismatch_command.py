@@ -75,6 +75,7 @@ def model(tmp_path_factory) -> Path:
         (["--threshold", "1.5"], ["--threshold 1.5", "between 0 and 1"]),
         (["--out", "run.yaml"], ["--out run.yaml exists already", "name a new folder"]),
         (["rollout.top_p=0.9"], ["top_p", "full one"]),
+        (["rollout.top_k=20"], ["rollout.top_k", "of the full softmax", "give rollout.top_k=-1"]),
     ],
 )
 def test_bad_options_are_one_clear_error_with_nothing_started(tmp_path, model, options, expected):

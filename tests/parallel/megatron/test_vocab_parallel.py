@@ -1,17 +1,22 @@
 """The fused, chunked log-prob and entropy against autograd through a plain log-softmax."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel.kept_sets import KeptSets
 from parallel.megatron.vocab_parallel import linear_logprobs
 from tests.support.megatron_workers import run_ranks, work_linear_logprobs
 
 
-def make_case(*, num_tokens, hidden, vocab, padding=0, temperature=1.0, chunk_tokens=3, seed=0, scale=2.0):
+def make_case(
+    *, num_tokens, hidden, vocab, padding=0, temperature=1.0, chunk_tokens=3, seed=0, scale=2.0, kept=False
+):
     g = torch.Generator().manual_seed(seed)
-    return dict(
+    case = dict(
         hidden=torch.randn(num_tokens, hidden, generator=g),
         # padding rows are huge: a single one that took part would show
         weight=torch.cat(
@@ -24,22 +29,44 @@ def make_case(*, num_tokens, hidden, vocab, padding=0, temperature=1.0, chunk_to
         temperature=temperature,
         chunk_tokens=chunk_tokens,
     )
+    return {**case, "kept": random_kept_sets(case["targets"], vocab, g) if kept else None}
+
+
+def random_kept_sets(targets, vocab, g) -> KeptSets:
+    """Of each token some ids with its target, in any order; of every fourth token none, which means all."""
+    rows = []
+    for t, target in enumerate(targets.tolist()):
+        chosen = torch.randperm(vocab, generator=g)[
+            : int(torch.randint(1, vocab + 1, (1,), generator=g))
+        ].tolist()
+        rows.append([] if t % 4 == 3 else [*(id_ for id_ in chosen if id_ != target), target])
+    ids = torch.tensor([id_ for row in rows for id_ in row], dtype=torch.int32)
+    return KeptSets(num_T=torch.tensor([len(row) for row in rows], dtype=torch.int32), ids_M=ids)
 
 
 def reference(case):
-    """Plain autograd in float64."""
+    """Plain autograd in float64, with all logits at once; what was not kept is minus infinity."""
     hidden = case["hidden"].double().requires_grad_()
     weight = case["weight"].double().requires_grad_()
-    logp = torch.log_softmax(hidden @ weight[: case["vocab_size"]].t() / case["temperature"], -1)
+    logits = hidden @ weight[: case["vocab_size"]].t() / case["temperature"]
+    is_kept = torch.ones_like(logits, dtype=torch.bool)
+    if case["kept"] is not None:
+        parts = case["kept"].ids_M.split(case["kept"].num_T.tolist())
+        for t, ids in enumerate(parts):
+            if len(ids):
+                is_kept[t] = False
+                is_kept[t, ids.long()] = True
+    logp = torch.log_softmax(logits.masked_fill(~is_kept, -torch.inf), -1)
     logprobs = logp.gather(1, case["targets"][:, None]).squeeze(1)
-    entropy = -(logp.exp() * logp).sum(-1)
+    logp = logp.masked_fill(~is_kept, 0.0)
+    entropy = -(logp.exp() * is_kept * logp).sum(-1)
     ((logprobs * case["g"]).sum() + (entropy * case["h"]).sum()).backward()
     return dict(logprobs=logprobs.detach(), entropy=entropy.detach(), hidden=hidden.grad, weight=weight.grad)
 
 
 def fused(case, with_entropy=True, dtype=None):
     hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
-    names = ("vocab_size", "temperature", "chunk_tokens")
+    names = ("vocab_size", "temperature", "chunk_tokens", "kept")
     logprobs, entropy = linear_logprobs(
         hidden, weight, case["targets"], with_entropy=with_entropy, dtype=dtype, **{n: case[n] for n in names}
     )
@@ -76,10 +103,40 @@ def assert_close(found, wanted, case, tolerance=1e-5):
     chunk_tokens=st.integers(1, 20),
     temperature=st.sampled_from([0.3, 0.7, 1.0, 1.7]),
     seed=st.integers(0, 1000),
+    kept=st.booleans(),
 )
 def test_matches_autograd_through_log_softmax(**shape):
     case = make_case(**shape)
     assert_close(fused(case), reference(case), case)
+
+
+def test_what_was_not_kept_has_no_trace():
+    """Two kept ids of logits 1 and 3, whatever the others are: p = 1 / (1 + e^2) and 1 / (1 + e^-2)."""
+    kept = KeptSets(num_T=torch.tensor([2], dtype=torch.int32), ids_M=torch.tensor([4, 1], dtype=torch.int32))
+    hidden, options = torch.ones(1, 1), {"vocab_size": 5, "temperature": 0.5, "chunk_tokens": 9, "kept": kept}
+    found = []
+    for others in (0.0, 1e4, -1e4):
+        weight = torch.tensor([[others], [1.5], [others], [others], [0.5]], requires_grad=True)
+        logprobs, entropy = linear_logprobs(hidden, weight, torch.tensor([4]), **options)
+        (logprobs + entropy).sum().backward()
+        found.append((logprobs.item(), entropy.item(), *weight.grad.flatten().tolist()))
+    p = 1 / (1 + math.e**2)
+    assert found[0] == found[1] == found[2]
+    assert found[0][:2] == pytest.approx(
+        (math.log(p), -p * math.log(p) - (1 - p) * math.log(1 - p)), abs=1e-6
+    )
+    assert found[0][2] == found[0][4] == found[0][5] == 0.0
+    # d(log p_4 + H) / d logit_4 = (1 - p) - p (log p + H), over the temperature
+    slope = ((1 - p) - p * (math.log(p) + found[0][1])) / 0.5
+    assert (found[0][6], found[0][3]) == pytest.approx((slope, -slope), abs=1e-5)
+
+
+def test_a_set_of_all_ids_is_the_full_vocabulary_bitwise():
+    case = make_case(num_tokens=9, hidden=6, vocab=19, padding=2, temperature=0.7)
+    everything = torch.arange(19, dtype=torch.int32).repeat(9)
+    kept = KeptSets(num_T=torch.full((9,), 19, dtype=torch.int32), ids_M=everything)
+    for name, value in fused({**case, "kept": kept}).items():
+        assert torch.equal(value, fused(case)[name]), name
 
 
 def test_inputs_are_not_changed_and_padding_gets_no_gradient():
@@ -149,6 +206,14 @@ def test_a_float32_projection_of_a_bfloat16_model_is_that_of_the_same_numbers_in
         (dict(chunk_tokens=0), "chunk_tokens=0"),
         (dict(vocab_size=99), "vocab_size=99"),
         (dict(targets=torch.zeros(3, dtype=torch.int64)), "targets"),
+        (
+            dict(
+                kept=KeptSets(
+                    num_T=torch.zeros(3, dtype=torch.int32), ids_M=torch.zeros(0, dtype=torch.int32)
+                )
+            ),
+            "kept sets of 3 tokens",
+        ),
     ],
 )
 def test_bad_input_is_refused_by_name(change, message):
@@ -163,6 +228,11 @@ def test_two_tensor_parallel_ranks(tmp_path):
         make_case(num_tokens=5, hidden=4, vocab=7, padding=1, chunk_tokens=50, seed=2),
         make_case(num_tokens=6, hidden=4, vocab=3, padding=5, seed=3),  # rank 1 has padding only
         make_case(num_tokens=6, hidden=4, vocab=8, seed=4, scale=3000.0),
+        # of some tokens a rank has no kept id
+        make_case(
+            num_tokens=33, hidden=5, vocab=7, padding=1, chunk_tokens=4, temperature=0.7, seed=5, kept=True
+        ),
+        make_case(num_tokens=6, hidden=4, vocab=3, padding=5, seed=6, kept=True),
     ]
     ranks = run_ranks(work_linear_logprobs, 2, tmp_path, cases)
     for i, case in enumerate(cases):

@@ -1,4 +1,5 @@
-"""Experts of a sequence of turns: each token has those of the first turn that had it as an input."""
+"""What servers tell of a sequence of turns: experts of the first turn that had a token as an input, kept ids of the turn
+that sampled it."""
 
 import numpy as np
 from hypothesis import given
@@ -68,3 +69,34 @@ def test_each_token_has_the_experts_of_the_turn_that_first_had_it_as_an_input(tu
         assert (made.experts[place] == wanted).all(), place
     forked = sequence.beginning(length - 1)
     assert forked.first_new_input == 0, "a fork asks for the experts of all its tokens"
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(1, 4), min_size=1, max_size=4)), max_size=4)
+)
+def test_sampled_tokens_have_their_turns_kept_ids_and_others_none(turns):
+    """turns: (observed tokens, how many ids were kept for each sampled token)."""
+    sequence, expected = TokenSequence(), [[]]
+    sequence.observe([1])
+    for number, (observed, kept) in enumerate(turns):
+        sequence.observe([2] * observed)
+        rows = [[100 * number + 10 * place + i for i in range(count)] for place, count in enumerate(kept)]
+        expected += [[]] * observed + rows
+        sequence.append(
+            completion(
+                token_ids=[3] * len(kept),
+                rollout_logprobs=[-1.0] * len(kept),
+                token_versions=[0] * len(kept),
+                finish_reason=FinishReason.STOP,
+                num_kept=np.array(kept, dtype=np.int32),
+                kept_ids=np.concatenate(rows).astype(np.int32),
+            )
+        )
+    made = sequence.trajectory(
+        group_id=0, sibling_id=0, prompt=PROMPT, reward=1.0, reward_parts={}, status=Status.OK
+    )
+    if not turns:
+        assert made.num_kept is None and made.kept_ids is None
+        return
+    assert [part.tolist() for part in np.split(made.kept_ids, made.num_kept.cumsum())[:-1]] == expected
+    assert (made.num_kept[~made.response_mask] == 0).all()

@@ -18,7 +18,11 @@ def experts_of(number: int, n: int) -> dict:
     if not number:
         return {}
     ids = np.arange(n * 6).reshape(n, 3, 2) % 250
-    return {"experts": ids.astype([np.uint8, np.int16][number % 2]), "is_replayed": np.arange(n) % 3 > 0}
+    kept = {"num_kept": np.arange(n, dtype=np.int32), "kept_ids": np.arange(n * (n - 1) // 2, dtype=np.int32)}
+    return kept | {
+        "experts": ids.astype([np.uint8, np.int16][number % 2]),
+        "is_replayed": np.arange(n) % 3 > 0,
+    }
 
 
 def groups(*lengths: int) -> Groups:
@@ -46,6 +50,8 @@ def test_a_reply_is_the_same_on_the_other_side():
         "token_versions",
         "experts",
         "is_replayed",
+        "num_kept",
+        "kept_ids",
     ):
         assert getattr(one, name).dtype == getattr(other, name).dtype, name
         assert getattr(one, name).shape == getattr(other, name).shape, name

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -23,11 +24,12 @@ from configs.schema.rollout import RolloutConfig
 from launch.studies.verify_sync import Answers, _get_answers, differences
 from parallel.weights.transfer import make_buckets, plan_transfer
 from rollout.client import GenerationError
-from rollout.records import FinishReason
-from rollout.servers.client import SGLangClient
+from rollout.records import Completion, FinishReason
+from rollout.servers.client import Sent, SGLangClient, neutral_sampling_params, parse_completion
 from rollout.servers.command import OWNED_FLAGS, check_flags_exist, choose_ports, flags_of_sglang
 from rollout.servers.control import ControlError, SGLangControl
 from rollout.servers.fleet import ServerDied, ServerFleet
+from rollout.servers.kept_sets import REQUEST, Truncation
 from rollout.servers.share import ServerShare
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.process_groups import assert_all_end, group_of
@@ -79,9 +81,19 @@ def control(fleet):
 
 
 @torch.no_grad()
-def reference_logprobs(model, prompt_ids: list[int], token_ids: list[int], temperature: float) -> list[float]:
-    """log_softmax(logits / temperature) of the response tokens, by transformers."""
+def reference_logprobs(
+    model,
+    prompt_ids: list[int],
+    token_ids: list[int],
+    temperature: float,
+    kept: list[list[int]] | None = None,
+) -> list[float]:
+    """log_softmax(logits / temperature) of the response tokens, by transformers; over the ids of ``kept``, if given."""
     logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0, len(prompt_ids) - 1 : -1]
+    for row, ids in zip(logits, kept or [], strict=kept is not None):
+        values = row[ids].clone()
+        row.fill_(-torch.inf)
+        row[ids] = values
     return torch.log_softmax(logits / temperature, -1)[torch.arange(len(token_ids)), token_ids].tolist()
 
 
@@ -114,6 +126,69 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
     assert len({c.finish_reason for c in completions}) == 2
     other = reference_logprobs(models[0], prompts[0], completions[0].token_ids, 1.0)
     assert completions[0].rollout_logprobs != pytest.approx(other, abs=10 * EXACT)
+
+
+def kept_rows(sample: Completion) -> list[list[int]]:
+    return [part.tolist() for part in np.split(sample.kept_ids, sample.num_kept.cumsum())[:-1]]
+
+
+@torch.no_grad()
+def reference_kept_ids(model, prompt_ids: list[int], token_ids: list[int], temperature: float, truncation):
+    """By transformers, one token at a time: (margin to the nearest limit, kept ids)."""
+    logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0, len(prompt_ids) - 1 : -1]
+    found = []
+    for p_V in torch.softmax(logits.double() / temperature, -1):
+        ordered, ids = p_V.sort(descending=True)
+        before = ordered.cumsum(0) - ordered
+        is_kept = (torch.arange(len(ids)) < truncation.top_k) & (before <= truncation.top_p)
+        is_kept &= ordered >= truncation.min_p * ordered[0]
+        margins = [
+            (before - truncation.top_p).abs().min(),
+            (ordered - truncation.min_p * ordered[0]).abs().min(),
+        ]
+        found.append((min(margins).item(), set(ids[is_kept].tolist())))
+    return found
+
+
+@pytest.mark.engines
+@pytest.mark.parametrize(
+    "limits", [(0.9, 10, 0.0), (1.0, 3, 0.0), (0.6, 21, 0.0), (1.0, 21, 0.2), (0.8, 10, 0.1)]
+)
+def test_kept_ids_and_log_probs_are_of_the_truncated_softmax(fleet, models, limits):
+    """Against the kept set by its definition, and against a log-softmax over it: below 1e-4, where the full softmax
+    is off by far more."""
+    top_p, top_k, min_p = limits
+    truncation = Truncation(top_p=top_p, top_k=top_k, min_p=min_p, vocab_size=models[0].config.vocab_size)
+    prompts = [[3 + (7 * i + j * j) % 18 for j in range(3 + 5 * i)] for i in range(4)]
+
+    async def sample_all():
+        shared = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5]}
+        options = {"max_concurrency": 64, "timeout_s": 120, "max_retries": 0}
+        async with SGLangClient(fleet.urls, truncation=truncation, **options) as client:
+            full = client.with_own_places()  # one batch of both kinds
+            asked = [client.generate_group(p, **shared, seeds=range(3)) for p in prompts]
+            *groups, plain = await asyncio.gather(
+                *asked, full.generate_group(prompts[0], **shared, seeds=[1])
+            )
+            return groups, plain
+
+    groups, (plain,) = asyncio.run(sample_all())
+    expected = reference_logprobs(models[0], prompts[0], plain.token_ids, 0.7)
+    assert plain.num_kept is None and plain.rollout_logprobs == pytest.approx(expected, abs=EXACT)
+    furthest, num_compared = 0.0, 0
+    for prompt, sample in [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]:
+        kept = kept_rows(sample)
+        for (margin, wanted), ids in zip(
+            reference_kept_ids(models[0], prompt, sample.token_ids, 0.7, truncation), kept, strict=True
+        ):
+            if margin > 1e-5:  # else rounding decides
+                assert set(ids) == wanted
+                num_compared += 1
+        full = reference_logprobs(models[0], prompt, sample.token_ids, 0.7)
+        exact = reference_logprobs(models[0], prompt, sample.token_ids, 0.7, kept)
+        assert sample.rollout_logprobs == pytest.approx(exact, abs=EXACT)
+        furthest = max(furthest, max(abs(a - b) for a, b in zip(sample.rollout_logprobs, full, strict=True)))
+    assert num_compared > 50 and furthest > 100 * EXACT
 
 
 @pytest.mark.engines
@@ -160,7 +235,29 @@ def test_an_update_in_the_middle_of_a_response_is_exact_token_by_token(fleet, co
     assert control.checksums() == [expected_checksums(sent.named_parameters())]
 
 
-def check_an_update_in_a_response(control, urls, models, **sending):
+@pytest.mark.engines
+def test_an_update_in_the_middle_of_a_response_keeps_each_tokens_kept_ids(fleet, control, models):
+    truncation = Truncation(top_p=0.95, top_k=12, min_p=0.0, vocab_size=models[0].config.vocab_size)
+    check_an_update_in_a_response(control, fleet.urls, models, tensor_parallel=1, truncation=truncation)
+
+
+def probe_truncated(
+    asking: SGLangControl,
+    prompt: list[int],
+    truncation: Truncation,
+    *,
+    max_new_tokens: int,
+    temperature: float,
+) -> list[Completion]:
+    """As ``SGLangControl.probe``: no token ends it."""
+    sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
+    sampling |= {**truncation.sampling_params, "ignore_eos": True}
+    body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **REQUEST}
+    replies = asking._post_all("probe", "/generate", body)
+    return [parse_completion(reply, Sent.of(prompt, truncation=truncation)) for reply in replies]
+
+
+def check_an_update_in_a_response(control, urls, models, truncation: Truncation | None = None, **sending):
     """Weights arrive while a response is being sampled: each token's log-prob is of the version that it names. An
     even version is of the first model. Returns the model that the server has at the end."""
     prompt = [3, 8, 5, 14, 9]
@@ -171,7 +268,11 @@ def check_an_update_in_a_response(control, urls, models, **sending):
         for attempt in range(20):  # again, and later, until the pause is well inside the response
             old = control.versions()[0]
             sent = models[(old + 1) % 2]
-            response = thread.submit(asking.probe, prompt, max_new_tokens=240, temperature=1.3)
+            limits = {"max_new_tokens": 240, "temperature": 1.3}
+            if truncation is None:
+                response = thread.submit(asking.probe, prompt, **limits)
+            else:
+                response = thread.submit(probe_truncated, asking, prompt, truncation, **limits)
             wait([response], timeout=0.05 * (attempt + 1))
             control.pause()  # before the group is made, which takes as long as the response
             assert send(control, sent, version=old + 1, **sending) == control.versions() == [old + 1]
@@ -183,7 +284,8 @@ def check_an_update_in_a_response(control, urls, models, **sending):
     assert versions == sorted(versions)
     assert set(versions) == {old, old + 1}
     for version in (old, old + 1):
-        expected = reference_logprobs(models[version % 2], prompt, completion.token_ids, 1.3)
+        kept = None if truncation is None else kept_rows(completion)
+        expected = reference_logprobs(models[version % 2], prompt, completion.token_ids, 1.3, kept)
         gaps = [abs(a - b) for a, b in zip(completion.rollout_logprobs, expected, strict=True)]
         assert max(gap for gap, v in zip(gaps, versions, strict=True) if v == version) <= EXACT
         assert max(gap for gap, v in zip(gaps, versions, strict=True) if v != version) > 0.1

@@ -18,6 +18,7 @@ from rollout.client import GenerationError, Session
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
 from rollout.servers.client import Sent, SGLangClient, parse_completion
+from rollout.servers.kept_sets import Truncation
 from tests.support.records import completion
 
 
@@ -140,6 +141,37 @@ def test_experts_are_asked_for_and_dropped_where_the_server_computed_the_prompt_
             assert asked == [(True, 2), (None, None)]
             with pytest.raises(GenerationError, match="no routed experts"):
                 await client.generate_group([1, 2, 3], **options, seeds=[3])
+
+    asyncio.run(scenario())
+
+
+def test_kept_ids_are_asked_for_with_the_limits_and_give_the_log_probs():
+    """Samples that are not trained on come from the full distribution."""
+    truncation = Truncation(top_p=0.9, top_k=3, min_p=0.1, vocab_size=50)
+    reply = answer()
+    ids = reply["output_ids"]
+    sets, values = [[ids[0]], [*ids[1:2], 49]], [0.0, -0.25]
+    reply["meta_info"] |= {"output_token_sampling_mask": sets, "output_token_sampling_logprobs": values}
+
+    async def scenario():
+        async with (
+            LocalServer(lambda n: reply if n == 0 else answer()) as server,
+            make_client(server, truncation=truncation) as client,
+        ):
+            found = await ask(client)
+            assert found.num_kept.tolist() == [1, 2] and found.kept_ids.tolist() == [*ids, 49]
+            assert found.rollout_logprobs.tolist() == values
+            plain = await ask(client.with_own_places())
+            assert plain.num_kept is None and plain.rollout_logprobs.tolist() != values
+            limits = [
+                tuple(b["sampling_params"][0][name] for name in ("top_p", "top_k", "min_p"))
+                for b in server.bodies
+            ]
+            assert limits == [(0.9, 3, 0.1), (1.0, -1, 0.0)]
+            fields = [(b.get("return_sampling_mask"), b.get("sampling_logprobs_mode")) for b in server.bodies]
+            assert fields == [(True, "selected"), (None, None)]
+            with pytest.raises(GenerationError, match="no sampling masks"):
+                await ask(client)
 
     asyncio.run(scenario())
 
