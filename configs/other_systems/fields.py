@@ -53,7 +53,7 @@ OTHER_FIELDS = {
     **dict.fromkeys(["kl_coef", "init_kl_coef", "beta"], _KL),
     **dict.fromkeys(["learning_rate", "actor_learning_rate"], _LR),
     **dict.fromkeys(
-        ["enable_rollout_routing_replay", "use_rollout_routing_replay", "router_replay"], "`learner.routing: rollout`"
+        ["enable_rollout_routing_replay", "use_rollout_routing_replay", "router_replay"], "`learner.routing=rollout`"
     ),
     "clip_ratio": "`objective.clip_low` and `objective.clip_high`",
     "eps_clip": "`objective.clip_low` and `objective.clip_high`",
