@@ -228,8 +228,7 @@ TABLE = {
         options="rollout.top_k=1", field="rollout.top_k", value="1", error="leaves no choice to learn from", fix="set top_k to 2 or more",
     ),
     "more kept ids than SGLang returns": Broken(
-        options="rollout.top_k=5000", field="rollout.top_k", value="5000", error="must be less than or equal to 4096",
-        fix="use a value at most 4096",
+        options="rollout.top_k=5000", field="rollout.top_k", value="5000", error="less than or equal to 4096", fix="at most 4096",
     ),
     **{f"kept ids with {name}": Broken(
         options=f"rollout.top_k=20 {setting}", field=f"rollout.top_k, {field}", value="rollout.top_k: 20",

@@ -124,7 +124,7 @@ def test_a_file_that_is_no_batch_is_one_clear_error(tmp_path):
         read_batch(path)
     batch = recorded()
     write_batch(path, batch)
-    path.write_bytes(path.read_bytes().replace(b"tandem batch 4", b"tandem batch 1"))
+    path.write_bytes(path.read_bytes().replace(b"tandem batch 5", b"tandem batch 1"))
     with pytest.raises(ValueError, match="no batch of this version"):
         read_batch(path)
 
