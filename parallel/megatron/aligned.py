@@ -15,7 +15,6 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from numerics import aligned
-from parallel.megatron import platform
 from parallel.megatron.attention import Bucket, rotate
 
 
@@ -70,24 +69,14 @@ class AlignedRowLinear(RowParallelLinear):
         return _Linear.apply(input, weight, bias)
 
 
-class AlignedRMSNorm(nn.Module):
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
-        )
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010 - Megatron's mark
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _WithGradientOf.apply(
-            lambda x, weight: aligned.rms_norm(x, weight, self.eps),
-            lambda x, weight: F.rms_norm(x, (x.shape[-1],), weight, self.eps),
-            x,
-            self.weight,
-        )
+    return _WithGradientOf.apply(
+        lambda x, weight: aligned.rms_norm(x, weight, eps),
+        lambda x, weight: F.rms_norm(x, (x.shape[-1],), weight, eps),
+        x,
+        weight,
+    )
 
 
 def silu(x: Tensor) -> Tensor:

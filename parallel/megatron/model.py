@@ -122,6 +122,11 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class AlignedRMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return aligned.rms_norm(x, self.weight, self.eps)
+
+
 class PackedCoreAttention(nn.Module):
     """Megatron's ``core_attention`` slot without Transformer Engine, or where sequences are split over
     context-parallel ranks: rotation, then causal attention within each sequence."""
@@ -148,7 +153,7 @@ def _block_spec(
     """This rank's layers, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
     if numerics == "aligned":
-        make_layer, norm = _aligned_layer, aligned.AlignedRMSNorm
+        make_layer, norm = _aligned_layer, AlignedRMSNorm
     elif platform.uses_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -183,11 +188,11 @@ def _aligned_layer(architecture: Architecture, experts: Experts | None) -> Modul
     """A layer of a dense model with the operations of ``numerics``; ``check_numerics`` refuses experts."""
     spec = _local_layer(architecture, experts)
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = aligned.AlignedRMSNorm
+    layer.input_layernorm = layer.pre_mlp_layernorm = AlignedRMSNorm
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     attention.core_attention = aligned.AlignedCoreAttention
     if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = aligned.AlignedRMSNorm
+        attention.q_layernorm = attention.k_layernorm = AlignedRMSNorm
     attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
     attention.linear_proj = mlp.linear_fc2 = aligned.AlignedRowLinear
     return spec

@@ -62,8 +62,8 @@ def attention(queries, keys, values, *, attn_mask, scale):
     """As ``scaled_dot_product_attention`` of [B, key-value heads, ...]; attn_mask [B, 1, R, S]."""
     scale = queries.shape[-1] ** -0.5 if scale is None else scale
     sees = attn_mask.expand(-1, keys.shape[1], -1, -1).flatten(0, 1)
-    rows, all_keys, all_values = (x.flatten(0, 1) for x in (queries, keys, values))
-    return aligned.attention(rows, all_keys, all_values, sees, scale).view(queries.shape)
+    query, key, value = (x.flatten(0, 1) for x in (queries, keys, values))
+    return aligned.attention(query, key, value, sees, scale).view(queries.shape)
 
 
 def sample(original, sampler, logits_output, sampling_info, return_logprob, *rest, **options):
