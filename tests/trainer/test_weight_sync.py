@@ -40,7 +40,7 @@ from trainer import stage_sender, weight_sync
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
-from trainer.weight_sync import PROBE_TOKENS, WeightSync, WeightSyncError
+from trainer.weight_sync import PROBE_TOKENS, ForeignSamplesError, WeightSync, WeightSyncError
 
 TEMPERATURE = 0.7
 GROUPS = itertools.count()
@@ -281,6 +281,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         precision: str | None = None,
         plugin: bool = True,
         lives: Callable[[], dict[str, int]] | None = None,
+        **samples: bool,
     ):
         control = FakeControl(folder, num_replicas)
         controls.append(control)
@@ -291,6 +292,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
             RolloutConfig(dtype=dtype, temperature=TEMPERATURE, precision=precision, sglang_plugin=plugin),
             LaunchConfig(collective_timeout_s=TIMEOUT_S),
             lives=lives,
+            **samples,
         )
         return sync, control
 
@@ -536,6 +538,13 @@ def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(ma
         "in float32 this would end the run, were it not for the rounding"
     )
     sync.check_samples(SampledGap(probability=0.5, nats=0.5))
+
+
+def test_with_aligned_numerics_a_last_bit_is_an_error(make_sync):
+    aligned, _ = make_sync(dtype="bfloat16", samples_are_probes=True, are_aligned=True)
+    aligned.check_samples(SampledGap(probability=0.0, nats=0.0))
+    with pytest.raises(ForeignSamplesError, match=r"logprob_gap_max; model.numerics=aligned allows 0\)"):
+        aligned.check_samples(SampledGap(probability=0.0, nats=2.0**-30))
 
 
 def keep_old_version(replica: Replica) -> None:
