@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import RunConfig
-from configs.schema.objective import KLConfig
-from configs.schema.run import WITHIN_GROUPS
+from configs.schema.objective import WITHIN_GROUPS, KLConfig
 from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group

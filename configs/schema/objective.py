@@ -253,3 +253,10 @@ class EntropyConfig(Schema):
 
     coefficient: Coefficient = 0.0
     """Factor of the entropy bonus that is subtracted from the loss."""
+
+
+PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")
+WITHIN_GROUPS = ("grpo", "rloo", "opo", "reinforce_pp_baseline")
+"""Advantages that compare a response with its siblings."""
+MEAN_OF_SEQUENCES = (*PER_SEQUENCE_OBJECTIVES, "sapo")
+"""Objectives whose papers average over the tokens of a sequence, then over sequences."""

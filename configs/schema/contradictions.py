@@ -1,0 +1,310 @@
+"""Settings of a training run that do not go together, across its blocks: which fields, why, and what to set."""
+
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from configs.errors import Contradiction
+from configs.schema.environment import AgentEnvironment, SingleTurn
+from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
+from configs.schema.task import CodeReward, CountdownTask, WeightedReward
+
+if TYPE_CHECKING:
+    from configs.schema.run import RunConfig
+
+NO_EXPERTS_WITH = {
+    "chunked-prefill-size": "SGLang has a buffer for the experts of one chunk, and would end at a longer prompt",
+    "enable-hierarchical-cache": "a part of the prefix cache that comes back has another place, with the experts of other tokens",
+    "disaggregation-mode": "a server that decodes does not know the experts of the prompt",
+}
+"""Flags of SGLang that routing replay refuses, and why."""
+
+NO_KEPT_IDS_WITH = {
+    "sampling-backend": "this backend returns no kept ids",
+    "enable-deterministic-inference": "SGLang's seeded sampler refuses min_p, and ends",
+    "sampling-mask-max-tokens": "SGLang refuses a top_k above it",
+    "disaggregation-mode": "kept ids between separate servers were not tried",
+}
+"""Flags of SGLang that top_p, top_k and min_p refuse, and why."""
+
+NOT_ALIGNED_FLAGS = (
+    "attention-backend",
+    "kv-cache-dtype",
+    "torch-compile",
+    "speculative",
+    "lora",
+    "sampling-backend",
+)
+"""Flags of SGLang, or parts of them, that take other operations than those of ``numerics``."""
+
+
+def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
+    """Of the whole config, whose blocks are valid each by itself."""
+    yield from _of_loss(config)
+    yield from _of_reward(config)
+    yield from _of_batch(config)
+    yield from _of_routing(config)
+    yield from _of_numerics(config)
+    yield from _of_truncation(config)
+
+
+def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
+    if config.rollout.group_size == 1 and config.advantage.type in WITHIN_GROUPS:
+        yield Contradiction(
+            ("advantage.type", "rollout.group_size"),
+            f"advantage.type={config.advantage.type} compares the siblings of a prompt, of which rollout.group_size=1 has one, so that "
+            "every advantage would be 0",
+            "use 2 or more (4 to 16 are usual), or advantage.type=gae or reinforce_pp",
+        )
+    objective = config.policy_objective.type
+    if objective in PER_SEQUENCE_OBJECTIVES and config.aggregation.type != "sequence_mean_token_mean":
+        yield Contradiction(
+            ("aggregation.type",),
+            f"objective {objective} is a loss per sequence, which aggregation.type={config.aggregation.type} would weigh by its tokens",
+            "remove `aggregation`, or set aggregation.type=sequence_mean_token_mean",
+        )
+    weight = config.correction.weight
+    if objective == "gmpo" and weight.level == "token" and weight.bound == "mask":
+        yield Contradiction(
+            ("correction.weight.bound", "correction.reject"),
+            "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "
+            "(correction.weight.bound=mask)",
+            "use correction.weight.bound=truncate, or a rule in correction.reject",
+        )
+    responses = config.rollout.prompts_per_step * config.rollout.group_size
+    if config.kl.controller.type == "adaptive" and config.kl.controller.horizon <= responses:
+        yield Contradiction(
+            ("kl.controller.horizon",),
+            f"kl.controller.horizon={config.kl.controller.horizon} is no more than the {responses} responses of one step, so that "
+            "the coefficient would jump",
+            f"use several times as many, such as {10 * responses}",
+        )
+    if config.rollout.dynamic_sampling.type != "none" and config.advantage.type in ("gae", "reinforce_pp"):
+        yield Contradiction(
+            ("advantage.type", "rollout.dynamic_sampling.type"),
+            f"rollout.dynamic_sampling drops groups whose rewards are equal, but advantage.type={config.advantage.type} learns from them "
+            "too",
+            "set rollout.dynamic_sampling.type=none, or use an advantage within groups",
+        )
+    if config.learner.old_logprobs == "always" and config.correction.mode == "bypass":
+        yield Contradiction(
+            ("learner.old_logprobs", "correction.mode"),
+            "learner.old_logprobs=always has no effect with correction.mode=bypass, where old is the rollout",
+            "remove it",
+        )
+    if config.critic is None and config.advantage.type == "gae":
+        yield Contradiction(
+            ("advantage.type",),
+            "advantage.type=gae needs the values of a critic",
+            "remove `critic: null`",
+        )
+    if config.critic is not None and config.advantage.type != "gae":
+        yield Contradiction(
+            ("advantage.type",),
+            f"advantage.type={config.advantage.type} asks no critic",
+            "remove `critic`, or set advantage.type=gae",
+        )
+    if config.critic_warmup_steps >= config.steps:
+        yield Contradiction(
+            ("critic.warmup_steps", "steps"),
+            f"critic.warmup_steps={config.critic_warmup_steps} leaves none of the run's steps={config.steps} to the policy",
+        )
+
+
+def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
+    if config.credits_turns and isinstance(config.environment, SingleTurn | AgentEnvironment):
+        yield Contradiction(
+            ("advantage.credit", "environment.type"),
+            f"advantage.credit=turn needs turns that earn rewards, and with environment.type={config.environment.type} a sample has one "
+            "reward",
+            "use credit=episode, or an environment of type tokens, chat or openenv",
+        )
+    if config.credits_turns and config.advantage.type == "grpo" and config.kl.place == "reward":
+        yield Contradiction(
+            ("advantage.credit", "kl.place"),
+            "advantage.credit=turn with grpo compares the rewards of turns, which kl.place=reward would take a KL per token from",
+            "use kl.place=loss, or advantage.type=reinforce_pp or gae",
+        )
+    parts = config.reward.parts if isinstance(config.reward, WeightedReward) else {}
+    needs_rows = [f"reward.parts.{name}.type" for name, part in parts.items() if part.type == "code"]
+    if isinstance(config.reward, CodeReward):
+        needs_rows = ["reward.type"]
+    if needs_rows and isinstance(config.task, CountdownTask):
+        yield Contradiction(
+            (needs_rows[0], "task.type"),
+            f"{needs_rows[0]}=code reads the tests from the rows of a data file, and task.type=countdown has none",
+            "use task.type=jsonl",
+        )
+    for name, part in parts.items():
+        if part.type == "overlong" and part.buffer_tokens > config.rollout.max_new_tokens:
+            yield Contradiction(
+                (f"reward.parts.{name}.buffer_tokens", "rollout.max_new_tokens"),
+                f"reward.parts.{name}.buffer_tokens={part.buffer_tokens} is more than rollout.max_new_tokens="
+                f"{config.rollout.max_new_tokens}, so that every response would be punished",
+                "use a fraction of it, such as a fifth",
+            )
+
+
+def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
+    prompts, parts = config.rollout.prompts_per_step, config.learner.minibatches
+    sequences, stages = prompts // parts * config.rollout.group_size, config.layout.microbatch_multiple
+    # layout.dp=auto: the command checks again once it knows the number of processes.
+    ranks = 1 if config.layout.dp == "auto" else config.layout.dp
+    if prompts % parts:
+        yield Contradiction(
+            ("rollout.prompts_per_step", "learner.minibatches"),
+            f"rollout.prompts_per_step={prompts} does not divide into learner.minibatches={parts}",
+            f"use {prompts - prompts % parts or parts} or {prompts + parts - prompts % parts} prompts",
+        )
+    elif sequences % ranks:
+        unit = parts * (ranks // math.gcd(config.rollout.group_size, ranks))
+        fewer, more = prompts - prompts % unit, prompts - prompts % unit + unit
+        yield Contradiction(
+            ("rollout.prompts_per_step", "learner.minibatches", "rollout.group_size", "layout.dp"),
+            f"a minibatch of {sequences} sequences (rollout.prompts_per_step={prompts} / learner.minibatches={parts} * "
+            f"rollout.group_size={config.rollout.group_size}) does not divide by layout.dp={ranks}, so some ranks would get "
+            "fewer sequences than others",
+            f"use {f'{fewer} or ' if fewer else ''}{more} prompts, or other minibatches or ranks",
+        )
+    elif (sequences // ranks) % stages:
+        yield Contradiction(
+            ("layout.vpp", "layout.pp"),
+            f"layout.vpp={config.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "
+            f"each rank has {sequences // ranks} sequences of a minibatch",
+            f"use a multiple of {stages}, or layout.vpp=1",
+        )
+    if config.rollout.max_staleness and config.launch.placement == "colocated":
+        yield Contradiction(
+            ("rollout.max_staleness", "launch.placement"),
+            f"rollout.max_staleness={config.rollout.max_staleness} samples while the learner trains, but with launch.placement=colocated "
+            "they take turns on the same devices",
+            "set rollout.max_staleness=0, or launch.placement=separate",
+        )
+    if config.rollout.drain_s > config.launch.patience_s:
+        yield Contradiction(
+            ("rollout.drain_s", "launch.collective_timeout_s"),
+            f"rollout.drain_s={config.rollout.drain_s:g} is longer than the learner waits for the sample role "
+            f"({config.launch.patience_s:g} s, 0.9 of launch.collective_timeout_s)",
+            f"use at most {config.launch.patience_s:g}",
+        )
+    if config.rollout.max_new_tokens >= config.learner.token_budget:
+        yield Contradiction(
+            ("rollout.max_new_tokens", "learner.token_budget"),
+            f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt in learner.token_budget="
+            f"{config.learner.token_budget}",
+            "raise the budget, since a sequence is never split over micro-batches",
+        )
+
+
+def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
+    """Of routing replay: servers that give no experts, or not those that a token was sampled with."""
+    if config.learner.routing == "own":
+        return
+    fix = "remove it, or set learner.routing=own"
+    if not config.rollout.sglang_plugin:
+        yield Contradiction(
+            ("learner.routing", "rollout.sglang_plugin"),
+            "learner.routing=rollout gets the experts by Tandem's plugin of SGLang, which rollout.sglang_plugin=false leaves out",
+            fix,
+        )
+    if config.rollout.router is not None:
+        yield Contradiction(
+            ("learner.routing", "rollout.router"),
+            "learner.routing=rollout does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, and "
+            "the request for experts is none of them",
+            fix,
+        )
+    for name, value in config.rollout.server_args.items():
+        flag = name.replace("_", "-")
+        reason = NO_EXPERTS_WITH.get(flag)
+        if flag.startswith("speculative-"):
+            reason = "its steps check several tokens at once, whose experts SGLang does not tell apart"
+        is_chunked = flag == "chunked-prefill-size" and isinstance(value, int) and value > 0
+        if reason is not None and value is not False and not is_chunked:
+            yield Contradiction(
+                ("learner.routing", "rollout.server_args"),
+                f"learner.routing=rollout does not go with rollout.server_args.{name}={value}: {reason}",
+                fix,
+            )
+
+
+def _of_numerics(config: "RunConfig") -> Iterator[Contradiction]:
+    """What ``model.numerics=aligned`` does not cover."""
+    if config.model.numerics != "aligned":
+        return
+    rollout, one = config.rollout, "which is aligned on one rank alone"
+    sums = "sums the parts of several ranks"
+    refused: list[tuple[str, object, object, str]] = [
+        ("layout.tp", config.layout.tp, 1, f"{sums}, {one}"),
+        ("layout.cp", config.layout.cp, 1, "splits the attention of a sequence over ranks, and SGLang does not"),
+        ("rollout.tp", rollout.tp, 1, f"{sums}, {one}"),
+        ("rollout.dtype", rollout.dtype, config.model.dtype, "rounds the served weights"),
+        ("rollout.quantization", rollout.quantization, "none", "rounds the served weights"),
+        ("rollout.precision", rollout.precision, None, "rounds the served weights"),
+        ("rollout.sglang_plugin", rollout.sglang_plugin, True, "leaves SGLang's own operations in place"),
+        (
+            "launch.threads_per_process", config.launch.threads_per_process, 1,
+            "lets a kernel split a sum by its threads",
+        ),
+    ]  # fmt: skip
+    for field, value, needed, reason in refused:
+        if value != needed:
+            shown, fix = (str(x).lower() if isinstance(x, bool) else x for x in (value, needed))
+            yield Contradiction(
+                (field, "model.numerics"),
+                f"{field}={shown} {reason}, so that model.numerics=aligned could not hold",
+                f"set {field}={'null' if fix is None else fix}, or model.numerics=default",
+            )
+    if rollout.is_truncated:
+        yield Contradiction(
+            ("rollout.top_k", "model.numerics"),
+            "rollout.top_k samples from a kept set, whose log-probs SGLang computes in an order of its own, so that "
+            "model.numerics=aligned could not hold",
+            "remove rollout.top_p, top_k and min_p, or set model.numerics=default",
+        )
+    if config.model.dtype == "float16":
+        yield Contradiction(
+            ("model.dtype", "model.numerics"),
+            "model.numerics=aligned was never tried with model.dtype=float16",
+            "use float32 or bfloat16, or model.numerics=default",
+        )
+    for name in rollout.server_args:
+        flag = name.replace("_", "-")
+        if any(part in flag for part in NOT_ALIGNED_FLAGS):
+            yield Contradiction(
+                (f"rollout.server_args.{name}", "model.numerics"),
+                f"rollout.server_args.{name} chooses operations of SGLang's own, so that model.numerics=aligned could not hold",
+                "remove it, or set model.numerics=default",
+            )
+
+
+def _of_truncation(config: "RunConfig") -> Iterator[Contradiction]:
+    """Of top_p, top_k and min_p: servers that do not return the kept ids."""
+    rollout = config.rollout
+    if not rollout.is_truncated:
+        return
+    fix = "remove it, or remove rollout.top_p, top_k and min_p"
+    if rollout.router is not None:
+        yield Contradiction(
+            ("rollout.top_k", "rollout.router"),
+            f"rollout.top_k={rollout.top_k} does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, "
+            "and the request for kept ids is none of them",
+            fix,
+        )
+    for name, value in rollout.server_args.items():
+        flag = name.replace("_", "-")
+        reason = NO_KEPT_IDS_WITH.get(flag)
+        if flag.startswith("speculative-"):
+            reason = "SGLang returns kept ids for few of its ways to draft, and none was tried"
+        if flag == "sampling-backend" and value != "ascend":
+            reason = None
+        if flag == "enable-deterministic-inference" and not rollout.min_p:
+            reason = None
+        if flag == "sampling-mask-max-tokens" and isinstance(value, int) and value >= rollout.top_k:
+            reason = None
+        if reason is not None and value is not False:
+            yield Contradiction(
+                ("rollout.top_k", "rollout.server_args"),
+                f"rollout.top_k={rollout.top_k} does not go with rollout.server_args.{name}={value}: {reason}",
+                fix,
+            )
