@@ -22,10 +22,17 @@ from trainer.algorithm.policy_loss import policy_loss
 from trainer.algorithm.value_loss import value_loss
 
 PER_TOKEN = [name for name in PackedBatch.__slots__ if name.endswith("_T")]
+WHOLE_FIELDS = {
+    "lag_T": torch.zeros(5, dtype=torch.int16),
+    "experts_TLK": torch.zeros(5, 2, 2, dtype=torch.uint8),
+    "is_replayed_T": torch.zeros(5, dtype=torch.bool),
+    "num_kept_T": torch.zeros(5, dtype=torch.int32),
+    "kept_ids_M": torch.zeros(0, dtype=torch.int32),
+}
 FLOAT_FIELDS = [
     name
     for name in PER_TOKEN
-    if name not in ("tokens_T", "targets_T", "positions_T", "response_mask_T", "lag_T")
+    if name not in ("tokens_T", "targets_T", "positions_T", "response_mask_T", *WHOLE_FIELDS)
 ]
 TERMS = {"objective": ClippedObjective(), "kl": KLConfig(coefficient=0.1), "entropy": EntropyConfig()}
 WEIGHTED = CorrectionConfig()
@@ -39,7 +46,7 @@ def batch_of(**fields) -> PackedBatch:
         ("importance_weights_T", "aggregation_T", "values_T", "returns_T", "value_aggregation_T"),
         torch.full((5,), 0.2),
     )
-    return batch.with_fields(**ones | {"lag_T": torch.zeros(5, dtype=torch.int16)} | fields)
+    return batch.with_fields(**ones | WHOLE_FIELDS | fields)
 
 
 def loss_of(batch: PackedBatch, current_T: torch.Tensor | None = None, **terms) -> torch.Tensor:
