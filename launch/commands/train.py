@@ -42,7 +42,7 @@ def train(
     try:
         with (
             Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor,
-            stopping.StopSignals(folder) as signals,
+            stopping.StopSignals(folder, supervisor) as signals,
             adding_causes(folder, config, supervisor),
         ):
             start_sampling(supervisor, folder, config)

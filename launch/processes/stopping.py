@@ -230,10 +230,11 @@ def _can_stop(folder: RunFolder) -> bool:
 
 class StopSignals:
     """A context manager of the main thread, to be entered before the learner is started. Inside, SIGUSR1 and
-    SIGTERM are requests to stop; while the learner cannot see requests yet, they raise KeyboardInterrupt."""
+    SIGTERM are requests to stop; while the learner cannot see requests yet, they interrupt the supervisor."""
 
-    def __init__(self, folder: RunFolder):
+    def __init__(self, folder: RunFolder, supervisor: Supervisor):
         self.folder = folder
+        self._supervisor = supervisor
         self.reason: str | None = None
         self._terminated = False
         self._looked_at = -LOOK_EVERY_S
@@ -252,7 +253,7 @@ class StopSignals:
         second_term = number == signal.SIGTERM and self._terminated
         self._terminated |= number == signal.SIGTERM
         if second_term or not _can_stop(self.folder):
-            raise KeyboardInterrupt
+            self._supervisor.interrupt()
         self.reason = self.reason or signal.Signals(number).name
 
     def look(self) -> str | None:

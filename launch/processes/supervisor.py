@@ -5,6 +5,9 @@ or on Ctrl-C. If the supervisor dies, the kernel sends each role SIGTERM (PR_SET
 role may leave children in a session of their own, such as a torchrun rank's checkpoint writer. They become
 children of the supervisor, which is the "subreaper" of its descendants, and are ended with the rest. SIGTERM
 may also be a request to stop: launch/processes/stopping.py.
+
+Python drops an exception that a signal handler raises inside some callbacks, such as logging's hooks around a
+fork ("Exception ignored in ..."). So an interrupt is also noted, and every look at the roles raises it again.
 """
 
 import contextlib
@@ -81,6 +84,7 @@ class Supervisor:
         request to stop."""
         self._grace_s, self._ending = grace_s, ending
         self._running: dict[str, _Running] = {}
+        self._is_interrupted = False
 
     def __enter__(self) -> "Supervisor":
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
@@ -89,8 +93,8 @@ class Supervisor:
             print(f"started in the background, where Ctrl-C does nothing: {hint}", flush=True)
         stops = [signal.SIGTERM, signal.SIGUSR1]
         stops += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
-        self._on_interrupt = signal.getsignal(signal.SIGINT)
-        self._previous = {number: signal.signal(number, _raise_interrupt) for number in stops}
+        stops += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
+        self._previous = {number: signal.signal(number, self._on_signal) for number in stops}
         self._was_subreaper = ctypes.c_int()
         ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(self._was_subreaper))
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -99,16 +103,29 @@ class Supervisor:
 
     def __exit__(self, kind, *exc) -> None:
         # A second Ctrl-C must not leave half of the processes running.
-        for number in (signal.SIGINT, *self._previous):
+        for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         try:
             self.stop_all()
         finally:
             ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, self._was_subreaper.value)
-            for number, handler in ((signal.SIGINT, self._on_interrupt), *self._previous.items()):
+            for number, handler in self._previous.items():
                 signal.signal(number, handler)
         if kind is KeyboardInterrupt:
             raise Interrupted from None
+
+    def interrupt(self) -> NoReturn:
+        """To be called by a signal handler: end the run, by KeyboardInterrupt here or at the next look at the roles."""
+        self._is_interrupted = True
+        raise KeyboardInterrupt
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self.interrupt()
+
+    def raise_interrupt(self) -> None:
+        """Raise the KeyboardInterrupt of a signal whose own one was dropped."""
+        if self._is_interrupted:
+            raise KeyboardInterrupt
 
     def start(self, role: Role) -> None:
         role.log.parent.mkdir(parents=True, exist_ok=True)
@@ -162,6 +179,7 @@ class Supervisor:
         self.check(may_end=(name, "sample"))
 
     def is_running(self, name: str) -> bool:
+        self.raise_interrupt()
         return self._running[name].process.poll() is None
 
     def processes(self) -> dict[psutil.Process, str]:
@@ -197,6 +215,7 @@ class Supervisor:
 
         among: the roles to check (None: all), without those of ``but_not``.
         """
+        self.raise_interrupt()
         for name, running in self._running.items():
             if name in but_not or (among is not None and name not in among):
                 continue
@@ -301,7 +320,3 @@ def _wait_for_end(pid: int, deadline: float) -> None:
 def end_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
     """Have the kernel send this process ``number`` when its parent dies."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
-
-
-def _raise_interrupt(signum, frame) -> None:
-    raise KeyboardInterrupt

@@ -144,7 +144,7 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
     learners = [role.name for role in steps if role.name.startswith("learn")]
     with (
         Supervisor(grace_s=config.launch.stop_grace_s, ending=ending) as supervisor,
-        stopping.StopSignals(folder) as signals,
+        stopping.StopSignals(folder, supervisor) as signals,
     ):
         if pause > 0:
             print(f"starting in {pause:.0f} s: the last start left no checkpoint", flush=True)

@@ -177,6 +177,19 @@ def test_an_interrupt_stops_everything_and_is_reported(tmp_path, interruptible):
     assert not alive(pid)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_that_python_drops_ends_everything_all_the_same(tmp_path, interruptible, number):
+    """Python drops what a signal handler raises inside a hook around a fork, such as logging's."""
+    armed = [number]
+    os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), armed.pop()) if armed else None)
+    with pytest.raises(Interrupted):
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(role(tmp_path, "idle", "import time; time.sleep(20)"))
+            assert not armed, "the signal came, and nothing was raised"
+            supervisor.wait_until_done("idle")
+
+
 def test_an_interrupt_inside_of_a_poll_does_not_keep_the_end_waiting(tmp_path):
     """The signal's exception can leave Popen.poll with the lock of the process taken: here it is."""
     pid_file = tmp_path / "pid"
