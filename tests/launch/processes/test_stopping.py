@@ -74,7 +74,10 @@ def role(folder: RunFolder, name: str, code: str) -> Role:
 
 def supervise(folder: RunFolder, learner: str, serve: str = IDLE, *, timeout_s: float = 60.0):
     code = textwrap.dedent(LEARNER.format(path=str(folder.path))) + textwrap.dedent(learner)
-    with Supervisor(grace_s=5, ending=ending(folder)) as supervisor, StopSignals(folder, supervisor) as signals:
+    with (
+        Supervisor(grace_s=5, ending=ending(folder)) as supervisor,
+        StopSignals(folder, supervisor) as signals,
+    ):
         supervisor.start(role(folder, "serve", serve))
         supervisor.start(role(folder, "learn", code))
         return wait_for_learner(supervisor, signals, timeout_s=timeout_s)
@@ -114,7 +117,10 @@ def test_a_sample_role_that_ends_is_started_again_as_often_as_it_may_be(folder, 
     until = f"ready(); wait_until(lambda: listener.reason() or len(Path({str(folder.path)!r}, 'lives').read_text()) > {ends})"
     learner = f"{until}; stop() if listener.reason() else None"
     code = textwrap.dedent(LEARNER.format(path=str(folder.path))) + learner
-    with Supervisor(grace_s=5, ending=ending(folder)) as supervisor, StopSignals(folder, supervisor) as signals:
+    with (
+        Supervisor(grace_s=5, ending=ending(folder)) as supervisor,
+        StopSignals(folder, supervisor) as signals,
+    ):
         supervisor.start(role(folder, "sample", SAMPLER.format(path=str(folder.path), ends=ends)))
         supervisor.start(role(folder, "learn", code))
         wait = partial(wait_for_learner, supervisor, signals, timeout_s=60.0, sampler_restarts=restarts)
@@ -131,7 +137,10 @@ def test_a_sample_role_that_ends_is_started_again_as_often_as_it_may_be(folder, 
 
 
 def test_a_sample_role_that_ends_while_the_learner_starts_is_not_started_again(folder):
-    with Supervisor(grace_s=5, ending=ending(folder)) as supervisor, StopSignals(folder, supervisor) as signals:
+    with (
+        Supervisor(grace_s=5, ending=ending(folder)) as supervisor,
+        StopSignals(folder, supervisor) as signals,
+    ):
         supervisor.start(role(folder, "sample", "import sys; sys.exit(3)"))
         supervisor.start(role(folder, "learn", IDLE))
         with pytest.raises(RoleFailed, match="the sample role ended with exit code 3"):
