@@ -327,12 +327,15 @@ def _is_healthy(spec: ServerSpec, port: int, timeout_s: float) -> bool:
 
 
 def _version_of(spec: ServerSpec, port: int, timeout_s: float) -> str | None:
-    """The version of the server's weights; None where it does not answer."""
+    """The version of the server's weights; None where it does not answer, or a server of another model does: that one
+    has taken the port while ours still loads, which will end of it."""
     answer = _get(spec, port, "/model_info", timeout_s)
     try:
-        return None if answer is None else json.loads(answer).get("weight_version")
+        info = {} if answer is None else json.loads(answer)
     except json.JSONDecodeError:
         return None
+    is_ours = info.get("model_path") == str(spec.config.model.path.resolve())
+    return info.get("weight_version") if is_ours else None
 
 
 def _get(spec: ServerSpec, port: int, path: str, timeout_s: float) -> bytes | None:

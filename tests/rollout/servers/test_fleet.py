@@ -21,7 +21,7 @@ class Handler(BaseHTTPRequestHandler):
             time.sleep(0.05)
         self.send_response(200)
         self.end_headers()
-        self.wfile.write(json.dumps({"weight_version": sys.argv[3]}).encode())
+        self.wfile.write(json.dumps({"weight_version": sys.argv[3], "model_path": sys.argv[4]}).encode())
 
 HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -30,7 +30,8 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 @pytest.fixture
 def fleet(tmp_path, monkeypatch):
     def command(spec, share, ports, meeting_point=None, *, weight_version=0):
-        return [sys.executable, "-c", SERVER, str(ports.http), str(tmp_path / "hang"), str(weight_version)]
+        state = [str(tmp_path / "hang"), str(weight_version), str(spec.config.model.path.resolve())]
+        return [sys.executable, "-c", SERVER, str(ports.http), *state]
 
     monkeypatch.setattr(fleets, "server_command", command)
     monkeypatch.setattr(fleets, "RESTARTED_HEALTH_TIMEOUT_S", 0.3)
@@ -75,3 +76,11 @@ def test_a_server_that_answers_again_is_not_hung(fleet, tmp_path):
     (tmp_path / "hang").touch()
     assert fleet.kill_hung() == []
     (tmp_path / "hang").unlink()
+
+
+def test_a_server_of_another_model_at_the_port_is_not_ours(fleet, tmp_path):
+    """It has taken the port after ours was told to use it, and ours still loads."""
+    (other := tmp_path / "other").mkdir()
+    port = fleet._replicas[0].ports.http
+    assert fleets._is_healthy(fleet._spec, port, 5.0)
+    assert not fleets._is_healthy(server_spec(other), port, 5.0)
