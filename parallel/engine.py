@@ -182,6 +182,12 @@ class _Engine:
         return self.chunks[0].architecture
 
     @property
+    def shares_prompts(self) -> bool:
+        """Whether a prompt is computed once for the sequences of a micro-batch that begin with it
+        (``PackedBatch.prompt_ids_S``)."""
+        return self.chunks[0].shares_prompts
+
+    @property
     def is_frozen(self) -> bool:
         return self._optimizer_config is None
 
@@ -420,7 +426,7 @@ class MegatronEngine(_Engine):
         self, microbatches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool = False
     ) -> list[tuple[Tensor, Tensor | None]]:
         """(logprobs_T, entropy_T or None) of each micro-batch's targets: float32, in nats, on the device,
-        without gradient.
+        without gradient, and 0 off the response mask.
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
@@ -555,6 +561,8 @@ def _logprob_forward(temperature: float, with_entropy: bool, replays: list[Repla
         packed = model.pack(
             batch.cu_seqlens,
             batch.positions_T,
+            prompt_ids_S=batch.prompt_ids_S,
+            prompt_lengths_S=batch.prompt_lengths_S,
             experts_TLK=batch.experts_TLK,
             is_replayed_T=batch.is_replayed_T,
             counted_T=None if replays is None else batch.response_mask_T,
@@ -564,6 +572,7 @@ def _logprob_forward(temperature: float, with_entropy: bool, replays: list[Repla
         result: Any = model.logprobs(
             tokens_T=batch.tokens_T,
             targets_T=batch.targets_T,
+            mask_T=batch.response_mask_T,
             packed=packed,
             temperature=temperature,
             with_entropy=with_entropy,
@@ -575,5 +584,11 @@ def _logprob_forward(temperature: float, with_entropy: bool, replays: list[Repla
 
 
 def _value_forward(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor] | Tensor:
-    result = model.values(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
+    packed = model.pack(
+        batch.cu_seqlens,
+        batch.positions_T,
+        prompt_ids_S=batch.prompt_ids_S,
+        prompt_lengths_S=batch.prompt_lengths_S,
+    )
+    result = model.values(tokens_T=batch.tokens_T, packed=packed)
     return (result,) if model.post_process else result

@@ -4,6 +4,7 @@
 kept ids of all tokens (``KeptSets``).
 """
 
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
@@ -42,6 +43,12 @@ class PackedBatch:
     """float32 nats, of the target, by the server while sampling; arbitrary off the mask."""
     sequence_ids_S: Tensor
     """int64, number of the sequence in the whole step's batch, the same under every layout."""
+    prompt_ids_S: Tensor | None = None
+    """int64, on the CPU: sequences with one number begin with the same prompt, whose hidden states the model may compute
+    once for all of them. None: each sequence is computed whole."""
+    prompt_lengths_S: Tensor | None = None
+    """int64, on the CPU: input tokens of the prompt, up to the one that predicts the first response token. None with
+    ``prompt_ids_S``."""
     lag_T: Tensor | None = None
     """int16, on response tokens: updates of the weights between the sampling of the target and this step. None
     where every lag is 0 by the config."""
@@ -76,6 +83,7 @@ class PackedBatch:
                 require_per_token(f.name, value, self.tokens_T.numel(), _DTYPES.get(f.name, FLOATS))
         self._require_experts()
         self._require_kept()
+        self._require_prompts()
         bounds, ids_S = self.cu_seqlens, self.sequence_ids_S
         if bounds.dim() != 1 or ids_S.shape != (bounds.numel() - 1,):
             raise ValueError(
@@ -116,6 +124,22 @@ class PackedBatch:
             raise ValueError(f"kept_ids_M is {self.kept_ids_M.dtype}; convert it to int32")
         _ = self.kept  # raises where counts and ids do not fit
 
+    def _require_prompts(self) -> None:
+        ids, lengths = self.prompt_ids_S, self.prompt_lengths_S
+        if (ids is None) != (lengths is None):
+            raise ValueError(
+                "prompt_ids_S and prompt_lengths_S say together what is shared, and one is missing; pass both"
+            )
+        if (
+            ids is not None
+            and lengths is not None
+            and not ids.shape == lengths.shape == self.sequence_ids_S.shape
+        ):
+            raise ValueError(
+                f"prompt_ids_S has shape {tuple(ids.shape)}, prompt_lengths_S {tuple(lengths.shape)}; pass one value for each of "
+                f"the {self.sequence_ids_S.numel()} sequences"
+            )
+
     def per_token(self) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) of every field that is set and has a value, or a row, per token."""
         for f in fields(self):
@@ -144,11 +168,14 @@ class PackedBatch:
         taken = {name: value[places.to(value.device)] for name, value in self.per_token()}
         if (kept := self.kept) is not None:
             taken["kept_ids_M"] = kept.at(places.to(kept.num_T.device)).ids_M
-        ids_S = self.sequence_ids_S[torch.tensor(rows, dtype=torch.int64)]
-        return replace(self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32), sequence_ids_S=ids_S)
+        rows_S = torch.tensor(rows, dtype=torch.int64)
+        for name in ("sequence_ids_S", "prompt_ids_S", "prompt_lengths_S"):
+            if (values_S := getattr(self, name)) is not None:
+                taken[name] = values_S[rows_S]
+        return replace(self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32))
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """A copy with every tensor per token on ``device``; cu_seqlens and sequence ids stay on the CPU."""
+        """A copy with every tensor per token on ``device``; cu_seqlens and what there is per sequence stay on the CPU."""
         moved = {name: value.to(device) for name, value in self.per_token()}
         if self.kept_ids_M is not None:
             moved["kept_ids_M"] = self.kept_ids_M.to(device)
@@ -190,9 +217,11 @@ def pack_sequences(
     is_replayed: Sequence[np.ndarray] | None = None,
     num_kept: Sequence[np.ndarray] | None = None,
     kept_ids: Sequence[np.ndarray] | None = None,
+    share_prompts: bool = False,
 ) -> PackedBatch:
     """Lay sequences end to end and shift by one: input ``ids[:-1]``, target, mask and log-prob ``[1:]``. Experts are
     those of the input. Kept ids are those of the target; a sequence's first token, which is no target, has none.
+    share_prompts: whether to say which sequences begin with the same prompt.
 
     Raises ValueError for a sequence of fewer than two tokens, which predicts nothing, and for a mask or
     log-probs that are not one value per token.
@@ -215,6 +244,7 @@ def pack_sequences(
     is_input[ends - 1] = False
     is_target[ends - lengths] = False
     places = torch.arange(len(ids)) - (ends - lengths).repeat_interleave(lengths)
+    prompts = same_prompts(token_ids, response_masks) if share_prompts else None
     return PackedBatch(
         tokens_T=ids[is_input],
         targets_T=ids[is_target],
@@ -228,7 +258,25 @@ def pack_sequences(
         is_replayed_T=None if is_replayed is None else _join(is_replayed, torch.bool)[is_input],
         num_kept_T=None if num_kept is None else _join(num_kept, torch.int32)[is_target],
         kept_ids_M=None if kept_ids is None else _join(kept_ids, torch.int32),
+        prompt_ids_S=None if prompts is None else torch.tensor(prompts[0], dtype=torch.int64),
+        prompt_lengths_S=None if prompts is None else torch.tensor(prompts[1], dtype=torch.int64),
     )
+
+
+def same_prompts(
+    token_ids: Sequence[Sequence[int] | np.ndarray], response_masks: Sequence[Sequence[bool] | np.ndarray]
+) -> tuple[list[int], list[int]]:
+    """(a number of each sequence's prompt, its length): the tokens before the first response token. A sequence without a
+    response is prompt up to its last token, which is no input. The number is a digest of 64 bits, the same on every rank."""
+    ids, lengths = [], []
+    for tokens, mask in zip(token_ids, response_masks, strict=True):
+        mask = np.asarray(mask, dtype=bool)
+        length = int(mask.argmax()) if mask.any() else len(tokens) - 1
+        prompt = np.asarray(tokens[:length], dtype=np.int64)
+        digest = hashlib.blake2b(prompt.data, digest_size=8).digest()
+        ids.append(int.from_bytes(digest, "little", signed=True))
+        lengths.append(length)
+    return ids, lengths
 
 
 def _join(rows: Sequence[Sequence | np.ndarray], dtype: torch.dtype) -> Tensor:

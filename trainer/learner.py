@@ -147,15 +147,24 @@ class Learner:
             microbatch_multiple=config.layout.microbatch_multiple,
             needs_siblings=config.advantage.type in WITHIN_GROUPS,
             credits_turns=config.credits_turns,
+            shares_prompts=self._shares_prompts,
         )
         newest = self.version if config.rollout.max_staleness else None
         try:
             # Packed here: a rank's tensors travel many times faster than its lists.
-            packed = [step_batch(share, newest=newest, routing=self._routing()) for share in by_dp_rank]
+            packed = [
+                step_batch(share, newest=newest, routing=self._routing(), share_prompts=self._shares_prompts)
+                for share in by_dp_rank
+            ]
         except TurnsDiffer as error:
             return [error] * self.groups.world_size
         # Tensor-, context- and pipeline-parallel siblings need the same share.
         return [packed[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
+
+    @property
+    def _shares_prompts(self) -> bool:
+        settings = self._config.learner
+        return settings.share_prompts and settings.routing == "own" and self.engine.shares_prompts
 
     def _routing(self) -> Routing | None:
         """The form of the experts that are replayed."""

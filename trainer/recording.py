@@ -29,8 +29,11 @@ if TYPE_CHECKING:
 
 FORMAT = "tandem batch 5"
 PER_STEP = ("rewards_S", "group_ids_S", "episode_ids_S")
-NOT_RECORDED = ("importance_weights_T", "aggregation_T", "value_aggregation_T")
-"""They follow from the correction, which a replay changes."""
+NOT_RECORDED = (
+    "importance_weights_T", "aggregation_T", "value_aggregation_T",
+    "prompt_ids_S", "prompt_lengths_S",
+)  # fmt: skip
+"""They follow from the correction, which a replay changes, or from the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

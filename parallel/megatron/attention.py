@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from numerics.aligned import rotated
 
@@ -37,6 +38,16 @@ class Bucket:
     @property
     def stop(self) -> int:
         return self.start + self.count * self.length
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predictions:
+    """The R tokens of the batch whose targets get a log-prob."""
+
+    tokens_R: Tensor
+    """int64, of the batch."""
+    places_R: Tensor
+    """int64, among this rank's tokens in the model's order: where the hidden state is that predicts the target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +79,17 @@ class PackedPlan:
 
     def to_batch_order(self, values_T: Tensor) -> Tensor:
         return values_T if self.inverse_T is None else values_T[self.inverse_T]
+
+    def predictions(self, mask_T: Tensor) -> Predictions:
+        """Of the batch's tokens of ``mask_T``. Without any it is the first token, since kernels and collectives want one."""
+        tokens_R = mask_T.nonzero().flatten() if mask_T.any() else mask_T.new_zeros(1, dtype=torch.int64)
+        places_R = tokens_R if self.inverse_T is None else self.inverse_T[tokens_R]
+        return Predictions(tokens_R=tokens_R, places_R=places_R)
+
+    def scattered(self, values_R: Tensor, predictions: Predictions, mask_T: Tensor) -> Tensor:
+        """[T] of the batch: the values of the predictions, and 0 elsewhere."""
+        values_T = values_R.new_zeros(len(mask_T))
+        return values_T.index_copy(0, predictions.tokens_R, values_R)
 
 
 def plan_packing(
@@ -185,3 +207,30 @@ def _bucket_attention(
         enable_gqa=query_NALD.shape[1] != key_NKLD.shape[1],
     )
     return out_NALD.transpose(1, 2).flatten(0, 1)
+
+
+def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
+    """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D].
+
+    No mask of n L bytes is made. CUDA's kernels know this mask; since those of grouped queries take no float32,
+    each query head gets a copy of its key/value head there. The CPU's kernel takes a mask with any strides: with
+    the queries in reverse, row i of the mask is one line of n + L - 1 numbers, from its place i on.
+    """
+    n, length = query.shape[2], key.shape[2]
+    is_grouped = query.shape[1] != key.shape[1]
+    if query.device.type == "cuda":
+        if is_grouped and query.dtype == torch.float32:
+            copies = query.shape[1] // key.shape[1]
+            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
+            is_grouped = False
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=causal_lower_right(n, length), scale=scale, enable_gqa=is_grouped
+        )
+    # Reversed query i is token L - 1 - i, which sees key j where i + j < L.
+    line = query.new_zeros(n + length - 1)
+    line[length:] = -torch.inf
+    mask = line.as_strided((n, length), (1, 1))
+    out = F.scaled_dot_product_attention(
+        query.flip(2), key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
+    )
+    return out.flip(2)

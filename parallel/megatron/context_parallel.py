@@ -25,12 +25,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from parallel.megatron.attention import PackedPlan
+from parallel.megatron.attention import PackedPlan, Predictions, lower_right_causal_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +71,19 @@ class SplitPlan(PackedPlan):
             values_T, tensor_parallel_output_grad=False, group=self.group
         )
         return gathered_T[self.inverse_T]
+
+    def predictions(self, mask_T: Tensor) -> Predictions:
+        """Of this rank's tokens. Without any it is its first one, whose target is off the mask."""
+        own_mask_T = self.without_dummies(self.to_model_order(mask_T))
+        places_R = (
+            own_mask_T.nonzero().flatten() if own_mask_T.any() else mask_T.new_zeros(1, dtype=torch.int64)
+        )
+        return Predictions(tokens_R=self.order_T[places_R], places_R=places_R)
+
+    def scattered(self, values_R: Tensor, predictions: Predictions, mask_T: Tensor) -> Tensor:
+        """Those of all ranks."""
+        own_T = values_R.new_zeros(len(self.order_T))
+        return self.to_batch_order(own_T.index_copy(0, predictions.places_R, values_R))
 
 
 def split_context(
@@ -199,30 +211,3 @@ def _whole_sequences(gathered_T: Tensor, bucket: SplitBucket) -> Tensor:
     """The bucket's sequences, [N, L, ...]. Slices and one concatenation: their backward pass needs no scatter,
     and the chunks of a rank share the memory."""
     return torch.cat([_tokens(gathered_T, bucket, chunk, chunk.start) for chunk in bucket.chunks], 1)
-
-
-def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D].
-
-    No mask of n L bytes is made. CUDA's kernels know this mask; since those of grouped queries take no float32,
-    each query head gets a copy of its key/value head there. The CPU's kernel takes a mask with any strides: with
-    the queries in reverse, row i of the mask is one line of n + L - 1 numbers, from its place i on.
-    """
-    n, length = query.shape[2], key.shape[2]
-    is_grouped = query.shape[1] != key.shape[1]
-    if query.device.type == "cuda":
-        if is_grouped and query.dtype == torch.float32:
-            copies = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-            is_grouped = False
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask=causal_lower_right(n, length), scale=scale, enable_gqa=is_grouped
-        )
-    # Reversed query i is token L - 1 - i, which sees key j where i + j < L.
-    line = query.new_zeros(n + length - 1)
-    line[length:] = -torch.inf
-    mask = line.as_strided((n, length), (1, 1))
-    out = F.scaled_dot_product_attention(
-        query.flip(2), key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
-    )
-    return out.flip(2)

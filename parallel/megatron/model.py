@@ -36,6 +36,7 @@ from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention, split_context
 from parallel.megatron.rms_norm import rms_norm
+from parallel.megatron.shared_prompts import SharedPlan, plan_shared_prompts, shared_attention
 from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.planning.layout import (
     Architecture,
@@ -144,6 +145,8 @@ class PackedCoreAttention(nn.Module):
         settings = {"scale": self.scale, "dtype": self.dtype}
         if isinstance(plan, SplitPlan):
             return split_attention(query_TAD, key_TKD, value_TKD, plan, **settings).flatten(1)
+        if isinstance(plan, SharedPlan):
+            return shared_attention(query_TAD, key_TKD, value_TKD, plan, **settings).flatten(1)
         return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, **settings).flatten(1)
 
 
@@ -349,19 +352,32 @@ class PackedGPTModel(GPTModel):
         self.architecture = architecture
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor
+        # Attention of Transformer Engine and of context parallelism, and that of ``numerics``, take whole sequences.
+        is_whole = platform.uses_transformer_engine() or config.context_parallel_size > 1
+        self.shares_prompts = not is_whole and backbone.numerics == "default"
 
     def pack(
         self,
         cu_seqlens: Tensor,
         positions_T: Tensor,
         *,
+        prompt_ids_S: Tensor | None = None,
+        prompt_lengths_S: Tensor | None = None,
         experts_TLK: Tensor | None = None,
         is_replayed_T: Tensor | None = None,
         counted_T: Tensor | None = None,
     ) -> PackedSequences:
-        """The plan and rotary tables of a micro-batch, and the experts that are replayed (see ``moe.Replay``)."""
+        """The plan and rotary tables of a micro-batch, and the experts that are replayed (see ``moe.Replay``).
+
+        A prompt is computed once for all of its sequences where this model can (``shares_prompts``) and no experts are
+        replayed: samples of one prompt may have been sent to different ones.
+        """
         device = positions_T.device
         plan = self._plan(cu_seqlens, device)
+        if self.shares_prompts and experts_TLK is None and None not in (prompt_ids_S, prompt_lengths_S):
+            plan = plan_shared_prompts(
+                cu_seqlens, prompt_ids_S, prompt_lengths_S, device, multiple=self._token_multiple
+            )
         longest = int(torch.diff(cu_seqlens).max())
         if longest > self.architecture.max_positions:
             raise ValueError(
@@ -384,8 +400,12 @@ class PackedGPTModel(GPTModel):
             replay=_replay(plan, experts_TLK, is_replayed_T, counted_T),
         )
 
+    @property
+    def _token_multiple(self) -> int:
+        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+
     def _plan(self, cu_seqlens: Tensor, device: torch.device) -> PackedPlan:
-        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        multiple = self._token_multiple
         group = self.pg_collection.cp
         if group.size() > 1:
             whole = plan_packing(cu_seqlens, device)
@@ -428,27 +448,30 @@ class LogprobGPTModel(PackedGPTModel):
         *,
         tokens_T: Tensor,
         targets_T: Tensor,
+        mask_T: Tensor,
         packed: PackedSequences,
         temperature: float,
         with_entropy: bool,
         kept: KeptSets | None = None,
     ) -> tuple[Tensor, Tensor | None] | Tensor:
         """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden
-        states on earlier ones. kept: see ``linear_logprobs``."""
-        if kept is not None:
-            kept = kept.at(packed.plan.to_model_order(torch.arange(len(tokens_T), device=tokens_T.device)))
+        states on earlier ones. They are of the targets in ``mask_T`` and 0 elsewhere: nobody asks for those, and
+        logits are most of a small model's work. kept: see ``linear_logprobs``."""
+        plan, predictions = packed.plan, packed.plan.predictions(mask_T)
         request = {
-            "targets_T": packed.plan.to_model_order(targets_T),
+            "places_R": predictions.places_R,
+            "targets_T": targets_T[predictions.tokens_R],
             "temperature": temperature,
             "with_entropy": with_entropy,
-            "kept": kept,
+            "kept": None if kept is None else kept.at(predictions.tokens_R),
         }
         result = self._run_request(tokens_T, packed, request)
         if not self.post_process:
             return result
-        logprobs_T, entropy_T = result
-        in_order = packed.plan.to_batch_order
-        return in_order(logprobs_T), None if entropy_T is None else in_order(entropy_T)
+        logprobs_T, entropy_T = (
+            None if values_R is None else plan.scattered(values_R, predictions, mask_T) for values_R in result
+        )
+        return logprobs_T, entropy_T
 
     def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
         """[T, V] over the full vocabulary, gathered over ranks, without padding: for tests, not for training."""
@@ -483,15 +506,16 @@ class LogprobGPTModel(PackedGPTModel):
                 hidden_TH.to(self.head_dtype) @ weight_VH.to(self.head_dtype).t()
             )
             return logits_TV[:, : self.architecture.vocab_size]
+        request = dict(self._request)
         return linear_logprobs(
-            hidden_TH,
+            hidden_TH[request.pop("places_R")],
             weight_VH,
             vocab_size=self.architecture.vocab_size,
             chunk_tokens=self.chunk_tokens,
             group=self.pg_collection.tp,
             dtype=self.head_dtype,
             product=self.product,
-            **self._request,
+            **request,
         )
 
 

@@ -48,6 +48,7 @@ def reference_gradient(engine, microbatches):
         found = engine.chunks[0].logprobs(
             tokens_T=batch.tokens_T,
             targets_T=batch.targets_T,
+            mask_T=batch.response_mask_T,
             packed=packed,
             temperature=0.7,
             with_entropy=True,

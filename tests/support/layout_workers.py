@@ -178,7 +178,11 @@ def build(
 
 
 def microbatches_of(engine: MegatronEngine | ValueEngine, *, replays: bool = False) -> list[PackedBatch]:
-    batch = make_value_batch(LENGTHS) if isinstance(engine, ValueEngine) else make_batch(LENGTHS)
+    """Their prompts are shared, but for one process, with which layouts are compared: there sequences are whole."""
+    make = make_value_batch if isinstance(engine, ValueEngine) else make_batch
+    batch = make(LENGTHS, prompt_tokens=4)
+    if engine.groups.world_size == 1:
+        batch = replace(batch, prompt_ids_S=None, prompt_lengths_S=None)
     if replays:
         batch = with_experts(batch, engine.architecture.experts)
     return [batch.select(rows) for rows in ROWS[engine.groups.dp_size][engine.groups.dp_rank]]

@@ -74,15 +74,22 @@ def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0,
     return folder
 
 
-def make_batch(lengths: list[int], *, seed: int = 0, vocab: int = VOCAB) -> PackedBatch:
-    """Random sequences of ``lengths`` tokens (one more than the places they take)."""
+def make_batch(
+    lengths: list[int], *, seed: int = 0, vocab: int = VOCAB, prompt_tokens: int = 1
+) -> PackedBatch:
+    """Random sequences of ``lengths`` tokens (one more than the places they take). Prompts of more than one token are
+    one prompt, which is shared; sequences without room for a response behind it have a prompt of one token."""
     generator = torch.Generator().manual_seed(seed)
     ids = [torch.randint(0, vocab, (n,), generator=generator).tolist() for n in lengths]
+    prompts = [prompt_tokens if n > prompt_tokens else 1 for n in lengths]
+    if prompt_tokens > 1:
+        ids = [[*ids[0][:p], *row[p:]] for p, row in zip(prompts, ids, strict=True)]
     batch = pack_sequences(
         token_ids=ids,
-        response_masks=[[False] + [True] * (n - 1) for n in lengths],
+        response_masks=[[False] * p + [True] * (n - p) for p, n in zip(prompts, lengths, strict=True)],
         rollout_logprobs=[[0.0] * n for n in lengths],
         sequence_ids=range(len(ids)),
+        share_prompts=prompt_tokens > 1,
     )
     weights_T = torch.rand(batch.num_tokens, generator=generator) - 0.3
     return batch.with_fields(importance_weights_T=weights_T, aggregation_T=torch.full_like(weights_T, 1e-2))
@@ -139,9 +146,9 @@ def heads_of(engine: ValueEngine) -> list[torch.nn.Parameter]:
     return [chunk.value_head.weight for chunk in engine.chunks if chunk.post_process]
 
 
-def make_value_batch(lengths: list[int], *, seed: int = 0) -> PackedBatch:
+def make_value_batch(lengths: list[int], *, seed: int = 0, prompt_tokens: int = 1) -> PackedBatch:
     """A batch that a critic has scored, some of its values far enough off to be clipped."""
-    batch = make_batch(lengths, seed=seed)
+    batch = make_batch(lengths, seed=seed, prompt_tokens=prompt_tokens)
     old_T, returns_T, weights_T = torch.randn(
         3, batch.num_tokens, generator=torch.Generator().manual_seed(seed + 1)
     )

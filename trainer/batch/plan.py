@@ -4,6 +4,7 @@ Sequences of the whole step are numbered 0..S-1. Lengths are places in a packed
 batch (``packed_length``: one less than the tokens). Every rank computes the same plan from the same lengths.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -40,6 +41,32 @@ class Routing:
         return trajectory.experts
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """The prompts of S sequences, each computed once for its sequences of a micro-batch (``PackedBatch.prompt_ids_S``)."""
+
+    ids_S: Sequence[int]
+    lengths_S: Sequence[int]
+
+    def units(self, part: Sequence[int], size: int) -> list[Bin]:
+        """The sequences of ``part``, in runs of at most ``size`` with one prompt."""
+        of_prompt: dict[int, list[int]] = {}
+        for s in part:
+            of_prompt.setdefault(self.ids_S[s], []).append(s)
+        return [
+            tuple(members[first : first + size])
+            for members in of_prompt.values()
+            for first in range(0, len(members), size)
+        ]
+
+    def places(self, unit: Bin, lengths_S: Sequence[int]) -> int:
+        """Places of sequences with one prompt, in the model."""
+        prompt = self.lengths_S[unit[0]]
+        return prompt + sum(lengths_S[s] - prompt for s in unit)
+
+
+EVEN_ENOUGH = 1.02
+"""Places of the fullest rank, of an even share, with which no other split is tried."""
 Pick = Callable[[np.ndarray, int, int], int | None]
 """(loads of the bins, length, token budget) -> the bin for the sequence, None if none can take it."""
 
@@ -72,8 +99,12 @@ def plan_batches(
     dp_size: int,
     token_budget: int,
     microbatch_multiple: int = 1,
+    prompts: Prompts | None = None,
 ) -> BatchPlan:
     """Split S sequences into ranks and micro-batches of at most ``token_budget`` tokens.
+
+    prompts: of sequences that share them. A shared prompt then counts once, and sequences with one prompt stay
+        together as far as ranks stay even. None: each sequence counts by itself.
 
     ``minibatches`` has the numbers of each minibatch's sequences, so an optimizer step's data depends on neither
     ``dp_size`` nor the budget. They fill ``dp_size * k`` micro-batches, which are dealt to ranks, k each. k is the
@@ -93,7 +124,8 @@ def plan_batches(
     """
     _check_inputs(lengths_S, minibatches, dp_size, token_budget, microbatch_multiple)
     split = (
-        _split_minibatch(part, lengths_S, dp_size, token_budget, microbatch_multiple) for part in minibatches
+        _split_minibatch(part, lengths_S, prompts, dp_size, token_budget, microbatch_multiple)
+        for part in minibatches
     )
     return BatchPlan(microbatches=tuple(split))
 
@@ -109,11 +141,12 @@ def pack_trajectories(
     *,
     newest: int | None = None,
     routing: Routing | None = None,
+    share_prompts: bool = False,
 ) -> PackedBatch:
     """One rank's trajectories end to end, in their order; ``sequence_ids`` number them within the whole step.
 
     newest: the learner's version, from which ``lag_T`` counts; None: without it. routing: of experts that are
-    replayed; None: without them.
+    replayed; None: without them. share_prompts: see ``pack_sequences``.
 
     Raises ValueError for a trajectory whose arrays are not aligned with its tokens, or that predicts nothing.
     """
@@ -131,6 +164,7 @@ def pack_trajectories(
         lags=None if newest is None else [_lags(t, newest) for t in trajectories],
         experts=None if routing is None else [routing.experts_of(t) for t in trajectories],
         is_replayed=None if routing is None else [_is_replayed(t) for t in trajectories],
+        share_prompts=share_prompts,
         **_kept(trajectories),
     )
 
@@ -193,21 +227,69 @@ def _check_inputs(
 
 
 def _split_minibatch(
-    part: Sequence[int], lengths_S: Sequence[int], dp_size: int, token_budget: int, microbatch_multiple: int
+    part: Sequence[int],
+    lengths_S: Sequence[int],
+    prompts: Prompts | None,
+    dp_size: int,
+    token_budget: int,
+    microbatch_multiple: int,
 ) -> tuple[tuple[Bin, ...], ...]:
     """Micro-batches of one minibatch, by rank."""
-    longest_first = sorted(part, key=lambda s: (-lengths_S[s], s))
-    total, shortest = sum(lengths_S[s] for s in part), lengths_S[longest_first[-1]]
-    # So many at least, by the tokens and by the sequences that fit into one; and at most one per sequence, for which
-    # `_emptiest` succeeds.
-    fewest = max(-(-total // token_budget), -(-len(part) // (token_budget // shortest)))
+    alone: list[Bin] = [(s,) for s in part]
+    if prompts is None:
+        loads = [lengths_S[s] for s in part]
+        split = _split_units(alone, loads, dp_size, token_budget, microbatch_multiple)
+        assert split is not None  # a sequence fits into a micro-batch
+        return split.bins
+    # Large units share most, small ones are even. The best is what gives the fullest rank least.
+    best, least = None, 0.0
+    size = max(Counter(prompts.ids_S[s] for s in part).values())
+    while best is None or (size and best.most > EVEN_ENOUGH * least):
+        units = prompts.units(part, size)
+        loads = [prompts.places(unit, lengths_S) for unit in units]
+        least = least or sum(loads) / dp_size
+        split = _split_units(units, loads, dp_size, token_budget, microbatch_multiple)
+        if split is not None and (best is None or split.most < best.most):
+            best = split
+        size //= 2
+    return best.bins
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    bins: tuple[tuple[Bin, ...], ...]
+    """[rank][micro-batch] -> sequences"""
+    most: int
+    """Places of the fullest rank."""
+
+
+def _split_units(
+    units: Sequence[Bin], loads: Sequence[int], dp_size: int, token_budget: int, microbatch_multiple: int
+) -> _Split | None:
+    """Micro-batches of whole units. None where a unit is longer than the budget, or there are too few units for the
+    ranks."""
+    if max(loads) > token_budget:
+        return None
+    longest_first = sorted(range(len(units)), key=lambda u: (-loads[u], u))
+    # So many micro-batches at least, by the tokens and by the units that fit into one; and at most one per unit, for
+    # which `_emptiest` succeeds.
+    fewest = max(-(-sum(loads) // token_budget), -(-len(units) // (token_budget // min(loads))))
     num_each = _round_up(-(-fewest // dp_size), microbatch_multiple)
-    while True:
+    while num_each * dp_size <= len(units):
         for pick in (_emptiest, _first_that_fits):
-            bins = _fill_bins(longest_first, lengths_S, num_each * dp_size, token_budget, pick)
+            bins = _fill_bins(longest_first, loads, num_each * dp_size, token_budget, pick)
             if bins is not None:
-                return _deal_to_ranks(bins, lengths_S, dp_size)
+                hands = _deal_to_ranks(bins, loads, dp_size)
+                most = max(sum(_load(b, loads) for b in hand) for hand in hands)
+                return _Split(
+                    bins=tuple(tuple(_sequences(b, units) for b in hand) for hand in hands), most=most
+                )
         num_each += microbatch_multiple
+    return None
+
+
+def _sequences(chosen: Bin, units: Sequence[Bin]) -> Bin:
+    return tuple(sorted(s for unit in chosen for s in units[unit]))
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from configs.schema.objective import AggregationConfig
-from parallel.packing import PackedBatch
+from parallel.packing import PackedBatch, same_prompts
 from rollout.records import LOGPROBS, MASK, VERSIONS, Group, Trajectory
 from trainer.algorithm.advantages import Advantages
 from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights, units
@@ -23,7 +23,7 @@ from trainer.algorithm.correction import Correction
 from trainer.algorithm.segments import count_per_sequence
 from trainer.algorithm.turn_rewards import TurnRewards
 from trainer.batch.exact_turns import require_exact_turns
-from trainer.batch.plan import BatchPlan, Routing, pack_trajectories, packed_length, plan_batches
+from trainer.batch.plan import BatchPlan, Prompts, Routing, pack_trajectories, packed_length, plan_batches
 from trainer.ranks.totals import Total
 
 
@@ -180,6 +180,7 @@ def split_groups(
     microbatch_multiple: int = 1,
     needs_siblings: bool = False,
     credits_turns: bool = False,
+    shares_prompts: bool = False,
 ) -> list[Share]:
     """One Share per data-parallel rank, by the balanced plan of ``plan_batches``. Minibatch i is the i-th run of
     whole groups.
@@ -190,6 +191,7 @@ def split_groups(
     needs_siblings: whether advantages compare siblings. A sample whose siblings are all without a score is then left
         out too.
     credits_turns: whether advantages are of turns, so that ``turn_rewards`` are needed.
+    shares_prompts: whether the model computes a prompt once for the sequences of a micro-batch that begin with it.
 
     Raises:
         ValueError: the groups do not divide into minibatches, or a sequence is longer than the budget.
@@ -209,6 +211,7 @@ def split_groups(
         dp_size=dp_size,
         token_budget=token_budget,
         microbatch_multiple=microbatch_multiple,
+        prompts=_prompts(trajectories) if shares_prompts else None,
     )
     episodes = _episode_ids(trajectories)
     rewards_of_turns = turn_rewards(trajectories, episodes) if credits_turns else None
@@ -232,6 +235,11 @@ def split_groups(
             )
         )
     return shares
+
+
+def _prompts(trajectories: Sequence[Trajectory]) -> Prompts:
+    ids, lengths = same_prompts([t.token_ids for t in trajectories], [t.response_mask for t in trajectories])
+    return Prompts(ids_S=ids, lengths_S=lengths)
 
 
 def _minibatches(
@@ -312,13 +320,21 @@ def _without_unscored(group: Group, needs_siblings: bool) -> list[Trajectory]:
     ]
 
 
-def step_batch(share: Share, *, newest: int | None = None, routing: Routing | None = None) -> StepBatch:
-    """newest, routing: see ``pack_trajectories``.
+def step_batch(
+    share: Share, *, newest: int | None = None, routing: Routing | None = None, share_prompts: bool = False
+) -> StepBatch:
+    """newest, routing, share_prompts: see ``pack_trajectories``.
 
     Raises:
         TurnsDiffer: see ``require_exact_turns``.
     """
-    packed = pack_trajectories(share.trajectories, share.sequence_ids, newest=newest, routing=routing)
+    packed = pack_trajectories(
+        share.trajectories,
+        share.sequence_ids,
+        newest=newest,
+        routing=routing,
+        share_prompts=share_prompts,
+    )
     require_exact_turns(share.trajectories, packed)
     has_forks = len(set(share.episode_ids)) < len(share.episode_ids)
     return StepBatch(

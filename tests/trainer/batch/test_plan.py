@@ -15,7 +15,7 @@ from configs.schema.run import AnyConfig
 from parallel.packing import pack_sequences
 from rollout.records import FinishReason
 from tests.support import records
-from trainer.batch.plan import Routing, pack_trajectories, packed_length, plan_batches
+from trainer.batch.plan import EVEN_ENOUGH, Prompts, Routing, pack_trajectories, packed_length, plan_batches
 
 
 @st.composite
@@ -31,6 +31,64 @@ def problems(draw):
         "dp_size": dp_size,
         "token_budget": max(lengths) + draw(st.integers(0, 150)),
     }
+
+
+def shared_places(sequences, lengths, prompts) -> int:
+    """Places in the model, by a list of all of them: each prompt's once."""
+    places = set()
+    for s in sequences:
+        prompt = prompts.lengths_S[s]
+        places |= {("prompt", prompts.ids_S[s], i) for i in range(prompt)}
+        places |= {("own", s, i) for i in range(prompt, lengths[s])}
+    return len(places)
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.data())
+def test_with_prompts_every_sequence_once_within_the_budget_and_ranks_no_fuller_than_without(problem, data):
+    lengths, arguments = problem
+    ids = data.draw(st.lists(st.integers(0, 4), min_size=len(lengths), max_size=len(lengths)))
+    of_prompt = data.draw(st.lists(st.integers(0, 30), min_size=5, max_size=5))
+    # A sequence is at least as long as its prompt.
+    shortest = {i: min(n for n, j in zip(lengths, ids, strict=True) if j == i) for i in set(ids)}
+    prompts = Prompts(ids_S=ids, lengths_S=[min(of_prompt[i], shortest[i]) for i in ids])
+    plan = plan_batches(lengths, **arguments, prompts=prompts)
+    without = plan_batches(lengths, **arguments)
+    for minibatch, plain, wanted in zip(
+        plan.microbatches, without.microbatches, arguments["minibatches"], strict=True
+    ):
+        assert sequences_of(minibatch) == wanted
+        assert len(minibatch) == arguments["dp_size"] and len({len(rank) for rank in minibatch}) == 1
+        for microbatch in (b for rank in minibatch for b in rank):
+            assert microbatch and shared_places(microbatch, lengths, prompts) <= arguments["token_budget"]
+        fullest = max(sum(shared_places(b, lengths, prompts) for b in rank) for rank in minibatch)
+        even = shared_places(wanted, lengths, prompts) / arguments["dp_size"]
+        assert fullest <= max(
+            *(sum(lengths[s] for b in rank for s in b) for rank in plain), EVEN_ENOUGH * even
+        )
+
+
+def test_samples_of_a_prompt_stay_together_where_ranks_are_even_so():
+    """By hand: four prompts of 10 places with four samples of 2 more each, 18 places a prompt. Two prompts a rank fit
+    36. With room for 18 each is a micro-batch of its own."""
+    prompts = Prompts(ids_S=[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4, lengths_S=[10] * 16)
+    arguments = {"minibatches": [range(16)], "dp_size": 2, "prompts": prompts}
+    first, second, third, fourth = (tuple(range(i, i + 4)) for i in (0, 4, 8, 12))
+    ((one, two),) = plan_batches([12] * 16, token_budget=36, **arguments).microbatches
+    assert (one, two) == (((*first, *third),), ((*second, *fourth),))
+    ((one, two),) = plan_batches([12] * 16, token_budget=18, **arguments).microbatches
+    assert {*one, *two} == {first, second, third, fourth}
+
+
+def test_samples_of_one_prompt_are_split_where_a_rank_would_be_idle_or_overfull():
+    """By hand: two ranks and one prompt of 10 places with eight samples of 5 more: 30 places each in halves. A budget of
+    20 leaves room for two samples each."""
+    prompts = Prompts(ids_S=[0] * 8, lengths_S=[10] * 8)
+    arguments = {"minibatches": [range(8)], "dp_size": 2, "prompts": prompts}
+    ((one, two),) = plan_batches([15] * 8, token_budget=100, **arguments).microbatches
+    assert (one, two) == (((0, 1, 2, 3),), ((4, 5, 6, 7),))
+    ((one, two),) = plan_batches([15] * 8, token_budget=20, **arguments).microbatches
+    assert sorted((*one, *two)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
 def sequences_of(minibatch) -> list[int]:
