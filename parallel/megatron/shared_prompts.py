@@ -76,49 +76,38 @@ def plan_shared_prompts(
     is_shared_S = (count_S[number_S] > 1) & (prompt_S > 0)
     if not is_shared_S.any():
         return plan_packing(cu_seqlens, device, multiple=multiple)
-    owner_S = np.where(is_shared_S, first_S[number_S], every_S)
-    """The sequence whose prompt is computed."""
-    own_S = np.where(is_shared_S, lengths_S - prompt_S, 0)
-    """Tokens of the branch."""
-    plain_S = lengths_S - own_S
-    """Tokens of the prompt, or of the sequence that shares none."""
+    owner_S = np.where(is_shared_S, first_S[number_S], every_S)  # the sequence whose prompt is computed
+    branch_S = np.where(is_shared_S, lengths_S - prompt_S, 0)  # tokens behind a shared prompt
+    plain_S = lengths_S - branch_S  # tokens of the prompt, or of a sequence that shares none
 
-    buckets: list[Bucket] = []
-    plain_start_S, bucket_S, row_S = (np.zeros_like(lengths_S) for _ in range(3))
-    owners = every_S[owner_S == every_S]
-    start = 0
-    for length in np.unique(plain_S[owners]).tolist():
-        rows = owners[plain_S[owners] == length]
-        plain_start_S[rows] = start + length * np.arange(len(rows))
-        bucket_S[rows], row_S[rows] = len(buckets), np.arange(len(rows))
-        buckets.append(Bucket(start=start, count=len(rows), length=length))
-        start = buckets[-1].stop
-    num_dummies = -int(start + own_S.sum()) % multiple
+    plain = _plain_buckets(plain_S, every_S[owner_S == every_S])
+    start, buckets = plain.stop, list(plain.buckets)
+    num_dummies = -int(start + branch_S.sum()) % multiple
     if num_dummies:
         buckets.append(Bucket(start=start, count=num_dummies, length=1))
         start = buckets[-1].stop
 
     branches: list[Branches] = []
     branch_start_S = np.zeros_like(lengths_S)
-    branching = every_S[own_S > 0]
-    branching = branching[np.lexsort((own_S[branching], prompt_S[branching]))]
-    for part in _like_lengths(own_S[branching], prompt_S[branching]):
-        rows, owner_N = branching[part], owner_S[branching[part]]
-        branch_start_S[rows] = start + own_S[rows].cumsum() - own_S[rows]
-        prompts, prompt_N = buckets[bucket_S[owner_N[0]]], torch.from_numpy(row_S[owner_N])
-        branches.append(_branches(start, own_S[rows], prompts, prompt_N, device))
+    branching = every_S[branch_S > 0]
+    branching = branching[np.lexsort((branch_S[branching], prompt_S[branching]))]
+    for run in _like_lengths(branch_S[branching], prompt_S[branching]):
+        rows, owner_N = branching[run], owner_S[branching[run]]
+        branch_start_S[rows] = start + branch_S[rows].cumsum() - branch_S[rows]
+        prompts, prompt_N = plain.buckets[plain.bucket_S[owner_N[0]]], plain.row_S[owner_N]
+        branches.append(_branches(start, branch_S[rows], prompts, torch.from_numpy(prompt_N), device))
         start = branches[-1].stop
 
     sequence_T = every_S.repeat(lengths_S)
     position_T = np.arange(len(sequence_T)) - cu_seqlens.numpy()[sequence_T]
     is_branch_T = position_T >= plain_S[sequence_T]
     first_T = np.where(
-        is_branch_T, (branch_start_S - plain_S)[sequence_T], plain_start_S[owner_S][sequence_T]
+        is_branch_T, (branch_start_S - plain_S)[sequence_T], plain.start_S[owner_S][sequence_T]
     )
     place_T = first_T + position_T
     order = np.zeros(start, dtype=np.int64)  # dummies are the first token
     order[place_T[::-1]] = np.arange(len(place_T))[::-1]  # of equal tokens that of the first sample
-    lengths = [*(b.length for b in buckets for _ in range(b.count)), *own_S[branching].tolist()]
+    lengths = [*(b.length for b in buckets for _ in range(b.count)), *branch_S[branching].tolist()]
     return SharedPlan(
         order_T=torch.from_numpy(order).to(device),
         inverse_T=torch.from_numpy(place_T).to(device),
@@ -127,6 +116,34 @@ def plan_shared_prompts(
         first=0,
         branches=tuple(branches),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plain:
+    """Shared prompts and whole sequences, and where each of them is; of other sequences there are zeros."""
+
+    buckets: list[Bucket]
+    start_S: np.ndarray
+    bucket_S: np.ndarray
+    row_S: np.ndarray
+
+    @property
+    def stop(self) -> int:
+        return self.buckets[-1].stop
+
+
+def _plain_buckets(length_S: np.ndarray, rows: np.ndarray) -> _Plain:
+    """The sequences ``rows`` by their lengths, from place 0 on."""
+    buckets: list[Bucket] = []
+    start_S, bucket_S, row_S = (np.zeros_like(length_S) for _ in range(3))
+    start = 0
+    for length in np.unique(length_S[rows]).tolist():
+        alike = rows[length_S[rows] == length]
+        bucket_S[alike], row_S[alike] = len(buckets), np.arange(len(alike))
+        start_S[alike] = start + length * row_S[alike]
+        buckets.append(Bucket(start=start, count=len(alike), length=length))
+        start = buckets[-1].stop
+    return _Plain(buckets=buckets, start_S=start_S, bucket_S=bucket_S, row_S=row_S)
 
 
 def _like_lengths(own_N: np.ndarray, prompt_N: np.ndarray) -> list[slice]:
