@@ -5,6 +5,10 @@ rows stand beside it, nor on its place among them. Two engines that call these f
 weights get equal bits. Kernels for CPU choose another order of sums for another number of rows; so matrix products
 run in blocks of a fixed size here, and everything else on contiguous rows.
 
+Nor does a result depend on how many tensor-parallel ranks compute it. Ranks that split the outputs of a product give
+the bits of the whole. Ranks that split its inputs add their parts, so one rank adds the same parts: a sum over inputs
+is one of ``pieces``, in one order (``tree_sum``).
+
 The claim is measured, not proved: for torch on CPU, one thread per process and one type of processor
 (``tests/numerics``). Gradients are the callers'.
 
@@ -12,12 +16,16 @@ Legend: n rows, K inputs, N outputs of a product; B pairs of sequence and key-va
 that share a key-value head are further queries), S keys, D head size, F = D / 2; V vocabulary.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 ROWS = 64
 """Rows of a matrix product."""
+COLUMNS = 16
+"""Fewest columns of a matrix product: float32 kernels take another order of sums below 12."""
 QUERIES = 32
 KEYS = 64
 """Queries and keys of a block of attention."""
@@ -25,22 +33,44 @@ ALIGNMENT = 64
 """Bytes at whose multiples a matrix starts: a kernel may treat what lies before a boundary apart."""
 
 
-def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None) -> Tensor:
-    """x @ weight^T + bias over the last dimension of x, in blocks of ``ROWS`` rows, the last one padded by zeros.
+def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, pieces: int = 1) -> Tensor:
+    """x @ weight^T + bias over the last dimension of x.
 
-    The bias is added to the rounded product.
+    The inputs are split into ``pieces`` equal parts. The product of each is rounded to the dtype, and so is each sum of
+    two of them (``tree_sum``); the bias is added last.
+
+    Raises RuntimeError where pieces does not divide K.
     """
+    parts = ((y.unflatten(-1, (pieces, -1)).unbind(-2)) for y in (x, weight_NK))
+    out = tree_sum([_product(part, weight) for part, weight in zip(*parts, strict=True)])
+    return out if bias_N is None else out + bias_N
+
+
+def _product(x: Tensor, weight_NK: Tensor) -> Tensor:
+    """In blocks of ``ROWS`` rows, the last one padded by zeros, as are fewer columns than ``COLUMNS``."""
     rows_nK = x.reshape(-1, x.shape[-1])
-    num_rows = rows_nK.shape[0]
+    num_rows, num_columns = rows_nK.shape[0], weight_NK.shape[0]
     blocks_nK = F.pad(rows_nK, (0, 0, 0, -num_rows % ROWS)).contiguous()
+    if num_columns < COLUMNS:
+        weight_NK = F.pad(weight_NK, (0, 0, 0, COLUMNS - num_columns))
     weight_KN = aligned_in_memory(weight_NK).t()
-    out_nN = blocks_nK.new_empty(blocks_nK.shape[0], weight_NK.shape[0])
+    out_nN = blocks_nK.new_empty(blocks_nK.shape[0], weight_KN.shape[1])
     for start in range(0, num_rows, ROWS):
         out_nN[start : start + ROWS] = blocks_nK[start : start + ROWS] @ weight_KN
-    out_nN = out_nN[:num_rows]
-    if bias_N is not None:
-        out_nN = out_nN + bias_N
-    return out_nN.view(*x.shape[:-1], -1)
+    return out_nN[:num_rows, :num_columns].reshape(*x.shape[:-1], num_columns)
+
+
+def tree_sum(parts: Sequence[Tensor]) -> Tensor:
+    """((a + b) + (c + d)) + ... of neighbours, rounded to the dtype each time. The parts are a power of two in number.
+
+    A rank that holds 1, 2, 4, ... neighbouring parts adds them to a node of this tree, so the sum over the ranks' sums
+    has the bits of the sum over all parts.
+
+    Raises ValueError for another number of parts.
+    """
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
 
 
 def aligned_in_memory(matrix: Tensor) -> Tensor:

@@ -405,7 +405,9 @@ class MegatronEngine(_Engine):
         recompute: str,
         seed: int,
         timeout_s: float = 1800.0,
+        pieces: int | None = None,
     ):
+        """pieces: ``RunConfig.numerics_pieces``. None, with aligned numerics: as many as layout.tp."""
         super().__init__(
             model,
             layout,
@@ -414,7 +416,7 @@ class MegatronEngine(_Engine):
                 build_model,
                 chunk_tokens=logprob_chunk_tokens,
                 fp32_lm_head=model.fp32_lm_head,
-                numerics=model.numerics,
+                pieces=pieces or layout.tp if model.numerics == "aligned" else None,
             ),
             total_optimizer_steps=total_optimizer_steps,
             recompute=recompute,

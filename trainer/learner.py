@@ -69,6 +69,7 @@ class Learner:
             logprob_chunk_tokens=settings.logprob_chunk_tokens,
             seed=config.seed,
             timeout_s=config.launch.collective_timeout_s,
+            pieces=config.numerics_pieces,
         )
         policy_steps = (config.steps - config.critic_warmup_steps) * minibatches
         self.engine = policy(

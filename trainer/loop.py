@@ -22,20 +22,23 @@ for an evaluation that was missed.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from configs.schema import RunConfig
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
+from trainer.batch.farthest_token import Measure, farthest_token
+from trainer.batch.step_batch import StepBatch
 from trainer.checkpointing import Checkpointer
-from trainer.learner import Learner
+from trainer.learner import Learner, Update
 from trainer.ranks.interruption import INTERRUPTIONS, Postponed
 from trainer.recording import Recorder
 from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import Sampled, SharedSampler
-from trainer.step_metrics import evaluation_metrics, step_metrics
+from trainer.step_metrics import evaluation_metrics, learner_logprobs, step_metrics
 from trainer.tracking.alarms import check_alarms
 from trainer.tracking.ledger import Ledger
 from trainer.tracking.tracker import Tracker
@@ -146,11 +149,17 @@ def train(run: Run) -> None:
             run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
         if run.ledger is not None and sampled.stats is not None:
             run.ledger.enter(step, sampled.stats)
-        run.weight_sync.check_samples(metrics.sampled_gap)
+        run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
         run.doing("checkpoint")
         evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
         run.checkpointer.after_step(step, learner, sampler, evaluation_owed=evaluation_owed)
         rest.release()
+
+
+def _farthest_token(run: Run, batch: StepBatch, updates: Sequence[Update], measure: Measure) -> str:
+    scores_T = learner_logprobs(batch, updates, run.config.correction.mode)
+    assert scores_T is not None  # a gap was measured
+    return farthest_token(batch, scores_T, run.learner.groups.dp_group, measure)
 
 
 def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rollout.records import FinishReason, Group, Status, Trajectory
 from rollout.sampling.messages import EvaluationResult, SamplingStats
@@ -80,12 +81,9 @@ def reward_metrics_of(
     ``current``. Empty in a critic's warm-up, where the policy may not have scored the batch.
 
     An episode that forked counts once, with the log-ratio of all its sequences, on the rank that has the first."""
-    packed, train_T = batch.packed, batch.packed.old_logprobs_T if mode == "decoupled" else None
+    packed, train_T = batch.packed, learner_logprobs(batch, updates, mode)
     if train_T is None:
-        current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
-        if not current:
-            return {}
-        train_T = batch.scattered(current)
+        return {}
     log_ratio_T = torch.where(packed.response_mask_T, train_T - packed.rollout_logprobs_T, 0.0)
     rewards_S = batch.rewards_S[packed.sequence_ids_S]
     log_ratio_S = sum_per_sequence(log_ratio_T.to(torch.float64), packed.cu_seqlens)
@@ -96,6 +94,14 @@ def reward_metrics_of(
         is_first_S = torch.isin(packed.sequence_ids_S, batch.first_sequences())
         log_ratio_S, tokens_S = log_ratio_E[episode_S], torch.where(is_first_S, tokens_E[episode_S], 0.0)
     return reward_metrics(rewards_S, log_ratio_S, tokens_S > 0)
+
+
+def learner_logprobs(batch: StepBatch, updates: Sequence[Update], mode: str) -> Tensor | None:
+    """``old``, or in bypass mode each minibatch's ``current``; None where the policy scored nothing. [T] of this rank."""
+    if mode == "decoupled" and batch.packed.old_logprobs_T is not None:
+        return batch.packed.old_logprobs_T
+    current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
+    return batch.scattered(current) if current else None
 
 
 def replay_share(batch: StepBatch) -> dict[str, Metric]:

@@ -56,6 +56,7 @@ from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.control import Pending, SGLangControl
 from trainer.algorithm.mismatch import SampledGap
+from trainer.batch.farthest_token import Measure
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
 from trainer.ranks.totals import on_first_rank
@@ -389,19 +390,22 @@ class WeightSync:
             )
         return gap
 
-    def check_samples(self, gap: SampledGap | None) -> None:
+    def check_samples(self, gap: SampledGap | None, farthest: Callable[[Measure], str]) -> None:
         """Raise ForeignSamplesError if a sampled token shows that the servers' policy was not the learner's
-        (float32 on both sides, or aligned numerics, which allow no difference at all)."""
+        (float32 on both sides, or aligned numerics, which allow no difference at all). farthest: names that token; a
+        collective of the ranks that share the step's samples."""
         if gap is None or not (self._exact and self._samples_are_probes):
             return
-        for name, value, tolerance, unit in (
+        checks: tuple[tuple[Measure, float, float, str], ...] = (
             ("abs_prob_max", gap.probability, self._tolerance, ""),
             ("logprob_gap_max", gap.nats, self._unlikely_tolerance, " nats"),
-        ):
+        )
+        for name, value, tolerance, unit in checks:
             if not value <= tolerance:
                 raise ForeignSamplesError(
                     f"learner and server differ by {value:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
-                    f"(mismatch/{name}; {self._engines} allows {tolerance:g}): the server did not serve these weights or this softmax"
+                    f"(mismatch/{name}; {self._engines} allows {tolerance:g}): the server did not serve these weights or this softmax. The "
+                    f"farthest token is {farthest(name)}"
                 )
 
     def prove_last(self) -> None:

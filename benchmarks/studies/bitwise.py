@@ -3,8 +3,10 @@ and what each operation brings where the learner leaves it to torch.
 
 A tiny random Qwen3 (sharp, see ``layout_mismatch``), rewarded for length, so that responses have many lengths and
 every step updates the weights. A run's own samples are compared: each response token's log-prob by the server
-against the learner's before its update. Then the first step of an aligned run is scored again by an aligned learner
-in which one operation at a time is torch's own.
+against the learner's before its update. Then the first step of an aligned run is scored again by an aligned learner of
+one process in which one operation at a time is torch's own.
+
+A layout is TP of the learner / TP of the servers.
 """
 
 import json
@@ -12,6 +14,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from functools import partial
+from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -24,6 +28,7 @@ import torch.nn.functional as F  # noqa: E402
 from benchmarks.common import parser, write  # noqa: E402
 from benchmarks.layout_mismatch import make_sharp_model  # noqa: E402
 
+LAYOUTS = ("1/1", "2/2", "1/2", "2/1")
 DTYPES = ("float32", "bfloat16")
 MODES = ("aligned", "default")
 SETTINGS = (
@@ -38,26 +43,34 @@ REWARD = "def score(prompt, response, reference):\n    return len(response) / 12
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--steps", type=int, default=50, help="of an aligned run; the others have a fifth")
+    for name, known in (("layouts", LAYOUTS), ("dtypes", DTYPES), ("modes", MODES)):
+        options.add_argument(f"--{name}", nargs="+", choices=known, default=list(known))
     given = options.parse_args()
     steps = 5 if given.quick else given.steps
     result: dict = {"runs": [], "operations": []}
     with tempfile.TemporaryDirectory() as scratch:
-        make_sharp_model(Path(scratch) / "model")
-        for dtype in DTYPES:
-            for mode in MODES:
-                count = steps if mode == "aligned" else max(1, steps // 5)
-                folder = train(Path(scratch) / f"{dtype}-{mode}", dtype, mode, count)
-                result["runs"].append({"dtype": dtype, "numerics": mode} | compared(folder))
-                print(json.dumps(result["runs"][-1]), flush=True)
-        for dtype in DTYPES:
-            folder = Path(scratch) / f"{dtype}-aligned" / "runs" / "latest"
-            for row in without_each(folder, Path(scratch) / "model", dtype):
-                result["operations"].append(row)
-                print(json.dumps(row), flush=True)
+        model = Path(scratch) / "model"
+        make_sharp_model(model)
+        for layout, dtype, mode in product(given.layouts, given.dtypes, given.modes):
+            count = steps if mode == "aligned" else max(1, steps // 5)
+            of = {"layout": layout, "dtype": dtype}
+            folder = Path(scratch) / f"{layout.replace('/', '-')}-{dtype}-{mode}"
+            run = train(folder, layout, dtype, mode, count)
+            report(result["runs"], of | {"numerics": mode} | compared(run))
+            if mode == "aligned":
+                pieces = max(map(int, layout.split("/")))
+                for row in without_each(run, model, dtype, pieces):
+                    report(result["operations"], of | row)
     write(result, given.json)
 
 
-def train(folder: Path, dtype: str, mode: str, steps: int) -> Path:
+def report(rows: list[dict], row: dict) -> None:
+    rows.append(row)
+    print(json.dumps(row), flush=True)
+
+
+def train(folder: Path, layout: str, dtype: str, mode: str, steps: int) -> Path:
+    learner_tp, rollout_tp = layout.split("/")
     folder.mkdir()
     (folder / "length_reward.py").write_text(REWARD)
     settings = (
@@ -65,6 +78,8 @@ def train(folder: Path, dtype: str, mode: str, steps: int) -> Path:
         f"model.numerics={mode}",
         f"model.dtype={dtype}",
         f"rollout.dtype={dtype}",
+        f"layout.tp={learner_tp}",
+        f"rollout.tp={rollout_tp}",
     )
     recipe = ROOT / "configs/recipes/countdown_tiny.yaml"
     command = [sys.executable, "-m", "launch", "train", str(recipe), *SETTINGS, *settings]
@@ -130,18 +145,27 @@ def plain_attention(query_BRD, key_BSD, value_BSD, sees_BRS, scale):
     return F.scaled_dot_product_attention(query_BRD, key_BSD, value_BSD, attn_mask=sees_BRS, scale=scale)
 
 
-def plain_linear_by_row(x, weight, bias=None):
+def plain_linear(x, weight, bias=None, *, pieces=1):
+    return F.linear(x, weight, bias)
+
+
+def plain_linear_by_row(x, weight, bias=None, *, pieces=1):
     """As a server computes that decodes one sequence."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.cat([F.linear(row[None], weight, bias) for row in rows])
     return out.view(*x.shape[:-1], -1)
 
 
-def plain_head(hidden_TH, weight_VH):
-    return hidden_TH @ weight_VH.t()
+def in_one_piece(linear, x, weight, bias=None, *, pieces=1):
+    """The product that one rank computes by itself, beside ranks that share its inputs."""
+    return linear(x, weight, bias)
 
 
-def without_each(run: Path, model: Path, dtype: str):
+def plain_head(hidden_CH, weight_VH, *, vocab_size, group):
+    return hidden_CH @ weight_VH[:vocab_size].t()
+
+
+def without_each(run: Path, model: Path, dtype: str, pieces: int):
     """Rows of the first step's tokens, whose weights are the model's, with operations of torch's own."""
     from configs.schema.layout import ONE_PROCESS
     from configs.schema.model import ModelConfig
@@ -157,15 +181,15 @@ def without_each(run: Path, model: Path, dtype: str):
         platform.init_distributed(60.0)
     engine = MegatronEngine(
         ModelConfig(path=model, dtype=dtype, numerics="aligned"), ONE_PROCESS, None,
-        total_optimizer_steps=1, logprob_chunk_tokens=1024, recompute="none", seed=0,
+        total_optimizer_steps=1, logprob_chunk_tokens=1024, recompute="none", seed=0, pieces=pieces,
     )  # fmt: skip
     batch = read_batch(batch_file(run / "batches", 1)).packed
     mask = batch.response_mask_T
     cases = {
         "none": (),
-        "linear layers and head": ((aligned, "linear", F.linear),),
+        "linear layers and head": ((aligned, "linear", plain_linear),),
         "linear layers and head, one row at a time": ((aligned, "linear", plain_linear_by_row),),
-        "head": ((modules, "product", plain_head),),
+        "head": ((modules, "whole_logits", plain_head),),
         "attention": ((aligned, "attention", plain_attention),),
         "RMSNorm": ((aligned, "rms_norm", plain_rms_norm),),
         "SiLU": ((aligned, "silu", F.silu),),
@@ -174,17 +198,18 @@ def without_each(run: Path, model: Path, dtype: str):
     cases["all of these"] = tuple(
         change for name, changes in cases.items() for change in changes if name != by_row
     )
+    if pieces > 1:
+        cases["sums over inputs in one piece"] = ((aligned, "linear", partial(in_one_piece, aligned.linear)),)
+    settings = engine.chunks[0].whole_logits.keywords
     for name, changes in cases.items():
         patches = [patch.object(module, attribute, value) for module, attribute, value in changes]
         for one in patches:
             one.start()
-        engine.chunks[0].product = modules.product
+        engine.chunks[0].whole_logits = partial(modules.whole_logits, **settings)
         ((logprobs_T, _),) = engine.logprobs([batch], temperature=0.9)
         for one in patches:
             one.stop()
-        yield {"dtype": dtype, "left to torch": name} | counted(
-            (logprobs_T - batch.rollout_logprobs_T)[mask].abs()
-        )
+        yield {"left to torch": name} | counted((logprobs_T - batch.rollout_logprobs_T)[mask].abs())
 
 
 if __name__ == "__main__":

@@ -34,8 +34,15 @@ NOT_ALIGNED_FLAGS = (
     "speculative",
     "lora",
     "sampling-backend",
+    "dp-attention",
+    "attn-dp",
+    "attn-cp",
+    "dcp-size",
+    "dp-lm-head",
+    "layernorm-sp",
+    "quant-communications",
 )
-"""Flags of SGLang, or parts of them, that take other operations than those of ``numerics``."""
+"""Flags of SGLang, or parts of them, that take other operations than those of ``numerics``, or sum over other ranks."""
 
 
 def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
@@ -44,6 +51,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     yield from _of_reward(config)
     yield from _of_batch(config)
     yield from _of_routing(config)
+    yield from _of_pieces(config)
     yield from _of_numerics(config)
     yield from _of_truncation(config)
 
@@ -228,16 +236,42 @@ def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
             )
 
 
+def _of_pieces(config: "RunConfig") -> Iterator[Contradiction]:
+    """Tensor-parallel sizes and pieces of ``model.numerics=aligned``, whose sums add pairs, pairs of pairs and so on."""
+    given, pieces = config.model.numerics_pieces, config.numerics_pieces
+    if pieces is None:
+        if given is not None:
+            yield Contradiction(
+                ("model.numerics_pieces", "model.numerics"),
+                f"model.numerics_pieces={given} has no effect with model.numerics=default",
+                "remove it, or set model.numerics=aligned",
+            )
+        return
+    sizes = {"layout.tp": config.layout.tp, "rollout.tp": config.rollout.tp}
+    if given is not None:
+        sizes["model.numerics_pieces"] = given
+    for field, size in sizes.items():
+        if size & (size - 1):
+            yield Contradiction(
+                (field, "model.numerics"),
+                f"{field}={size} is no power of two, and model.numerics=aligned sums pairs of ranks' parts, pairs of pairs and so on",
+                "use 1, 2, 4 or 8, or set model.numerics=default",
+            )
+        elif size > pieces:
+            yield Contradiction(
+                (field, "model.numerics_pieces"),
+                f"{field}={size} ranks cannot share a sum of model.numerics_pieces={pieces} parts",
+                f"set model.numerics_pieces={size}, or remove it",
+            )
+
+
 def _of_numerics(config: "RunConfig") -> Iterator[Contradiction]:
     """What ``model.numerics=aligned`` does not cover."""
     if config.model.numerics != "aligned":
         return
-    rollout, one = config.rollout, "which is aligned on one rank alone"
-    sums = "sums the parts of several ranks"
+    rollout = config.rollout
     refused: list[tuple[str, object, object, str]] = [
-        ("layout.tp", config.layout.tp, 1, f"{sums}, {one}"),
         ("layout.cp", config.layout.cp, 1, "splits the attention of a sequence over ranks, and SGLang does not"),
-        ("rollout.tp", rollout.tp, 1, f"{sums}, {one}"),
         ("rollout.dtype", rollout.dtype, config.model.dtype, "rounds the served weights"),
         ("rollout.quantization", rollout.quantization, "none", "rounds the served weights"),
         ("rollout.precision", rollout.precision, None, "rounds the served weights"),

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from configs.schema.base import GivenPath, Schema
+from configs.schema.base import Count, GivenPath, Schema
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -22,4 +22,8 @@ class ModelConfig(Schema):
     numerics: Literal["default", "aligned"] = "default"
     """aligned: learner and SGLang compute every row of every operation in one fixed order, so that the log-prob of
     each sampled token has the same bits in both, and a step where one differs ends the run. On CPU, for dense
-    models, with one tensor-parallel rank and one thread on both sides."""
+    models, with one thread on both sides. layout.tp and rollout.tp may be any powers of two, and differ."""
+    numerics_pieces: Count | None = None
+    """Aligned numerics sum over the inputs of a product in this many pieces, so that 1, 2, ... ranks that share the
+    pieces get the same bits. A power of two. None: the larger of layout.tp and rollout.tp. A fixed number keeps a run's
+    bits where it is resumed under another layout."""

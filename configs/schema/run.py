@@ -109,6 +109,13 @@ class RunConfig(Schema):
         return isinstance(self.advantage, CreditedAdvantage) and self.advantage.credit == "turn"
 
     @property
+    def numerics_pieces(self) -> int | None:
+        """Parts in which aligned numerics sum over the inputs of row-parallel products; None: default numerics."""
+        if self.model.numerics != "aligned":
+            return None
+        return self.model.numerics_pieces or max(self.layout.tp, self.rollout.tp)
+
+    @property
     def scores_old(self) -> bool:
         """Whether a forward pass before the update computes ``old``; see ``learner.old_logprobs``.
 

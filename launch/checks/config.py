@@ -204,7 +204,8 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
     if isinstance(config, RunConfig):
         rollout, positions = config.rollout, architecture.max_positions
         yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
-        yield from finding_of("model.numerics", check_numerics, config.model.numerics, architecture)
+        if config.numerics_pieces is not None:
+            yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
         yield from finding_of("rollout.server_args", static_share, config)
         yield from finding_of("rollout.quantization", check_quantization, rollout, architecture.model_type)
         if config.learner.routing == "rollout" and architecture.experts is None:

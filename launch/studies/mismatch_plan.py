@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.errors import did_you_mean
+from configs.errors import ConfigError, did_you_mean
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
 from configs.schema.task import CountdownTask, TaskConfig
@@ -113,7 +113,27 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     if request.why:
         more, left_out = _parts_of_why(request, load, gpus)
         parts, skipped = parts + more, skipped + left_out
-    return Plan(request=request, parts=tuple(parts), skipped=tuple(skipped))
+    return Plan(request=request, parts=_in_equal_pieces(parts), skipped=tuple(skipped))
+
+
+def _reason(error: ValueError | ConfigError) -> str:
+    return (
+        "; ".join(problem.error for problem in error.problems)
+        if isinstance(error, ConfigError)
+        else str(error)
+    )
+
+
+def _in_equal_pieces(parts: Sequence[Part]) -> tuple[Part, ...]:
+    """With aligned numerics every layout sums in the pieces of the largest, so that all have the same bits."""
+    pieces = max(part.config.numerics_pieces or 0 for part in parts)
+    if not pieces:
+        return tuple(parts)
+    models = [part.config.model.model_copy(update={"numerics_pieces": pieces}) for part in parts]
+    return tuple(
+        replace(part, config=part.config.model_copy(update={"model": model}))
+        for part, model in zip(parts, models, strict=True)
+    )
 
 
 def _has_experts(config: RunConfig) -> bool:
@@ -213,14 +233,17 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
             continue
         try:
             parts.append(_learner_part("why", text, load, request.prompts, gpus))
-        except ValueError as error:
-            skipped.append(f"learner {text} as a cause ({cause}): {error}")
+        except (ValueError, ConfigError) as error:
+            skipped.append(f"learner {text} as a cause ({cause}): {_reason(error)}")
     server = _rollout_part("rollout", request.rollouts[0], load, gpus).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
     if server.temperature == 1.0:  # servers score tokens at no other temperature
         overrides = [*as_overrides(ONE_PROCESS), f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
-        config = load("--why", overrides)
-        parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=config))
+        try:
+            config = load("--why", overrides)
+            parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=config))
+        except ConfigError as error:
+            skipped.append(f"cause dtype: {_reason(error)}")
     if gpus:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
         texts = [f"tp={server.tp},{mode}" for mode in modes]

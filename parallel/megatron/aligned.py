@@ -1,17 +1,19 @@
 """The learner's modules under ``numerics=aligned``: forward passes of ``numerics.aligned``, which the servers run too.
 
 A gradient is that of the plain operation at the same inputs. The two forward passes differ in roundings alone.
-Megatron's own code keeps embedding, residual sums and the packing, which compute no sum over a row.
+Megatron's own code keeps embedding, residual sums and the packing, which compute no sum over a row. The embedding's sum
+over ranks has one term that is not zero.
 """
 
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, mappings
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from numerics import aligned
@@ -37,36 +39,66 @@ class _WithGradientOf(torch.autograd.Function):
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, pieces):
         ctx.save_for_backward(x, weight)
-        return aligned.linear(x, weight, bias)
+        return aligned.linear(x, weight, bias, pieces=pieces)
 
     @staticmethod
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
         grad_weight = rows.t() @ x.flatten(0, -2)
-        return grad @ weight, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ weight, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
-def _require_one_rank(config: TransformerConfig) -> None:
-    """Raises ValueError where a row is shared by ranks."""
-    if config.tensor_model_parallel_size * config.context_parallel_size > 1:
-        raise ValueError("model.numerics=aligned needs layout.tp=1 and layout.cp=1")
+class _SumOverRanks(torch.autograd.Function):
+    """The sum over tensor-parallel ranks in the order of ``aligned.tree_sum``. Each rank has the whole gradient, and it
+    is that of the rank's own part."""
+
+    @staticmethod
+    def forward(ctx, part, group):
+        return aligned.tree_sum(_of_all_ranks(part, group))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def _of_all_ranks(part: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """The parts of all ranks of the group, in their order."""
+    if group.size() == 1:
+        return [part]
+    parts = [torch.empty_like(part) for _ in range(group.size())]
+    dist.all_gather(parts, part.contiguous(), group=group)
+    return parts
 
 
 class AlignedColumnLinear(ColumnParallelLinear):
-    """On one tensor-parallel rank."""
+    """Each rank has some of the outputs, whose bits do not depend on the others."""
 
-    def _forward_impl(self, input, weight, *args, bias=None, **kwargs):
-        return _Linear.apply(input, weight, bias)
+    def _forward_impl(
+        self, input, weight, *, bias, allreduce_dgrad, sequence_parallel, tp_group, **unused
+    ) -> Tensor:
+        if sequence_parallel:
+            input = mappings.gather_from_sequence_parallel_region(input, group=tp_group)
+        elif allreduce_dgrad:
+            input = mappings.copy_to_tensor_model_parallel_region(input, group=tp_group)
+        return _Linear.apply(input, weight, bias, 1)
 
 
 class AlignedRowLinear(RowParallelLinear):
-    """On one tensor-parallel rank."""
+    """Each rank has some of the inputs: of the ``pieces`` parts of a sum, an equal share. Without bias."""
 
-    def _forward_impl(self, input, weight, *args, bias=None, **kwargs):
-        return _Linear.apply(input, weight, bias)
+    def __init__(self, *args, pieces: int, **options):
+        super().__init__(*args, **options)
+        self.pieces_here = pieces * self.input_size_per_partition // self.input_size
+
+    def forward(self, input_):
+        part = _Linear.apply(input_, self.weight, None, self.pieces_here)
+        out = _SumOverRanks.apply(part, self.tp_group)
+        if self.sequence_parallel:
+            out = mappings.scatter_to_sequence_parallel_region(out, group=self.tp_group)
+        return out, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -88,7 +120,8 @@ class AlignedCoreAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
         super().__init__()
-        _require_one_rank(config)
+        if config.context_parallel_size > 1:
+            raise ValueError("model.numerics=aligned needs layout.cp=1")
         self.scale = softmax_scale
 
     def forward(
@@ -136,6 +169,10 @@ def _in_blocks(query_NALD: Tensor, key_NKLD: Tensor, value_NKLD: Tensor, scale: 
     return out.view(count, heads, length, size)
 
 
-def product(hidden_TH: Tensor, weight_VH: Tensor) -> Tensor:
-    """The logits of ``linear_logprobs``, which has a backward of its own."""
-    return aligned.linear(hidden_TH, weight_VH)
+def whole_logits(
+    hidden_CH: Tensor, weight_VH: Tensor, *, vocab_size: int, group: dist.ProcessGroup
+) -> Tensor:
+    """[C, vocab_size] on every rank, from each rank's rows of the projection, for ``linear_logprobs``: its sums over the
+    vocabulary then have one order whatever the number of ranks."""
+    parts = _of_all_ranks(aligned.linear(hidden_CH, weight_VH), group)
+    return torch.cat(parts, -1)[:, :vocab_size].contiguous()

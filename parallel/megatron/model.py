@@ -10,6 +10,7 @@ Python loop over them.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -151,12 +152,12 @@ class PackedCoreAttention(nn.Module):
 
 
 def _block_spec(
-    config: TransformerConfig, architecture: Architecture, vp_stage: int | None, numerics: str
+    config: TransformerConfig, architecture: Architecture, vp_stage: int | None, pieces: int | None
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
-    if numerics == "aligned":
-        make_layer, norm = _aligned_layer, AlignedRMSNorm
+    if pieces is not None:
+        make_layer, norm = partial(_aligned_layer, pieces), AlignedRMSNorm
     elif platform.uses_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -187,7 +188,7 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
     return spec
 
 
-def _aligned_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     """A layer of a dense model with the operations of ``numerics``; ``check_numerics`` refuses experts."""
     spec = _local_layer(architecture, experts)
     layer: Any = spec.submodules
@@ -197,7 +198,7 @@ def _aligned_layer(architecture: Architecture, experts: Experts | None) -> Modul
     if architecture.qk_norm:
         attention.q_layernorm = attention.k_layernorm = AlignedRMSNorm
     attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
-    attention.linear_proj = mlp.linear_fc2 = aligned.AlignedRowLinear
+    attention.linear_proj = mlp.linear_fc2 = ModuleSpec(aligned.AlignedRowLinear, {"pieces": pieces})
     return spec
 
 
@@ -255,7 +256,7 @@ def transformer_config(
     recompute: str,
     *,
     sequence_parallel: bool = False,
-    numerics: str = "default",
+    is_aligned: bool = False,
 ) -> TransformerConfig:
     """Megatron's config: sizes of the architecture and of Megatron's groups, no dropout, and no fusion that needs
     Apex or CUDA."""
@@ -272,7 +273,7 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
         gated_linear_unit=True,
-        activation_func=aligned.silu if numerics == "aligned" else F.silu,
+        activation_func=aligned.silu if is_aligned else F.silu,
         add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
@@ -322,8 +323,8 @@ class Backbone:
     config: TransformerConfig
     inv_freq_F: Tensor
     attention_factor: float
-    numerics: str
-    """``ModelConfig.numerics``."""
+    pieces: int | None
+    """``RunConfig.numerics_pieces`` of aligned numerics; None: default numerics."""
     vp_stage: int | None
     """Number of this rank's chunk; None if the pipeline is not interleaved."""
 
@@ -339,7 +340,7 @@ class PackedGPTModel(GPTModel):
         architecture, config, vp_stage = backbone.architecture, backbone.config, backbone.vp_stage
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, architecture, vp_stage, backbone.numerics),
+            transformer_layer_spec=_block_spec(config, architecture, vp_stage, backbone.pieces),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -354,7 +355,7 @@ class PackedGPTModel(GPTModel):
         self.attention_factor = backbone.attention_factor
         # Attention of Transformer Engine and of context parallelism, and that of ``numerics``, take whole sequences.
         is_whole = platform.uses_transformer_engine() or config.context_parallel_size > 1
-        self.shares_prompts = not is_whole and backbone.numerics == "default"
+        self.shares_prompts = not is_whole and backbone.pieces is None
 
     def pack(
         self,
@@ -440,7 +441,13 @@ class LogprobGPTModel(PackedGPTModel):
     def __init__(self, backbone: Backbone, *, chunk_tokens: int, fp32_lm_head: bool):
         super().__init__(backbone, shares_output=backbone.architecture.tied)
         self.chunk_tokens = chunk_tokens
-        self.product = aligned.product if backbone.numerics == "aligned" else None
+        self.whole_logits = None
+        if backbone.pieces is not None:
+            self.whole_logits = partial(
+                aligned.whole_logits,
+                vocab_size=backbone.architecture.vocab_size,
+                group=self.pg_collection.tp,
+            )
         self.head_dtype = torch.float32 if fp32_lm_head else backbone.config.params_dtype
 
     def logprobs(
@@ -514,7 +521,7 @@ class LogprobGPTModel(PackedGPTModel):
             chunk_tokens=self.chunk_tokens,
             group=self.pg_collection.tp,
             dtype=self.head_dtype,
-            product=self.product,
+            whole_logits=self.whole_logits,
             **request,
         )
 
@@ -577,15 +584,15 @@ def build_model(
     vp_stage: int | None = None,
     chunk_tokens: int = 1024,
     fp32_lm_head: bool = False,
-    numerics: str = "default",
+    pieces: int | None = None,
 ) -> LogprobGPTModel:
     """A chunk of the policy, with weights that ``hf_conversion.load_hf`` sets later. Needs Megatron's parallel
     groups.
 
     ``vp_stage`` is the number of this rank's chunk, None if each rank has one. ``fp32_lm_head``: the output
-    projection runs in float32. ``numerics``: as in ``ModelConfig``.
+    projection runs in float32. ``pieces``: those of aligned numerics; None: default numerics.
     """
-    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage, numerics)
+    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage, pieces)
     return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
         platform.device()
     )
@@ -613,18 +620,23 @@ def _make_backbone(
     recompute: str,
     sequence_parallel: bool,
     vp_stage: int | None,
-    numerics: str = "default",
+    pieces: int | None = None,
 ) -> Backbone:
     architecture = read_architecture(hf_config)
-    check_numerics(numerics, architecture)
+    if pieces is not None:
+        check_numerics(pieces, architecture)
     inv_freq_F, attention_factor = rotary_frequencies(folder, hf_config)
     return Backbone(
         architecture=architecture,
         config=transformer_config(
-            architecture, dtype, recompute, sequence_parallel=sequence_parallel, numerics=numerics
+            architecture,
+            dtype,
+            recompute,
+            sequence_parallel=sequence_parallel,
+            is_aligned=pieces is not None,
         ),
         inv_freq_F=inv_freq_F,
         attention_factor=attention_factor,
-        numerics=numerics,
+        pieces=pieces,
         vp_stage=vp_stage,
     )

@@ -31,7 +31,7 @@ def linear_logprobs(
     group: dist.ProcessGroup | None = None,
     with_entropy: bool = True,
     dtype: torch.dtype | None = None,
-    product: Callable[[Tensor, Tensor], Tensor] | None = None,
+    whole_logits: Callable[[Tensor, Tensor], Tensor] | None = None,
     kept: KeptSets | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(x)[target] and the entropy of softmax(x), for x = hidden @ weight^T / temperature over the
@@ -42,11 +42,13 @@ def linear_logprobs(
     Gradients: d logprob / dx_v = 1[v = target] - p_v and d entropy / dx_v = -p_v (log p_v + entropy).
     SGLang divides by temperature in the same way before its own log-softmax. The projection and its backward
     run in ``dtype`` (None: that of ``hidden_TH``), to which hidden states and weight are converted; everything
-    after it runs in float32. ``product`` (hidden, weight) is that of the forward pass; None: one of torch's.
+    after it runs in float32. ``whole_logits`` (hidden_CH, weight_VH) gives the forward pass the logits of the full
+    vocabulary, [C, vocab_size], a fresh tensor of the same values on every rank; None: torch's product of this rank's
+    rows.
 
     ``weight_VH`` holds rows [rank V, rank V + V) of the vocabulary; rows from ``vocab_size`` on are padding
     and take no part. ``group`` is the tensor-parallel group, None (or one rank) for an unsharded vocabulary.
-    A call makes two all-reduces, whatever the number of chunks. The returned values are the same on every
+    A call makes two all-reduces, whatever the number of chunks, or those of ``whole_logits``. The returned values are the same on every
     rank; the gradient of ``hidden_TH`` is this rank's part, which the caller sums over the group. The log-probs
     do not depend on ``with_entropy``.
 
@@ -71,7 +73,7 @@ def linear_logprobs(
         group,
         with_entropy,
         dtype or hidden_TH.dtype,
-        product or _product,
+        whole_logits,
         kept,
     )
     return logprobs_T, entropy_T if with_entropy else None
@@ -161,16 +163,22 @@ class _LinearLogprobs(torch.autograd.Function):
         group,
         with_entropy,
         dtype,
-        product,
+        whole_logits,
         kept,
     ):
         first, count = _real_rows(weight_VH, vocab_size, group)
-        rows_VH = weight_VH[:count].to(dtype)
         kept_here = _KeptHere.of(kept, first, count, chunk_tokens)
-        maximum_T, sums_3T = _local_sums(
-            hidden_TH, rows_VH, targets_T - first, temperature, chunk_tokens, with_entropy, product, kept_here
-        )
-        log_z_T, logprobs_T, entropy_T = _combine_ranks(maximum_T, sums_3T, group)
+        settings = temperature, chunk_tokens, with_entropy
+        if whole_logits is None:
+            rows_VH = weight_VH[:count].to(dtype)
+            sums = _sums(hidden_TH, rows_VH, targets_T - first, count, *settings, _product, kept_here)
+            log_z_T, logprobs_T, entropy_T = _combine_ranks(*sums, group)
+        else:
+            all_kept = _KeptHere.of(kept, 0, vocab_size, chunk_tokens)
+            sums = _sums(
+                hidden_TH, weight_VH.to(dtype), targets_T, vocab_size, *settings, whole_logits, all_kept
+            )
+            log_z_T, logprobs_T, entropy_T = _combine_ranks(*sums, None)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
         ctx.first, ctx.count, ctx.dtype, ctx.kept_here = first, count, dtype, kept_here
         ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
@@ -216,23 +224,25 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total += left @ right
 
 
-def _local_sums(
+def _sums(
     hidden_TH,
     rows_VH,
     local_targets_T,
+    num_columns,
     temperature,
     chunk_tokens,
     with_entropy,
     product,
     kept_here: _KeptHere | None,
 ) -> tuple[Tensor, Tensor]:
-    """(this rank's maximum m over its rows, [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)]), each [T]."""
+    """(the maximum m over the columns of the product, [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)]), each
+    [T]."""
     num_tokens = hidden_TH.shape[0]
     maximum_T = hidden_TH.new_full((num_tokens,), -torch.inf, dtype=torch.float32)
     sums_3T = hidden_TH.new_zeros((3, num_tokens), dtype=torch.float32)
-    if rows_VH.shape[0] == 0:
+    if num_columns == 0:
         return maximum_T, sums_3T
-    is_local_T = (local_targets_T >= 0) & (local_targets_T < rows_VH.shape[0])
+    is_local_T = (local_targets_T >= 0) & (local_targets_T < num_columns)
     for start in range(0, num_tokens, chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         logits_CV = _scaled_logits(hidden_TH[chunk].to(rows_VH.dtype), rows_VH, temperature, product)

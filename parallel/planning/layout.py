@@ -252,12 +252,22 @@ def validate_layout(
         raise ValueError("\n  ".join(problems))
 
 
-def check_numerics(numerics: str, architecture: Architecture) -> None:
-    """Refuse aligned numerics for a model whose experts' products are not aligned. Raises ValueError."""
-    if numerics == "aligned" and architecture.experts:
+def check_numerics(pieces: int, architecture: Architecture) -> None:
+    """Refuse aligned numerics for a model whose experts' products are not aligned, or whose heads or intermediate size
+    do not divide by the pieces. Raises ValueError."""
+    if architecture.experts:
         raise ValueError(
             f"model.numerics=aligned covers dense models, and this {architecture.model_type} has experts; set model.numerics=default"
         )
+    sizes = {
+        "num_attention_heads": architecture.num_heads,
+        "intermediate_size": architecture.intermediate_size,
+    }
+    for name, size in sizes.items():
+        if size % pieces:
+            raise ValueError(
+                f"model.numerics_pieces={pieces} does not divide the model's {name}={size}; use a smaller power of two"
+            )
 
 
 def layout_problems(

@@ -187,8 +187,8 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
     ours = [] if spec.cuda else [str(STAND_INS)]
     if spec.config.rollout.sglang_plugin:
         ours.append(str(PLUGIN))
-    if spec.config.model.numerics == "aligned":
-        environment["TANDEM_NUMERICS"] = "aligned"
+    if spec.config.numerics_pieces is not None:
+        environment["TANDEM_NUMERICS"] = f"aligned:{spec.config.numerics_pieces}"
         ours.append(str(NUMERICS))
     paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)

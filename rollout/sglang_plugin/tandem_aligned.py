@@ -1,31 +1,52 @@
 """``numerics=aligned``: SGLang's modules of a dense model with the operations of ``numerics.aligned``, which the
 learner runs too. Attention: ``tandem_batched_attention.py``.
 
-SGLang's embedding stays: it sums nothing. The log-prob of a sampled token is computed from its logits again, as
+SGLang's embedding stays: it sums nothing, and over ranks one row and zeros. So do the gathered logits, on which every
+tensor-parallel rank has the whole vocabulary. The log-prob of a sampled token is computed from its logits again, as
 SGLang's is the logarithm of a rounded probability.
 """
 
+from functools import partial
+
+import torch
+
 from numerics import aligned
 
-LAYERS = "sglang.srt.layers"
+SGLANG = "sglang.srt"
+LAYERS = f"{SGLANG}.layers"
 
 
-def register() -> None:
+def register(pieces: int) -> None:
+    """pieces: those of a sum over inputs, over all tensor-parallel ranks."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     for target, replacement in {
-        "quantization.unquant.UnquantizedLinearMethod.apply": linear,
-        "layernorm.RMSNorm.forward": rms_norm,
-        "activation.SiluAndMul.forward": silu_and_mul,
-        "rotary_embedding.base.RotaryEmbedding.forward": rotary,
-        "logits_processor.LogitsProcessor._compute_lm_head": head,
+        f"{LAYERS}.quantization.unquant.UnquantizedLinearMethod.apply": partial(linear, pieces),
+        f"{LAYERS}.layernorm.RMSNorm.forward": rms_norm,
+        f"{LAYERS}.activation.SiluAndMul.forward": silu_and_mul,
+        f"{LAYERS}.rotary_embedding.base.RotaryEmbedding.forward": rotary,
+        f"{LAYERS}.logits_processor.LogitsProcessor._compute_lm_head": head,
+        f"{SGLANG}.distributed.parallel_state.GroupCoordinator.all_reduce": sum_over_ranks,
     }.items():
-        HookRegistry.register(f"{LAYERS}.{target}", replacement, HookType.REPLACE)
+        HookRegistry.register(target, replacement, HookType.REPLACE)
     HookRegistry.register(f"{LAYERS}.sampler.Sampler.forward", sample, HookType.AROUND)
 
 
-def linear(method, layer, x, bias=None):
-    return aligned.linear(x, layer.weight, bias)
+def linear(pieces, method, layer, x, bias=None):
+    from sglang.srt.layers.linear import RowParallelLinear
+
+    shares_inputs = isinstance(layer, RowParallelLinear)
+    pieces_here = pieces * layer.input_size_per_partition // layer.input_size if shares_inputs else 1
+    return aligned.linear(x, layer.weight, bias, pieces=pieces_here)
+
+
+def sum_over_ranks(group, x):
+    """In place, as SGLang's."""
+    if group.world_size == 1:
+        return x
+    parts = [torch.empty_like(x) for _ in range(group.world_size)]
+    torch.distributed.all_gather(parts, x.contiguous(), group=group.device_group)
+    return x.copy_(aligned.tree_sum(parts))
 
 
 def rms_norm(module, x, residual=None, post_residual_addition=None, quant_linear=None):

@@ -45,10 +45,10 @@ def register_for_cpu() -> None:
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if is_aligned():
+    if (pieces := aligned_pieces()) is not None:
         import tandem_aligned
 
-        tandem_aligned.register()
+        tandem_aligned.register(pieces)
     register_attention_backend("torch_native")(batched_attention)
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", fork_processes, HookType.AFTER
@@ -64,15 +64,17 @@ def batched_attention(runner):
     from tandem_batched_attention import make_backend
 
     logger.info(BATCHED)
-    if is_aligned():
+    if aligned_pieces() is not None:
         from tandem_aligned import attention
 
         return make_backend(runner, attention)
     return make_backend(runner)
 
 
-def is_aligned() -> bool:
-    return os.environ.get("TANDEM_NUMERICS") == "aligned"
+def aligned_pieces() -> int | None:
+    """``RunConfig.numerics_pieces``, which the environment has as ``aligned:2``; None: SGLang's own operations."""
+    mode, _, pieces = os.environ.get("TANDEM_NUMERICS", "").partition(":")
+    return int(pieces) if mode == "aligned" else None
 
 
 def fork_processes(result: object, *args: object, **kwargs: object) -> object:

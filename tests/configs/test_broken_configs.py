@@ -548,15 +548,33 @@ TABLE = {
             value=str(value), error=error, fix=f"set {field}={needed}, or model.numerics=default",
         )
         for field, value, needed, error in (
-            ("layout.tp", 2, 1, "sums the parts of several ranks"),
             ("layout.cp", 2, 1, "splits the attention of a sequence over ranks"),
-            ("rollout.tp", 2, 1, "sums the parts of several ranks"),
             ("rollout.dtype", "bfloat16", "float32", "rounds the served weights"),
             ("rollout.precision", "int8", "null", "rounds the served weights"),
             ("rollout.sglang_plugin", "false", "true", "leaves SGLang's own operations in place"),
             ("launch.threads_per_process", 2, 1, "lets a kernel split a sum by its threads"),
         )
     },
+    **{
+        f"aligned numerics, {field} of 3": Broken(
+            options=f"model.numerics=aligned model.dtype=float32 rollout.dtype=float32 {field}=3", field=f"{field}, model.numerics",
+            value="3", error="is no power of two", fix="use 1, 2, 4 or 8, or set model.numerics=default",
+        )
+        for field in ("layout.tp", "rollout.tp", "model.numerics_pieces")
+    },
+    "aligned numerics, more ranks than pieces": Broken(
+        options="model.numerics=aligned model.dtype=float32 rollout.dtype=float32 rollout.tp=4 model.numerics_pieces=2",
+        field="rollout.tp, model.numerics_pieces", value="4", error="cannot share a sum of model.numerics_pieces=2 parts",
+        fix="set model.numerics_pieces=4, or remove it",
+    ),
+    "aligned numerics, more pieces than heads": Broken(
+        options="model.numerics=aligned model.dtype=float32 rollout.dtype=float32 model.numerics_pieces=8", field="model.numerics_pieces",
+        value="8", error="model.numerics_pieces=8 does not divide the model's num_attention_heads=4", fix="use a smaller power of two",
+    ),
+    "pieces of default numerics": Broken(
+        options="model.numerics_pieces=2", field="model.numerics_pieces, model.numerics", value="2",
+        error="has no effect with model.numerics=default", fix="remove it, or set model.numerics=aligned",
+    ),
     "aligned numerics in float16": Broken(
         options="model.numerics=aligned model.dtype=float16 rollout.dtype=float16", field="model.dtype, model.numerics", value="float16",
         error="was never tried with model.dtype=float16", fix="use float32 or bfloat16, or model.numerics=default",

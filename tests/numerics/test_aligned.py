@@ -57,6 +57,49 @@ def test_a_column_of_a_product_has_the_same_bits_wherever_its_weights_stand(size
     assert torch.equal(aligned.linear(x, matrix[order]), aligned.linear(x, matrix)[:, order])
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.sampled_from(SIZES), first=st.integers(0, 100), count=st.integers(1, 200), dtype=DTYPES, seed=st.integers(0, 2**31)
+)  # fmt: skip
+def test_a_rank_with_some_outputs_has_the_bits_of_the_whole(size, first, count, dtype, seed):
+    """Also with fewer columns than a kernel takes at once."""
+    x, matrix = random(70, size, seed=seed, dtype=dtype), random(300, size, seed=seed + 1, dtype=dtype)
+    columns = slice(first, first + count)
+    assert torch.equal(aligned.linear(x, matrix[columns]), aligned.linear(x, matrix)[:, columns])
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    size=st.sampled_from(SIZES),
+    pieces=st.sampled_from([1, 2, 4, 8]),
+    dtype=DTYPES,
+    seed=st.integers(0, 2**31),
+)
+def test_ranks_that_share_the_inputs_sum_to_the_bits_of_one_rank(size, pieces, dtype, seed):
+    x, matrix = random(70, size, seed=seed, dtype=dtype), random(40, size, seed=seed + 1, dtype=dtype)
+    whole = aligned.linear(x, matrix, pieces=pieces)
+    assert whole.dtype == dtype
+    for ranks in (r for r in (1, 2, 4, 8) if r <= pieces):
+        shares = zip(x.chunk(ranks, -1), matrix.chunk(ranks, -1), strict=True)
+        parts = [aligned.linear(mine, part, pieces=pieces // ranks) for mine, part in shares]
+        assert torch.equal(aligned.tree_sum(parts), whole)
+
+
+def test_the_number_of_pieces_decides_the_bits_and_the_bias_is_added_last():
+    x, matrix, bias = random(70, 96, seed=0), random(40, 96, seed=1), random(40, seed=2)
+    halves = [F.linear(*half) for half in zip(x.split(48, -1), matrix.split(48, -1), strict=True)]
+    assert torch.equal(aligned.linear(x, matrix, bias, pieces=2), (halves[0] + halves[1]) + bias)
+    assert not torch.equal(aligned.linear(x, matrix, pieces=2), aligned.linear(x, matrix))
+
+
+def test_what_has_no_equal_shares_is_refused():
+    parts = [torch.ones(2)] * 3
+    with pytest.raises(ValueError, match="shorter"):
+        aligned.tree_sum(parts)
+    with pytest.raises(RuntimeError, match="unflatten"):
+        aligned.linear(torch.ones(3, 10), torch.ones(4, 10), pieces=4)
+
+
 def test_a_weight_that_starts_anywhere_in_memory_gives_the_same_bits():
     """The learner's weights are parts of one buffer."""
     x, matrix = random(70, 96, seed=0), random(48, 96, seed=1)

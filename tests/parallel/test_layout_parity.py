@@ -40,6 +40,8 @@ LAYOUTS = {
     "cp2 dp2": LayoutConfig(cp=2, dp=2),
 }
 UNTIED, TIED, CRITIC = "policy, untied", "policy, tied", "critic"
+ALIGNED, IN_ONE_PIECE = "policy, aligned in two pieces", "policy, aligned in one piece"
+ALIGNED_LAYOUTS = ("tp2", "tp2 sp", "tp2 pp2 sp")
 REPLAYED = "policy with experts, of which most are given"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
@@ -47,10 +49,11 @@ STEPS = {
     "cp3": (UNTIED, CRITIC, REPLAYED),
     "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
     "tp2 sp cp2": (UNTIED, REPLAYED),
-    "tp2 sp": (UNTIED, TIED, CRITIC),
+    "tp2": (UNTIED, ALIGNED),
+    "tp2 sp": (UNTIED, TIED, CRITIC, ALIGNED),
     "pp2": (UNTIED, TIED, CRITIC),
     "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
-    "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED),
+    "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED, ALIGNED),
     "pp2 dp2": (
         TIED,
     ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
@@ -111,6 +114,7 @@ class Runs:
             "replays": True,
         }
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
+        self.jobs[ALIGNED] = self.jobs[TIED] | {"pieces": 2}
         groups = make_groups(
             [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB
         )
@@ -119,9 +123,11 @@ class Runs:
 
     def one_process(self) -> dict:
         if "one process" not in self.found:
+            torch.set_num_threads(1)  # as in the ranks, whose bits are compared
             jobs = {name: ("step", job) for name, job in self.jobs.items()}
             jobs[REPLAYED] = ("step", self.jobs[REPLAYED] | {"recompute": "none"})
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
+            jobs[IN_ONE_PIECE] = ("step", self.jobs[TIED] | {"pieces": 1})
             jobs[LEARNER] = ("learner", self.learner)
             jobs[FEW_TOKENS] = ("step_of_lengths", self.few_tokens)
             self.found["one process"] = work_layout(LayoutConfig(), jobs)
@@ -203,6 +209,18 @@ def test_a_step_is_that_of_one_process(runs, layout, record_property):
             }
             record_property(name, differences)
             assert max(differences.values()) < TOLERANCE, f"{name}: {differences}"
+
+
+@pytest.mark.parametrize("layout", ALIGNED_LAYOUTS)
+def test_aligned_scores_have_the_bits_of_one_process(runs, layout):
+    """And gradients of plain operations, but for rounding. In one piece one process has other bits."""
+    one = runs.one_process()
+    wanted = torch.cat(one[ALIGNED]["scores"])
+    for rank in (found[ALIGNED] for found in runs.of(layout)):
+        assert torch.equal(torch.cat(rank["scores"]), wanted)
+        assert greatest_difference(rank["gradients"], one[TIED]["gradients"]) < TOLERANCE
+    for other in (TIED, IN_ONE_PIECE):
+        assert not torch.equal(torch.cat(one[other]["scores"]), wanted)
 
 
 @pytest.mark.parametrize("layout", ["pp2", "pp2 vpp2", "tp2 pp2 sp", "cp2 pp2 vpp2", "pp2 dp2"])

@@ -5,6 +5,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig, SftConfig
 from configs.schema.task import CountdownTask
 from parallel.engine import MegatronEngine, ValueEngine
-from parallel.megatron import platform
+from parallel.megatron import aligned, platform
 from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.weights import hf_conversion
@@ -97,12 +98,18 @@ def make_batch(
 
 def make_engine(
     folder: Path, *, layout: LayoutConfig | None = None, dtype: str = "float32", steps: int = 10, recompute: str = "none",
-    timeout_s: float = 120.0, fp32_lm_head: bool = False, **optimizer,
+    timeout_s: float = 120.0, fp32_lm_head: bool = False, pieces: int | None = None, **optimizer,
 ) -> MegatronEngine:  # fmt: skip
+    """pieces: of aligned numerics; None: default numerics."""
     platform.init_distributed(60.0)
     settings = OptimizerConfig(**{"lr": 1e-2, "eps": 1e-4, "clip_grad": 1e9, **optimizer})
     return MegatronEngine(
-        ModelConfig(path=folder, dtype=dtype, fp32_lm_head=fp32_lm_head),
+        ModelConfig(
+            path=folder,
+            dtype=dtype,
+            fp32_lm_head=fp32_lm_head,
+            numerics="aligned" if pieces else "default",
+        ),
         layout or LayoutConfig(),
         settings,
         total_optimizer_steps=steps,
@@ -110,6 +117,7 @@ def make_engine(
         recompute=recompute,
         seed=0,
         timeout_s=timeout_s,
+        pieces=pieces,
     )
 
 
@@ -259,11 +267,17 @@ def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Te
     rank, size = dist.get_rank(), dist.get_world_size()
     results = []
     for case in cases:
+        whole_logits = None
+        if case.get("is_aligned"):
+            whole_logits = partial(
+                aligned.whole_logits, vocab_size=case["vocab_size"], group=dist.group.WORLD
+            )
         hidden = case["hidden"].clone().requires_grad_()
         weight = case["weight"].chunk(size)[rank].clone().requires_grad_()
         logprobs, entropy = linear_logprobs(
             hidden, weight, case["targets"], vocab_size=case["vocab_size"], temperature=case["temperature"],
             chunk_tokens=case["chunk_tokens"], group=dist.group.WORLD, kept=case.get("kept"),
+            whole_logits=whole_logits,
         )  # fmt: skip
         ((logprobs * case["g"]).sum() + (entropy * case["h"]).sum()).backward()
         dist.all_reduce(hidden.grad)

@@ -43,6 +43,7 @@ def frozen_engine(config: RunConfig, model: ModelConfig) -> MegatronEngine:
         recompute="none",
         seed=config.seed,
         timeout_s=config.launch.collective_timeout_s,
+        pieces=config.numerics_pieces,
     )
 
 

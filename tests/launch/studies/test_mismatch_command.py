@@ -130,6 +130,19 @@ def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
     assert any("not on CPU" in what for what in plan.skipped)
 
 
+def test_aligned_layouts_sum_in_the_pieces_of_the_largest(tmp_path, model):
+    """And a cause that they do not know is left out with its reason."""
+    load = loaded(tmp_path, model)
+    asked = request(learners=("tp=1", "tp=4"), rollouts=("tp=2", "tp=1"), why=True)
+    plan = make_plan(asked, lambda option, more: load(option, ["model.numerics=aligned", *more]), gpus=0)
+    assert {part.config.numerics_pieces for part in plan.parts} == {4}
+    assert [(part.config.layout.tp, part.config.rollout.tp) for part in plan.of("rollout", "learner")] == [
+        (1, 2), (1, 1), (1, 1), (4, 1)
+    ]  # fmt: skip
+    assert any("rollout.dtype" in reason for reason in plan.skipped)
+    assert any("learner cp=2 as a cause" in reason and "layout.cp" in reason for reason in plan.skipped)
+
+
 def test_why_adds_what_it_compares_with_once(tmp_path, model):
     plan = make_plan(request(learners=("tp=1", "tp=2"), why=True), loaded(tmp_path, model), gpus=0)
     assert [p.text for p in plan.of("learner")] == ["tp=1", "tp=2"]

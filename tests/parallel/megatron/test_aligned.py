@@ -31,8 +31,8 @@ def test_products_norm_and_activation_have_plain_gradients():
     x, matrix, bias, weight = (
         random(*shape, seed=i) for i, shape in enumerate([(5, 1, 24), (40, 24), (40,), (24,)])
     )
-    assert_same_gradients(aligned._Linear.apply, F.linear, x, matrix, bias)
-    assert_same_gradients(lambda x, w: aligned._Linear.apply(x, w, None), F.linear, x, matrix)
+    assert_same_gradients(lambda *inputs: aligned._Linear.apply(*inputs, 1), F.linear, x, matrix, bias)
+    assert_same_gradients(lambda x, w: aligned._Linear.apply(x, w, None, 4), F.linear, x, matrix)
     assert_same_gradients(
         lambda x, w: aligned.rms_norm(x, w, 1e-6), lambda x, w: F.rms_norm(x, (24,), w, 1e-6), x, weight
     )
@@ -56,8 +56,9 @@ def test_the_learners_logprobs_have_the_bits_of_the_servers():
     hidden, weight = random(90, 32, seed=0).detach(), random(64, 32, seed=1).detach()
     targets = torch.randint(50, (90,), generator=torch.Generator().manual_seed(2))
     ours, _ = linear_logprobs(
-        hidden, weight, targets, vocab_size=50, temperature=0.7, chunk_tokens=40, product=aligned.product
-    )
+        hidden, weight, targets, vocab_size=50, temperature=0.7, chunk_tokens=40,
+        whole_logits=lambda hidden, weight: forward.linear(hidden, weight)[:, :50].contiguous(),
+    )  # fmt: skip
     temperatures = torch.full((1, 1), 0.7)
     theirs = [
         forward.logprobs(forward.linear(hidden[i : i + 1], weight[:50]) / temperatures, targets[i : i + 1])

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from numerics import aligned as forward
 from parallel.kept_sets import KeptSets
 from parallel.megatron.vocab_parallel import linear_logprobs
 from tests.support.megatron_workers import run_ranks, work_linear_logprobs
@@ -64,12 +65,19 @@ def reference(case):
     return dict(logprobs=logprobs.detach(), entropy=entropy.detach(), hidden=hidden.grad, weight=weight.grad)
 
 
-def fused(case, with_entropy=True, dtype=None):
+def one_ranks_logits(case):
+    """Aligned, of the whole vocabulary."""
+    size = case["vocab_size"]
+    return lambda hidden, weight: forward.linear(hidden, weight)[:, :size].contiguous()
+
+
+def fused(case, with_entropy=True, dtype=None, whole_logits=None):
     hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
     names = ("vocab_size", "temperature", "chunk_tokens", "kept")
     logprobs, entropy = linear_logprobs(
-        hidden, weight, case["targets"], with_entropy=with_entropy, dtype=dtype, **{n: case[n] for n in names}
-    )
+        hidden, weight, case["targets"], with_entropy=with_entropy, dtype=dtype, whole_logits=whole_logits,
+        **{n: case[n] for n in names},
+    )  # fmt: skip
     ((logprobs * case["g"]).sum() + ((entropy * case["h"]).sum() if with_entropy else 0)).backward()
     return dict(
         logprobs=logprobs.detach(),
@@ -234,11 +242,16 @@ def test_two_tensor_parallel_ranks(tmp_path):
         ),
         make_case(num_tokens=6, hidden=4, vocab=3, padding=5, seed=6, kept=True),
     ]
+    cases += [case | {"is_aligned": True} for case in (*cases[:3], cases[4])]
     ranks = run_ranks(work_linear_logprobs, 2, tmp_path, cases)
     for i, case in enumerate(cases):
         wanted = reference(case)
         for rank in ranks:
             assert torch.equal(rank[i]["logprobs"], ranks[0][i]["logprobs"])
+        if case.get("is_aligned"):
+            assert torch.equal(
+                ranks[0][i]["logprobs"], fused(case, whole_logits=one_ranks_logits(case))["logprobs"]
+            )
         whole = {**ranks[0][i], "weight": torch.cat([rank[i]["weight"] for rank in ranks])}
         names = ("logprobs", "entropy") if i == 3 else tuple(wanted)
         assert_close({n: whole[n] for n in names}, {n: wanted[n] for n in names}, case)

@@ -46,12 +46,13 @@ from configs.schema.objective import (
     SapoObjective,
 )
 from parallel.packing import PackedBatch
-from rollout.records import FinishReason, Group
+from rollout.records import FinishReason, Group, Trajectory
 from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
+from trainer.batch.farthest_token import Measure, farthest_token
 from trainer.batch.step_batch import Share, StepBatch, split_groups, step_batch
 from trainer.ranks.metrics import merge_over_ranks, values
 from trainer.ranks.totals import total_over
@@ -676,6 +677,49 @@ def reward_metrics_on_rank(share: Share, group: dist.ProcessGroup) -> dict[str, 
     batch = batch.with_fields(old_logprobs_T=batch.scattered(old))
     own = reward_metrics_of(batch, [], "decoupled", total_over(group))
     return values(merge_over_ranks(own, group))
+
+
+@pytest.mark.parametrize("measure", ["abs_prob_max", "logprob_gap_max"])
+def test_the_farthest_token_is_found_on_any_rank_with_its_place_and_both_values(ranks, measure):
+    """One sampled log-prob of a likely token is off, and more so one of an unlikely token; prompts hold anything."""
+    groups = make_groups(LENGTHS, REWARDS, seed=4)
+    groups = [replace(group, trajectories=[own_policy(t) for t in group.trajectories]) for group in groups]
+    sampled = [
+        (t.rollout_logprobs[place], t, place)
+        for group in groups
+        for t in group.trajectories
+        for place in np.flatnonzero(t.response_mask)
+    ]
+    chosen = {"abs_prob_max": max, "logprob_gap_max": min}
+    for choose, off in ((max, 0.25), (min, 4.0)):
+        _, changed, place = choose(sampled, key=lambda token: token[0])
+        changed.rollout_logprobs[place] -= off
+    _, wanted, place = chosen[measure](sampled, key=lambda token: token[0])
+    token = np.count_nonzero(wanted.response_mask[:place])
+    for num_ranks in (1, 2, 3):
+        shares = split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
+        for found in ranks.call(farthest_on_rank, shares, measure):
+            assert (
+                f"group {wanted.group_id}, sibling {wanted.sibling_id}, response token {token} (from 0)"
+                in found
+            )
+            assert found.endswith(f"{wanted.rollout_logprobs[place]:.9g} by the server")
+
+
+def own_policy(trajectory: Trajectory) -> Trajectory:
+    """As ``OLD`` would have sampled it, with any numbers on the prompt."""
+    logprobs = OLD.double().log_softmax(-1).numpy()
+    ids = np.asarray(trajectory.token_ids)
+    values = np.full(len(ids), -1.0)
+    values[1:] = logprobs[ids[:-1], ids[1:]]
+    sampled = np.where(trajectory.response_mask, values, -50.0).astype(np.float32)
+    return replace(trajectory, rollout_logprobs=sampled)
+
+
+def farthest_on_rank(share: Share, measure: Measure, group: dist.ProcessGroup) -> str:
+    batch = step_batch(share)
+    old = [scores(OLD, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()]
+    return farthest_token(batch, batch.scattered(old), group, measure)
 
 
 def test_parts_of_the_reward_are_means_over_the_samples_that_have_them():
