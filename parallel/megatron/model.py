@@ -97,13 +97,13 @@ def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[T
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """The micro-batch for every layer: Megatron's packed-sequence fields, the plan, the rotary tables, and the experts
-    that are replayed."""
+    """The micro-batch for every layer: Megatron's packed-sequence fields, the plan, the rotary tables, and what
+    decides its experts beside the routers."""
 
     plan: PackedPlan
     cos_T1F: Tensor
     sin_T1F: Tensor
-    replay: moe.Replay | None = None
+    routing: moe.Routing | None = None
 
 
 class RMSNorm(nn.Module):
@@ -358,8 +358,12 @@ class PackedGPTModel(GPTModel):
         experts_TLK: Tensor | None = None,
         is_replayed_T: Tensor | None = None,
         counted_T: Tensor | None = None,
+        records: bool = False,
     ) -> PackedSequences:
-        """The plan and rotary tables of a micro-batch, and the experts that are replayed (see ``moe.Replay``)."""
+        """The plan and rotary tables of a micro-batch, and the experts that are replayed (see ``moe.Replay``).
+
+        records: the routers choose by themselves, and write their choice into ``experts_TLK``.
+        """
         device = positions_T.device
         plan = self._plan(cu_seqlens, device)
         longest = int(torch.diff(cu_seqlens).max())
@@ -381,7 +385,9 @@ class PackedGPTModel(GPTModel):
             plan=plan,
             cos_T1F=cos_T1F,
             sin_T1F=sin_T1F,
-            replay=_replay(plan, experts_TLK, is_replayed_T, counted_T),
+            routing=_recording(plan, experts_TLK)
+            if records
+            else _replay(plan, experts_TLK, is_replayed_T, counted_T),
         )
 
     def _plan(self, cu_seqlens: Tensor, device: torch.device) -> PackedPlan:
@@ -412,6 +418,15 @@ def _replay(
         is_replayed_T=plan.to_model_order(is_replayed_T),
         counted_T=counted_T,
     )
+
+
+def _recording(plan: PackedPlan, experts_TLK: Tensor | None) -> moe.Recording | None:
+    if experts_TLK is None:
+        return None
+    places_T = torch.arange(len(experts_TLK), device=experts_TLK.device)
+    order_T = plan.to_model_order(places_T)
+    is_token_T = plan.without_dummies(torch.ones_like(order_T, dtype=torch.bool))
+    return moe.Recording(experts_TLK=experts_TLK, order_T=order_T, is_token_T=is_token_T)
 
 
 class LogprobGPTModel(PackedGPTModel):
