@@ -35,7 +35,7 @@ from tests.support.megatron_workers import (
     run_ranks,
     weighted_loss,
 )
-from tests.support.moe_workers import by_transformers, make_moe_model, work_layouts
+from tests.support.moe_workers import assert_same_choice, by_transformers, make_moe_model, work_layouts
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
 
 MIXED = dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2)
@@ -229,6 +229,10 @@ def test_a_replay_of_the_routers_own_choice_changes_no_bit_and_another_one_does(
     own, random = own_choice(engine, batch), with_experts(batch, engine.architecture.experts)
     alone_T = logprobs_of(engine, batch)
     assert torch.equal(logprobs_of(engine, own), alone_T)
+    ((recorded_T, ids_TLK),) = engine.logprobs_and_experts([batch], temperature=0.7, dtype=torch.uint8)
+    assert torch.equal(recorded_T, alone_T) and torch.equal(ids_TLK, own.experts_TLK)
+    ((_, wide_TLK),) = engine.logprobs_and_experts([batch], temperature=0.7, dtype=torch.int16)
+    assert wide_TLK.dtype == torch.int16 and torch.equal(wide_TLK, ids_TLK)
     nothing = replace(random, is_replayed_T=torch.zeros_like(random.is_replayed_T))
     assert torch.equal(logprobs_of(engine, nothing), alone_T)
     difference_T = (logprobs_of(engine, random) - alone_T).abs()
@@ -372,6 +376,8 @@ def assert_same_step(ranks: list[dict], wanted: dict) -> None:
         assert sum(found.tokens for found in by_rank) == wanted["differing"].tokens
         totals = tuple(map(sum, zip(*(found.by_layer for found in by_rank), strict=True)))
         assert totals == wanted["differing"].by_layer and min(totals) > 0
+    assert bool(wanted["chosen"]) == (wanted["differing"] is not None)
+    assert_same_choice(ranks, wanted)
     of_dp = {found["dp_rank"]: found["loss"] for found in ranks}
     assert sum(of_dp.values()) == pytest.approx(wanted["loss"], rel=1e-5)
     for found in ranks:
