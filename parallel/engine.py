@@ -440,7 +440,9 @@ class MegatronEngine(_Engine):
         """
         experts = self.architecture.experts
         if experts is None:
-            raise ValueError(f"the {self.architecture.model_type} model has no experts to record; use logprobs")
+            raise ValueError(
+                f"the {self.architecture.model_type} model has no experts to record; use logprobs"
+            )
         shape, device = (sum(experts.is_sparse), experts.experts_per_token), platform.device()
         blank = [
             batch.with_fields(

@@ -45,7 +45,11 @@ COLUMNS = {
     "clipped": last("policy/clip_fraction"),
     "k1 KL(old, current)": last("policy/ppo_kl"),
 }
-FIGURE = {"mean reward": "reward/mean", "max |dp|": "mismatch/abs_prob_max", "gradient norm": "optim/grad_norm"}
+FIGURE = {
+    "mean reward": "reward/mean",
+    "max |dp|": "mismatch/abs_prob_max",
+    "gradient norm": "optim/grad_norm",
+}
 
 
 def name_of(routing: str, seed: int) -> str:
