@@ -1,6 +1,7 @@
-"""The experts of the pass before the update, replayed in the update (``learner.routing: old``): one process, against the
-same ids given explicitly, which come from transformers."""
+"""Replayed experts in the learner's step, in one process: those of its pass before the update (``learner.routing: old``)
+against the same ids given explicitly, which come from transformers; and those of a recorded batch."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from configs.schema.objective import AggregationConfig
 from configs.schema.run import RunConfig
 from parallel.megatron import platform
-from tests.support.layout_workers import weights_by_hf_names
+from tests.support.layout_workers import weights_by_hf_names, with_experts
 from tests.support.megatron_workers import VOCAB, learner_config
 from tests.support.moe_workers import make_moe_model
 from tests.trainer.batch.test_step_batch import make_groups
@@ -20,6 +21,8 @@ from trainer.algorithm.correction import correct
 from trainer.batch.step_batch import StepBatch
 from trainer.learner import Learner, Update
 from trainer.ranks.metrics import values
+from trainer.recording import RecordedBatch, in_order, read_batch, write_batch
+from trainer.studies.replay import of_parameters, replay
 
 GROUPS = make_groups(
     [[9, 5, 14], [12, 3, 20], [7, 16, 2], [11, 4, 8]], [[1.0, 0.0, 0.1]] * 4, seed=3, vocab=VOCAB
@@ -32,15 +35,12 @@ def folder(tmp_path_factory):
     return make_moe_model(folder, "qwen3_moe", num_hidden_layers=3, mlp_only_layers=[1])
 
 
-def config_of(folder, routing: str) -> RunConfig:
+def config_of(folder, **learner) -> RunConfig:
     config = learner_config(
-        folder,
-        data_parallel=1,
-        aggregation=AggregationConfig(),
-        sharded=True,
-        learner={"routing": routing},
+        folder, data_parallel=1, aggregation=AggregationConfig(), sharded=True, learner=learner
     )
-    return RunConfig.model_validate(config.model_dump() | {"kl": {"coefficient": 0.05}})
+    changes = {"kl": {"coefficient": 0.05}, "entropy": {"coefficient": 0.0}}
+    return RunConfig.model_validate(config.model_dump() | changes)
 
 
 def chosen_by_transformers(folder, batch: StepBatch) -> Tensor:
@@ -73,11 +73,11 @@ def step(learner: Learner, *, given_TLK: Tensor | None = None) -> tuple[StepBatc
 
 def test_the_update_replays_the_experts_of_the_pass_before_it(folder):
     platform.init_distributed(60.0)
-    replaying = Learner(config_of(folder, "old"))
+    replaying = Learner(config_of(folder, routing="old"))
     given_TLK = chosen_by_transformers(folder, replaying.receive(GROUPS))
     batch, updates = step(replaying)
     assert torch.equal(batch.packed.experts_TLK, given_TLK) and batch.packed.is_replayed_T.all()
-    explicit = Learner(config_of(folder, "own"))
+    explicit = Learner(config_of(folder))
     same_batch, same_updates = step(explicit, given_TLK=given_TLK)
     for name in ("old_logprobs_T", "ref_logprobs_T"):
         assert torch.equal(getattr(batch.packed, name), getattr(same_batch.packed, name)), name
@@ -90,7 +90,7 @@ def test_the_update_replays_the_experts_of_the_pass_before_it(folder):
     # The first minibatch chooses by the weights of old. Later ones choose otherwise, if they may.
     first, second = (values(update.metrics)["mismatch/experts_differ"] for update in updates)
     assert first == 0.0 < second
-    free = Learner(config_of(folder, "own"))
+    free = Learner(config_of(folder))
     free_batch, free_updates = step(free)
     assert free_batch.packed.experts_TLK is None
     assert torch.equal(free_batch.packed.old_logprobs_T, batch.packed.old_logprobs_T)
@@ -100,3 +100,31 @@ def test_the_update_replays_the_experts_of_the_pass_before_it(folder):
     assert not all(
         torch.equal(a, b) for a, b in zip(free_updates[1].logprobs, updates[1].logprobs, strict=True)
     )
+
+
+def test_a_recorded_batch_is_replayed_with_its_experts(folder, tmp_path):
+    """The gradient of the step that recorded it, which has one minibatch."""
+    platform.init_distributed(60.0)
+    config = config_of(folder, minibatches=1, old_logprobs="always")
+    learner = Learner(config)
+    batch = learner.receive(GROUPS)
+    given = with_experts(batch.packed, learner.engine.architecture.experts)
+    batch, (update,) = step(learner, given_TLK=given.experts_TLK)
+    recorded = RecordedBatch(
+        step=1,
+        version=0,
+        packed=in_order([batch.packed]),
+        rewards_S=batch.rewards_S,
+        group_ids_S=batch.group_ids_S,
+        correction=config.correction,
+    )
+    write_batch(tmp_path / "step.safetensors", recorded)
+    recorded = read_batch(tmp_path / "step.safetensors")
+    gradient = of_parameters(Learner.of_policy_alone(config).engine, temperature=config.rollout.temperature)
+    found = replay(recorded, config, "as trained", config.correction, gradient)
+    wanted = values(update.metrics)
+    assert found.gradient_norm == pytest.approx(wanted["optim/grad_norm"], rel=1e-5)
+    assert found.loss == pytest.approx(wanted["loss/total"], rel=1e-5)
+    without = replace(recorded.packed, experts_TLK=None, is_replayed_T=None)
+    other = replay(replace(recorded, packed=without), config, "free", config.correction, gradient)
+    assert other.gradient_norm != pytest.approx(wanted["optim/grad_norm"], rel=1e-2)
