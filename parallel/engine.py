@@ -2,7 +2,8 @@
 
 An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, context, expert,
 pipeline (plain or interleaved) and data parallelism. A policy replays the experts that its micro-batches carry
-(``PackedBatch.experts_TLK``). A critic chooses its own: its router is another one. Log-probs and entropies of tokens
+(``PackedBatch.experts_TLK``), and tells those that it has chosen (``logprobs_and_experts``). A critic chooses its own:
+its router is another one. Log-probs and entropies of tokens
 with a kept set (``PackedBatch.kept``) are those of the softmax over it, for a reference policy too.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are
@@ -437,6 +438,37 @@ class MegatronEngine(_Engine):
         )
         return [(logprobs_T, entropy_T[0] if entropy_T else None) for logprobs_T, *entropy_T in results]
 
+    def logprobs_and_experts(
+        self, microbatches: Sequence[PackedBatch], *, temperature: float, dtype: torch.dtype
+    ) -> list[tuple[Tensor, Tensor]]:
+        """(logprobs_T, experts_TLK) of each micro-batch: as ``logprobs`` with the learner's own choice of experts,
+        and this choice, of every token and layer with experts, on every rank.
+
+        dtype: of the ids, uint8 or int16. Raises ValueError for a dense model.
+        """
+        experts = self.architecture.experts
+        if experts is None:
+            raise ValueError(
+                f"the {self.architecture.model_type} model has no experts to record; use logprobs"
+            )
+        shape, device = (sum(experts.is_sparse), experts.experts_per_token), platform.device()
+        blank = [
+            batch.with_fields(
+                experts_TLK=torch.zeros((batch.num_tokens, *shape), dtype=dtype, device=device),
+                is_replayed_T=torch.zeros(batch.num_tokens, dtype=torch.bool, device=device),
+            )
+            for batch in microbatches
+        ]
+        scored = self._score_microbatches(blank, _logprob_forward(temperature, False, records=True), 1)
+        recorded: list[Tensor] = []
+        for batch in blank:
+            assert batch.experts_TLK is not None  # written above
+            # Byte by byte, since NCCL has no int16. Every id is 0 but on the ranks that wrote it.
+            for group in self.groups.of_one_dp_rank:
+                dist.all_reduce(batch.experts_TLK.view(torch.uint8), dist.ReduceOp.MAX, group=group)
+            recorded.append(batch.experts_TLK)
+        return [(logprobs_T, ids_TLK) for (logprobs_T,), ids_TLK in zip(scored, recorded, strict=True)]
+
     def update(
         self,
         microbatches: Sequence[PackedBatch],
@@ -556,8 +588,11 @@ class ValueEngine(_Engine):
         return self._update_weights(microbatches, _value_forward, loss_fn, grad_scale)
 
 
-def _logprob_forward(temperature: float, with_entropy: bool, replays: list[Replay] | None = None) -> _Forward:
-    """replays: gets what each call replays, with counts of the router's own choice. None: nothing is counted."""
+def _logprob_forward(
+    temperature: float, with_entropy: bool, replays: list[Replay] | None = None, *, records: bool = False
+) -> _Forward:
+    """replays: gets what each call replays, with counts of the router's own choice. None: nothing is counted.
+    records: the routers write their choice into the micro-batches' ``experts_TLK``, which are on the device."""
 
     def forward(model: LogprobGPTModel, batch: PackedBatch) -> tuple[Tensor, ...] | Tensor:
         packed = model.pack(
@@ -568,9 +603,10 @@ def _logprob_forward(temperature: float, with_entropy: bool, replays: list[Repla
             experts_TLK=batch.experts_TLK,
             is_replayed_T=batch.is_replayed_T,
             counted_T=None if replays is None else batch.response_mask_T,
+            records=records,
         )
-        if replays is not None and packed.replay is not None:
-            replays.append(packed.replay)
+        if replays is not None and isinstance(packed.routing, Replay):
+            replays.append(packed.routing)
         result: Any = model.logprobs(
             tokens_T=batch.tokens_T,
             targets_T=batch.targets_T,

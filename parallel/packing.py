@@ -53,7 +53,8 @@ class PackedBatch:
     """int16, on response tokens: updates of the weights between the sampling of the target and this step. None
     where every lag is 0 by the config."""
     experts_TLK: Tensor | None = None
-    """uint8 or int16 [T, L, K]: the experts to which the server sent each input token. None: learner.routing=own."""
+    """uint8 or int16 [T, L, K]: the experts to which the server sent each input token, or with learner.routing=old the
+    learner's pass before the update. None: learner.routing=own."""
     is_replayed_T: Tensor | None = None
     """bool: tokens that go to ``experts_TLK`` here too; the others go to the learner's own choice."""
     num_kept_T: Tensor | None = None

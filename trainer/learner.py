@@ -168,9 +168,9 @@ class Learner:
         return settings.share_prompts and settings.routing == "own" and self.engine.shares_prompts
 
     def _routing(self) -> Routing | None:
-        """The form of the experts that are replayed."""
+        """The form of the experts that come with the samples."""
         experts = self.engine.architecture.experts
-        if self._config.learner.routing == "own" or experts is None:
+        if self._config.learner.routing != "rollout" or experts is None:
             return None
         return Routing(
             layers=sum(experts.is_sparse),
@@ -186,16 +186,34 @@ class Learner:
         (``before_update``) and computes it in its own forward pass (``RunConfig.scores_old``). Where episodes forked
         it is always computed: what is rejected must be known to average over an episode, whose sequences may lie on
         several ranks.
+
+        With ``learner.routing: old`` the pass of ``old`` chooses the experts; ``ref`` and the update replay them.
         """
         if self._config.correction.mode == "bypass":
             batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
         elif self._config.scores_old or batch.episode_ids_S is not None or not before_update:
-            batch = batch.with_fields(old_logprobs_T=self.logprobs(batch))
+            batch = batch.with_fields(**self._score_old(batch))
         if self._reference is not None:
             batch = batch.with_fields(ref_logprobs_T=self._logprobs_by(self._reference, batch))
         if self.critic is not None:
             batch = batch.with_fields(values_T=batch.scattered(self.critic.score(batch.microbatches())))
         return batch
+
+    def _score_old(self, batch: StepBatch) -> dict[str, Tensor]:
+        """The fields of a batch that come from the pass of ``old``."""
+        experts = self.engine.architecture.experts
+        if self._config.learner.routing != "old" or experts is None:
+            return {"old_logprobs_T": self.logprobs(batch)}
+        scored = self.engine.logprobs_and_experts(
+            batch.microbatches(),
+            temperature=self._config.rollout.temperature,
+            dtype=getattr(torch, wire_type(experts.num_experts)),
+        )
+        return {
+            "old_logprobs_T": batch.scattered([logprobs_T for logprobs_T, _ in scored]),
+            "experts_TLK": batch.scattered([experts_TLK for _, experts_TLK in scored]),
+            "is_replayed_T": torch.ones(batch.packed.num_tokens, dtype=torch.bool),
+        }
 
     def logprobs(self, batch: StepBatch) -> Tensor:
         """Log-probs of the learner's policy as it is now. [T], float32"""

@@ -172,10 +172,11 @@ METRICS = {entry.name: entry for entry in (
     Entry("mismatch/weight_normaliser", "mean", "weight", "mean weight that normalised weights are divided by"),
     Entry("mismatch/kept_fraction", "mean", "share of tokens", "response tokens that rejection and veto leave in the loss"),
     Entry("mismatch/experts_differ", "mean", "share",
-          "response tokens and layers whose experts at the server are not the learner's own choice, behind layers that replay them"),
+          "response tokens and layers whose replayed experts (learner.routing=rollout or old) are not those that the router would "
+          "choose now, behind layers that replay"),
     Entry("mismatch/experts_differ/*", "mean", "share of tokens", "the same of one layer; a star is layer_0, layer_1, …"),
     Entry("mismatch/replayed_fraction", "mean", "share of tokens",
-          "response tokens that go to the server's experts (learner.routing=rollout)"),
+          "response tokens that go to replayed experts (learner.routing=rollout or old)"),
     Entry("mismatch/kept_ids", "mean", "ids per token",
           "ids that top_p, top_k and min_p left for a response token: log-probs and entropies are of the softmax over them"),
     Entry("mismatch/rejected/*/tokens", "mean", "share of tokens", "tokens that a rule rejects; a star is a rule, veto or total"),

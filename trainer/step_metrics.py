@@ -105,7 +105,7 @@ def learner_logprobs(batch: StepBatch, updates: Sequence[Update], mode: str) -> 
 
 
 def replay_share(batch: StepBatch) -> dict[str, Metric]:
-    """Response tokens whose experts are the server's; empty where the learner chooses by itself."""
+    """Response tokens whose experts are replayed; empty where the learner chooses by itself."""
     packed = batch.packed
     if packed.is_replayed_T is None:
         return {}

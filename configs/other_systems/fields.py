@@ -52,9 +52,9 @@ OTHER_FIELDS = {
     **dict.fromkeys(["reward_funcs", "custom_reward_function", "custom_rm_path", "rm_type", "reward_fn"], _REWARD),
     **dict.fromkeys(["kl_coef", "init_kl_coef", "beta"], _KL),
     **dict.fromkeys(["learning_rate", "actor_learning_rate"], _LR),
-    **dict.fromkeys(
-        ["enable_rollout_routing_replay", "use_rollout_routing_replay", "router_replay"], "`learner.routing=rollout`"
-    ),
+    **dict.fromkeys(["enable_rollout_routing_replay", "use_rollout_routing_replay"], "`learner.routing=rollout`"),
+    "use_routing_replay": "`learner.routing=old`",
+    "router_replay": "`learner.routing`, old (R2) or rollout (R3)",
     "clip_ratio": "`objective.clip_low` and `objective.clip_high`",
     "eps_clip": "`objective.clip_low` and `objective.clip_high`",
     "epsilon": "`objective.clip_low` and `objective.clip_high`",

@@ -205,8 +205,11 @@ def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
 
 
 def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of routing replay: servers that give no experts, or not those that a token was sampled with."""
-    if config.learner.routing == "own":
+    """Of routing replay: a pass of ``old`` that is not made or changes nothing; servers that give no experts, or not
+    those that a token was sampled with."""
+    if config.learner.routing == "old":
+        yield from _of_old_routing(config)
+    if config.learner.routing != "rollout":
         return
     fix = "remove it, or set learner.routing=own"
     if not config.rollout.sglang_plugin:
@@ -263,6 +266,23 @@ def _of_pieces(config: "RunConfig") -> Iterator[Contradiction]:
                 f"{field}={size} ranks cannot share a sum of model.numerics_pieces={pieces} parts",
                 f"set model.numerics_pieces={size}, or remove it",
             )
+
+
+def _of_old_routing(config: "RunConfig") -> Iterator[Contradiction]:
+    fix = "remove it, or set learner.routing=own"
+    if config.correction.mode == "bypass":
+        yield Contradiction(
+            ("learner.routing", "correction.mode"),
+            "learner.routing=old replays the experts of the pass before the update, and with correction.mode=bypass there is none: old "
+            "is the rollout",
+            "set learner.routing=rollout, which replays the experts of the rollout, or own",
+        )
+    elif config.learner.minibatches == 1:
+        yield Contradiction(
+            ("learner.routing", "learner.minibatches"),
+            "learner.routing=old has no effect with learner.minibatches=1: before its one update the learner chooses as for old",
+            f"{fix}, or use 2 or more minibatches",
+        )
 
 
 def _of_numerics(config: "RunConfig") -> Iterator[Contradiction]:

@@ -58,11 +58,12 @@ class LearnerConfig(Schema):
     """Whether a forward pass before the update computes the log-probs of ``old``. when_needed skips it where the
     update's own pass gives them: with one minibatch current is old, unless something needs old before the
     update."""
-    routing: Literal["own", "rollout"] = "own"
+    routing: Literal["own", "rollout", "old"] = "own"
     """The experts that a token goes to in the learner, for models with experts. own: those that the learner's router
-    chooses. rollout: those that the server chose when it sampled (routing replay, R3), with the learner's own
-    probabilities as weights. The same holds for ``old`` and ``ref``; a critic chooses its own. A turn whose prompt the
-    server computed again, after an interruption, keeps the learner's own choice."""
+    chooses in each pass. rollout: those that the server chose when it sampled (routing replay, R3). A turn whose prompt
+    the server computed again, after an interruption, keeps the learner's own choice. old: those that the learner's
+    router chose in the pass before the update, which computes ``old`` (R2); it needs several minibatches. Replayed
+    experts have the learner's own probabilities as weights, and ``ref`` gets them too; a critic chooses its own."""
     token_budget: Tokens = 16384
     """Most tokens of one packed micro-batch; a longer single sequence is an error. A micro-batch is on one rank, or
     split over the layout.cp ranks of context parallelism."""

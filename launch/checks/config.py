@@ -208,9 +208,9 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
             yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
         yield from finding_of("rollout.server_args", static_share, config)
         yield from finding_of("rollout.quantization", check_quantization, rollout, architecture.model_type)
-        if config.learner.routing == "rollout" and architecture.experts is None:
-            error = f"learner.routing=rollout: the {architecture.model_type} model at {config.model.path} has no experts to choose"
-            yield "learner.routing", f"{error}; leave it out"
+        if config.learner.routing != "own" and architecture.experts is None:
+            dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
+            yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
         room = partial(prompt_room, config, "training", max_positions=positions)
         yield from finding_of("rollout.max_new_tokens", room)
         yield from _check_critic(config, hf_config, reported=layout_errors)

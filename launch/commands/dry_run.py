@@ -268,15 +268,22 @@ def _resampling_lines(config: RunConfig) -> list[str]:
 
 
 def _routing_lines(config: RunConfig) -> list[str]:
-    if config.learner.routing == "own":
+    routing = config.learner.routing
+    if routing == "own":
         return []
     experts = read_architecture(read_hf_config(config.model.path)).experts
     assert experts is not None  # checked before
     each, rollout = bytes_per_token(experts), config.rollout
     tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens
+    if routing == "old":
+        tokens //= config.layout.dp_size
+    where = {
+        "rollout": "from the servers to the learner's first rank",
+        "old": "on every rank of the learner, on the device in the pass of old and in host memory until the update,",
+    }[routing]
     return [
-        f"learner.routing=rollout: {each} bytes of experts per token of prompts and responses, so {size_text(each * tokens)} from the "
-        "servers to the learner's first rank where every response is as long as it may be"
+        f"learner.routing={routing}: {each} bytes of experts per token of prompts and responses, so {size_text(each * tokens)} {where} "
+        "where every response is as long as it may be"
     ]
 
 

@@ -72,8 +72,8 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
 
 
 def experts_to_replay(config: RunConfig) -> Experts | None:
-    """Those of the policy; None where the learner chooses by itself."""
-    if config.learner.routing == "own":
+    """Those of the policy; None where the learner needs none of the servers' experts."""
+    if config.learner.routing != "rollout":
         return None
     return read_architecture(read_hf_config(config.model.path)).experts
 

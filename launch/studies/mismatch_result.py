@@ -101,7 +101,7 @@ def _causes(
     lengths, key = sampled.response_lengths_R, f"{base.text}/long"
     base_scores = {text: tensors[key] for text, tensors in scores.items()}
     baseline, dtype = base_scores[first.text], first.config.model.dtype
-    chooses_itself = first.config.learner.routing == "own"
+    chooses_itself = first.config.learner.routing != "rollout"
     words = {
         "dtype": dtype,
         "other": "float32" if dtype != "float32" else "bfloat16",

@@ -99,13 +99,13 @@ def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[T
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """The micro-batch for every layer: Megatron's packed-sequence fields, the plan, the rotary tables, and the experts
-    that are replayed."""
+    """The micro-batch for every layer: Megatron's packed-sequence fields, the plan, the rotary tables, and what
+    decides its experts beside the routers."""
 
     plan: PackedPlan
     cos_T1F: Tensor
     sin_T1F: Tensor
-    replay: moe.Replay | None = None
+    routing: moe.Routing | None = None
 
 
 class RMSNorm(nn.Module):
@@ -367,18 +367,20 @@ class PackedGPTModel(GPTModel):
         experts_TLK: Tensor | None = None,
         is_replayed_T: Tensor | None = None,
         counted_T: Tensor | None = None,
+        records: bool = False,
     ) -> PackedSequences:
         """The plan and rotary tables of a micro-batch, and the experts that are replayed (see ``moe.Replay``).
 
         A prompt is computed once for all of its sequences where this model can (``shares_prompts``) and no experts are
-        replayed: samples of one prompt may have been sent to different ones.
+        replayed or recorded: samples of one prompt may have been sent to different ones.
+
+        records: the routers choose by themselves, and write their choice into ``experts_TLK``.
         """
         device = positions_T.device
-        plan = self._plan(cu_seqlens, device)
-        if self.shares_prompts and experts_TLK is None and None not in (prompt_ids_S, prompt_lengths_S):
-            plan = plan_shared_prompts(
-                cu_seqlens, prompt_ids_S, prompt_lengths_S, device, multiple=self._token_multiple
-            )
+        shared = None
+        if self.shares_prompts and experts_TLK is None and prompt_ids_S is not None:
+            shared = prompt_ids_S, prompt_lengths_S
+        plan = self._plan(cu_seqlens, device, shared)
         longest = int(torch.diff(cu_seqlens).max())
         if longest > self.architecture.max_positions:
             raise ValueError(
@@ -398,15 +400,18 @@ class PackedGPTModel(GPTModel):
             plan=plan,
             cos_T1F=cos_T1F,
             sin_T1F=sin_T1F,
-            replay=_replay(plan, experts_TLK, is_replayed_T, counted_T),
+            routing=_recording(plan, experts_TLK)
+            if records
+            else _replay(plan, experts_TLK, is_replayed_T, counted_T),
         )
 
-    @property
-    def _token_multiple(self) -> int:
-        return self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-
-    def _plan(self, cu_seqlens: Tensor, device: torch.device) -> PackedPlan:
-        multiple = self._token_multiple
+    def _plan(
+        self, cu_seqlens: Tensor, device: torch.device, shared: tuple[Tensor, Tensor] | None
+    ) -> PackedPlan:
+        """shared: ``prompt_ids_S`` and ``prompt_lengths_S`` of prompts that are computed once."""
+        multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        if shared is not None:
+            return plan_shared_prompts(cu_seqlens, *shared, device, multiple=multiple)
         group = self.pg_collection.cp
         if group.size() > 1:
             whole = plan_packing(cu_seqlens, device)
@@ -433,6 +438,15 @@ def _replay(
         is_replayed_T=plan.to_model_order(is_replayed_T),
         counted_T=counted_T,
     )
+
+
+def _recording(plan: PackedPlan, experts_TLK: Tensor | None) -> moe.Recording | None:
+    if experts_TLK is None:
+        return None
+    places_T = torch.arange(len(experts_TLK), device=experts_TLK.device)
+    order_T = plan.to_model_order(places_T)
+    is_token_T = plan.without_dummies(torch.ones_like(order_T, dtype=torch.bool))
+    return moe.Recording(experts_TLK=experts_TLK, order_T=order_T, is_token_T=is_token_T)
 
 
 class LogprobGPTModel(PackedGPTModel):

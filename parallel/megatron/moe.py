@@ -8,9 +8,11 @@ the list of experts, and tokens travel to them and back (all-to-all). No token i
 for balancing the experts.
 
 Routing replay (``Replay``; W. Ma et al., "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference
-Routers", arXiv 2510.11370): tokens go to the experts that the server sent them to. The weights are the learner's own
-probabilities of these experts, so the router has its gradient. The ids travel with the micro-batch, and each layer
-takes its own whenever it runs. Recomputation and the schedules of a pipeline therefore need nothing more.
+Routers", arXiv 2510.11370): tokens go to given experts, those of the server (R3) or those of the learner's own pass
+before the update (R2; C. Zheng et al., "Group Sequence Policy Optimization", arXiv 2507.18071, 5.3), which
+``Recording`` takes down. The weights are the learner's own probabilities of these experts, so the router has its
+gradient. The ids travel with the micro-batch, and each layer takes its own whenever it runs. Recomputation and the
+schedules of a pipeline therefore need nothing more.
 """
 
 from dataclasses import dataclass, field
@@ -72,14 +74,43 @@ class Replay:
         layer: place among the layers with experts. group: the ranks that the tokens are split over (sequence
             parallelism); None: this rank has all.
         """
-        mine = slice(None)
-        if group is not None:
-            mine = slice(group.rank() * len(own_TK), (group.rank() + 1) * len(own_TK))
+        mine = _places_of_rank(own_TK, group)
         given_TK = self.experts_TLK[mine, layer].long()
         if self.counted_T is not None:
             is_other_T = (own_TK.sort(-1).values != given_TK.sort(-1).values).any(-1)
             self.differing[layer] = torch.count_nonzero(is_other_T & self.counted_T[mine])
         return torch.where(self.is_replayed_T[mine, None], given_TK, own_TK)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """The experts that the routers of this rank choose for a micro-batch, in the batch's order of tokens."""
+
+    experts_TLK: Tensor
+    """uint8 or int16, written by each layer as it runs. Layers and tokens of other ranks stay as they are."""
+    order_T: Tensor
+    """int64: the batch's token at each place of the model's order."""
+    is_token_T: Tensor
+    """bool, in the model's order: False on dummies."""
+
+    def choose(self, own_TK: Tensor, layer: int, group: dist.ProcessGroup | None) -> Tensor:
+        """The router's own choice, as it was given. Arguments as of ``Replay``."""
+        mine = _places_of_rank(own_TK, group)
+        is_token_T = self.is_token_T[mine]
+        written_TK = own_TK[is_token_T].to(self.experts_TLK.dtype)
+        self.experts_TLK[self.order_T[mine][is_token_T], layer] = written_TK
+        return own_TK
+
+
+Routing = Replay | Recording
+"""What decides the experts of a micro-batch, beside the router."""
+
+
+def _places_of_rank(own_TK: Tensor, group: dist.ProcessGroup | None) -> slice:
+    """The places of these tokens in the model's order, of which each rank of ``group`` has a part."""
+    if group is None:
+        return slice(None)
+    return slice(group.rank() * len(own_TK), (group.rank() + 1) * len(own_TK))
 
 
 class Router(TopKRouter):
@@ -91,8 +122,8 @@ class Router(TopKRouter):
     logits, which is the same only with ``norm_topk``.
     """
 
-    replay: Replay | None = None
-    """Of the micro-batch under way: ``ReplayingLayer`` sets it for its forward pass."""
+    routing: Routing | None = None
+    """Of the micro-batch under way: ``RoutedLayer`` sets it for its forward pass."""
 
     def __init__(self, config: TransformerConfig, pg_collection=None, *, experts: Experts):
         super().__init__(config, pg_collection)
@@ -104,10 +135,10 @@ class Router(TopKRouter):
             raise ValueError("packed batches hold no padding: the router takes no padding mask")
         p_TE = torch.softmax(F.linear(hidden, self.weight).flatten(0, -2), -1, dtype=torch.float32)
         chosen_TK = p_TE.detach().topk(self.topk, -1).indices
-        if self.replay is not None:
+        if self.routing is not None:
             assert self.layer_number is not None  # from 1, over all stages
             layer = sum(self._is_sparse[: self.layer_number - 1])
-            chosen_TK = self.replay.choose(
+            chosen_TK = self.routing.choose(
                 chosen_TK, layer, self.tp_group if self.config.sequence_parallel else None
             )
         weights_TK = p_TE.gather(1, chosen_TK)
@@ -117,21 +148,21 @@ class Router(TopKRouter):
         return weights_TE, torch.zeros_like(p_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
 
 
-class ReplayingLayer(TransformerLayer):
+class RoutedLayer(TransformerLayer):
     """A layer with experts. Megatron gives a layer the packed sequences, but not its router."""
 
     def forward(self, *args, packed_seq_params, **kwargs):
         router = self.mlp.router
-        router.replay = packed_seq_params.replay
+        router.routing = packed_seq_params.routing
         try:
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
-            router.replay = None
+            router.routing = None
 
 
 def use_router(layer: ModuleSpec, experts: Experts) -> None:
     """Put our layer and our router into the specification of a layer with experts."""
-    layer.module = ReplayingLayer
+    layer.module = RoutedLayer
     parts: Any = layer.submodules
     parts.mlp.submodules.router = partial(Router, experts=experts)
 

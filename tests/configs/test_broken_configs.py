@@ -621,6 +621,18 @@ TABLE = {
         options="learner.routing=rollout", field="learner.routing", value="rollout", error="the qwen3 model at dense has no experts",
         fix="leave it out",
     ),
+    "routing replay of old for a dense model": Broken(
+        options="learner.routing=old learner.minibatches=2", field="learner.routing", value="old",
+        error="the qwen3 model at dense has no experts", fix="leave it out",
+    ),
+    "routing replay of old with one minibatch": Broken(
+        options="model.path=experts learner.routing=old", field="learner.routing, learner.minibatches", value="routing: old",
+        error="before its one update the learner chooses as for old", fix="or use 2 or more minibatches",
+    ),
+    "routing replay of old in bypass mode": Broken(
+        options="model.path=experts learner.routing=old learner.minibatches=2 correction=ppo_is_bypass",
+        field="learner.routing, correction.mode", value="routing: old", error="old is the rollout", fix="set learner.routing=rollout",
+    ),
     "learner over nodes": Broken(
         options=f"--dry-run layout.dp=1 rollout.replicas=2 {NODES}", field="launch.nodes.learner", value="2",
         error="the learner's processes", fix="use a multiple of 2",

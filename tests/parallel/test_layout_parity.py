@@ -14,7 +14,7 @@ from configs.schema.run import RunConfig
 from parallel.megatron.groups import join_groups
 from tests.support.layout_workers import OPTIMIZER, build, work_layout
 from tests.support.megatron_workers import VOCAB, learner_config, make_hf_model, run_ranks
-from tests.support.moe_workers import make_moe_model
+from tests.support.moe_workers import assert_same_choice, make_moe_model
 from tests.trainer.batch.test_step_batch import make_groups
 
 pytestmark = pytest.mark.engines
@@ -200,6 +200,8 @@ def test_a_step_is_that_of_one_process(runs, layout, record_property):
         assert (wanted["differing"] is not None) == (name == REPLAYED)
         for rank in (found[name] for found in ranks):
             assert rank["differing"] == wanted["differing"]
+            assert bool(wanted["chosen"]) == (name == REPLAYED)
+            assert_same_choice([rank], wanted)
             assert rank["bitwise"], (
                 f"{name}: the update's own forward pass gave other numbers than the score pass"
             )

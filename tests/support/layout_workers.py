@@ -143,13 +143,31 @@ def with_experts(batch: PackedBatch, experts: Experts, *, seed: int = 0) -> Pack
     )
 
 
+def chosen_by_sequence(engine: MegatronEngine, microbatches: list[PackedBatch]) -> dict[int, Tensor]:
+    """The experts that the engine's routers choose, and write down, [t, L, K] by the number of the sequence. Its
+    log-probs are those of a pass that writes nothing, to the last bit."""
+    own = [replace(batch, experts_TLK=None, is_replayed_T=None) for batch in microbatches]
+    recorded = engine.logprobs_and_experts(own, temperature=TEMPERATURE, dtype=torch.uint8)
+    chosen: dict[int, Tensor] = {}
+    for batch, (logprobs_T, ids_TLK), (again_T, _) in zip(
+        own, recorded, engine.logprobs(own, temperature=TEMPERATURE), strict=True
+    ):
+        assert torch.equal(logprobs_T, again_T)
+        chosen.update(zip(batch.sequence_ids_S.tolist(), ids_TLK.split(batch.lengths), strict=True))
+    return chosen
+
+
 def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch]) -> dict[str, Any]:
-    """Scores, then gradients, then one optimizer step of ``engine`` on this rank's micro-batches."""
+    """Scores, then gradients, then one optimizer step of ``engine`` on this rank's micro-batches. Where experts are
+    given, the engine's own choice before the step too."""
+    chosen = {}
     if isinstance(engine, ValueEngine):
         scored = engine.values(microbatches)
         gradients = full_gradients(engine, microbatches, _value_forward, critic_loss)
         result = engine.update(microbatches, critic_loss)
     else:
+        if microbatches[0].experts_TLK is not None:
+            chosen = chosen_by_sequence(engine, microbatches)
         scored = [logprobs_T for logprobs_T, _ in engine.logprobs(microbatches, temperature=TEMPERATURE)]
         gradients = full_gradients(engine, microbatches, _logprob_forward(TEMPERATURE, True), policy_loss)
         result = engine.update(microbatches, policy_loss, temperature=TEMPERATURE)
@@ -162,6 +180,7 @@ def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch
         "loss": sum(loss for loss, _ in result.outputs),
         "norm": result.grad_norm,
         "differing": result.differing_experts,
+        "chosen": chosen,
         "gradients": gradients,
         "weights": weights_by_hf_names(engine),
         "copies": tied_copies(engine) if isinstance(engine, MegatronEngine) else {},

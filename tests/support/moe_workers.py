@@ -93,6 +93,14 @@ def give_experts(model, experts_TLK: Tensor, is_replayed_T: Tensor) -> None:
         gate.forward = forward
 
 
+def assert_same_choice(ranks: list[dict[str, Any]], wanted: dict[str, Any]) -> None:
+    """Of each rank's sequences: the experts that one process chose, in every layer."""
+    assert set().union(*(found["chosen"] for found in ranks)) == set(wanted["chosen"])
+    for found in ranks:
+        for sequence, ids_TLK in found["chosen"].items():
+            assert torch.equal(ids_TLK, wanted["chosen"][sequence]), f"sequence {sequence}"
+
+
 def work_layouts(
     cases: dict[str, tuple[dict[str, Any], dict[str, tuple], dict[Path, Path]]],
 ) -> dict[str, dict[str, Any]]:

@@ -179,7 +179,7 @@ def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
 
 
 def routing_metrics(by_layer: Sequence[int], tokens: int, is_sparse: Sequence[bool]) -> dict[str, Metric]:
-    """Share of response tokens, and of their layers, whose experts at the server are not the learner's own choice.
+    """Share of response tokens, and of their layers, whose replayed experts are not the router's own choice.
 
     by_layer: tokens that differ, of each layer with experts. tokens: those whose experts were replayed. is_sparse: of
         every layer of the model, whether it has experts.

@@ -81,10 +81,10 @@ class StepBatch:
         return replace(self, packed=self.packed.with_fields(**tensors))
 
     def scattered(self, parts: Sequence[Tensor]) -> Tensor:
-        """Join one tensor per micro-batch, in the order of ``microbatches()``, to [T] of this rank's share, float32 on
-        the CPU."""
+        """Join one tensor per micro-batch, in the order of ``microbatches()``, to [T, ...] of this rank's share, on the
+        CPU."""
         bounds = self.packed.cu_seqlens.tolist()
-        out_T = torch.zeros(self.packed.num_tokens, dtype=torch.float32)
+        out_T = torch.zeros((self.packed.num_tokens, *parts[0].shape[1:]), dtype=parts[0].dtype)
         for row, values_T in self.by_row(parts, range(len(bounds) - 1)):
             out_T[bounds[row] : bounds[row + 1]] = values_T
         return out_T
@@ -94,7 +94,7 @@ class StepBatch:
         bounds = self.packed.cu_seqlens.tolist()
         flat = (rows for minibatch in self.rows for rows in minibatch)
         for rows, part_T in zip(flat, parts, strict=True):
-            part_T, start = part_T.float().cpu(), 0
+            part_T, start = part_T.cpu(), 0
             for row in rows:
                 length = bounds[row + 1] - bounds[row]
                 if row in wanted:

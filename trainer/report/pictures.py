@@ -193,9 +193,10 @@ PICTURES = (
     ),
     Picture(
         name="routing",
-        title="Experts of the two engines",
-        about="Where the learner replays the servers' experts: response tokens whose experts it would not choose itself, and tokens that "
-        "keep its own choice, because the server computed their prompt again.",
+        title="Replayed experts",
+        about="Where the learner replays experts, the servers' (learner.routing=rollout) or those of its pass before the update (old): "
+        "response tokens whose experts it would not choose itself, and tokens that keep its own choice, because the server computed "
+        "their prompt again.",
         panels=(
             Lines(
                 title="Experts that differ",

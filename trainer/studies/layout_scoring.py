@@ -207,7 +207,7 @@ def _routing(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
         return None, "the model has no experts"
     if sampled.experts_TLK is None:
         return None, "the server gave no experts, or not those that a token was sampled with"
-    return scorer.score("routing", sampled, replays=config.learner.routing == "own"), None
+    return scorer.score("routing", sampled, replays=config.learner.routing != "rollout"), None
 
 
 def _temperature_ignored(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:

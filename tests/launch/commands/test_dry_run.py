@@ -478,4 +478,7 @@ def test_the_bytes_of_experts_are_told_where_they_are_replayed(folder):
     settings = ("model.path=tiny", *sizes)
     (line,) = (x for x in batch_lines(config(*settings, "learner.routing=rollout")) if "routing" in x)
     assert "8 bytes of experts per token" in line and size_text(8 * 16 * 50) in line
+    of_old = ("learner.routing=old", "learner.minibatches=2", "layout.dp=2")
+    (line,) = (x for x in batch_lines(config(*settings, *of_old)) if "routing" in x)
+    assert "8 bytes of experts per token" in line and size_text(8 * 8 * 50) in line and "every rank" in line
     assert not [x for x in batch_lines(config(*settings)) if "routing" in x]

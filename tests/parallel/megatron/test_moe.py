@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -19,6 +20,9 @@ from typer.testing import CliRunner
 
 from configs.schema.layout import LayoutConfig
 from launch.cli import app
+from parallel.megatron.attention import plan_packing
+from parallel.megatron.context_parallel import split_context
+from parallel.megatron.model import _recording
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.planning.layout import Experts, read_architecture, read_hf_config, validate_rollout_layout
 from parallel.weights.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert
@@ -35,7 +39,7 @@ from tests.support.megatron_workers import (
     run_ranks,
     weighted_loss,
 )
-from tests.support.moe_workers import by_transformers, make_moe_model, work_layouts
+from tests.support.moe_workers import assert_same_choice, by_transformers, make_moe_model, work_layouts
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
 
 MIXED = dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2)
@@ -229,6 +233,10 @@ def test_a_replay_of_the_routers_own_choice_changes_no_bit_and_another_one_does(
     own, random = own_choice(engine, batch), with_experts(batch, engine.architecture.experts)
     alone_T = logprobs_of(engine, batch)
     assert torch.equal(logprobs_of(engine, own), alone_T)
+    ((recorded_T, ids_TLK),) = engine.logprobs_and_experts([batch], temperature=0.7, dtype=torch.uint8)
+    assert torch.equal(recorded_T, alone_T) and torch.equal(ids_TLK, own.experts_TLK)
+    ((_, wide_TLK),) = engine.logprobs_and_experts([batch], temperature=0.7, dtype=torch.int16)
+    assert wide_TLK.dtype == torch.int16 and torch.equal(wide_TLK, ids_TLK)
     nothing = replace(random, is_replayed_T=torch.zeros_like(random.is_replayed_T))
     assert torch.equal(logprobs_of(engine, nothing), alone_T)
     difference_T = (logprobs_of(engine, random) - alone_T).abs()
@@ -246,6 +254,27 @@ def test_a_replay_of_the_routers_own_choice_changes_no_bit_and_another_one_does(
     assert found["alone"] is None and set(found["own"].by_layer) == {0}
     assert found["own"].tokens == int(batch.response_mask_T.sum())
     assert all(torch.equal(tensor, wanted["own"][name]) for name, tensor in wanted["alone"].items())
+
+
+def test_each_rank_writes_the_choice_of_its_own_tokens_and_a_dummy_writes_nothing():
+    """Three context-parallel ranks of two sequence-parallel ones each, one after another, of which some have dummies."""
+    lengths, cpu = torch.tensor([1, 4, 2, 9]), torch.device("cpu")
+    whole = plan_packing(F.pad(lengths.cumsum(0), (1, 0)), cpu)
+    generator = torch.Generator().manual_seed(0)
+    wanted_TLK = torch.randint(1, 200, (int(lengths.sum()), 2, 3), dtype=torch.uint8, generator=generator)
+    joined_TLK, num_dummies = torch.zeros_like(wanted_TLK), 0
+    for rank in range(3):
+        plan = split_context(whole, cpu, size=3, rank=rank, group=None, multiple=2)
+        recording = _recording(plan, torch.zeros_like(wanted_TLK))
+        is_dummy_T = ~plan.without_dummies(torch.ones(len(plan.order_T), dtype=torch.bool))
+        num_dummies += int(is_dummy_T.sum())
+        own_TLK = plan.to_model_order(wanted_TLK).masked_fill(is_dummy_T[:, None, None], 255)
+        for layer in range(2):
+            for place, part_TK in enumerate(own_TLK[:, layer].long().chunk(2)):
+                group = SimpleNamespace(rank=lambda place=place: place)
+                assert recording.choose(part_TK, layer, group) is part_TK
+        joined_TLK = torch.maximum(joined_TLK, recording.experts_TLK)
+    assert num_dummies > 0 and torch.equal(joined_TLK, wanted_TLK)
 
 
 @pytest.mark.parametrize("kind, changes", SHAPES)
@@ -372,6 +401,8 @@ def assert_same_step(ranks: list[dict], wanted: dict) -> None:
         assert sum(found.tokens for found in by_rank) == wanted["differing"].tokens
         totals = tuple(map(sum, zip(*(found.by_layer for found in by_rank), strict=True)))
         assert totals == wanted["differing"].by_layer and min(totals) > 0
+    assert bool(wanted["chosen"]) == (wanted["differing"] is not None)
+    assert_same_choice(ranks, wanted)
     of_dp = {found["dp_rank"]: found["loss"] for found in ranks}
     assert sum(of_dp.values()) == pytest.approx(wanted["loss"], rel=1e-5)
     for found in ranks:
