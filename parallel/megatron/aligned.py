@@ -45,7 +45,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_weight = rows.t() @ x.flatten(0, -2)
+        grad_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return grad @ weight, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None
 
 

@@ -35,6 +35,7 @@ from parallel.kept_sets import KeptSets
 from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention, split_context
+from parallel.megatron.lora import Lora, adapters_only, add_adapters, freeze_base
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.planning.layout import (
@@ -148,12 +149,18 @@ class PackedCoreAttention(nn.Module):
 
 
 def _block_spec(
-    config: TransformerConfig, architecture: Architecture, vp_stage: int | None, numerics: str
+    config: TransformerConfig,
+    architecture: Architecture,
+    vp_stage: int | None,
+    numerics: str,
+    lora: Lora | None,
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
     if numerics == "aligned":
         make_layer, norm = _aligned_layer, AlignedRMSNorm
+    elif lora is not None:
+        make_layer = _adaptable_layer
     elif platform.uses_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -163,6 +170,9 @@ def _block_spec(
     is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
     is_sparse = is_sparse[first : first + get_num_layers_to_build(config, vp_stage)]
     layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
+    if lora is not None:
+        for sparse, layer in layers.items():
+            add_adapters(layer, lora, has_experts=sparse)
     return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
 
 
@@ -195,6 +205,15 @@ def _aligned_layer(architecture: Architecture, experts: Experts | None) -> Modul
         attention.q_layernorm = attention.k_layernorm = AlignedRMSNorm
     attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
     attention.linear_proj = mlp.linear_fc2 = aligned.AlignedRowLinear
+    return spec
+
+
+def _adaptable_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention where it is used."""
+    spec = _local_layer(architecture, experts)
+    if platform.uses_transformer_engine() and parallel_state.get_context_parallel_world_size() == 1:
+        layer: Any = spec.submodules
+        layer.self_attention.submodules.core_attention = _transformer_engine_attention()
     return spec
 
 
@@ -323,6 +342,8 @@ class Backbone:
     """``ModelConfig.numerics``."""
     vp_stage: int | None
     """Number of this rank's chunk; None if the pipeline is not interleaved."""
+    lora: Lora | None = None
+    """None: the model has no adapters."""
 
 
 class PackedGPTModel(GPTModel):
@@ -336,7 +357,9 @@ class PackedGPTModel(GPTModel):
         architecture, config, vp_stage = backbone.architecture, backbone.config, backbone.vp_stage
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, architecture, vp_stage, backbone.numerics),
+            transformer_layer_spec=_block_spec(
+                config, architecture, vp_stage, backbone.numerics, backbone.lora
+            ),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -349,6 +372,25 @@ class PackedGPTModel(GPTModel):
         self.architecture = architecture
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor
+        self.lora = backbone.lora
+        if self.lora is not None:
+            freeze_base(self)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """All that a checkpoint holds of the model: of one with adapters the adapters alone."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state if self.lora is None else adapters_only(state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
+        """The state of ``sharded_state_dict``."""
+        if self.lora is None:
+            return super().load_state_dict(state_dict, strict, assign)
+        wanted = adapters_only(dict(self.named_parameters())).keys()
+        if wanted != state_dict.keys():
+            raise ValueError(f"adapters differ: {', '.join(sorted(wanted ^ state_dict.keys())[:5])}")
+        return super().load_state_dict(state_dict, False, assign)
 
     def pack(
         self,
@@ -554,14 +596,18 @@ def build_model(
     chunk_tokens: int = 1024,
     fp32_lm_head: bool = False,
     numerics: str = "default",
+    lora: Lora | None = None,
 ) -> LogprobGPTModel:
     """A chunk of the policy, with weights that ``hf_conversion.load_hf`` sets later. Needs Megatron's parallel
     groups.
 
     ``vp_stage`` is the number of this rank's chunk, None if each rank has one. ``fp32_lm_head``: the output
-    projection runs in float32. ``numerics``: as in ``ModelConfig``.
+    projection runs in float32. ``numerics``: as in ``ModelConfig``. ``lora``: adapters, all that has gradients then; they
+    are set later too.
     """
-    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage, numerics)
+    backbone = _make_backbone(
+        folder, hf_config, dtype, recompute, sequence_parallel, vp_stage, numerics, lora
+    )
     return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
         platform.device()
     )
@@ -590,6 +636,7 @@ def _make_backbone(
     sequence_parallel: bool,
     vp_stage: int | None,
     numerics: str = "default",
+    lora: Lora | None = None,
 ) -> Backbone:
     architecture = read_architecture(hf_config)
     check_numerics(numerics, architecture)
@@ -603,4 +650,5 @@ def _make_backbone(
         attention_factor=attention_factor,
         numerics=numerics,
         vp_stage=vp_stage,
+        lora=lora,
     )
