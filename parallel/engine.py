@@ -54,6 +54,7 @@ from parallel.planning.adapters import check_lora
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config, validate_layout
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
+from parallel.weights.peft_adapter import save_adapter
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, any output).
@@ -158,6 +159,7 @@ class _Engine:
         self._microbatch_multiple = layout.microbatch_multiple
         hf_conversion.load_hf(self.chunks, model.path)
         hf_conversion.initialise_adapters(self.chunks, seed)
+        self._lora = lora
         self._described_adapters = lora and base_model.describe(model.path, lora.config)
         self._optimizer_config = optimizer
         self._optimizer: Any = None  # Megatron's; None while frozen
@@ -528,6 +530,11 @@ class MegatronEngine(_Engine):
         """Write a Hugging Face folder with this model's weights, all or nothing; see
         ``hf_conversion.save_hf``."""
         hf_conversion.save_hf(self.chunks, self.source, folder)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapters as a folder of ``peft``, all or nothing; see ``peft_adapter``. For an engine with ``lora``."""
+        assert self._lora is not None
+        save_adapter(self.chunks, self._lora.config, self.source, folder)
 
 
 class ValueEngine(_Engine):

@@ -278,7 +278,13 @@ class Learner:
         return [row[-len(c.token_ids) :].tolist() for row, c in zip(per_sequence, completions, strict=True)]
 
     def save_hf(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder, adapters merged."""
         self.engine.save_hf(folder)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the policy's adapters, if it has any, as a folder of ``peft``."""
+        if self._config.learner.lora is not None:
+            self.engine.save_adapter(folder)
 
 
 def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:

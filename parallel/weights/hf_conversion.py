@@ -277,8 +277,8 @@ def save_hf(
     """
     folder, source = Path(folder), Path(source)
     is_first = dist.get_rank() == 0
-    temporary, failure = _try_call(hidden_folder, folder) if is_first else (None, None)
-    temporary = _from_first_rank(temporary)
+    temporary, failure = try_call(hidden_folder, folder) if is_first else (None, None)
+    temporary = from_first_rank(temporary)
     if temporary is not None:
         try:
             shards, failure = _write_stage(models, temporary, max_shard_bytes)
@@ -288,18 +288,19 @@ def save_hf(
             if is_first and failure is None:
                 written = [shard for shards, _ in results for shard in shards]
                 finish = partial(finish_folder, source=source, dtype=models[0].config.params_dtype)
-                _, failure = _try_call(finish, temporary, folder, written)
+                _, failure = try_call(finish, temporary, folder, written)
         finally:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)  # finish_folder has renamed it
-    failure = _from_first_rank(failure)
+    failure = from_first_rank(failure)
     if failure is not None:
         raise OSError(
             f"could not write the Hugging Face folder {folder}: {failure}; what was there before is unchanged"
         )
 
 
-def _from_first_rank(value: T) -> T:
+def from_first_rank(value: T) -> T:
+    """Rank 0's value, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -316,13 +317,13 @@ def _write_stage(
         writer = ShardWriter(temporary, number=stage, max_shard_bytes=max_shard_bytes)
     for name, tensor in export_hf(models):
         if writer is not None and failure is None:
-            _, failure = _try_call(writer.add, name, tensor)
+            _, failure = try_call(writer.add, name, tensor)
     if writer is not None and failure is None:
-        _, failure = _try_call(writer.flush)
+        _, failure = try_call(writer.flush)
     return writer.shards if writer is not None else [], failure
 
 
-def _try_call(action: Callable[..., T], *args) -> tuple[T | None, str | None]:
+def try_call(action: Callable[..., T], *args) -> tuple[T | None, str | None]:
     """(result of ``action``, None), or (None, error): the other ranks must hear of any failure."""
     try:
         return action(*args), None

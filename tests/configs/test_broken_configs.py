@@ -599,7 +599,8 @@ TABLE = {
         fix="name each once",
     ),
     "adapters of nothing": Broken(
-        options="learner.lora={targets: []}", field="learner.lora.targets", value="[]", error="leaves nothing to train", fix="name one or more",
+        options="learner.lora={targets: []}", field="learner.lora.targets", value="[]", error="leaves nothing to train",
+        fix="name one or more",
     ),
     "adapters by other names": Broken(
         options="learner.lora={targets: [q_proj]}", field="learner.lora.targets.0", value="q_proj", error="not one of the choices",

@@ -71,6 +71,20 @@ def test_the_estimate_is_what_a_checkpoint_takes(folder, model, tmp_path, dtype,
     assert 1 <= (tmp_path / "hf" / "model.safetensors").stat().st_size / policy.model < 1.03
 
 
+def test_the_estimate_of_adapters_is_of_them_alone(folder, model, tmp_path):
+    engine = make_engine(model, lora={"rank": 16})
+    engine.save(step_folder(tmp_path, 1), {})
+    need = disk_need(config(f"model.path={model}", "model.dtype=float32", "learner.lora={rank: 16}"))
+    whole = disk_need(config(f"model.path={model}", "model.dtype=float32"))
+    assert 1 <= stored_bytes(tmp_path) / need.checkpoint < 1.2  # a tensor's name takes more of so small a one
+    assert need.checkpoint < whole.checkpoint / 2
+    engine.save_hf(tmp_path / "hf")
+    engine.save_adapter(tmp_path / "adapter")
+    written = [tmp_path / "hf" / "model.safetensors", tmp_path / "adapter" / "adapter_model.safetensors"]
+    # q, k and v, and gate and up, have copies of the A that they share
+    assert 1 <= sum(path.stat().st_size for path in written) / need.model < 1.2
+
+
 def test_the_estimate_of_a_critic_too(folder, model, tmp_path):
     make_value_engine(model).save(step_folder(tmp_path, 1), {})
     settings = (f"model.path={model}", "model.dtype=float32")

@@ -1,12 +1,14 @@
 """Adapters: against a plain layer of torch, against Hugging Face's model with merged weights, and against the base."""
 
 import copy
+import json
 import math
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -254,3 +256,34 @@ def test_a_rank_without_use_is_refused(folder):
         ValueError, match=r"learner.lora.rank=33 is above 32, the smaller side of the matrix (qkv|proj)"
     ):
         make_engine(folder, lora=LORA | {"rank": 33})
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_the_folder_for_peft(tmp_path, batch, kind):
+    """Names and shapes are peft's; its sum W + lora_alpha / r B A, written out here, is the exported model. (Without peft,
+    which is not installed: ``benchmarks/results/lora.md`` has its own logits.)"""
+    folder = make_hf_model(tmp_path / "m", kind)
+    engine = make_engine(folder, lora=LORA | {"targets": ["qkv", "fc2", "fc1"]})
+    engine.save_adapter(tmp_path / "adapter")
+    engine.save_hf(tmp_path / "hf")
+    config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+    modules = ["down_proj", "gate_proj", "k_proj", "q_proj", "up_proj", "v_proj"]
+    assert (config["r"], config["lora_alpha"], config["target_modules"]) == (4, 6.0, modules)
+    assert (config["peft_type"], config["task_type"], config["bias"]) == ("LORA", "CAUSAL_LM", "none")
+    assert Path(config["base_model_name_or_path"]) == folder
+    tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    base, merged = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
+    adapted = [name for name in base if name.split(".")[-2] in modules and name.endswith("weight")]
+    assert tensors.keys() == {
+        f"base_model.model.{name.removesuffix('.weight')}.lora_{part}.weight"
+        for name in adapted
+        for part in "AB"
+    }
+    for name, weight in merged.items():
+        wanted = base[name].double()
+        if name in adapted:
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            a, b = (tensors[f"{module}.lora_{part}.weight"].double() for part in "AB")
+            assert a.shape == (4, weight.shape[1]) and b.shape == (weight.shape[0], 4)
+            wanted = wanted + 1.5 * torch.einsum("or,ri->oi", b, a)
+        torch.testing.assert_close(weight.double(), wanted, rtol=0, atol=1e-6)
