@@ -21,7 +21,7 @@ END_BYTES = 2**20
 def describe(base: Path, lora: LoraConfig) -> dict[str, Any]:
     """The content of ``adapters.json``. Raises OSError for a folder that cannot be read."""
     return {
-        "base_model": str(base),
+        "base_model": str(base.absolute()),
         "base_fingerprint": fingerprint(base),
         "rank": lora.rank,
         "alpha": lora.alpha,

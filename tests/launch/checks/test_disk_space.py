@@ -2,6 +2,7 @@
 a full disk leaves."""
 
 import fcntl
+import json
 import re
 import resource
 from pathlib import Path
@@ -217,3 +218,20 @@ def test_two_exports_of_one_run_do_not_meet(finished, tmp_path):
         with pytest.raises(BadInput, match="is being exported by another process"):
             results.export(finished.path, tmp_path / "out")
     results.export(finished.path, tmp_path / "out")
+
+
+def test_adapters_are_exported_alone(finished, tmp_path):
+    """A finished run's own folder; a run without adapters has none."""
+    every_weight = {"kind": "train", "model": {"path": "m"}, "task": {"type": "countdown"}}
+    finished.config.write_text(json.dumps(every_weight))
+    with pytest.raises(
+        BadInput, match=r"trained every weight and has no adapters \(learner.lora\); leave --adapter out"
+    ):
+        results.export(finished.path, tmp_path / "out", adapter=True)
+    finished.config.write_text(json.dumps(every_weight | {"learner": {"lora": {"rank": 2}}}))
+    finished.adapter.mkdir()
+    (finished.adapter / "adapter_config.json").write_text("{}")
+    results.export(finished.path, tmp_path / "out", adapter=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
+    results.export(finished.path, tmp_path / "whole")
+    assert (tmp_path / "whole" / "model.safetensors").is_file()
