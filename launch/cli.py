@@ -207,12 +207,16 @@ def evaluate(
 
 @app.command()
 def export(
-    run: RunPath, out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")]
+    run: RunPath,
+    out: Annotated[Path, typer.Argument(help="The folder to write", metavar="OUT")],
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Write the adapters alone (learner.lora), for peft.")
+    ] = False,
 ) -> None:
-    """Write the newest weights of a run as a Hugging Face checkpoint."""
+    """Write the newest weights of a run as a Hugging Face checkpoint, adapters merged."""
     from launch.commands import results
 
-    results.export(run, out)
+    results.export(run, out, adapter=adapter)
 
 
 @app.command()

@@ -13,6 +13,7 @@ same ones. Losses and scores are computed on the last pipeline stage, which send
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,11 +35,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
-from parallel.checkpoints import checkpoint
+from parallel.checkpoints import base_model, checkpoint
 from parallel.checkpoints.checkpoint import WholeCheckpoint
 from parallel.checkpoints.offload import Offloaded
 from parallel.megatron import platform
 from parallel.megatron.groups import groups_of_this_process, join_groups
+from parallel.megatron.lora import Lora, without_adapters
 from parallel.megatron.model import (
     LogprobGPTModel,
     PackedGPTModel,
@@ -49,9 +51,11 @@ from parallel.megatron.model import (
 from parallel.megatron.moe import Replay
 from parallel.megatron.optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler
 from parallel.packing import PackedBatch
+from parallel.planning.adapters import check_lora
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config, validate_layout
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
+from parallel.weights.peft_adapter import save_adapter
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, any output).
@@ -116,7 +120,7 @@ class _Engine:
     Megatron's own groups, which do not take it from the default group.
 
     Needs ``platform.init_distributed`` first. Raises ValueError for a layout, model or schedule that does not
-    fit.
+    fit. ``lora``: the optimizer has the adapters alone, which ``checkpoint`` holds too.
     """
 
     def __init__(
@@ -130,11 +134,14 @@ class _Engine:
         recompute: str,
         seed: int,
         timeout_s: float,
+        lora: Lora | None = None,
     ):
         hf_config = read_hf_config(model.path)
         layout = layout.resolved(dist.get_world_size())
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
         has_experts = read_architecture(hf_config).experts is not None
+        if lora is not None:
+            check_lora(lora.config, read_architecture(hf_config))
         if optimizer is not None and model.dtype == "float16" and has_experts:
             # Megatron gives the experts' optimizer its own loss scale, which would differ from the loss's.
             raise ValueError(
@@ -148,9 +155,13 @@ class _Engine:
             build, dtype=self.dtype, recompute=recompute if optimizer else "none", sequence_parallel=layout.sp
         )
         vp_stages = range(layout.vpp) if layout.vpp > 1 else [None]
+        build = build if lora is None else partial(build, lora=lora)
         self.chunks = [build(model.path, hf_config, vp_stage=vp_stage) for vp_stage in vp_stages]
         self._microbatch_multiple = layout.microbatch_multiple
         hf_conversion.load_hf(self.chunks, model.path)
+        hf_conversion.initialise_adapters(self.chunks, seed)
+        self._lora = lora
+        self._described_adapters = lora and base_model.describe(model.path, lora.config)
         self._optimizer_config = optimizer
         self._optimizer: Any = None  # Megatron's; None while frozen
         self._offloaded: Offloaded | None = None
@@ -356,7 +367,8 @@ class _Engine:
 
     def _bad_parameters(self) -> str:
         parameters = (item for chunk in self.chunks for item in chunk.named_parameters())
-        names = [name for name, parameter in parameters if not parameter.main_grad.isfinite().all()]
+        trained = ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
+        names = [name for name, parameter in trained if not parameter.main_grad.isfinite().all()]
         if not names:
             return ""
         more = ", ..." if len(names) > 5 else ""
@@ -380,20 +392,29 @@ class _Engine:
         """Write a resumable checkpoint at ``folder``, all or nothing; see ``checkpoint.save``."""
         self._require_optimizer("save")
         checkpoint.save(
-            folder, chunks=self.chunks, optimizer=self._optimizer, scheduler=self._scheduler, extra=extra
+            folder,
+            chunks=self.chunks,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            extra=extra,
+            adapters=self._described_adapters,
         )
 
     def load(self, saved: Path | WholeCheckpoint) -> dict[str, Any]:
         """Restore weights, optimizer, schedule and random state. Returns the ``extra`` given to ``save``."""
         self._require_optimizer("load")
         return checkpoint.load(
-            saved, chunks=self.chunks, optimizer=self._optimizer, scheduler=self._scheduler
+            saved,
+            chunks=self.chunks,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            adapters=self._described_adapters,
         )
 
 
 class MegatronEngine(_Engine):
     """A policy or, frozen, the reference policy, which has log-probs and export only. ``logprob_chunk_tokens``:
-    see ``linear_logprobs``."""
+    see ``linear_logprobs``. ``lora``: adapters are trained, and nothing else."""
 
     def __init__(
         self,
@@ -407,12 +428,14 @@ class MegatronEngine(_Engine):
         seed: int,
         timeout_s: float = 1800.0,
         pieces: int | None = None,
+        lora: Lora | None = None,
     ):
         """pieces: ``RunConfig.numerics_pieces``. None, with aligned numerics: as many as layout.tp."""
         super().__init__(
             model,
             layout,
             optimizer,
+            lora=lora,
             build=partial(
                 build_model,
                 chunk_tokens=logprob_chunk_tokens,
@@ -468,6 +491,10 @@ class MegatronEngine(_Engine):
                 dist.all_reduce(batch.experts_TLK.view(torch.uint8), dist.ReduceOp.MAX, group=group)
             recorded.append(batch.experts_TLK)
         return [(logprobs_T, ids_TLK) for (logprobs_T,), ids_TLK in zip(scored, recorded, strict=True)]
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Inside, the policy is the model that it started from, in the same layout and for no memory."""
+        return without_adapters(self.chunks)
 
     def update(
         self,
@@ -543,6 +570,11 @@ class MegatronEngine(_Engine):
         """Write a Hugging Face folder with this model's weights, all or nothing; see
         ``hf_conversion.save_hf``."""
         hf_conversion.save_hf(self.chunks, self.source, folder)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the adapters as a folder of ``peft``, all or nothing; see ``peft_adapter``. For an engine with ``lora``."""
+        assert self._lora is not None
+        save_adapter(self.chunks, self._lora.config, self.source, folder)
 
 
 class ValueEngine(_Engine):

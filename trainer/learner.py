@@ -13,6 +13,7 @@ from torch import Tensor
 from configs.schema import RunConfig
 from configs.schema.objective import WITHIN_GROUPS, KLConfig
 from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
+from parallel.megatron.lora import Lora
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
 from rollout.sglang_plugin.tandem_routed_experts import wire_type
@@ -57,7 +58,7 @@ class Update:
 
 class Learner:
     """Holds ``current`` (which is ``old`` before the first update of a step) and, if the config asks for them,
-    a frozen ``ref`` and a critic."""
+    a frozen ``ref`` and a critic. With adapters ``ref`` is ``current`` without them."""
 
     def __init__(self, config: RunConfig):
         self._config = config
@@ -72,12 +73,13 @@ class Learner:
             pieces=config.numerics_pieces,
         )
         policy_steps = (config.steps - config.critic_warmup_steps) * minibatches
+        lora = settings.lora and Lora(config=settings.lora, served_dtype=getattr(torch, config.rollout.dtype))
         self.engine = policy(
-            settings.optimizer, total_optimizer_steps=policy_steps, recompute=settings.recompute
+            settings.optimizer, total_optimizer_steps=policy_steps, recompute=settings.recompute, lora=lora
         )
-        self._reference = (
-            policy(None, total_optimizer_steps=1, recompute="none") if config.kl.coefficient > 0 else None
-        )
+        self._reference = None  # also where the policy without its adapters is the reference
+        if config.kl.coefficient > 0 and lora is None:
+            self._reference = policy(None, total_optimizer_steps=1, recompute="none")
         self.critic = None
         if config.critic is not None:
             self.critic = Critic(
@@ -193,8 +195,8 @@ class Learner:
             batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
         elif self._config.scores_old or batch.episode_ids_S is not None or not before_update:
             batch = batch.with_fields(**self._score_old(batch))
-        if self._reference is not None:
-            batch = batch.with_fields(ref_logprobs_T=self._logprobs_by(self._reference, batch))
+        if self._config.kl.coefficient > 0:
+            batch = batch.with_fields(ref_logprobs_T=self._ref_logprobs(batch))
         if self.critic is not None:
             batch = batch.with_fields(values_T=batch.scattered(self.critic.score(batch.microbatches())))
         return batch
@@ -214,6 +216,12 @@ class Learner:
             "experts_TLK": batch.scattered([experts_TLK for _, experts_TLK in scored]),
             "is_replayed_T": torch.ones(batch.packed.num_tokens, dtype=torch.bool),
         }
+
+    def _ref_logprobs(self, batch: StepBatch) -> Tensor:
+        if self._reference is not None:
+            return self._logprobs_by(self._reference, batch)
+        with self.engine.without_adapters():
+            return self.logprobs(batch)
 
     def logprobs(self, batch: StepBatch) -> Tensor:
         """Log-probs of the learner's policy as it is now. [T], float32"""
@@ -298,7 +306,13 @@ class Learner:
         return [row[-len(c.token_ids) :].tolist() for row, c in zip(per_sequence, completions, strict=True)]
 
     def save_hf(self, folder: Path) -> None:
+        """Write the policy as a Hugging Face folder, adapters merged."""
         self.engine.save_hf(folder)
+
+    def save_adapter(self, folder: Path) -> None:
+        """Write the policy's adapters, if it has any, as a folder of ``peft``."""
+        if self._config.learner.lora is not None:
+            self.engine.save_adapter(folder)
 
 
 def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:

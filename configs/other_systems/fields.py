@@ -55,6 +55,13 @@ OTHER_FIELDS = {
     **dict.fromkeys(["enable_rollout_routing_replay", "use_rollout_routing_replay"], "`learner.routing=rollout`"),
     "use_routing_replay": "`learner.routing=old`",
     "router_replay": "`learner.routing`, old (R2) or rollout (R3)",
+    **dict.fromkeys(["lora_rank", "lora_r"], "`learner.lora.rank`; without `learner.lora` every weight is trained"),
+    "lora_alpha": "`learner.lora.alpha`",
+    **dict.fromkeys(
+        ["target_modules", "lora_target_modules"],
+        "`learner.lora.targets`, of qkv (q_proj, k_proj, v_proj), proj (o_proj), fc1 (gate_proj, up_proj) and fc2 (down_proj)",
+    ),
+    **dict.fromkeys(["lora_dropout", "use_dora", "use_rslora", "lora_bias"], "no field: `learner.lora` is plain LoRA, without dropout"),
     "clip_ratio": "`objective.clip_low` and `objective.clip_high`",
     "eps_clip": "`objective.clip_low` and `objective.clip_high`",
     "epsilon": "`objective.clip_low` and `objective.clip_high`",

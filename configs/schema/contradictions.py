@@ -53,6 +53,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     yield from _of_routing(config)
     yield from _of_pieces(config)
     yield from _of_numerics(config)
+    yield from _of_lora(config)
     yield from _of_truncation(config)
 
 
@@ -329,6 +330,35 @@ def _of_numerics(config: "RunConfig") -> Iterator[Contradiction]:
                 (f"rollout.server_args.{name}", "model.numerics"),
                 f"rollout.server_args.{name} chooses operations of SGLang's own, so that model.numerics=aligned could not hold",
                 "remove it, or set model.numerics=default",
+            )
+
+
+def _of_lora(config: "RunConfig") -> Iterator[Contradiction]:
+    """Of adapters: a forward pass that is not the servers', and servers with adapters of their own."""
+    lora, rollout = config.learner.lora, config.rollout
+    if lora is None:
+        return
+    if lora.forward == "factored" and config.model.numerics == "aligned":
+        yield Contradiction(
+            ("learner.lora.forward", "model.numerics"),
+            "learner.lora.forward=factored adds the adapters' product to that of the weight, where servers multiply once by the merged "
+            "weight, so that model.numerics=aligned could not hold",
+            "set learner.lora.forward=merged, or model.numerics=default",
+        )
+    for field in ("precision", "quantization"):
+        value = getattr(rollout, field)
+        if lora.forward == "merged" and value not in (None, "none"):
+            yield Contradiction(
+                ("learner.lora.forward", f"rollout.{field}"),
+                f"learner.lora.forward=merged computes with the served weights, which rollout.{field}={value} rounds further on their way",
+                "set learner.lora.forward=factored, or remove it",
+            )
+    for name in rollout.server_args:
+        if "lora" in name:
+            yield Contradiction(
+                ("learner.lora", "rollout.server_args"),
+                f"learner.lora sends merged weights, and rollout.server_args.{name} would have the servers add adapters to them",
+                f"remove rollout.server_args.{name}",
             )
 
 

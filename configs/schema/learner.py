@@ -49,6 +49,39 @@ class OptimizerConfig(Schema):
         return self
 
 
+LoraTarget = Literal["qkv", "proj", "fc1", "fc2"]
+
+
+class LoraConfig(Schema):
+    """Low-rank adapters (LoRA): of the targeted matrices W the learner trains B and A of W + alpha / rank B A. Everything
+    else is frozen, without gradients or optimizer state. Servers get merged weights."""
+
+    rank: Count = 16
+    """Rows of A and columns of B, for each targeted matrix."""
+    alpha: PositiveFloat = 32.0
+    """The adapters' product is multiplied by alpha / rank."""
+    targets: tuple[LoraTarget, ...] = ("qkv", "proj", "fc1", "fc2")
+    """The matrices of each layer that get adapters: qkv (queries, keys and values, which share A), proj (the output
+    projection of attention), fc1 (gate and up, which share A) and fc2 (down). Of a model with experts qkv and proj alone.
+    """
+    forward: Literal["factored", "merged"] = "merged"
+    """How the learner computes a targeted product. merged: with the weight that the servers get, W + alpha / rank B A
+    rounded to rollout.dtype; the gradient passes the rounding as if it were none. factored: W x + alpha / rank B (A x),
+    which rounds otherwise than the servers do, and saves the time of merging."""
+
+    @model_validator(mode="after")
+    def _targets_differ(self):
+        if not self.targets:
+            raise Contradiction(
+                ("targets",), "targets=[] leaves nothing to train", "name one or more of qkv, proj, fc1, fc2"
+            )
+        if len(set(self.targets)) < len(self.targets):
+            raise Contradiction(
+                ("targets",), f"targets={list(self.targets)} names a matrix twice", "name each once"
+            )
+        return self
+
+
 class LearnerConfig(Schema):
     """The learner's updates of the policy."""
 
@@ -74,6 +107,9 @@ class LearnerConfig(Schema):
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraConfig | None = None
+    """None: every weight is trained. With adapters the reference policy of the KL is the model without them, which takes
+    no memory. Learning rates are usually ten times those of full training."""
     recompute: Literal["none", "full"] = "none"
     """Activation recomputation of the transformer layers."""
 

@@ -21,6 +21,7 @@ from launch.checks.disk_space import disk_problems
 from launch.checks.inputs import finding_of, input_findings
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import RunFolder, check_can_be_made
+from parallel.planning.adapters import check_lora
 from parallel.planning.layout import (
     check_critic_vocabulary,
     check_numerics,
@@ -211,6 +212,8 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
         if config.learner.routing != "own" and architecture.experts is None:
             dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
             yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
+        if config.learner.lora is not None:
+            yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
         room = partial(prompt_room, config, "training", max_positions=positions)
         yield from finding_of("rollout.max_new_tokens", room)
         yield from _check_critic(config, hf_config, reported=layout_errors)
@@ -330,12 +333,29 @@ def _check_resume(config: RunConfig, resume: Path) -> Iterator[str]:
             f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
             "a new run from its exported model"
         )
+    if changed := _changed_adapters(before, config):
+        yield f"resume: {resume} was trained {changed}"
     for part in ("seed", "model", "task"):
         if getattr(before, part) != getattr(config, part):
             yield (
                 f"resume: `{part}` of {resume} is {getattr(before, part)!r}, but {getattr(config, part)!r} was given; "
                 f"resume with `tandem train {resume}/config.yaml resume={resume}`, or start a new run"
             )
+
+
+def _changed_adapters(before: RunConfig, config: RunConfig) -> str:
+    """How the run was trained where its adapters are not the config's, and the fix; empty where they are. The forward pass
+    may change."""
+    old, new = before.learner.lora, config.learner.lora
+    if old is None or new is None:
+        how = "without adapters" if old is None else f"with adapters (learner.lora.rank={old.rank})"
+        differ = old is not new
+    else:
+        names = [name for name in ("rank", "alpha") if getattr(old, name) != getattr(new, name)]
+        names += ["targets"] if set(old.targets) != set(new.targets) else []
+        how = "with " + ", ".join(f"learner.lora.{name}={getattr(old, name)!r}" for name in names)
+        differ = bool(names)
+    return f"{how}; keep its learner.lora, or start a new run from its exported model" if differ else ""
 
 
 # -------------------------------------------------------------------------------------------------------

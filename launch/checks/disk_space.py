@@ -3,7 +3,8 @@ start.
 
 Bytes of a checkpoint per parameter: the weights in the model's dtype, AdamW's two moments in float32 (8), and
 a float32 copy of the weights (4) unless they are float32 themselves; the distributed optimizer saves that
-copy in any case. Recorded batches, logs and pictures are comparatively small and are not counted.
+copy in any case. Of a run with adapters a checkpoint has the adapters alone, and they are written beside the merged
+model. Recorded batches, logs and pictures are comparatively small and are not counted.
 """
 
 import os
@@ -17,6 +18,7 @@ from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from parallel.checkpoints.files import stored_bytes
+from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
 from parallel.planning.memory import BYTES, size_text, stage_parameters
 
@@ -30,7 +32,7 @@ class DiskNeed:
     checkpoints: int
     """Most checkpoints at a time: the oldest is removed once a new one is complete."""
     model: int
-    """The trained model, in Hugging Face format."""
+    """The trained model, in Hugging Face format, and its adapters."""
     there: int
     """Checkpoints of a resumed run that are on the disk already."""
 
@@ -56,7 +58,11 @@ def disk_need(config: RunConfig | SftConfig) -> DiskNeed:
     model = _parameters(policy) * BYTES[config.model.dtype]
     if isinstance(config, SftConfig):
         return DiskNeed(checkpoint=0, checkpoints=0, model=model, there=0)
-    checkpoint = _checkpoint_bytes(_parameters(policy), config.model.dtype, config.learner.optimizer)
+    trained = _parameters(policy)
+    if config.learner.lora is not None:
+        trained = adapter_parameters(policy, LayoutConfig(), config.learner.lora)
+        model += trained * BYTES[config.model.dtype]
+    checkpoint = _checkpoint_bytes(trained, config.model.dtype, config.learner.optimizer)
     if config.critic is not None:
         backbone = config.critic.model or config.model
         parameters = _parameters(read_architecture(read_hf_config(backbone.path)), output=False)

@@ -28,8 +28,9 @@ from launch.processes import placement
 from launch.processes.run_folder import RunFolder
 from launch.roles.table import MEGATRON_ROLES, Rendezvous, role_command
 from launch.tables import aligned
+from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import read_architecture, read_hf_config
-from parallel.planning.memory import size_text
+from parallel.planning.memory import size_text, stage_parameters
 from parallel.planning.planner import bytes_to_send
 from rollout.servers import kept_sets
 from rollout.servers.routing import bytes_per_token
@@ -241,6 +242,7 @@ def batch_lines(config: RunConfig | SftConfig) -> list[str]:
         *_ahead_lines(config),
         *([f"rollout.precision={rollout.precision}: {rollout.rounding}"] if rollout.rounding else []),
         *_resampling_lines(config),
+        *_lora_lines(config),
         *_routing_lines(config),
         *_truncation_lines(config),
         *_microbatch_lines(config, minibatch // dp),
@@ -265,6 +267,22 @@ def _resampling_lines(config: RunConfig) -> list[str]:
         return []
     most = f"at most {sampling.max_rounds * config.rollout.prompts_per_step} prompts, in {sampling.max_rounds} rounds"
     return [f"dynamic sampling: {most}, until enough groups carry a signal"]
+
+
+def _lora_lines(config: RunConfig) -> list[str]:
+    lora = config.learner.lora
+    if lora is None:
+        return []
+    architecture = read_architecture(read_hf_config(config.model.path))
+    one = LayoutConfig()
+    trained, frozen = adapter_parameters(architecture, one, lora), sum(stage_parameters(architecture, one, 0))
+    share = (
+        f"{trained:,} numbers are trained, {trained / frozen:.2%} of the model's {frozen:,}, which are frozen"
+    )
+    return [
+        f"learner.lora: rank {lora.rank} on {', '.join(lora.targets)}: {share}; the forward pass is {lora.forward}, and servers get "
+        "merged weights"
+    ]
 
 
 def _routing_lines(config: RunConfig) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.loader import load_config
+from configs.schema import RunConfig
 from launch.checks.config import BadInput, check_new_folder
 from launch.processes.run_folder import RunFolder, locked
 from launch.processes.supervisor import Supervisor
@@ -13,13 +14,15 @@ from launch.roles.start import existing_run, role
 from parallel.checkpoints.files import remove_leftovers
 
 
-def export(run: Path, out: Path) -> None:
+def export(run: Path, out: Path, *, adapter: bool = False) -> None:
     """Write the newest weights of a run: its finished model, or the checkpoint of a resumed and stopped run,
-    which is newer."""
+    which is newer. adapter: only its adapters, in peft's format."""
     folder = existing_run(run)
     check_new_folder("OUT", out)
+    if adapter:
+        _require_adapters(folder)
     with _exporting_alone(folder):
-        _export(folder, out)
+        _export(folder, out, adapter=adapter)
     print(f"exported to {out}", flush=True)
 
 
@@ -38,7 +41,17 @@ def _exporting_alone(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def _export(folder: RunFolder, out: Path) -> None:
+def _require_adapters(folder: RunFolder) -> None:
+    config = load_config(folder.config, [])
+    if not isinstance(config, RunConfig) or config.learner.lora is None:
+        error = f"--adapter: {folder.path} trained every weight and has no adapters (learner.lora)"
+        raise BadInput(f"{error}; leave --adapter out to export its model")
+
+
+def _export(folder: RunFolder, out: Path, *, adapter: bool) -> None:
+    finished, exported = folder.hf, folder.export
+    if adapter:
+        finished, exported = folder.adapter, folder.exported_adapter
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -47,12 +60,12 @@ def _export(folder: RunFolder, out: Path) -> None:
         with _one_error_for(out):
             partial.parent.mkdir(parents=True, exist_ok=True)
             if folder.has_final_model():
-                shutil.copytree(folder.hf, partial)
+                shutil.copytree(finished, partial)
             else:
-                shutil.move(folder.export, partial)  # copied only where OUT is on another disk
+                shutil.move(exported, partial)  # copied only where OUT is on another disk
             partial.rename(out)
     finally:
-        for left in (partial, folder.export):
+        for left in (partial, folder.export, folder.exported_adapter):
             shutil.rmtree(left, ignore_errors=True)
 
 
@@ -69,13 +82,14 @@ def _one_error_for(out: Path) -> Iterator[None]:
 
 
 def _export_checkpoint(folder: RunFolder) -> None:
-    """Into the run's own ``export/``."""
+    """Into the run's own ``export/``, and adapters into ``export-adapter/``."""
     if folder.newest_checkpoint() is None:
         reason = folder.why_no_checkpoint()
         error = f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{reason}"
         raise BadInput(f"{error}; set checkpoint.every to get them")
     config = load_config(folder.config, [])
-    remove_leftovers(folder.path, folder.export.name)  # of an export that was killed
+    for exported in (folder.export, folder.exported_adapter):
+        remove_leftovers(folder.path, exported.name)  # of an export that was killed
     folder.forget("export-rank")
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         supervisor.start(role("export-rank", folder, config, show_stdout=True))

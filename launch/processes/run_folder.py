@@ -10,6 +10,7 @@ roles/NAME.beat    activity of a role or learner rank, while it lives; NAME.stop
 job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
+adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
 ledger.jsonl       the fate of every group of responses, one line per step
 samples/           samples of a few groups of each step, for `tandem samples` and the report
@@ -81,6 +82,14 @@ class RunFolder:
     @property
     def export(self) -> Path:
         return self.path / "export"
+
+    @property
+    def adapter(self) -> Path:
+        return self.path / "adapter"
+
+    @property
+    def exported_adapter(self) -> Path:
+        return self.path / "export-adapter"
 
     @property
     def figures(self) -> Path:

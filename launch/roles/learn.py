@@ -62,6 +62,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
             # Requests to stop have no effect from here on: the rest ends the run too.
             run.checkpointer.save_before_export(run.learner, run.sampler)
             run.learner.save_hf(folder.hf)
+            run.learner.save_adapter(folder.adapter)
             if run.tracker is not None:
                 write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
                 for artifact in (write_report(folder.path, config), folder.figures, folder.summary):
@@ -153,7 +154,8 @@ def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int
     There may be no supervisor that has cleared the folder. No other learner writes there."""
     for checkpoints in (folder.checkpoints, folder.critic_checkpoints):
         remove_leftovers(checkpoints, "step_*")
-    remove_leftovers(folder.path, folder.hf.name)
+    for exported in (folder.hf, folder.adapter):
+        remove_leftovers(folder.path, exported.name)
     recorder.forget_after(resumed_from or 0)
     forget_samples_after(folder.samples, resumed_from or 0)
     if resumed_from is None:

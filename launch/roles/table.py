@@ -100,7 +100,8 @@ def supervised(folder: RunFolder, config: SftConfig) -> None:
 
 
 def export(folder: RunFolder, config: RunConfig) -> None:
-    """Export the newest checkpoint of a run into its ``export/`` folder, in one process, whatever layout wrote it."""
+    """Export the newest checkpoint of a run into its ``export/`` folder, in one process, whatever layout wrote it, and its
+    adapters into ``export-adapter/``."""
     import torch.distributed as dist
 
     from parallel.checkpoints.checkpoint import newest_whole
@@ -115,6 +116,7 @@ def export(folder: RunFolder, config: RunConfig) -> None:
         print(f"checkpoint {wrong}; exporting {whole.folder.name} instead", flush=True)
     learner.engine.load(whole)
     learner.save_hf(folder.export)
+    learner.save_adapter(folder.exported_adapter)
     dist.destroy_process_group()
 
 

@@ -32,7 +32,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
-from parallel.checkpoints import pickles, writers
+from parallel.checkpoints import base_model, pickles, writers
 from parallel.checkpoints.files import (
     DamagedManifest,
     FileRecord,
@@ -108,12 +108,19 @@ def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
 
 
 def save(
-    folder: Path, *, chunks: Sequence[MegatronModule], optimizer, scheduler, extra: Mapping[str, Any]
+    folder: Path,
+    *,
+    chunks: Sequence[MegatronModule],
+    optimizer,
+    scheduler,
+    extra: Mapping[str, Any],
+    adapters: Mapping[str, Any] | None = None,
 ) -> None:
     """Write ``folder`` (``files.step_folder(root, step)``), replacing an older one of that name. A
     collective.
 
-    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is any JSON value. Raises
+    ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is any JSON value. ``adapters`` names the
+    model that the chunks' adapters belong to (``base_model.describe``); None for chunks without adapters. Raises
     CheckpointError on every rank where the disk is full or a write fails on any rank; earlier checkpoints stay
     valid, and no partial one remains. Raises ValueError for ``extra`` that is not JSON.
     """
@@ -128,6 +135,8 @@ def save(
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
         (temporary / EXTRA).write_text(extra_text)
+        if adapters is not None:
+            base_model.write(temporary, adapters)
         _require_space(temporary, state)
 
     def write() -> dict[str, FileRecord]:
@@ -202,14 +211,20 @@ def newest_whole(newest_first: Iterable[Sequence[Path]]) -> tuple[list[WholeChec
 
 
 def load(
-    checkpoint: Path | WholeCheckpoint, *, chunks: Sequence[MegatronModule], optimizer, scheduler
+    checkpoint: Path | WholeCheckpoint,
+    *,
+    chunks: Sequence[MegatronModule],
+    optimizer,
+    scheduler,
+    adapters: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Restore the state that ``save`` wrote, in any layout, and return its ``extra``. A collective.
 
     A folder is verified first. The running config decides learning rates and schedule; the number of steps
     comes from the checkpoint. Random state is restored if the number of processes is the same. Raises
     CheckpointError on every rank where for any rank the checkpoint is damaged (DamagedCheckpoint), holds
-    another model, or holds anything that could run code.
+    another model, adapters of another model or of other settings (``adapters``, as in ``save``), or anything that could
+    run code.
     """
     whole = checkpoint if isinstance(checkpoint, WholeCheckpoint) else verified(checkpoint)
     folder = whole.folder
@@ -234,7 +249,12 @@ def load(
             _set_random_state(loaded["random"])
         return json.loads((folder / EXTRA).read_text())
 
+    def check_base() -> None:
+        if (reason := base_model.why_not(folder, adapters)) is not None:
+            raise CheckpointError(reason)
+
     try:
+        _run_on_all(check_base, only_rank_0=True)
         return _run_on_all(restore)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be loaded into this run: {error}") from error

@@ -47,7 +47,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         rows = grad.flatten(0, -2)
-        grad_weight = rows.t() @ x.flatten(0, -2)
+        grad_weight = rows.t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
         return grad @ weight, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None
 
 
@@ -93,8 +93,11 @@ class AlignedRowLinear(RowParallelLinear):
         super().__init__(*args, **options)
         self.pieces_here = pieces * self.input_size_per_partition // self.input_size
 
+    def _forward_impl(self, input, weight, **unused) -> Tensor:
+        return _Linear.apply(input, weight, None, self.pieces_here)
+
     def forward(self, input_):
-        part = _Linear.apply(input_, self.weight, None, self.pieces_here)
+        part = self._forward_impl(input=input_, weight=self.weight)
         out = _SumOverRanks.apply(part, self.tp_group)
         if self.sequence_parallel:
             out = mappings.scatter_to_sequence_parallel_region(out, group=self.tp_group)

@@ -36,6 +36,7 @@ from parallel.kept_sets import KeptSets
 from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, plan_packing, rotary_tables, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention, split_context
+from parallel.megatron.lora import Lora, adapters_only, add_adapters, freeze_base
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, plan_shared_prompts, shared_attention
 from parallel.megatron.vocab_parallel import linear_logprobs
@@ -152,12 +153,18 @@ class PackedCoreAttention(nn.Module):
 
 
 def _block_spec(
-    config: TransformerConfig, architecture: Architecture, vp_stage: int | None, pieces: int | None
+    config: TransformerConfig,
+    architecture: Architecture,
+    vp_stage: int | None,
+    pieces: int | None,
+    lora: Lora | None,
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
     if pieces is not None:
         make_layer, norm = partial(_aligned_layer, pieces), AlignedRMSNorm
+    elif lora is not None:
+        make_layer = _adaptable_layer
     elif platform.uses_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -167,6 +174,9 @@ def _block_spec(
     is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
     is_sparse = is_sparse[first : first + get_num_layers_to_build(config, vp_stage)]
     layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
+    if lora is not None:
+        for sparse, layer in layers.items():
+            add_adapters(layer, lora, has_experts=sparse)
     return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
 
 
@@ -199,6 +209,15 @@ def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | N
         attention.q_layernorm = attention.k_layernorm = AlignedRMSNorm
     attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
     attention.linear_proj = mlp.linear_fc2 = ModuleSpec(aligned.AlignedRowLinear, {"pieces": pieces})
+    return spec
+
+
+def _adaptable_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention where it is used."""
+    spec = _local_layer(architecture, experts)
+    if platform.uses_transformer_engine() and parallel_state.get_context_parallel_world_size() == 1:
+        layer: Any = spec.submodules
+        layer.self_attention.submodules.core_attention = _transformer_engine_attention()
     return spec
 
 
@@ -327,6 +346,8 @@ class Backbone:
     """``RunConfig.numerics_pieces`` of aligned numerics; None: default numerics."""
     vp_stage: int | None
     """Number of this rank's chunk; None if the pipeline is not interleaved."""
+    lora: Lora | None = None
+    """None: the model has no adapters."""
 
 
 class PackedGPTModel(GPTModel):
@@ -340,7 +361,9 @@ class PackedGPTModel(GPTModel):
         architecture, config, vp_stage = backbone.architecture, backbone.config, backbone.vp_stage
         super().__init__(
             config=config,
-            transformer_layer_spec=_block_spec(config, architecture, vp_stage, backbone.pieces),
+            transformer_layer_spec=_block_spec(
+                config, architecture, vp_stage, backbone.pieces, backbone.lora
+            ),
             vocab_size=padded_vocab_size(architecture.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=architecture.max_positions,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
@@ -356,6 +379,25 @@ class PackedGPTModel(GPTModel):
         # Attention of Transformer Engine and of context parallelism, and that of ``numerics``, take whole sequences.
         is_whole = platform.uses_transformer_engine() or config.context_parallel_size > 1
         self.shares_prompts = not is_whole and backbone.pieces is None
+        self.lora = backbone.lora
+        if self.lora is not None:
+            freeze_base(self)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        """All that a checkpoint holds of the model: of one with adapters the adapters alone."""
+        state = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        return state if self.lora is None else adapters_only(state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False):
+        """The state of ``sharded_state_dict``."""
+        if self.lora is None:
+            return super().load_state_dict(state_dict, strict, assign)
+        wanted = adapters_only(dict(self.named_parameters())).keys()
+        if wanted != state_dict.keys():
+            raise ValueError(f"adapters differ: {', '.join(sorted(wanted ^ state_dict.keys())[:5])}")
+        return super().load_state_dict(state_dict, False, assign)
 
     def pack(
         self,
@@ -599,14 +641,16 @@ def build_model(
     chunk_tokens: int = 1024,
     fp32_lm_head: bool = False,
     pieces: int | None = None,
+    lora: Lora | None = None,
 ) -> LogprobGPTModel:
     """A chunk of the policy, with weights that ``hf_conversion.load_hf`` sets later. Needs Megatron's parallel
     groups.
 
     ``vp_stage`` is the number of this rank's chunk, None if each rank has one. ``fp32_lm_head``: the output
-    projection runs in float32. ``pieces``: those of aligned numerics; None: default numerics.
+    projection runs in float32. ``pieces``: those of aligned numerics; None: default numerics. ``lora``: adapters, all that
+    has gradients then; they are set later too.
     """
-    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage, pieces)
+    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage, pieces, lora)
     return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
         platform.device()
     )
@@ -635,6 +679,7 @@ def _make_backbone(
     sequence_parallel: bool,
     vp_stage: int | None,
     pieces: int | None = None,
+    lora: Lora | None = None,
 ) -> Backbone:
     architecture = read_architecture(hf_config)
     if pieces is not None:
@@ -653,4 +698,5 @@ def _make_backbone(
         attention_factor=attention_factor,
         pieces=pieces,
         vp_stage=vp_stage,
+        lora=lora,
     )

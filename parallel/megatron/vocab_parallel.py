@@ -192,8 +192,10 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_entropy_T = None
         rows_VH = weight_VH[: ctx.count].to(ctx.dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)
-        # float32, so that the sum over chunks has no roundings of bfloat16.
-        grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
+        grad_weight_VH = None  # stays so for a frozen output layer
+        if ctx.needs_input_grad[1]:
+            # float32, so that the sum over chunks has no roundings of bfloat16.
+            grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(log_z_T)
         for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
@@ -212,8 +214,11 @@ class _LinearLogprobs(torch.autograd.Function):
             )
             grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(ctx.dtype)
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
-            _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
-        return grad_hidden_TH, grad_weight_VH.to(weight_VH.dtype), *[None] * 9
+            if grad_weight_VH is not None:
+                _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
+        if grad_weight_VH is not None:
+            grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
+        return grad_hidden_TH, grad_weight_VH, *[None] * 9
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

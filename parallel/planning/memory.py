@@ -11,12 +11,14 @@ torch's (``tests/parallel/planning/test_memory.py``); CUDA's follow from the sam
 that the CUDA kernels save.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.learner import LoraConfig
 from configs.schema.rollout import Quantization
 from configs.schema.run import RunConfig, SftConfig
+from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import Architecture, padded_vocab_size
 
 GIB = 2**30
@@ -40,7 +42,9 @@ class Work:
     distributed_optimizer: bool
     num_microbatches: int | None = None
     """Micro-batches of one optimizer step on one rank; None: as many as fill the pipeline."""
+    lora: LoraConfig | None = None
     has_reference: bool = False
+    """Whether a reference policy has weights of its own. With adapters the policy without them is the reference."""
     critic: Architecture | None = None
     transfers_weights: bool = False
 
@@ -63,7 +67,8 @@ def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture 
         chunk_tokens=config.learner.logprob_chunk_tokens if is_rl else config.logprob_chunk_tokens,
         recompute=config.learner.recompute if is_rl else "none",
         distributed_optimizer=(config.learner.optimizer if is_rl else config.optimizer).distributed,
-        has_reference=is_rl and config.kl.coefficient > 0,
+        lora=config.learner.lora if is_rl else None,
+        has_reference=is_rl and config.kl.coefficient > 0 and config.learner.lora is None,
         critic=critic,
         transfers_weights=is_rl,
     )
@@ -113,10 +118,15 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
     parameters b P; gradients 4 P (Megatron's buffers hold float32 sums whatever the dtype); optimizer:
     AdamW's two moments, 8 P, and a float32 copy of the weights, 4 P, unless they are float32 themselves. The
     distributed optimizer divides these 8 or 12 P over the ranks that hold the same parameters: tp cp dp / ep
-    ranks for experts, cp dp ranks for all others.
+    ranks for experts, cp dp ranks for all others. With adapters P of gradients and optimizer are the adapters'
+    (``adapter_parameters``), and parameters have b of each more.
     """
-    parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
-    # Policy and critic are updated one after the other, so that activations count once.
+    if work.lora is None:
+        parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
+    else:
+        parameters, gradients, optimizer = _adapted_bytes(architecture, layout, work, stage, work.lora)
+    # Policy and critic are updated one after the other, so that activations count once. A critic is trained whole.
+    largest = work if work.critic is None else replace(work, lora=None)
     critic = _trained_bytes(work.critic, layout, work, stage, output=False) if work.critic else (0, 0, 0)
     last = stage == layout.pp - 1
     return LearnerMemory(
@@ -126,7 +136,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         optimizer=optimizer,
         reference=parameters if work.has_reference else 0,
         critic=sum(critic),
-        activations=activation_bytes(architecture, layout, work, stage),
+        activations=activation_bytes(architecture, layout, largest, stage),
         logits=logits_bytes(architecture, layout, work) if last else 0,
         pipeline=_pipeline_bytes(architecture, layout, work, stage),
         transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
@@ -138,14 +148,28 @@ def _trained_bytes(
 ) -> tuple[int, int, int]:
     """Bytes of (parameters, gradients, optimizer state) of a model with an optimizer."""
     shared, expert = stage_parameters(architecture, layout, stage, output=output)
-    per_parameter = 8 if work.dtype_bytes == 4 else 12
     if work.distributed_optimizer:
         copies = layout.cp * layout.dp_size
         expert_copies = layout.tp * copies // layout.ep
         state = -(-shared // copies) + -(-expert // expert_copies)
     else:
         state = shared + expert
-    return work.dtype_bytes * (shared + expert), 4 * (shared + expert), per_parameter * state
+    return work.dtype_bytes * (shared + expert), 4 * (shared + expert), _optimizer_bytes(work) * state
+
+
+def _adapted_bytes(
+    architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, lora: LoraConfig
+) -> tuple[int, int, int]:
+    """``_trained_bytes`` of a frozen model with adapters."""
+    frozen = sum(stage_parameters(architecture, layout, stage))
+    trained = adapter_parameters(architecture, layout, lora)
+    copies = layout.cp * layout.dp_size if work.distributed_optimizer else 1
+    return work.dtype_bytes * (frozen + trained), 4 * trained, _optimizer_bytes(work) * -(-trained // copies)
+
+
+def _optimizer_bytes(work: Work) -> int:
+    """AdamW's bytes of one parameter."""
+    return 8 if work.dtype_bytes == 4 else 12
 
 
 def stage_parameters(
@@ -237,25 +261,47 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     Experts on the rank's own T tokens (T / t under sequence parallelism), if the router spreads tokens evenly
     over ranks: for each chosen expert the token b H, 5 b I, and b I for the product times the router's weight;
     8 bytes an expert for the router's probabilities and choice.
+
+    A frozen matrix keeps no input. Beside adapters that of a matrix is therefore kept where it has one (``_inputs``), and
+    b r a token and adapter for A x; of experts it is never kept. Merged weights are not kept but made again.
     """
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
     rows, tokens = _row_counts(layout, work.token_budget)
-    kept = 2 * rows * (_norm_row(a.hidden_size, work) + b * a.hidden_size)
+    is_sparse = a.experts is not None and a.experts.is_sparse[layer]
+    kept = 2 * rows * _norm_row(a.hidden_size, work) + _inputs(a, layout, work, is_sparse=is_sparse)
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
     # With fewer key/value heads than ranks Megatron gathers all ranks' product and takes this rank's heads.
     product = a.num_heads + 2 * a.num_kv_heads if layout.tp > a.num_kv_heads else heads + 2 * kv_heads
     kept += _keys_and_values(
         a, layout, work, tokens, product=b * a.head_dim * product, head=c * a.head_dim * kv_heads
     )
-    kept += tokens * (2 * c * a.head_dim * heads + 4 * heads + b * a.head_dim * heads)
+    kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
     if a.qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
-    if a.experts and a.experts.is_sparse[layer]:
+    if a.experts and is_sparse:
         e = a.experts
+        inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
         return kept + rows * (
-            e.experts_per_token * b * (a.hidden_size + 6 * e.intermediate_size) + 8 * e.num_experts
+            e.experts_per_token * b * (inputs + 5 * e.intermediate_size) + 8 * e.num_experts
         )
-    return kept + tokens * 5 * b * a.intermediate_size // layout.tp
+    return kept + tokens * 4 * b * a.intermediate_size // layout.tp
+
+
+def _inputs(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: bool) -> int:
+    """The inputs of a layer's matrices, for the gradients of these or of their adapters: b H of ``rows`` for qkv and fc1,
+    b D A / t and b I / t a token for proj and fc2. The MLP's are here for dense layers; experts read the output of the
+    norm too."""
+    b, (rows, tokens) = work.dtype_bytes, _row_counts(layout, work.token_budget)
+    sizes = {
+        "qkv": rows * b * a.hidden_size,
+        "proj": tokens * b * a.head_dim * (a.num_heads // layout.tp),
+        "fc1": rows * b * a.hidden_size,
+        "fc2": 0 if is_sparse else tokens * b * a.intermediate_size // layout.tp,
+    }
+    if work.lora is None:
+        return sum(sizes.values())
+    targets = work.lora.targets
+    return sum(sizes[target] for target in targets) + len(targets) * tokens * b * work.lora.rank
 
 
 def _keys_and_values(
@@ -283,10 +329,11 @@ def _row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
 
 def _norm_row(size: int, work: Work) -> int:
     """RMSNorm of one row keeps x and 1 / rms, b size + 4, on CUDA. On CPU it keeps x / rms and 1 / rms in
-    float32, 4 size + 4, and for a 2-byte dtype x in float32 too."""
+    float32, 4 size + 4, and for a 2-byte dtype x in float32 too; beside adapters the weight is frozen, and of the two
+    x alone is kept."""
     if work.device == "cuda":
         return work.dtype_bytes * size + 4
-    return (4 if work.dtype_bytes == 4 else 8) * size + 4
+    return (4 if work.dtype_bytes == 4 or work.lora else 8) * size + 4
 
 
 def _qk_norm_token(a: Architecture, heads: int, kv_heads: int, work: Work) -> int:
@@ -300,13 +347,13 @@ def logits_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -
 
     A chunk of C tokens: logits and probabilities in float32, 8 C V / t, and in a 2-byte dtype the product
     before the logits, 2 C V / t. The weight's gradient is summed in float32, 4 V H / t, and rounded to a 2-byte
-    dtype, 2 V H / t; the hidden states' gradient is b T H.
+    dtype, 2 V H / t; a frozen one, beside adapters, has none. The hidden states' gradient is b T H.
     """
     rows = padded_vocab_size(architecture.vocab_size, layout.tp) // layout.tp
     rounded = 2 if work.dtype_bytes == 2 else 0
     tokens = -(-work.token_budget // layout.cp)
     chunk = min(work.chunk_tokens, tokens) * rows * (8 + rounded)
-    weight_gradient = rows * architecture.hidden_size * (4 + rounded)
+    weight_gradient = rows * architecture.hidden_size * (4 + rounded) if work.lora is None else 0
     return chunk + weight_gradient + tokens * architecture.hidden_size * work.dtype_bytes
 
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
+from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import Architecture, fitting_layouts, read_architecture, rollout_sizes
 from parallel.planning.memory import (
     BYTES,
@@ -121,7 +122,7 @@ class Traffic:
     - context: keys and values of all cp N tokens gathered, 2 b D K / t each (at least one head), per layer and
       pass, forward f + r times; their gradients reduce-scattered once.
     - data: per optimizer step, gradients 4 P reduce-scattered and weights b P gathered (distributed
-      optimizer; else 4 P all-reduced), P the rank's parameters, over its cp dp copies; experts over
+      optimizer; else 4 P all-reduced), P the rank's trained parameters, over its cp dp copies; experts over
       tp cp dp / ep.
     - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts and
       pass, f + r + 1 times.
@@ -342,12 +343,15 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
     distributed = config.learner.optimizer.distributed
     update = config.learner.minibatches * (4 + b if distributed else 8)
     copies, expert_copies = ranks, t * ranks // layout.ep
+    lora = config.learner.lora
+    trained, trained_experts = (shared, expert) if lora is None else (adapter_parameters(a, layout, lora), 0)
+    of_data = trained * (copies - 1) / copies + trained_experts * (expert_copies - 1) / expert_copies
     chosen = a.experts.experts_per_token if a.experts else 0
     return Traffic(
         tensor=int((2 * len(layers) - sparse) * 2 * hidden * (t - 1) / t * (forwards + again + backward)),
         context=len(layers) * keys_values * (layout.cp - 1) // layout.cp * (forwards + again + 1),
         pipeline=rank_hidden * (forwards + 1) if layout.pp > 1 else 0,
-        data=int(update * (shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies)),
+        data=int(update * of_data),
         expert=int(sparse * 2 * chosen * rank_hidden * (layout.ep - 1) / layout.ep * (forwards + again + 1)),
         transfer=BYTES[config.rollout.dtype] * (shared * t + expert * layout.ep),
     )

@@ -21,6 +21,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from parallel.megatron.groups import is_stage_first
+from parallel.megatron.lora import adapted_layers, first_a, is_adapter
 from parallel.megatron.model import PackedGPTModel
 from parallel.megatron.moe import first_local_expert
 from parallel.planning.layout import padded_vocab_size
@@ -51,13 +52,14 @@ _VALUE_HEAD = "value_head.weight"
 
 
 def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
-    """(name with the global numbers of layer and expert, parameter) of this rank, without a critic's head.
+    """(name with the global numbers of layer and expert, parameter) of this rank, without a critic's head and without
+    adapters.
 
     A tensor with a number ``expert_of(name)`` is on one rank of the expert-parallel group alone, and whole
     there, whatever its ``tensor_model_parallel``. Rank r of n has the experts r E/n to (r + 1) E/n - 1 of E.
     """
     for name, parameter in model.named_parameters():
-        if name == _VALUE_HEAD:
+        if name == _VALUE_HEAD or is_adapter(name):
             continue
         if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
             layer = cast(TransformerLayer, model.decoder.layers[int(match[1])])
@@ -74,7 +76,7 @@ def load_hf(models: Sequence[PackedGPTModel], folder: Path) -> None:
 
 @torch.no_grad()
 def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) -> None:
-    """Fill every parameter of this rank but a critic's head from ``weights``, converted to its dtype.
+    """Fill every parameter of this rank but a critic's head and adapters from ``weights``, converted to its dtype.
 
     Raises ValueError for tensors that are missing, left over, or of another shape than in config.json.
     """
@@ -159,9 +161,9 @@ def _local_shard(name: str, whole: Tensor, parameter: Tensor) -> Tensor:
     return whole.chunk(size, parameter.partition_dim)[rank]
 
 
-def _gather_whole(name: str, parameter: Tensor) -> Tensor:
-    """The whole tensor, on every tensor-parallel rank."""
-    local = parameter.detach()
+def _gather_whole(name: str, parameter: Tensor, local: Tensor) -> Tensor:
+    """The whole of ``local``, a tensor that is split over ranks as ``parameter`` is, on every tensor-parallel rank. name:
+    of the parameter, or of the weight whose outputs are its rows."""
     if not _is_sharded(name, parameter):
         return local
     shards = [torch.empty_like(local) for _ in range(parallel_state.get_tensor_model_parallel_world_size())]
@@ -203,6 +205,34 @@ def _exported_parameters(
             yield model, parameter, _whole_names(name, model)
 
 
+@torch.no_grad()
+def initialise_adapters(models: Sequence[PackedGPTModel], seed: int) -> None:
+    """Set each A to where training starts (``lora.first_a``). B is zero from its construction."""
+    for model in models:
+        layers = adapted_layers(model)
+        for name, parameter in parameter_names(model):
+            if parameter in layers:
+                layer = layers[parameter]
+                whole_a = first_a(name, layer.input_size, layer.lora, seed)
+                layer.lora_a.copy_(_local_shard(name, whole_a, layer.lora_a))
+
+
+@torch.no_grad()
+def export_adapters(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield (Hugging Face name of the weight, whole A [r, inputs], whole B [outputs, r]) of this pipeline stage, on all
+    its ranks. The parts of a fused matrix share A. A collective of the stage, as ``export_hf``."""
+    for model in models:
+        layers = adapted_layers(model)
+        for name, parameter in parameter_names(model):
+            if parameter not in layers:
+                continue
+            a, b = layers[parameter].lora_a, layers[parameter].lora_b
+            whole_a, whole_b = (_gather_whole(name, p, p.detach()) for p in (a, b))
+            parts = _split_whole(name, whole_b, model)
+            for hf_name, part in zip(hf_names(name, model.architecture), parts, strict=True):
+                yield hf_name, whole_a, part
+
+
 def export_plan(models: Sequence[PackedGPTModel]) -> list[list[tuple[str, tuple[int, ...]]]]:
     """(name, shape) of what ``export_hf`` yields, in its order; without a collective. The tensors of one list are the
     parts of one Megatron tensor, and lie in memory one after another."""
@@ -221,11 +251,16 @@ def export_hf(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Tensor]]:
     ``models`` are the stage's chunks. A collective of the stage: every rank must run it to the end. Tensors
     are on the device, in the model's dtype, and may share memory with the parameters: the next optimizer step
     may change them. A tied model yields no lm_head; its embedding is the first stage's. At a time the shards of
-    one tensor, or one expert of each expert-parallel rank, are gathered.
+    one tensor, or one expert of each expert-parallel rank, are gathered. Weights with an adapter are merged, each rank
+    its part, one at a time.
     """
+    layers = {weight: layer for model in models for weight, layer in adapted_layers(model).items()}
     for model, parameter, names in _exported_parameters(models):
-        is_expert = expert_of(names[0]) is not None
-        wholes = _gather_experts(parameter) if is_expert else [_gather_whole(names[0], parameter)]
+        if expert_of(names[0]) is not None:
+            wholes = _gather_experts(parameter)
+        else:
+            local = layers[parameter].merged() if parameter in layers else parameter.detach()
+            wholes = [_gather_whole(names[0], parameter, local)]
         for name, whole in zip(names, wholes, strict=True):
             yield from zip(hf_names(name, model.architecture), _split_whole(name, whole, model), strict=True)
 
@@ -242,8 +277,8 @@ def save_hf(
     """
     folder, source = Path(folder), Path(source)
     is_first = dist.get_rank() == 0
-    temporary, failure = _try_call(hidden_folder, folder) if is_first else (None, None)
-    temporary = _from_first_rank(temporary)
+    temporary, failure = try_call(hidden_folder, folder) if is_first else (None, None)
+    temporary = from_first_rank(temporary)
     if temporary is not None:
         try:
             shards, failure = _write_stage(models, temporary, max_shard_bytes)
@@ -253,18 +288,19 @@ def save_hf(
             if is_first and failure is None:
                 written = [shard for shards, _ in results for shard in shards]
                 finish = partial(finish_folder, source=source, dtype=models[0].config.params_dtype)
-                _, failure = _try_call(finish, temporary, folder, written)
+                _, failure = try_call(finish, temporary, folder, written)
         finally:
             if is_first:
                 shutil.rmtree(temporary, ignore_errors=True)  # finish_folder has renamed it
-    failure = _from_first_rank(failure)
+    failure = from_first_rank(failure)
     if failure is not None:
         raise OSError(
             f"could not write the Hugging Face folder {folder}: {failure}; what was there before is unchanged"
         )
 
 
-def _from_first_rank(value: T) -> T:
+def from_first_rank(value: T) -> T:
+    """Rank 0's value, on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
@@ -281,13 +317,13 @@ def _write_stage(
         writer = ShardWriter(temporary, number=stage, max_shard_bytes=max_shard_bytes)
     for name, tensor in export_hf(models):
         if writer is not None and failure is None:
-            _, failure = _try_call(writer.add, name, tensor)
+            _, failure = try_call(writer.add, name, tensor)
     if writer is not None and failure is None:
-        _, failure = _try_call(writer.flush)
+        _, failure = try_call(writer.flush)
     return writer.shards if writer is not None else [], failure
 
 
-def _try_call(action: Callable[..., T], *args) -> tuple[T | None, str | None]:
+def try_call(action: Callable[..., T], *args) -> tuple[T | None, str | None]:
     """(result of ``action``, None), or (None, error): the other ranks must hear of any failure."""
     try:
         return action(*args), None

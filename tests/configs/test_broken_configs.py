@@ -596,6 +596,52 @@ TABLE = {
         command="sft", text=SFT, options="model.numerics=aligned", field="model.numerics", value="aligned",
         error="a warm start has no servers", fix="remove it",
     ),
+    # ---- adapters
+    "adapters beside aligned numerics": Broken(
+        options="model.numerics=aligned learner.lora={forward: factored}", field="learner.lora.forward, model.numerics", value="factored",
+        error="where servers multiply once by the merged weight", fix="set learner.lora.forward=merged, or model.numerics=default",
+    ),
+    **{
+        f"merged adapters and {field}": Broken(
+            options=f"learner.lora={{rank: 4}} rollout.{field}={value}", field=f"learner.lora.forward, rollout.{field}", value=value,
+            error="computes with the served weights", fix="set learner.lora.forward=factored, or remove it",
+        )
+        for field, value in (("precision", "int8"), ("quantization", "fp8"))
+    },
+    "adapters on servers": Broken(
+        options="learner.lora={rank: 4} rollout.server_args={lora_paths: x}", field="learner.lora, rollout.server_args",
+        value="{lora_paths: x}", error="learner.lora sends merged weights", fix="remove rollout.server_args.lora_paths",
+    ),
+    "adapters twice": Broken(
+        options="learner.lora={targets: [qkv, qkv]}", field="learner.lora.targets", value="[qkv, qkv]", error="names a matrix twice",
+        fix="name each once",
+    ),
+    "adapters of nothing": Broken(
+        options="learner.lora={targets: []}", field="learner.lora.targets", value="[]", error="leaves nothing to train",
+        fix="name one or more",
+    ),
+    "adapters by other names": Broken(
+        options="learner.lora={targets: [q_proj]}", field="learner.lora.targets.0", value="q_proj", error="not one of the choices",
+        fix="did you mean `proj`? choices: qkv, proj, fc1, fc2",
+    ),
+    "adapters by verl's name": Broken(
+        options="learner.lora_rank=8", field="learner.lora_rank", value="8", error="unknown key", fix="here it is `learner.lora.rank`",
+    ),
+    "adapters of experts": Broken(
+        options="model.path=experts learner.lora={rank: 2}", field="learner.lora.targets", value="[qkv, proj, fc1, fc2]",
+        error="adapters of experts are not built, and this qwen3_moe has experts", fix="set learner.lora.targets=[qkv, proj]",
+    ),
+    "adapters that are no smaller": Broken(
+        options="learner.lora={rank: 100000}", field="learner.lora.rank", value="100000", error="learner.lora.rank=100000 is above",
+        fix="use a smaller rank, or train every weight",
+    ),
+    "adapters of a warm start": Broken(
+        command="sft", text=SFT, options="learner.lora={rank: 2}", field="learner", value="{lora: {rank: 2}}", error="unknown key", fix="",
+    ),
+    "resume with adapters that were not there": Broken(
+        options="resume=stopped_early learner.lora={rank: 2}", field="resume", value="stopped_early",
+        error="stopped_early was trained without adapters", fix="keep its learner.lora, or start a new run from its exported model",
+    ),
     # ---- nodes
     "server larger than its nodes": Broken(
         options=f"--dry-run model.path=7b rollout.tp=4 layout.dp=16 {NODES} launch.nodes.gpus_per_node=2 launch.nodes.learner=8 "

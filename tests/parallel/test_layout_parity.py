@@ -43,17 +43,20 @@ UNTIED, TIED, CRITIC = "policy, untied", "policy, tied", "critic"
 ALIGNED, IN_ONE_PIECE = "policy, aligned in two pieces", "policy, aligned in one piece"
 ALIGNED_LAYOUTS = ("tp2", "tp2 sp", "tp2 pp2 sp")
 REPLAYED = "policy with experts, of which most are given"
+FACTORED, MERGED = "adapters, factored", "adapters, merged"
+EXPERTS_FROZEN = "adapters beside experts"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
-    "cp2": (UNTIED, TIED, CRITIC),
+    "dp2": (UNTIED, MERGED),
+    "cp2": (UNTIED, TIED, CRITIC, FACTORED),
     "cp3": (UNTIED, CRITIC, REPLAYED),
     "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
-    "tp2 sp cp2": (UNTIED, REPLAYED),
-    "tp2": (UNTIED, ALIGNED),
-    "tp2 sp": (UNTIED, TIED, CRITIC, ALIGNED),
-    "pp2": (UNTIED, TIED, CRITIC),
-    "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
-    "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED, ALIGNED),
+    "tp2 sp cp2": (UNTIED, REPLAYED, EXPERTS_FROZEN),
+    "tp2": (UNTIED, ALIGNED, FACTORED, MERGED),
+    "tp2 sp": (UNTIED, TIED, CRITIC, ALIGNED, FACTORED, MERGED),
+    "pp2": (UNTIED, TIED, CRITIC, FACTORED),
+    "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED, MERGED),
+    "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED, ALIGNED, MERGED),
     "pp2 dp2": (
         TIED,
     ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
@@ -61,8 +64,13 @@ STEPS = {
 CHECKPOINT, BAD_LOSS, RECOMPUTED, LEARNER = "checkpoint", "bad loss", "recomputed", "learner"
 LEARNER_LAYOUTS = ("pp2 vpp2", "tp2 pp2 sp", "cp2 pp2 vpp2")
 RECOMPUTING = ("tp2 pp2 sp", "tp2 sp cp2", "cp3")
-CHECKPOINTS = {"tp2 pp2 sp": ("pp2 vpp2", "cp3"), "tp2 sp cp2": ("pp2", "cp2 pp2 vpp2")}
-"""The layout that writes a checkpoint, and those that read it, beside one process."""
+CHECKPOINTS = {
+    "tp2 pp2 sp": (TIED, ("pp2 vpp2", "cp3")),
+    "tp2 sp cp2": (TIED, ("pp2", "cp2 pp2 vpp2")),
+    "tp2 sp": (FACTORED, ("cp2",)),
+    "pp2": (FACTORED, ("tp2",)),
+}
+"""The layout that writes a checkpoint, of which model, and those that read it, beside one process."""
 
 
 def learner_run(folder) -> RunConfig:
@@ -113,6 +121,15 @@ class Runs:
             "recompute": "full",
             "replays": True,
         }
+        adapters = {"rank": 4, "alpha": 6.0}
+        for name, forward, recompute in ((FACTORED, "factored", "none"), (MERGED, "merged", "full")):
+            lora = adapters | {"forward": forward}
+            self.jobs[name] = self.jobs[TIED] | {"lora": lora, "recompute": recompute}
+        self.jobs[EXPERTS_FROZEN] = {
+            "kind": "policy",
+            "folder": self.jobs[REPLAYED]["folder"],
+            "lora": adapters | {"targets": ["qkv", "proj"]},
+        }
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
         self.jobs[ALIGNED] = self.jobs[TIED] | {"pieces": 2}
         groups = make_groups(
@@ -150,7 +167,7 @@ class Runs:
             jobs[FEW_TOKENS] = ("step_of_lengths", self.few_tokens)
         if layout in CHECKPOINTS:
             jobs[CHECKPOINT] = ("save", self.checkpoint_job(layout))
-        for writer, readers in CHECKPOINTS.items():
+        for writer, (_, readers) in CHECKPOINTS.items():
             if layout in readers:
                 self.of(writer)
                 jobs[checkpoint_of(writer)] = ("load", self.checkpoint_job(writer))
@@ -158,7 +175,8 @@ class Runs:
         return run_ranks(work_layout, sizes.world_size, self.root / layout, sizes, jobs, deadline_s=900)
 
     def checkpoint_job(self, writer: str) -> dict:
-        return self.jobs[TIED] | {"checkpoint": self.root / checkpoint_of(writer) / "step_000001"}
+        job = self.jobs[CHECKPOINTS[writer][0]]
+        return job | {"checkpoint": self.root / checkpoint_of(writer) / "step_000001"}
 
     def loaded_in_one_process(self, writer: str) -> dict:
         self.of(writer)
@@ -247,7 +265,11 @@ def test_every_rank_of_a_pipeline_gets_the_same_scores(runs, layout):
 
 @pytest.mark.parametrize(
     ("writer", "reader"),
-    [(writer, reader) for writer, readers in CHECKPOINTS.items() for reader in ("one process", *readers)],
+    [
+        (writer, reader)
+        for writer, (_, readers) in CHECKPOINTS.items()
+        for reader in ("one process", *readers)
+    ],
 )
 def test_a_checkpoint_goes_on_in_another_layout(runs, writer, reader):
     """The next step has the loss and ends at the weights of the one that wrote it."""

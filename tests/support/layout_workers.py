@@ -5,7 +5,7 @@ Imported by spawned ranks.
 processes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from parallel.engine import (
 from parallel.megatron import platform
 from parallel.packing import PackedBatch
 from parallel.planning.layout import Experts
-from parallel.weights.hf_conversion import export_hf
+from parallel.weights.hf_conversion import export_adapters, export_hf
 from rollout.records import FinishReason, Group
 from tests.support.megatron_workers import (
     clipped_loss,
@@ -62,19 +62,34 @@ def by_hf_names(
     name, on every rank.
 
     A collective. A critic's head is ``value_head.weight``. The copy of a tied embedding on the last of
-    several stages is left out: see ``tied_copies``.
+    several stages is left out: see ``tied_copies``. Of an engine of adapters these are its A and B, as ``NAME A``.
     """
-    kept = {p: p.data for chunk in engine.chunks for p in chunk.parameters()}
+    kept = {p: p.data for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad}
     tensors = {p: tensor_of(p).detach().clone() for p in kept}
     try:
         for p, tensor in tensors.items():
             p.data = tensor
-        mine = {name: tensor.detach().clone() for name, tensor in export_hf(engine.chunks)}
+        exported = _adapters(engine) if has_adapters(engine) else export_hf(engine.chunks)
+        mine = {name: tensor.detach().clone() for name, tensor in exported}
     finally:
         for p, data in kept.items():
             p.data = data
     if isinstance(engine, ValueEngine):
         mine.update(("value_head.weight", tensors[head]) for head in heads_of(engine))
+    return _of_all_stages(engine, mine)
+
+
+def has_adapters(engine: MegatronEngine | ValueEngine) -> bool:
+    return engine.chunks[0].lora is not None
+
+
+def _adapters(engine: MegatronEngine | ValueEngine) -> Iterator[tuple[str, Tensor]]:
+    for name, a, b in export_adapters(engine.chunks):
+        yield f"{name} A", a
+        yield f"{name} B", b
+
+
+def _of_all_stages(engine: MegatronEngine | ValueEngine, mine: dict[str, Tensor]) -> dict[str, Tensor]:
     stages: list[dict[str, Tensor]] = [{}] * engine.groups.pp_size
     dist.all_gather_object(stages, mine, group=engine.groups.pp_group)
     found = {name: tensor for stage in stages for name, tensor in stage.items()}
@@ -104,7 +119,11 @@ def _finalize_everything(chunks, num_tokens=None, **rest) -> None:
 
 
 def weights_by_hf_names(engine: MegatronEngine | ValueEngine) -> dict[str, Tensor]:
-    return by_hf_names(engine, lambda p: p)
+    """Of an engine of adapters the adapters, and the merged weights."""
+    weights = by_hf_names(engine, lambda p: p)
+    if has_adapters(engine):
+        weights |= _of_all_stages(engine, {name: tensor.clone() for name, tensor in export_hf(engine.chunks)})
+    return weights
 
 
 def tied_copies(engine: MegatronEngine) -> dict[str, Tensor]:

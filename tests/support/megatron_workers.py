@@ -5,6 +5,7 @@ import multiprocessing.forkserver
 import os
 import signal
 import time
+import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from transformers import (
 from configs.schema.correction import CorrectionConfig
 from configs.schema.critic import CriticConfig
 from configs.schema.layout import LayoutConfig
-from configs.schema.learner import LearnerConfig, OptimizerConfig
+from configs.schema.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from configs.schema.model import ModelConfig
 from configs.schema.objective import AggregationConfig, EntropyConfig
 from configs.schema.rollout import RolloutConfig
@@ -35,6 +36,7 @@ from configs.schema.run import RunConfig, SftConfig
 from configs.schema.task import CountdownTask
 from parallel.engine import MegatronEngine, ValueEngine
 from parallel.megatron import aligned, platform
+from parallel.megatron.lora import Lora, adapted_layers
 from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.weights import hf_conversion
@@ -98,12 +100,18 @@ def make_batch(
 
 def make_engine(
     folder: Path, *, layout: LayoutConfig | None = None, dtype: str = "float32", steps: int = 10, recompute: str = "none",
-    timeout_s: float = 120.0, fp32_lm_head: bool = False, pieces: int | None = None, **optimizer,
+    timeout_s: float = 120.0, fp32_lm_head: bool = False, pieces: int | None = None, lora: dict[str, Any] | None = None,
+    served: str | None = None, **optimizer,
 ) -> MegatronEngine:  # fmt: skip
-    """pieces: of aligned numerics; None: default numerics."""
+    """pieces: of aligned numerics; None: default numerics. lora: fields of ``LoraConfig``, for an engine of adapters, whose
+    B is random in place of zero (a gradient of A needs it). served: the dtype of the servers' weights, if it is not
+    ``dtype``."""
     platform.init_distributed(60.0)
+    adapters = lora and Lora(
+        config=LoraConfig.model_validate(lora), served_dtype=getattr(torch, served or dtype)
+    )
     settings = OptimizerConfig(**{"lr": 1e-2, "eps": 1e-4, "clip_grad": 1e9, **optimizer})
-    return MegatronEngine(
+    engine = MegatronEngine(
         ModelConfig(
             path=folder,
             dtype=dtype,
@@ -118,7 +126,27 @@ def make_engine(
         seed=0,
         timeout_s=timeout_s,
         pieces=pieces,
+        lora=adapters,
     )
+    if adapters is not None:
+        randomise_b(engine)
+    return engine
+
+
+@torch.no_grad()
+def randomise_b(engine: MegatronEngine, *, spread: float = 0.05) -> None:
+    """Give every B normal numbers that do not depend on the layout."""
+    for chunk in engine.chunks:
+        layers = adapted_layers(chunk)
+        for name, weight in hf_conversion.parameter_names(chunk):
+            if weight in layers:
+                b = layers[weight].lora_b
+                generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+                sharded = getattr(b, "tensor_model_parallel", False)
+                rows = len(b) * (parallel_state.get_tensor_model_parallel_world_size() if sharded else 1)
+                whole = torch.randn(rows, b.shape[1], generator=generator) * spread
+                b.copy_(hf_conversion._local_shard(name, whole, b))
+    engine._optimizer.reload_model_params()
 
 
 def weighted_loss(batch: PackedBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor):
@@ -183,7 +211,9 @@ def weights_of(engine: MegatronEngine) -> dict[str, torch.Tensor]:
 def gradients_of(engine: MegatronEngine | ValueEngine) -> dict[str, torch.Tensor]:
     """Of a plain (not distributed) optimizer: the summed gradients of the last update."""
     return {
-        name: parameter.main_grad.detach().clone() for name, parameter in engine.chunks[0].named_parameters()
+        name: parameter.main_grad.detach().clone()
+        for name, parameter in engine.chunks[0].named_parameters()
+        if parameter.requires_grad
     }
 
 

@@ -105,7 +105,7 @@ def _measure(
     parameters = _parameters(engine)
     return {
         "parameters": bytes_of(parameters),
-        "gradients": bytes_of(p.main_grad for p in parameters),
+        "gradients": bytes_of(p.main_grad for p in parameters if p.requires_grad),
         "optimizer": bytes_of(_states(engine)),
         "activations": kept.peak,
         "left": kept.now,

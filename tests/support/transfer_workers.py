@@ -24,16 +24,17 @@ def engines(folder: Path, layouts: Sequence[str]) -> Iterator[tuple[LayoutConfig
 
 
 def work_round_trips(folder: Path, layouts: Sequence[str], out: Path) -> dict[str, list[str]]:
-    """The folder through each layout and out again, to ``out/LAYOUT``; perturbed, to ``out/LAYOUT-other``.
-    What this rank exported."""
+    """The folder through each layout and out again, to ``out/LAYOUT``; perturbed, to ``out/LAYOUT-other``; adapters to it, to
+    ``out/LAYOUT-adapter``. What this rank exported."""
     exported = {}
-    for text, (_, engine) in zip(layouts, engines(folder, layouts), strict=True):
+    for text, (layout, engine) in zip(layouts, engines(folder, layouts), strict=True):
         shapes = [(name, tuple(tensor.shape)) for name, tensor in engine.export_hf()]
         assert list(chain.from_iterable(engine.export_plan())) == shapes
         exported[text] = [name for name, _ in shapes]
         hf_conversion.save_hf(engine.chunks, folder, out / text, max_shard_bytes=20_000)
         hf_conversion.load_weights(engine.chunks, PerturbedWeights(folder))
         engine.save_hf(out / f"{text}-other")
+        make_engine(folder, layout=layout, lora={"rank": 4}).save_adapter(out / f"{text}-adapter")
     return exported
 
 

@@ -109,6 +109,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     # Each after one that keeps something, since an alarm is told where it begins.
     "nothing kept": (NOTHING,),
     "full recomputation of activations, decoupled_seq_is": ("learner.recompute=full", "correction=decoupled_seq_is"),
+    # Of adapters alone: the reference is the policy without them.
+    "KL in loss, adapters, merged": (KL, TWO, "learner.lora={rank: 4, alpha: 8}"),
+    "adapters, factored": (TWO, "learner.lora={rank: 4, alpha: 8, forward: factored, targets: [qkv, fc2]}"),
     "nothing kept, two minibatches": (NOTHING, TWO),
     "normalise, segment, two minibatches": ("correction.weight={level: segment, bound: mask, upper: 3.0, normalise: true}", TWO),
     "nothing kept, policy gradient": ("correction=pg_is", NOTHING),

@@ -2,6 +2,7 @@
 a full disk leaves."""
 
 import fcntl
+import json
 import re
 import resource
 from pathlib import Path
@@ -69,6 +70,20 @@ def test_the_estimate_is_what_a_checkpoint_takes(folder, model, tmp_path, dtype,
     assert 1 <= stored_bytes(tmp_path) / policy.checkpoint < 1.03
     engine.save_hf(tmp_path / "hf")
     assert 1 <= (tmp_path / "hf" / "model.safetensors").stat().st_size / policy.model < 1.03
+
+
+def test_the_estimate_of_adapters_is_of_them_alone(folder, model, tmp_path):
+    engine = make_engine(model, lora={"rank": 16})
+    engine.save(step_folder(tmp_path, 1), {})
+    need = disk_need(config(f"model.path={model}", "model.dtype=float32", "learner.lora={rank: 16}"))
+    whole = disk_need(config(f"model.path={model}", "model.dtype=float32"))
+    assert 1 <= stored_bytes(tmp_path) / need.checkpoint < 1.2  # a tensor's name takes more of so small a one
+    assert need.checkpoint < whole.checkpoint / 2
+    engine.save_hf(tmp_path / "hf")
+    engine.save_adapter(tmp_path / "adapter")
+    written = [tmp_path / "hf" / "model.safetensors", tmp_path / "adapter" / "adapter_model.safetensors"]
+    # q, k and v, and gate and up, have copies of the A that they share
+    assert 1 <= sum(path.stat().st_size for path in written) / need.model < 1.2
 
 
 def test_the_estimate_of_a_critic_too(folder, model, tmp_path):
@@ -203,3 +218,20 @@ def test_two_exports_of_one_run_do_not_meet(finished, tmp_path):
         with pytest.raises(BadInput, match="is being exported by another process"):
             results.export(finished.path, tmp_path / "out")
     results.export(finished.path, tmp_path / "out")
+
+
+def test_adapters_are_exported_alone(finished, tmp_path):
+    """A finished run's own folder; a run without adapters has none."""
+    every_weight = {"kind": "train", "model": {"path": "m"}, "task": {"type": "countdown"}}
+    finished.config.write_text(json.dumps(every_weight))
+    with pytest.raises(
+        BadInput, match=r"trained every weight and has no adapters \(learner.lora\); leave --adapter out"
+    ):
+        results.export(finished.path, tmp_path / "out", adapter=True)
+    finished.config.write_text(json.dumps(every_weight | {"learner": {"lora": {"rank": 2}}}))
+    finished.adapter.mkdir()
+    (finished.adapter / "adapter_config.json").write_text("{}")
+    results.export(finished.path, tmp_path / "out", adapter=True)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
+    results.export(finished.path, tmp_path / "whole")
+    assert (tmp_path / "whole" / "model.safetensors").is_file()

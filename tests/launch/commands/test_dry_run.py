@@ -482,3 +482,20 @@ def test_the_bytes_of_experts_are_told_where_they_are_replayed(folder):
     (line,) = (x for x in batch_lines(config(*settings, *of_old)) if "routing" in x)
     assert "8 bytes of experts per token" in line and size_text(8 * 8 * 50) in line and "every rank" in line
     assert not [x for x in batch_lines(config(*settings)) if "routing" in x]
+
+
+def test_adapters_are_told(folder):
+    """The counts are those of the real model."""
+    from tests.support.megatron_workers import make_engine
+
+    make_tiny_countdown_model(folder / "tiny", seed=0)
+    settings = ("model.path=tiny", "rollout.prompts_per_step=4", "rollout.group_size=4")
+    (line,) = (x for x in batch_lines(config(*settings, "learner.lora={rank: 4}")) if "lora" in x)
+    engine = make_engine(folder / "tiny", lora={"rank": 4})
+    trained, frozen = (
+        sum(p.numel() for p in engine.chunks[0].parameters() if p.requires_grad is wanted)
+        for wanted in (True, False)
+    )
+    assert f"{trained:,} numbers are trained, {trained / frozen:.2%} of the model's {frozen:,}" in line
+    assert "rank 4 on qkv, proj, fc1, fc2" in line and "forward pass is merged" in line
+    assert not [x for x in batch_lines(config(*settings)) if "lora" in x]

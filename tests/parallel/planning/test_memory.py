@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig
+from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.memory import (
     GIB,
@@ -45,6 +47,9 @@ GPU_WORK = Work(
 )  # fmt: skip
 
 
+ALL = ("qkv", "proj", "fc1", "fc2")
+
+
 @dataclass(frozen=True)
 class Case:
     layout: dict[str, Any]
@@ -52,9 +57,17 @@ class Case:
     recompute: str = "none"
     distributed: bool = True
     kind: str = "qwen3"
+    lora: tuple[str, ...] = ()
+    """The targets of adapters; none: every weight is trained."""
+    forward: str = "merged"
+
+    @property
+    def adapters(self) -> dict[str, Any] | None:
+        return {"rank": 8, "targets": self.lora, "forward": self.forward} if self.lora else None
 
     def __str__(self) -> str:
         of_optimizer = "" if self.distributed else "-plain"
+        of_optimizer += f"-{self.forward}:{','.join(self.lora)}" if self.lora else ""
         return f"{self.kind}-{','.join(f'{k}={v}' for k, v in self.layout.items())}-{self.dtype}-{self.recompute}{of_optimizer}"
 
 
@@ -62,6 +75,9 @@ ONE_RANK = [
     Case({"dp": 1}), Case({"dp": 1}, dtype="bfloat16"), Case({"dp": 1}, dtype="bfloat16", recompute="full"),
     Case({"dp": 1}, recompute="full", distributed=False), Case({"dp": 1}, dtype="bfloat16", distributed=False, kind="qwen2"),
     Case({"dp": 1}, kind="qwen2"), Case({"dp": 1}, kind="qwen3_moe"), Case({"dp": 1}, dtype="bfloat16", kind="qwen3_moe"),
+    Case({"dp": 1}, lora=ALL), Case({"dp": 1}, lora=ALL, forward="factored"), Case({"dp": 1}, dtype="bfloat16", lora=ALL),
+    Case({"dp": 1}, dtype="bfloat16", recompute="full", lora=ALL), Case({"dp": 1}, kind="qwen2", lora=("qkv",)),
+    Case({"dp": 1}, lora=("proj", "fc2"), distributed=False), Case({"dp": 1}, kind="qwen3_moe", lora=("qkv", "proj")),
 ]  # fmt: skip
 TWO_RANKS = [
     Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
@@ -70,6 +86,8 @@ TWO_RANKS = [
     Case({"pp": 2}), Case({"pp": 2}, dtype="bfloat16", recompute="full"), Case({"pp": 2, "vpp": 2}),
     Case({"cp": 2}), Case({"cp": 2}, kind="qwen2"), Case({"cp": 2}, dtype="bfloat16"),
     Case({"cp": 2}, dtype="bfloat16", recompute="full"), Case({"cp": 2}, kind="qwen3_moe"),
+    Case({"tp": 2}, lora=ALL), Case({"tp": 2, "sp": True}, dtype="bfloat16", lora=ALL), Case({"dp": 2}, dtype="bfloat16", lora=ALL),
+    Case({"pp": 2}, lora=ALL, forward="factored"), Case({"cp": 2}, lora=ALL),
     Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 
@@ -78,7 +96,7 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
     microbatches = 2 * case.layout.get("pp", 1)
     return dict(
         folder=folder / case.kind, layout=case.layout, lengths=LENGTHS, microbatches=microbatches, vocab=SIZES["vocab_size"],
-        dtype=case.dtype, recompute=case.recompute, distributed=case.distributed,
+        dtype=case.dtype, recompute=case.recompute, distributed=case.distributed, lora=case.adapters,
     )  # fmt: skip
 
 
@@ -112,12 +130,14 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
         work = Work(
             device="cpu", dtype=case.dtype, token_budget=held["tokens"], chunk_tokens=7, recompute=case.recompute,
             distributed_optimizer=case.distributed, num_microbatches=2 * layout.pp,
+            lora=LoraConfig.model_validate(case.adapters) if case.adapters else None,
         )  # fmt: skip
         memory = learner_memory(
             read_architecture(config), layout, work, stage=rank * layout.pp // layout.world_size
         )
         for item in ("parameters", "gradients", "optimizer"):
-            assert getattr(memory, item) == pytest.approx(held[item], rel=0.1), item
+            # Megatron pads its buffers, which shows in the small ones of adapters.
+            assert getattr(memory, item) == pytest.approx(held[item], rel=0.1, abs=5000), item
         assert memory.activations == pytest.approx(held["activations"], rel=0.03)
         assert held["left"] == 0, "the measurement lost count"
 
@@ -245,6 +265,48 @@ def test_a_run_counts_reference_and_critic():
     assert memory.total == memory.lasting + max(
         memory.activations + memory.logits + memory.pipeline, memory.transfer
     )
+
+
+def test_adapters_by_hand():
+    """Qwen2.5-7B at tp 2, rank 16: of qkv and fc1 B is split, of proj and fc2 A."""
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "m"},
+            "task": {"type": "countdown"},
+            "kl": {"coefficient": 0.1},
+            "learner": {"lora": {"rank": 16}},
+        }
+    )
+    architecture, layout = read_architecture(QWEN2), LayoutConfig(tp=2, pp=2, dp=4)
+    qkv, proj = 3584 + (28 + 2 * 4) * 128 // 2, 3584 // 2 + 3584
+    fc1, fc2 = 3584 + 2 * 18944 // 2, 18944 // 2 + 3584
+    trained = 14 * 16 * (qkv + proj + fc1 + fc2)
+    assert config.learner.lora is not None
+    assert adapter_parameters(architecture, layout, config.learner.lora) == trained
+    memory = learner_memory(architecture, layout, work_of(config, "cuda"), 0)
+    whole = stage_parameters(architecture, layout, 0)[0]
+    assert memory.parameters == 2 * (whole + trained)
+    assert (memory.gradients, memory.optimizer) == (4 * trained, 12 * trained // 4)
+    assert memory.reference == 0  # the policy without its adapters
+    last = learner_memory(architecture, layout, work_of(config, "cuda"), 1)
+    full = learner_memory(architecture, layout, replace(work_of(config, "cuda"), lora=None), 1)
+    assert full.logits - last.logits == 76032 * 3584 * 6  # no gradient of the output layer
+
+
+def test_a_critic_beside_adapters_is_trained_whole():
+    fields = {
+        "model": {"path": "m"},
+        "task": {"type": "countdown"},
+        "advantage": {"type": "gae"},
+        "learner": {"lora": {"targets": ["proj"]}},
+    }
+    architecture, layout = read_architecture(QWEN2), LayoutConfig(dp=2)
+    work = work_of(RunConfig.model_validate(fields), "cuda", architecture)
+    memory = learner_memory(architecture, layout, work, 0)
+    whole = learner_memory(architecture, layout, replace(work, lora=None), 0)
+    assert (memory.critic, memory.activations) == (whole.critic, whole.activations)
+    alone = learner_memory(architecture, layout, replace(work, critic=None), 0)
+    assert alone.activations < memory.activations
 
 
 def test_the_worst_stage_is_an_end():

@@ -465,6 +465,12 @@ def test_traffic_by_hand():
         traffic(architecture, run_config(kl={"coefficient": 0.1}), LayoutConfig(tp=2, pp=2, dp=2)).pipeline
         == 3 * h
     )
+    adapted = run_config(learner={"token_budget": 16384, "recompute": "full", "lora": {"rank": 4}})
+    adapted_traffic = traffic(architecture, adapted, LayoutConfig(tp=2, pp=2, dp=2))
+    # qkv 256 -> (8 + 4) * 32 / 2, proj 256 / 2 -> 256, fc1 256 -> 768, fc2 768 / 2 -> 256
+    adapters = 3 * 4 * ((256 + 192) + (128 + 256) + (256 + 768) + (384 + 256))
+    assert adapted_traffic.data == (4 + 2) * adapters // 2
+    assert (adapted_traffic.transfer, adapted_traffic.tensor) == (found.transfer, found.tensor)
 
 
 def test_traffic_of_split_sequences_by_hand():

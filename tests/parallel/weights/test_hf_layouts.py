@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from parallel.weights.hf_files import INDEX, HuggingFaceWeights, PerturbedWeights
-from tests.support.megatron_workers import make_hf_model, run_ranks
+from tests.support.megatron_workers import make_engine, make_hf_model, run_ranks
 from tests.support.transfer_workers import work_failing_writers, work_order_of_turns, work_round_trips
 
 ON_TWO = ["tp=2", "tp=2,sp", "pp=2", "pp=2,vpp=2", "dp=2", "cp=2"]
@@ -40,7 +40,10 @@ def test_every_layout_gives_back_the_folder_and_the_same_other_weights(
     )
     wanted = weights_in(folder)
     other = {name: PerturbedWeights(folder).read(name) for name in wanted}
+    make_engine(folder, lora={"rank": 4}).save_adapter(tmp_path / "adapter")
+    adapter = weights_in(tmp_path / "adapter")
     for layout in layouts:
+        assert_same(weights_in(tmp_path / "out" / f"{layout}-adapter"), adapter)
         out = tmp_path / "out" / layout
         assert_same(weights_in(out), wanted)
         assert_same(weights_in(tmp_path / "out" / f"{layout}-other"), other)
@@ -55,7 +58,7 @@ def test_every_layout_gives_back_the_folder_and_the_same_other_weights(
         )
         assert all(names in stages for names in of_ranks), "ranks of one stage export in different orders"
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
-        [*layouts, *(f"{x}-other" for x in layouts)]
+        [*layouts, *(f"{x}-{what}" for x in layouts for what in ("other", "adapter"))]
     ), "something partial"
 
 
