@@ -142,6 +142,22 @@ def test_the_merged_forward_is_that_of_the_served_weights(folder, batch, tmp_pat
     assert 0 < gap < (1e-4 if served == "float32" else 0.2)
 
 
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_the_merged_forward_is_aligned_too(folder, batch, tmp_path, pieces):
+    """Rows of a matrix that is split by inputs are summed in pieces by Tandem's own layer, adapters included."""
+    engine = make_engine(folder, lora=LORA | {"forward": "merged"}, pieces=pieces)
+    engine.save_hf(tmp_path / "merged")
+    (found, _), (base, _), (expected, _) = (
+        e.logprobs([batch], temperature=TEMPERATURE)[0]
+        for e in (
+            engine,
+            make_engine(folder, pieces=pieces),
+            make_engine(tmp_path / "merged", pieces=pieces),
+        )
+    )
+    assert torch.equal(found, expected) and not torch.allclose(found, base)
+
+
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 def test_merged_weights_are_w_plus_b_a(tmp_path, kind):
     """By a slow sum in float64, one Hugging Face tensor at a time."""
