@@ -1,20 +1,30 @@
 #!/usr/bin/env bash
 # Installs Tandem into .venv beside this checkout: pinned, CPU or CUDA by what the machine has; a second call reuses it.
-# Sourced or run by quickstart.sh and test.sh. TANDEM_PYTHON names another interpreter, of Python 3.11 or 3.12.
+#   bash launch/install.sh [--cuda | --cpu]     a build that the machine does not tell, such as on a login node; later calls keep it
+# Run by quickstart.sh and test.sh. TANDEM_PYTHON names another interpreter, of Python 3.11 or 3.12.
 set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 say() { if [ -t 1 ]; then printf '\033[1m==>\033[0m %s\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 
 # The learner and a server each need a GPU of their own: NCCL refuses two ranks of a group on one.
-kind=cpu
-gpus=0
-if command -v nvidia-smi >/dev/null 2>&1; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
-if [ "$gpus" -ge 2 ]; then kind=cuda; fi
-if [ "$gpus" -eq 1 ]; then say "One GPU found; learner and server need one each, so the CPU build is installed."; fi
+choice="$venv/.tandem-kind" # what was asked for
+case "$*" in
+  --cuda | --cpu) kind="${1#--}" ;;
+  "") kind=$(cat "$choice" 2>/dev/null || true) ;;
+  *) echo "launch/install.sh takes --cuda, --cpu or nothing, not: $*" >&2; exit 2 ;;
+esac
+if [ -z "$kind" ]; then
+  kind=cpu
+  gpus=0
+  if command -v nvidia-smi >/dev/null 2>&1; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
+  if [ "$gpus" -ge 2 ]; then kind=cuda; fi
+  if [ "$gpus" -eq 1 ]; then say "One GPU found; learner and server need one each, so the CPU build is installed (--cuda takes the other)."; fi
+fi
 wanted="$kind $(cat "$root/launch/requirements/"{"$kind",test,docs}.txt "$root/setup.py" | sha256sum | cut -c1-16)"
 stamp="$venv/.tandem-installed"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
+  if [ $# -gt 0 ]; then printf '%s' "$kind" > "$choice"; fi
   say "Installation found in .venv ($kind); nothing to install."
   return 0 2>/dev/null || exit 0
 fi
@@ -73,5 +83,6 @@ else
   step "[2/3] test tools" "${pip[@]}" -r "$root/launch/requirements/test.txt"
 fi
 step "[3/3] tandem" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"
+if [ $# -gt 0 ]; then printf '%s' "$kind" > "$choice"; fi
 printf '%s' "$wanted" > "$stamp"
 say "Installed in $((SECONDS - started)) s."
