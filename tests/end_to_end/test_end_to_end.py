@@ -61,8 +61,8 @@ KL, HORIZON = 0.05, 100
 
 
 def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed(folder):
-    """Float32 with aligned numerics on two data-parallel ranks, with a critic, an adaptive KL penalty in the reward, and
-    a reward that fails for some responses.
+    """Float32 with aligned numerics on two data-parallel ranks, from a server of two tensor-parallel ranks, with a critic,
+    an adaptive KL penalty in the reward, and a reward that fails for some responses.
 
     SIGTERM while the fourth step's samples are scored: it is dropped, and the third step saved, though it is no
     multiple of two.
@@ -70,7 +70,7 @@ def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed
     (folder / "my_reward.py").write_text(HOLDING_REWARD)
     settings = [
         *SMALL, *REWARD, "checkpoint.every=2", "checkpoint.keep=5", "learner.old_logprobs=always", "record_batches=all",
-        "model.numerics=aligned",
+        "model.numerics=aligned", "rollout.tp=2",
         "advantage.type=gae", "critic.warmup_steps=1", "learner.minibatches=1", "kl.place=reward", f"kl.coefficient={KL}",
         f"kl.controller={{type: adaptive, target: 0.1, horizon: {HORIZON}}}", "steps=4", "reward.timeout_s=300",
         "launch.stop_timeout_s=120", "launch.stop_grace_s=60",
