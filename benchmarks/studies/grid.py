@@ -104,6 +104,16 @@ def last(metric: str) -> Column:
     return mean
 
 
+def over_run(metric: str, statistic: Callable[[Sequence[float]], float]) -> Column:
+    """A statistic of all steps of a run; None where they lack the metric."""
+
+    def value(rows: Rows) -> float | None:
+        values = [row[metric] for row in rows if row["step"] > 0 and row.get(metric) is not None]
+        return statistic(values) if values else None
+
+    return value
+
+
 def served_accuracy(grid: Grid, name: str) -> float:
     """The last held-out accuracy of a finished cell, with the weights of its servers."""
     return [row["eval/accuracy"] for row in grid.rows(name) or () if row.get("eval/accuracy") is not None][-1]

@@ -20,7 +20,7 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.studies.grid import Cell, Column, Curve, Grid, Rows, draw, grid_of, last, options, table
+from benchmarks.studies.grid import Cell, Curve, Grid, draw, grid_of, last, options, over_run, table
 from benchmarks.studies.own_policy import own_accuracy
 from configs.schema.rollout import Precision
 
@@ -47,15 +47,6 @@ COLORS = ("#222222", "#1f77b4", "#e69f00", "#d62728")
 MINIBATCHES = 4
 
 
-def least(metric: str) -> Column:
-    """The least value of a metric over the run."""
-
-    def value(rows: Rows) -> float | None:
-        return min((row[metric] for row in rows if row.get(metric) is not None), default=None)
-
-    return value
-
-
 COLUMNS = {
     "reward": last("reward/mean"),
     "reward, weighted": last("reward/importance_weighted"),
@@ -69,7 +60,7 @@ COLUMNS = {
     "ESS": last("mismatch/ess"),
     "kept": last("mismatch/kept_fraction"),
     "gradient": last("optim/grad_norm"),
-    "worst reward": least("reward/mean"),
+    "worst reward": over_run("reward/mean", min),
 }
 
 
