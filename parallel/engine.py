@@ -630,8 +630,7 @@ def _logprob_forward(
         packed = model.pack(
             batch.cu_seqlens,
             batch.positions_T,
-            prompt_ids_S=batch.prompt_ids_S,
-            prompt_lengths_S=batch.prompt_lengths_S,
+            prompts=batch.prompts,
             experts_TLK=batch.experts_TLK,
             is_replayed_T=batch.is_replayed_T,
             counted_T=None if replays is None else batch.response_mask_T,
@@ -654,11 +653,6 @@ def _logprob_forward(
 
 
 def _value_forward(model: ValueGPTModel, batch: PackedBatch) -> tuple[Tensor] | Tensor:
-    packed = model.pack(
-        batch.cu_seqlens,
-        batch.positions_T,
-        prompt_ids_S=batch.prompt_ids_S,
-        prompt_lengths_S=batch.prompt_lengths_S,
-    )
+    packed = model.pack(batch.cu_seqlens, batch.positions_T, prompts=batch.prompts)
     result = model.values(tokens_T=batch.tokens_T, packed=packed)
     return (result,) if model.post_process else result

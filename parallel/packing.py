@@ -125,6 +125,13 @@ class PackedBatch:
             raise ValueError(f"kept_ids_M is {self.kept_ids_M.dtype}; convert it to int32")
         _ = self.kept  # raises where counts and ids do not fit
 
+    @property
+    def prompts(self) -> tuple[Tensor, Tensor] | None:
+        """(prompt_ids_S, prompt_lengths_S) of prompts that may be computed once. None: each sequence is computed whole."""
+        if self.prompt_ids_S is None or self.prompt_lengths_S is None:
+            return None
+        return self.prompt_ids_S, self.prompt_lengths_S
+
     def _require_prompts(self) -> None:
         ids, lengths = self.prompt_ids_S, self.prompt_lengths_S
         if (ids is None) != (lengths is None):

@@ -74,6 +74,7 @@ class SplitPlan(PackedPlan):
 
     def predictions(self, mask_T: Tensor) -> Predictions:
         """Of this rank's tokens. Without any it is its first one, whose target is off the mask."""
+        assert self.order_T is not None  # a rank's part is never the batch in its order
         own_mask_T = self.without_dummies(self.to_model_order(mask_T))
         places_R = (
             own_mask_T.nonzero().flatten() if own_mask_T.any() else mask_T.new_zeros(1, dtype=torch.int64)
@@ -82,6 +83,7 @@ class SplitPlan(PackedPlan):
 
     def scattered(self, values_R: Tensor, predictions: Predictions, mask_T: Tensor) -> Tensor:
         """Those of all ranks."""
+        assert self.order_T is not None
         own_T = values_R.new_zeros(len(self.order_T))
         return self.to_batch_order(own_T.index_copy(0, predictions.places_R, values_R))
 

@@ -176,10 +176,13 @@ class _WithGradientTo(torch.autograd.Function):
 def with_adapter(linear: type | ModuleSpec, lora: Lora, *, is_gated: bool = False) -> ModuleSpec:
     """The specification of a layer with an adapter. linear: Megatron's column- or row-parallel class, one derived from
     it, or the specification of one."""
-    spec = linear if isinstance(linear, ModuleSpec) else ModuleSpec(module=linear)
-    adapter = _ColumnAdapter if issubclass(spec.module, ColumnParallelLinear) else _RowAdapter
-    layer = type(f"Lora{spec.module.__name__}", (adapter, spec.module), {})
-    return ModuleSpec(module=layer, params={**spec.params, "lora": lora, "is_gated": is_gated})
+    params, plain = {}, linear
+    if isinstance(linear, ModuleSpec):
+        params, plain = linear.params, linear.module
+    assert isinstance(plain, type)
+    adapter = _ColumnAdapter if issubclass(plain, ColumnParallelLinear) else _RowAdapter
+    layer = type(f"Lora{plain.__name__}", (adapter, plain), {})
+    return ModuleSpec(module=layer, params={**params, "lora": lora, "is_gated": is_gated})
 
 
 def add_adapters(layer: ModuleSpec, lora: Lora, *, has_experts: bool) -> None:

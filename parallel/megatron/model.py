@@ -404,8 +404,7 @@ class PackedGPTModel(GPTModel):
         cu_seqlens: Tensor,
         positions_T: Tensor,
         *,
-        prompt_ids_S: Tensor | None = None,
-        prompt_lengths_S: Tensor | None = None,
+        prompts: tuple[Tensor, Tensor] | None = None,
         experts_TLK: Tensor | None = None,
         is_replayed_T: Tensor | None = None,
         counted_T: Tensor | None = None,
@@ -413,16 +412,13 @@ class PackedGPTModel(GPTModel):
     ) -> PackedSequences:
         """The plan and rotary tables of a micro-batch, and the experts that are replayed (see ``moe.Replay``).
 
-        A prompt is computed once for all of its sequences where this model can (``shares_prompts``) and no experts are
-        replayed or recorded: samples of one prompt may have been sent to different ones.
+        prompts: see ``PackedBatch.prompts``. They are computed once where this model can (``shares_prompts``) and no
+        experts are replayed or recorded: samples of one prompt may have been sent to different ones.
 
         records: the routers choose by themselves, and write their choice into ``experts_TLK``.
         """
         device = positions_T.device
-        shared = None
-        if self.shares_prompts and experts_TLK is None and prompt_ids_S is not None:
-            shared = prompt_ids_S, prompt_lengths_S
-        plan = self._plan(cu_seqlens, device, shared)
+        plan = self._plan(cu_seqlens, device, prompts if experts_TLK is None else None)
         longest = int(torch.diff(cu_seqlens).max())
         if longest > self.architecture.max_positions:
             raise ValueError(
@@ -448,12 +444,11 @@ class PackedGPTModel(GPTModel):
         )
 
     def _plan(
-        self, cu_seqlens: Tensor, device: torch.device, shared: tuple[Tensor, Tensor] | None
+        self, cu_seqlens: Tensor, device: torch.device, prompts: tuple[Tensor, Tensor] | None
     ) -> PackedPlan:
-        """shared: ``prompt_ids_S`` and ``prompt_lengths_S`` of prompts that are computed once."""
         multiple = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        if shared is not None:
-            return plan_shared_prompts(cu_seqlens, *shared, device, multiple=multiple)
+        if prompts is not None and self.shares_prompts:
+            return plan_shared_prompts(cu_seqlens, *prompts, device, multiple=multiple)
         group = self.pg_collection.cp
         if group.size() > 1:
             whole = plan_packing(cu_seqlens, device)
@@ -531,10 +526,9 @@ class LogprobGPTModel(PackedGPTModel):
         result = self._run_request(tokens_T, packed, request)
         if not self.post_process:
             return result
-        logprobs_T, entropy_T = (
-            None if values_R is None else plan.scattered(values_R, predictions, mask_T) for values_R in result
-        )
-        return logprobs_T, entropy_T
+        logprobs_R, entropy_R = result
+        entropy_T = None if entropy_R is None else plan.scattered(entropy_R, predictions, mask_T)
+        return plan.scattered(logprobs_R, predictions, mask_T), entropy_T
 
     def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
         """[T, V] over the full vocabulary, gathered over ranks, without padding: for tests, not for training."""

@@ -8,7 +8,7 @@ computes, and merged it is W + lora_alpha / r B A, what servers get. The names a
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -53,7 +53,7 @@ def save_adapter(models: Sequence[PackedGPTModel], lora: LoraConfig, base: Path,
         mine[f"{module}.lora_A.weight"], mine[f"{module}.lora_B.weight"] = a.cpu().clone(), b.cpu().clone()
     groups = groups_of_this_process()
     # Rank 0's pipeline has a rank of every stage.
-    stages: list[Mapping[str, Tensor]] | None = None
+    stages: list[dict[str, Tensor]] | None = None
     if groups.is_stage_first:
         stages = [{}] * groups.pp_size if groups.rank == 0 else None
         dist.gather_object(mine, stages, dst=0, group=groups.pp_group)
