@@ -113,16 +113,7 @@ def compare(
     ratios = [w / s for w, s in zip(seconds["whole"], seconds["shared"], strict=True)]
     mask_T = shared.response_mask_T
     gap_T = (logprobs["shared"] - logprobs["whole"]).abs()[mask_T]
-    plan = (
-        engine.chunks[0]
-        .pack(
-            shared.cu_seqlens,
-            shared.positions_T,
-            prompt_ids_S=shared.prompt_ids_S,
-            prompt_lengths_S=shared.prompt_lengths_S,
-        )
-        .plan
-    )
+    plan = engine.chunks[0].pack(shared.cu_seqlens, shared.positions_T, prompts=shared.prompts).plan
     return {
         "places": {"shared": len(plan.to_model_order(shared.tokens_T)), "whole": whole.num_tokens},
         "seconds": {name: _spread(values) for name, values in seconds.items()},

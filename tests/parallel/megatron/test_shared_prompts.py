@@ -152,12 +152,7 @@ def test_a_policy_has_the_log_probs_and_gradients_of_whole_sequences(tmp_path, k
 
 def engine_plan(engine, batch):
     model = engine.chunks[0]
-    return model.pack(
-        batch.cu_seqlens,
-        batch.positions_T,
-        prompt_ids_S=batch.prompt_ids_S,
-        prompt_lengths_S=batch.prompt_lengths_S,
-    ).plan
+    return model.pack(batch.cu_seqlens, batch.positions_T, prompts=batch.prompts).plan
 
 
 def test_a_critic_has_the_values_of_whole_sequences(tmp_path):
