@@ -23,6 +23,7 @@ from launch.processes.placement import check_placement
 from launch.processes.run_folder import RunFolder, check_can_be_made
 from parallel.planning.adapters import check_lora
 from parallel.planning.layout import (
+    check_aligned_servers,
     check_critic_vocabulary,
     check_numerics,
     layout_problems,
@@ -207,6 +208,7 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
         yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
         if config.numerics_pieces is not None:
             yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
+            yield from finding_of("rollout.tp", check_aligned_servers, rollout.tp, architecture)
         yield from finding_of("rollout.server_args", static_share, config)
         yield from finding_of("rollout.quantization", check_quantization, rollout, architecture.model_type)
         if config.learner.routing != "own" and architecture.experts is None:

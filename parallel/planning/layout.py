@@ -270,6 +270,22 @@ def check_numerics(pieces: int, architecture: Architecture) -> None:
             )
 
 
+def check_aligned_servers(tensor_parallel: int, architecture: Architecture) -> None:
+    """Refuse aligned numerics where SGLang on CPU pads key/value heads to a multiple of its ranks, or the intermediate
+    size to one of 32 per rank. Its ranks then hold other parts of a sum than the learner's pieces, and zeros, which
+    alone may change a float32 product's order. Raises ValueError."""
+    sizes = {
+        "num_key_value_heads": (architecture.num_kv_heads, tensor_parallel),
+        "intermediate_size": (architecture.intermediate_size, 32 * tensor_parallel),
+    }
+    for name, (size, multiple) in sizes.items():
+        if size % multiple:
+            raise ValueError(
+                f"rollout.tp={tensor_parallel}: SGLang on CPU pads {name}={size} to a multiple of {multiple}, so that "
+                "model.numerics=aligned could not hold; use a smaller rollout.tp, or model.numerics=default"
+            )
+
+
 def layout_problems(
     architecture: Architecture, layout: LayoutConfig, num_processes: int | None = None
 ) -> list[str]:

@@ -562,6 +562,10 @@ TABLE = {
         )
         for field in ("layout.tp", "rollout.tp", "model.numerics_pieces")
     },
+    "aligned numerics, more server ranks than key/value heads": Broken(
+        options="model.numerics=aligned model.dtype=float32 rollout.dtype=float32 rollout.tp=4", field="rollout.tp", value="4",
+        error="SGLang on CPU pads num_key_value_heads=2 to a multiple of 4", fix="use a smaller rollout.tp, or model.numerics=default",
+    ),
     "aligned numerics, more ranks than pieces": Broken(
         options="model.numerics=aligned model.dtype=float32 rollout.dtype=float32 rollout.tp=4 model.numerics_pieces=2",
         field="rollout.tp, model.numerics_pieces", value="4", error="cannot share a sum of model.numerics_pieces=2 parts",

@@ -3,6 +3,7 @@ and without torch."""
 
 import json
 import re
+from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -11,6 +12,8 @@ from hypothesis import strategies as st
 
 from configs.schema.layout import LayoutConfig
 from parallel.planning.layout import (
+    check_aligned_servers,
+    check_numerics,
     layout_yaml,
     read_architecture,
     read_hf_config,
@@ -337,6 +340,25 @@ def test_rollout_layouts_by_what_each_rank_would_hold(kv_heads, siblings, interm
     else:
         with pytest.raises(ValueError, match=f"rollout.tp={size} does not fit the model's .*use one of \\[1"):
             validate_rollout_layout(config, size)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tp", "intermediate", "message"),
+    [
+        (2, 2, 64, None),
+        (4, 2, 64, None),
+        (8, 2, 64, "model.numerics_pieces=8 does not divide the model's num_attention_heads=4"),
+        (4, 2, 62, "model.numerics_pieces=4 does not divide the model's intermediate_size=62"),
+        (1, 1, 48, "rollout.tp=1: SGLang on CPU pads intermediate_size=48 to a multiple of 32,"),
+        (2, 2, 96, "rollout.tp=2: SGLang on CPU pads intermediate_size=96 to a multiple of 64,"),
+        (4, 4, 128, "rollout.tp=4: SGLang on CPU pads num_key_value_heads=2 to a multiple of 4,"),
+    ],
+)
+def test_aligned_numerics_need_equal_pieces_without_padding(pieces, tp, intermediate, message):
+    architecture = read_architecture(CONFIG | {"intermediate_size": intermediate})
+    with nullcontext() if message is None else pytest.raises(ValueError, match=re.escape(message)):
+        check_numerics(pieces, architecture)
+        check_aligned_servers(tp, architecture)
 
 
 def test_a_rollout_size_that_copies_key_value_heads_fits():
