@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -53,9 +54,8 @@ def save_adapter(models: Sequence[PackedGPTModel], lora: LoraConfig, base: Path,
         mine[f"{module}.lora_A.weight"], mine[f"{module}.lora_B.weight"] = a.cpu().clone(), b.cpu().clone()
     groups = groups_of_this_process()
     # Rank 0's pipeline has a rank of every stage.
-    stages: list[dict[str, Tensor]] | None = None
+    stages: list[Any] | None = [None] * groups.pp_size if groups.rank == 0 else None
     if groups.is_stage_first:
-        stages = [{}] * groups.pp_size if groups.rank == 0 else None
         dist.gather_object(mine, stages, dst=0, group=groups.pp_group)
     failure = None
     if stages is not None:

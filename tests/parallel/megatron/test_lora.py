@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from parallel.checkpoints.checkpoint import CheckpointError
-from parallel.megatron.lora import adapted_layers, is_adapter
+from parallel.megatron.lora import LoraLinear, adapted_layers, is_adapter
 from parallel.weights import hf_conversion
 from tests.support.layout_workers import by_hf_names, full_gradients, policy_loss
 from tests.support.megatron_workers import (
@@ -156,6 +157,29 @@ def test_the_merged_forward_is_aligned_too(folder, batch, tmp_path, pieces):
         )
     )
     assert torch.equal(found, expected) and not torch.allclose(found, base)
+
+
+def test_autograd_keeps_no_merged_weight(folder, batch, monkeypatch):
+    """Between forward and backward, which makes each a second time: all layers' together would be a second model."""
+    engine = make_engine(folder, lora=LORA | {"forward": "merged"})
+    made: list[weakref.ref] = []
+    served = LoraLinear.served
+
+    def remembered(layer):
+        tensor = served(layer)
+        made.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(LoraLinear, "served", remembered)
+
+    def loss(microbatch, logprobs_T, entropy_T):
+        alive.append([tensor() is not None for tensor in made])
+        return logprobs_T.sum(), None
+
+    alive: list[list[bool]] = []
+    engine.update([batch], loss, temperature=1.0)
+    assert alive == [[False] * 8]  # four matrices in two layers
+    assert len(made) == 16
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
