@@ -276,9 +276,10 @@ def transformer_config(
     *,
     sequence_parallel: bool = False,
     is_aligned: bool = False,
+    has_adapters: bool = False,
 ) -> TransformerConfig:
     """Megatron's config: sizes of the architecture and of Megatron's groups, no dropout, and no fusion that needs
-    Apex or CUDA."""
+    Apex or CUDA. has_adapters: layers are Megatron's own, also where Transformer Engine is installed."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -329,7 +330,9 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
-        **moe.config_fields(architecture.experts),
+        **moe.config_fields(
+            architecture.experts, is_grouped=platform.uses_grouped_gemm() and not has_adapters
+        ),
         **(full if recompute == "full" else {}),
     )
 
@@ -687,6 +690,7 @@ def _make_backbone(
             recompute,
             sequence_parallel=sequence_parallel,
             is_aligned=pieces is not None,
+            has_adapters=lora is not None,
         ),
         inv_freq_F=inv_freq_F,
         attention_factor=attention_factor,

@@ -32,12 +32,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from parallel.megatron import platform
 from parallel.planning.layout import Experts
 
 
-def config_fields(experts: Experts | None) -> dict[str, Any]:
-    """The fields of ``TransformerConfig`` for the experts; none for a dense model."""
+def config_fields(experts: Experts | None, *, is_grouped: bool) -> dict[str, Any]:
+    """The fields of ``TransformerConfig`` for the experts; none for a dense model. is_grouped: a rank's experts run as one
+    matrix product, which Transformer Engine's layers alone can do."""
     if experts is None:
         return {}
     return {
@@ -48,7 +48,7 @@ def config_fields(experts: Experts | None) -> dict[str, Any]:
         "moe_layer_freq": [int(sparse) for sparse in experts.is_sparse],
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": 1,
-        "moe_grouped_gemm": platform.uses_grouped_gemm(),
+        "moe_grouped_gemm": is_grouped,
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,
     }
