@@ -41,7 +41,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, pieces
 
     Raises RuntimeError where pieces does not divide K.
     """
-    parts = ((y.unflatten(-1, (pieces, -1)).unbind(-2)) for y in (x, weight_NK))
+    parts = (y.unflatten(-1, (pieces, -1)).unbind(-2) for y in (x, weight_NK))
     out = tree_sum([_product(part, weight) for part, weight in zip(*parts, strict=True)])
     return out if bias_N is None else out + bias_N
 

@@ -583,11 +583,16 @@ TABLE = {
         options="model.numerics=aligned model.dtype=float16 rollout.dtype=float16", field="model.dtype, model.numerics", value="float16",
         error="was never tried with model.dtype=float16", fix="use float32 or bfloat16, or model.numerics=default",
     ),
-    "aligned numerics with other attention": Broken(
-        options="model.numerics=aligned rollout.server_args={attention_backend: intel_amx}",
-        field="rollout.server_args.attention_backend, model.numerics", value="intel_amx",
-        error="chooses operations of SGLang's own", fix="remove it, or set model.numerics=default",
-    ),
+    **{
+        f"aligned numerics with {flag}": Broken(
+            options=f"model.numerics=aligned rollout.server_args={{{flag}: {value}}}",
+            field=f"rollout.server_args.{flag}, model.numerics", value=value, error="chooses operations of SGLang's own",
+            fix="remove it, or set model.numerics=default",
+        )
+        for flag, value in (
+            ("attention_backend", "intel_amx"), ("attention_data_parallel_size", "2"), ("enable_dp_lm_head", "true"),
+        )
+    },
     "aligned numerics with experts": Broken(
         options="model.numerics=aligned model.path=experts", field="model.numerics", value="aligned",
         error="covers dense models, and this qwen3_moe has experts", fix="set model.numerics=default",
