@@ -60,10 +60,14 @@ def folder_of(config: RunConfig) -> RunFolder:
         raise BadInput(f"{error}; wait for it, or stop it first") from None
     except ValueError as error:
         raise BadInput(f"launch.runs_dir: {error}") from error
-    if config.resume is not None:
-        # Without `resume`: a later start from this file is a new run.
-        run_folder.change_config(folder, resolved_yaml(config.model_copy(update={"resume": None})))
-    run_folder.point_latest(folder)
+    try:
+        if config.resume is not None:
+            # Without `resume`: a later start from this file is a new run.
+            run_folder.change_config(folder, resolved_yaml(config.model_copy(update={"resume": None})))
+        run_folder.point_latest(folder)
+    except BaseException:
+        folder.release()  # the error may keep the folder, and so its lock
+        raise
     return folder
 
 
