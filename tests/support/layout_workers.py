@@ -216,10 +216,11 @@ def build(
 
 
 def microbatches_of(engine: MegatronEngine | ValueEngine, *, replays: bool = False) -> list[PackedBatch]:
-    """Their prompts are shared, but for one process, with which layouts are compared: there sequences are whole."""
+    """Their prompts are shared, but for one process, with which layouts are compared, and where experts are replayed: there
+    sequences are whole."""
     make = make_value_batch if isinstance(engine, ValueEngine) else make_batch
     batch = make(LENGTHS, prompt_tokens=4)
-    if engine.groups.world_size == 1:
+    if engine.groups.world_size == 1 or replays:
         batch = replace(batch, prompt_ids_S=None, prompt_lengths_S=None)
     if replays:
         batch = with_experts(batch, engine.architecture.experts)

@@ -155,6 +155,18 @@ def engine_plan(engine, batch):
     return model.pack(batch.cu_seqlens, batch.positions_T, prompts=batch.prompts).plan
 
 
+def test_sequences_are_whole_where_experts_are_replayed(tmp_path):
+    """Samples of one prompt may have been sent to different experts."""
+    model, batch = make_engine(make_hf_model(tmp_path, "qwen3")).chunks[0], batch_of(ROWS)
+    experts = {
+        "experts_TLK": torch.zeros(batch.num_tokens, 1, 1, dtype=torch.uint8),
+        "is_replayed_T": torch.zeros(batch.num_tokens, dtype=torch.bool),
+    }
+    shared = model.pack(batch.cu_seqlens, batch.positions_T, prompts=batch.prompts)
+    replayed = model.pack(batch.cu_seqlens, batch.positions_T, prompts=batch.prompts, **experts)
+    assert isinstance(shared.plan, SharedPlan) and not isinstance(replayed.plan, SharedPlan)
+
+
 def test_a_critic_has_the_values_of_whole_sequences(tmp_path):
     engine, batch = make_value_engine(make_hf_model(tmp_path, "llama")), batch_of(ROWS)
     (shared,), (alone,) = (engine.values([b]) for b in (batch, whole(batch)))
