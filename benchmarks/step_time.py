@@ -222,9 +222,7 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[floa
 
     def body(part):
         return {
-            "input_ids": [
-                [t for t, m in zip(s.token_ids, s.response_mask, strict=True) if not m] for s in part
-            ],
+            "input_ids": [s.token_ids[~s.response_mask].tolist() for s in part],
             "sampling_params": [parameters(s) for s in part],
         }
 
