@@ -231,7 +231,8 @@ async def bare_generation(folder, config, groups, *, forced: bool) -> tuple[floa
             answer.raise_for_status()
             return await answer.json()
 
-    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+    headers, deadline = folder.run_key().http_headers, aiohttp.ClientTimeout(total=600)
+    async with aiohttp.ClientSession(timeout=deadline, headers=headers) as session:
         began = time.perf_counter()
         answers = await asyncio.gather(
             *(post(session, url, samples[i :: len(urls)]) for i, url in enumerate(urls))
