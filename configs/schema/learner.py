@@ -101,9 +101,10 @@ class LearnerConfig(Schema):
     """Most tokens of one packed micro-batch; a longer single sequence is an error. A micro-batch is on one rank, or
     split over the layout.cp ranks of context parallelism."""
     share_prompts: bool = True
-    """Compute a prompt once for all its samples in a micro-batch, which ``token_budget`` then counts once. Values and
-    gradients are those of whole sequences, up to rounding. It has no effect with layout.cp above 1, model.numerics=aligned,
-    replayed experts, or Transformer Engine: there each sample is computed whole."""
+    """Compute a prompt once for all its samples in a micro-batch. ``token_budget`` then counts it once, and an eighth for
+    each sample, whose attention copies the prompt's keys and values. Values and gradients are those of whole sequences,
+    up to rounding. It has no effect with layout.cp above 1, model.numerics=aligned, replayed experts, or Transformer
+    Engine: there each sample is computed whole."""
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()

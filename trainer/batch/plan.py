@@ -4,6 +4,7 @@ Sequences of the whole step are numbered 0..S-1. Lengths are places in a packed
 batch (``packed_length``: one less than the tokens). Every rank computes the same plan from the same lengths.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,14 +60,18 @@ class Prompts:
             for first in range(0, len(members), size)
         ]
 
-    def places(self, unit: Bin, lengths_S: Sequence[int]) -> int:
-        """Places of sequences with one prompt, in the model."""
-        prompt = self.lengths_S[unit[0]]
-        return prompt + sum(lengths_S[s] - prompt for s in unit)
+    def load(self, unit: Bin, lengths_S: Sequence[int]) -> int:
+        """Places of sequences with one prompt in the model, and ``COPIED`` of the prompt's for each of several: attention
+        copies its keys and values, which are kept for backward."""
+        prompt, copies = self.lengths_S[unit[0]], len(unit) if len(unit) > 1 else 0
+        return prompt + sum(lengths_S[s] - prompt for s in unit) + math.ceil(COPIED * copies * prompt)
 
 
+COPIED = 1 / 8
+"""What a prompt's place keeps once more for each sample, of a place's activations. Measured: 0.06 to 0.13 of them
+(``benchmarks/results/shared_prompts.md``); memory plans are of whole sequences."""
 EVEN_ENOUGH = 1.02
-"""Places of the fullest rank, of an even share, with which no other split is tried."""
+"""Load of the fullest rank, of an even share, with which no other split is tried."""
 Pick = Callable[[np.ndarray, int, int], int | None]
 """(loads of the bins, length, token budget) -> the bin for the sequence, None if none can take it."""
 
@@ -103,8 +108,8 @@ def plan_batches(
 ) -> BatchPlan:
     """Split S sequences into ranks and micro-batches of at most ``token_budget`` tokens.
 
-    prompts: of sequences that share them. A shared prompt then counts once, and sequences with one prompt stay
-        together as far as ranks stay even. None: each sequence counts by itself.
+    prompts: of sequences that share them. A shared prompt then counts once and a little (``Prompts.load``), and
+        sequences with one prompt stay together as far as ranks stay even. None: each sequence counts by itself.
 
     ``minibatches`` has the numbers of each minibatch's sequences, so an optimizer step's data depends on neither
     ``dp_size`` nor the budget. They fill ``dp_size * k`` micro-batches, which are dealt to ranks, k each. k is the
@@ -246,7 +251,7 @@ def _split_minibatch(
     size = max(Counter(prompts.ids_S[s] for s in part).values())
     while best is None or (size and best.most > EVEN_ENOUGH * least):
         units = prompts.units(part, size)
-        loads = [prompts.places(unit, lengths_S) for unit in units]
+        loads = [prompts.load(unit, lengths_S) for unit in units]
         least = least or sum(loads) / dp_size
         split = _split_units(units, loads, dp_size, token_budget, microbatch_multiple)
         if split is not None and (best is None or split.most < best.most):
@@ -260,7 +265,7 @@ class _Split:
     bins: tuple[tuple[Bin, ...], ...]
     """[rank][micro-batch] -> sequences"""
     most: int
-    """Places of the fullest rank."""
+    """Load of the fullest rank."""
 
 
 def _split_units(

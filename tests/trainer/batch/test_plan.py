@@ -62,32 +62,34 @@ def test_with_prompts_every_sequence_once_within_the_budget_and_ranks_no_fuller_
         for microbatch in (b for rank in minibatch for b in rank):
             assert microbatch and shared_places(microbatch, lengths, prompts) <= arguments["token_budget"]
         fullest = max(sum(shared_places(b, lengths, prompts) for b in rank) for rank in minibatch)
-        even = shared_places(wanted, lengths, prompts) / arguments["dp_size"]
+        groups = {i: [s for s in wanted if ids[s] == i] for i in {ids[s] for s in wanted}}.values()
+        copies = sum(-(-len(g) * prompts.lengths_S[g[0]] // 8) for g in groups if len(g) > 1)
+        even = (shared_places(wanted, lengths, prompts) + copies) / arguments["dp_size"]
         assert fullest <= max(
             *(sum(lengths[s] for b in rank for s in b) for rank in plain), EVEN_ENOUGH * even
         )
 
 
 def test_samples_of_a_prompt_stay_together_where_ranks_are_even_so():
-    """By hand: four prompts of 10 places with four samples of 2 more each, 18 places a prompt. Two prompts a rank fit
-    36. With room for 18 each is a micro-batch of its own."""
+    """By hand: four prompts of 10 places with four samples of 2 more each. Each counts 18 places, and 5 for the four copies
+    of its keys and values. Two prompts a rank fit 46. With room for 23 each is a micro-batch of its own."""
     prompts = Prompts(ids_S=[0] * 4 + [1] * 4 + [2] * 4 + [3] * 4, lengths_S=[10] * 16)
     arguments = {"minibatches": [range(16)], "dp_size": 2, "prompts": prompts}
     first, second, third, fourth = (tuple(range(i, i + 4)) for i in (0, 4, 8, 12))
-    ((one, two),) = plan_batches([12] * 16, token_budget=36, **arguments).microbatches
+    ((one, two),) = plan_batches([12] * 16, token_budget=46, **arguments).microbatches
     assert (one, two) == (((*first, *third),), ((*second, *fourth),))
-    ((one, two),) = plan_batches([12] * 16, token_budget=18, **arguments).microbatches
+    ((one, two),) = plan_batches([12] * 16, token_budget=23, **arguments).microbatches
     assert {*one, *two} == {first, second, third, fourth}
 
 
 def test_samples_of_one_prompt_are_split_where_a_rank_would_be_idle_or_overfull():
-    """By hand: two ranks and one prompt of 10 places with eight samples of 5 more: 30 places each in halves. A budget of
-    20 leaves room for two samples each."""
+    """By hand: two ranks and one prompt of 10 places with eight samples of 5 more: 30 places in each half, and 5 for four
+    copies. A budget of 23 leaves room for two samples each: 20, and 3 for two copies."""
     prompts = Prompts(ids_S=[0] * 8, lengths_S=[10] * 8)
     arguments = {"minibatches": [range(8)], "dp_size": 2, "prompts": prompts}
     ((one, two),) = plan_batches([15] * 8, token_budget=100, **arguments).microbatches
     assert (one, two) == (((0, 1, 2, 3),), ((4, 5, 6, 7),))
-    ((one, two),) = plan_batches([15] * 8, token_budget=20, **arguments).microbatches
+    ((one, two),) = plan_batches([15] * 8, token_budget=23, **arguments).microbatches
     assert sorted((*one, *two)) == [(0, 1), (2, 3), (4, 5), (6, 7)]
 
 
