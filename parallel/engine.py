@@ -2,9 +2,9 @@
 
 An engine is a Megatron-Core model on packed micro-batches, in every layout of tensor, sequence, context, expert,
 pipeline (plain or interleaved) and data parallelism. A policy replays the experts that its micro-batches carry
-(``PackedBatch.experts_TLK``), and tells those that it has chosen (``logprobs_and_experts``). A critic chooses its own:
-its router is another one. Log-probs and entropies of tokens
-with a kept set (``PackedBatch.kept``) are those of the softmax over it, for a reference policy too.
+(``PackedBatch.experts_TLK``), and returns those that it has chosen (``logprobs_and_experts``). A critic chooses its own:
+its router is another one. Log-probs and entropies of tokens with a kept set (``PackedBatch.kept``) are those of the
+softmax over it, for a reference policy too.
 
 Every method that touches weights is a collective: all ranks call it, in the same order. Micro-batches are
 this data-parallel rank's own; the tensor-, context- and pipeline-parallel ranks of one data-parallel rank pass the

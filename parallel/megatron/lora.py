@@ -21,7 +21,7 @@ not used (``model.py``): they fuse the norm, whose output the adapter needs. Exp
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -69,6 +69,8 @@ class LoraLinear(nn.Module):
     tp_group: torch.distributed.ProcessGroup
     split_axes: ClassVar[Mapping[str, int]]
     """Of the parameters that are split over tensor-parallel ranks, the dimension."""
+    product: Callable[[Tensor], Tensor]
+    """B (A x) for the layer's input x, in the shape of the layer's own product; each kind of layer has its own."""
     is_on = True
     """Whether the adapter takes part: see ``without_adapters``."""
 
@@ -83,10 +85,6 @@ class LoraLinear(nn.Module):
         for name in (A, B):
             if name in self.split_axes:
                 set_tensor_model_parallel_attributes(getattr(self, name), True, self.split_axes[name], 1)
-
-    def product(self, x: Tensor) -> Tensor:
-        """B (A x) for the layer's input, in the shape of its own product."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def merged(self) -> Tensor:

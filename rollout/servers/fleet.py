@@ -327,12 +327,14 @@ def _is_healthy(spec: ServerSpec, port: int, timeout_s: float) -> bool:
 
 
 def _version_of(spec: ServerSpec, port: int, timeout_s: float) -> str | None:
-    """The version of the server's weights; None where it does not answer, or a server of another model does: that one
-    has taken the port while ours still loads, which will end of it."""
+    """The version of the server's weights. None where it does not answer, or where something else answers: another
+    process may take the port while ours still loads. Ours then ends, since it cannot listen."""
     answer = _get(spec, port, "/model_info", timeout_s)
     try:
         info = {} if answer is None else json.loads(answer)
     except json.JSONDecodeError:
+        return None
+    if not isinstance(info, dict):
         return None
     is_ours = info.get("model_path") == str(spec.config.model.path.resolve())
     return info.get("weight_version") if is_ours else None

@@ -71,7 +71,7 @@ COPIED = 1 / 8
 """What a prompt's place keeps once more for each sample, of a place's activations. Measured: 0.06 to 0.13 of them
 (``benchmarks/results/shared_prompts.md``); memory plans are of whole sequences."""
 EVEN_ENOUGH = 1.02
-"""Load of the fullest rank, of an even share, with which no other split is tried."""
+"""The search for a split ends where the fullest rank's load is at most this multiple of an even share."""
 Pick = Callable[[np.ndarray, int, int], int | None]
 """(loads of the bins, length, token budget) -> the bin for the sequence, None if none can take it."""
 
@@ -240,13 +240,10 @@ def _split_minibatch(
     microbatch_multiple: int,
 ) -> tuple[tuple[Bin, ...], ...]:
     """Micro-batches of one minibatch, by rank."""
-    alone: list[Bin] = [(s,) for s in part]
     if prompts is None:
-        loads = [lengths_S[s] for s in part]
-        split = _split_units(alone, loads, dp_size, token_budget, microbatch_multiple)
-        assert split is not None  # a sequence fits into a micro-batch
-        return split.bins
-    # Large units share most, small ones are even. The best is what gives the fullest rank least.
+        prompts = Prompts(ids_S=range(len(lengths_S)), lengths_S=[0] * len(lengths_S))
+    # Large units share most, small ones are even. The best is what gives the fullest rank least. Single sequences, the
+    # last to be tried, always fit.
     best, least = None, 0.0
     size = max(Counter(prompts.ids_S[s] for s in part).values())
     while best is None or (size and best.most > EVEN_ENOUGH * least):

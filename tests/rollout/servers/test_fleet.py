@@ -84,3 +84,9 @@ def test_a_server_of_another_model_at_the_port_is_not_ours(fleet, tmp_path):
     port = fleet._replicas[0].ports.http
     assert fleets._is_healthy(fleet._spec, port, 5.0)
     assert not fleets._is_healthy(server_spec(other), port, 5.0)
+
+
+@pytest.mark.parametrize("answer", [b"[]", b"null", b'"up"', b"{", b"{}"])
+def test_an_answer_of_another_form_is_not_ours(tmp_path, monkeypatch, answer):
+    monkeypatch.setattr(fleets, "_get", lambda *arguments: answer)
+    assert fleets._version_of(server_spec(tmp_path), 1, 1.0) is None
