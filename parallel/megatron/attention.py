@@ -218,7 +218,7 @@ def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scal
     """
     n, length = query.shape[2], key.shape[2]
     is_grouped = query.shape[1] != key.shape[1]
-    if query.device.type == "cuda":
+    if query.device.type != "cpu":
         if is_grouped and query.dtype == torch.float32:
             copies = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.utils._device
 
-_CPU = torch.device("cpu")
+SIMULATED_VARIABLE = "TANDEM_SIMULATED"
+"""Set where the device is simulated (``parallel/simulation``): Megatron then runs on torch's ``meta`` device."""
+DEVICE = torch.device("meta" if SIMULATED_VARIABLE in os.environ else "cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "arange", "full", "empty_like")
 
 
@@ -37,7 +39,7 @@ def _on_cpu(factory: Callable) -> Callable:
     def wrapped(*args, **kwargs):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
-            kwargs["device"] = _CPU
+            kwargs["device"] = DEVICE
             kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
@@ -52,7 +54,7 @@ def _cuda_named_type(original: Callable) -> Callable:
         result = original(self, *args, **kwargs)
         caller = sys._getframe(1).f_globals.get("__name__", "")
         if isinstance(result, str) and caller.startswith("megatron.core.optimizer"):
-            return result.replace("torch.", "torch.cuda.")
+            return f"torch.cuda.{result.rpartition('.')[-1]}"
         return result
 
     return wrapped
@@ -64,7 +66,7 @@ def _install_torch_stand_ins() -> None:
     # models that are loaded later stay uninitialised, silently.
     torch.utils._device._device_constructors()
     stream = _NoStream()
-    torch.cuda.current_device = lambda: _CPU
+    torch.cuda.current_device = lambda: DEVICE
     for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
         setattr(torch.cuda, name, lambda *unused, **unused_named: None)
     torch.cuda.Stream = torch.cuda.Event = _NoStream
@@ -75,8 +77,8 @@ def _install_torch_stand_ins() -> None:
     torch.cuda.manual_seed = torch.manual_seed
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
-    torch.Tensor.cuda = lambda self, *unused, **unused_named: self
-    torch.nn.Module.cuda = lambda self, *unused, **unused_named: self
+    torch.Tensor.cuda = lambda self, *unused, **unused_named: self.to(DEVICE)
+    torch.nn.Module.cuda = lambda self, *unused, **unused_named: self.to(DEVICE)
     torch.Tensor.record_stream = lambda self, stream: None  # pyright: ignore[reportAttributeAccessIssue]
     torch.Tensor.type = _cuda_named_type(torch.Tensor.type)
     barrier = dist.barrier
@@ -102,7 +104,9 @@ def _install_megatron_stand_ins() -> None:
 def _counts_on_host(counts, as_numpy: bool = False, record_stream: bool = False):
     """Token counts as numpy, since collectives take no tensors as sizes. Megatron converts them only as it
     copies them from a GPU."""
-    return counts.numpy() if as_numpy and torch.is_tensor(counts) else counts
+    if not torch.is_tensor(counts):
+        return counts
+    return counts.cpu().numpy() if as_numpy else counts.cpu()
 
 
 def install() -> None:

@@ -323,7 +323,7 @@ def transformer_config(
         init_method=_keep_values,
         output_layer_init_method=_keep_values,
         embedding_init_method=_keep_values,
-        use_cpu_initialization=not platform.has_cuda(),
+        use_cpu_initialization=not platform.is_gpu(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=platform.uses_transformer_engine(),

@@ -149,7 +149,8 @@ class Router(TopKRouter):
 
 
 class RoutedLayer(TransformerLayer):
-    """A layer with experts. Megatron gives a layer the packed sequences, but not its router."""
+    """A layer with experts. Megatron gives a layer the packed sequences, but not its router. Nothing of a pass is kept
+    here after it."""
 
     def forward(self, *args, packed_seq_params, **kwargs):
         router = self.mlp.router
@@ -158,6 +159,9 @@ class RoutedLayer(TransformerLayer):
             return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
         finally:
             router.routing = None
+            # Megatron's dispatcher keeps the router's weights until its next pass, and with them this pass's graph: the
+            # layer's input and its gradient.
+            self.mlp.token_dispatcher.probs = None
 
 
 def use_router(layer: ModuleSpec, experts: Experts) -> None:

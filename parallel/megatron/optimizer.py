@@ -20,8 +20,13 @@ steps without one it doubles the scale, and ignores one again."""
 def build_optimizer(
     trained: Sequence[Module], config: OptimizerConfig, dtype: torch.dtype
 ) -> MegatronOptimizer:
-    """AdamW for a model's chunks inside Megatron's DistributedDataParallel. ``dtype`` is the model's."""
-    return get_megatron_optimizer(
+    """AdamW for a model's chunks inside Megatron's DistributedDataParallel. ``dtype`` is the model's.
+
+    torch's AdamW updates one parameter after another. On GPUs its default is all at once, which takes as much memory
+    again as a moment of every parameter. Adam of Transformer Engine or Apex, which Megatron takes where it finds one,
+    needs none.
+    """
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -40,6 +45,11 @@ def build_optimizer(
         ),
         trained,
     )
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.AdamW):
+            for group in part.optimizer.param_groups:
+                group["foreach"] = False
+    return optimizer
 
 
 def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:

@@ -12,6 +12,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 
 # Repairs of megatron.core and, without CUDA, stand-ins; they must come before its first import.
 import parallel.megatron.setup  # noqa: F401
+from parallel.megatron import cpu
 from parallel.megatron.rank_store import STORE_VARIABLE
 
 
@@ -19,9 +20,15 @@ def has_cuda() -> bool:
     return torch.cuda.is_available()
 
 
+def is_gpu() -> bool:
+    """Whether the device is a GPU, or a simulated one (``parallel/simulation``): what a rank computes and keeps there
+    follows from this, and from ``has_cuda`` what only a real one can do."""
+    return has_cuda() or cpu.DEVICE.type == "meta"
+
+
 def device() -> torch.device:
-    """This process's device: the GPU of its LOCAL_RANK, or the CPU."""
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else torch.device("cpu")
+    """This process's device: the GPU of its LOCAL_RANK, the simulated one, or the CPU."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if has_cuda() else cpu.DEVICE
 
 
 def collective_backend() -> str:
@@ -48,7 +55,7 @@ def uses_grouped_gemm() -> bool:
 def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """The dtype of our own attention: on CPU float32 even for a bfloat16 model, since torch's backward pass of
     attention is several times slower there in bfloat16, and less exact."""
-    return model_dtype if has_cuda() else torch.float32
+    return model_dtype if is_gpu() else torch.float32
 
 
 def return_free_memory() -> None:

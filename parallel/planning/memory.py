@@ -236,7 +236,7 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     layers = stage_layers(architecture, layout, stage)
     passes = in_flight(layout, stage, work.num_microbatches)
     whole = [layer_activation_bytes(architecture, layout, work, layer) for layer in layers]
-    rows, tokens = _row_counts(layout, work.token_budget)
+    rows, tokens = row_counts(layout, work.token_budget)
     per_chunk = len(layers) // layout.vpp
     tables = passes * tokens * architecture.head_dim * work.dtype_bytes
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
@@ -266,7 +266,7 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     b r a token and adapter for A x; of experts it is never kept. Merged weights are not kept but made again.
     """
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
-    rows, tokens = _row_counts(layout, work.token_budget)
+    rows, tokens = row_counts(layout, work.token_budget)
     is_sparse = a.experts is not None and a.experts.is_sparse[layer]
     kept = 2 * rows * _norm_row(a.hidden_size, work) + _inputs(a, layout, work, is_sparse=is_sparse)
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
@@ -291,7 +291,7 @@ def _inputs(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: boo
     """The inputs of a layer's matrices, for the gradients of these or of their adapters: b H of ``rows`` for qkv and fc1,
     b D A / t and b I / t a token for proj and fc2. The MLP's are here for dense layers; experts read the output of the
     norm too."""
-    b, (rows, tokens) = work.dtype_bytes, _row_counts(layout, work.token_budget)
+    b, (rows, tokens) = work.dtype_bytes, row_counts(layout, work.token_budget)
     sizes = {
         "qkv": rows * b * a.hidden_size,
         "proj": tokens * b * a.head_dim * (a.num_heads // layout.tp),
@@ -319,7 +319,7 @@ def _keys_and_values(
     return tokens * (head + (product if work.dtype_bytes == work.attention_bytes else head))
 
 
-def _row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
+def row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
     """(this rank's tokens between matrices, its tokens of the micro-batch): a C-th of all under context
     parallelism, padded to a multiple of t under sequence parallelism."""
     tokens = -(-tokens // layout.cp)
@@ -364,7 +364,7 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
         return 0
     sent = in_flight(layout, stage, work.num_microbatches) if stage < layout.pp - 1 or layout.vpp > 1 else 0
     return (
-        (sent + 1) * _row_counts(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
+        (sent + 1) * row_counts(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
     )
 
 

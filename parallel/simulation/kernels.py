@@ -1,0 +1,84 @@
+"""The fused kernels that a GPU has and tensors without numbers do not: what they keep for backward, and their FLOPs.
+
+torch composes attention and RMSNorm of many operations for tensors of the ``meta`` device, each with a result of its
+own. On CUDA both are one kernel, without Transformer Engine too.
+
+Legend: N sequences, A query heads, K key/value heads, n queries, L keys, D head dimension.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias
+
+from parallel.simulation.device import SimulatedDevice
+
+
+@contextmanager
+def fused(device: SimulatedDevice) -> Iterator[None]:
+    """Inside, ``scaled_dot_product_attention`` and ``rms_norm`` of simulated tensors are fused kernels."""
+    attention, norm = F.scaled_dot_product_attention, F.rms_norm
+
+    def simulated_attention(query, key, value, attn_mask=None, *args, is_causal=False, **kwargs):
+        if not query.is_meta:
+            return attention(query, key, value, attn_mask, *args, is_causal=is_causal, **kwargs)
+        if not (is_causal or isinstance(attn_mask, CausalBias)):
+            raise NotImplementedError("only causal attention is simulated")
+        return _Attention.apply(query, key, value, device)
+
+    def simulated_norm(x, normalized_shape, weight=None, eps=None):
+        if not x.is_meta:
+            return norm(x, normalized_shape, weight, eps)
+        return _RMSNorm.apply(x, weight)
+
+    F.scaled_dot_product_attention, F.rms_norm = simulated_attention, simulated_norm
+    try:
+        yield
+    finally:
+        F.scaled_dot_product_attention, F.rms_norm = attention, norm
+
+
+def attention_flops(query: Tensor, key: Tensor) -> int:
+    """FLOPs of the forward pass of causal attention of the last n of L tokens: two products of 2 D each for every query
+    and every key up to it, n (L - (n - 1) / 2) pairs. Backward has five such products in place of two."""
+    sequences, heads, n, dim = query.shape
+    pairs = n * key.shape[2] - n * (n - 1) // 2
+    return 4 * sequences * heads * dim * pairs
+
+
+class _Attention(torch.autograd.Function):
+    """Flash attention (Dao, arXiv 2307.08691): keeps queries, keys, values, output, and a float32 sum per query."""
+
+    @staticmethod
+    def forward(ctx, query_NAnD, key_NKLD, value_NKLD, device):
+        # The kernel's output lies as [N, n, A, D] in memory, like the queries that it gets.
+        out = torch.empty_like(query_NAnD.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        sums_NAn = torch.empty(query_NAnD.shape[:3], dtype=torch.float32, device=out.device)
+        ctx.save_for_backward(query_NAnD, key_NKLD, value_NKLD, out, sums_NAn)
+        ctx.device = device
+        device.flops += attention_flops(query_NAnD, key_NKLD)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query_NAnD, key_NKLD, value_NKLD, *_ = ctx.saved_tensors
+        ctx.device.flops += attention_flops(query_NAnD, key_NKLD) * 5 // 2
+        return torch.empty_like(query_NAnD), torch.empty_like(key_NKLD), torch.empty_like(value_NKLD), None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps the input, the weight and a float32 1 / rms per row."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        r = torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+        ctx.save_for_backward(x, weight, r)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

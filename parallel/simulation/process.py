@@ -1,0 +1,87 @@
+"""This process as one rank of a run that has no other: its process group, its device, and the weights that are not there.
+
+The environment variable ``TANDEM_SIMULATED`` must be set before anything of ``parallel.megatron`` is imported.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import optimizer
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_map_only
+
+from parallel.megatron import platform
+from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.simulation.device import META, SimulatedDevice
+from parallel.simulation.kernels import fused
+from parallel.simulation.ranks import Collectives
+from parallel.weights import hf_conversion
+from parallel.weights.hf_files import HuggingFaceWeights
+from parallel.weights.hf_names import all_hf_names, hf_shapes
+
+
+@contextmanager
+def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice, Collectives]]:
+    """Inside, this process is rank ``rank`` of ``world_size``. Once in a process: Megatron's groups stay."""
+    if platform.device() != META:
+        raise RuntimeError("the device is a real one; set TANDEM_SIMULATED before anything is imported")
+    collectives = Collectives()
+    device = SimulatedDevice(collectives)
+    new_group = dist.new_group
+
+    def fake_group(*args, backend=None, pg_options=None, **kwargs):
+        return new_group(*args, backend="fake", **kwargs)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    with ExitStack() as inside:
+        for name, stand_in in {
+            "new_group": fake_group,
+            # What another rank would send is not known. A rank has what it has itself.
+            "broadcast_object_list": lambda objects, *args, **kwargs: None,
+            "scatter_object_list": _scatter_object_list,
+            # torch's own asks for the device's backend, to send messages together.
+            "batch_isend_irecv": lambda messages: [m.op(m.tensor, m.peer, m.group) for m in messages],
+        }.items():
+            inside.enter_context(patch.object(dist, name, stand_in))
+        inside.enter_context(patch.object(hf_conversion, "HuggingFaceWeights", WeightsWithoutNumbers))
+        inside.enter_context(patch.object(torch, "tensor", partial(_tensor, torch.tensor)))
+        # On a GPU AdamW updates all parameters in a few calls, which take memory of their own.
+        inside.enter_context(patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["meta"]))
+        inside.enter_context(device)
+        inside.enter_context(fused(device))
+        yield device, collectives
+
+
+def _tensor(make: Callable[..., Tensor], data: Any, **kwargs) -> Tensor:
+    """``torch.tensor``, which reads numbers past the device's dispatch."""
+    read = tree_map_only(Tensor, lambda x: x.item() if x.is_meta and not x.dim() else x, data)
+    return make(read, **kwargs)
+
+
+def _scatter_object_list(output: list, objects: Sequence[Any] | None, src: int = 0, group=None) -> None:
+    """Every rank of a simulation has the objects of all."""
+    assert objects is not None
+    output[0] = objects[dist.get_rank(group)]
+
+
+class WeightsWithoutNumbers(HuggingFaceWeights):
+    """The tensors that a folder's config.json asks for, on the simulated device. No file is read."""
+
+    def __init__(self, folder: Path):
+        self.folder = Path(folder)
+        architecture = read_architecture(read_hf_config(folder))
+        self._names, self._shapes = all_hf_names(architecture), hf_shapes(architecture)
+
+    @property
+    def names(self) -> set[str]:
+        return set(self._names)
+
+    def read(self, name: str) -> Tensor:
+        return torch.empty(self._shapes[name], dtype=torch.bfloat16, device=META)

@@ -1,0 +1,296 @@
+"""One step of one rank of a run, on a device without memory and arithmetic: ``tandem simulate``.
+
+The step is ``trainer/loop.py``'s own, with the learner, its engines and its batch. What stands in for others: the sample
+role hands out samples of made tokens, and weights for the servers end in the buckets that they would be sent in.
+
+The step is shorter than the run's: its micro-batches are as many as fill the pipeline, one minibatch. Each is filled to
+``learner.token_budget`` by samples of one length that share no prompt, which is the case that a memory plan is for.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from configs.schema import RunConfig
+from parallel.checkpoints.checkpoint import optimizer_parts
+from parallel.engine import MegatronEngine, ValueEngine
+from parallel.planning.memory import row_counts
+from parallel.simulation.device import Memory, SimulatedDevice
+from parallel.simulation.ranks import Collectives
+from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
+from rollout.records import LOGPROBS, MASK, TOKEN_IDS, VERSIONS, FinishReason, Group, Trajectory, Turn, digest
+from trainer.batch.plan import packed_length
+from trainer.checkpointing import Checkpointer
+from trainer.learner import Learner
+from trainer.loop import Run, train
+from trainer.recording import Recorder
+from trainer.sample_keeping import SampleKeeper
+from trainer.sampling import Sampled, SharedSampler
+from trainer.weight_sync import SyncResult, WeightSync
+
+LONGEST_PROMPT = 1024
+"""Tokens of a made prompt, where the micro-batch has room for them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MadeStep:
+    """The samples of a simulated step."""
+
+    microbatches: int
+    """Of each rank."""
+    samples: int
+    """Of each micro-batch."""
+    places: int
+    """Of each sample, packed."""
+    response: int
+    """Tokens of each response."""
+
+    @property
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.samples * self.places
+
+
+def made_step(config: RunConfig, max_positions: int) -> MadeStep:
+    """As many micro-batches as fill the pipeline, filled with samples of the greatest length."""
+    budget, longest = config.learner.token_budget, config.rollout.max_new_tokens
+    places = min(budget, max_positions, longest + LONGEST_PROMPT)
+    samples = budget // places
+    places = min(budget // samples, max_positions)
+    layout = config.layout
+    fill = layout.pp + 1 if layout.pp > 1 else 2
+    multiple = layout.microbatch_multiple
+    response = min(longest, places - 1)
+    return MadeStep(microbatches=-(-fill // multiple) * multiple, samples=samples, places=places, response=response)
+
+
+@dataclass(slots=True)
+class Part:
+    """What one part of the step took."""
+
+    peak: int = 0
+    """Bytes."""
+    at_peak: dict[str, int] = field(default_factory=dict)
+    """The bytes by what they are for."""
+    flops: int = 0
+    host_reads: int = 0
+    seconds: float = 0.0
+    """Of the simulation itself."""
+    collectives: list[dict[str, Any]] = field(default_factory=list)
+    """operation, group, size, calls, bytes"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRank:
+    rank: int
+    stage: int
+    step: MadeStep
+    parameters: int
+    parts: dict[str, Part]
+    """Of the start and of the step, by name, in their order."""
+    buckets: list[int]
+    """Bytes of each bucket of the stage's weights for the servers, sent by the stage's first rank."""
+
+    @property
+    def peak(self) -> Part:
+        """The part of the step that takes most memory."""
+        return max(self.parts.values(), key=lambda part: part.peak)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Watch:
+    """Takes down what each part of a step takes; ``doing`` is called as a part begins (``Run.doing``)."""
+
+    def __init__(self, device: SimulatedDevice, collectives: Collectives):
+        self._device, self._collectives = device, collectives
+        self.parts: dict[str, Part] = {}
+        self._name: str | None = None
+        self._began = 0.0
+
+    def doing(self, name: str) -> None:
+        self.end()
+        self._name, self._began = name, time.perf_counter()
+        self._device.flops = self._device.host_reads = 0
+        self._collectives.calls.clear()
+        self._collectives.bytes.clear()
+        self._device.memory.start_peak()
+
+    def end(self) -> None:
+        """Put down the part that has run until now."""
+        if self._name is None:
+            return
+        part, memory = self.parts.setdefault(self._name, Part()), self._device.memory
+        if memory.peak > part.peak:
+            part.peak, part.at_peak = memory.peak, memory.at_peak
+        part.flops += self._device.flops
+        part.host_reads += self._device.host_reads
+        part.seconds += time.perf_counter() - self._began
+        part.collectives += [
+            {**asdict(kind), "calls": calls, "bytes": self._collectives.bytes[kind]}
+            for kind, calls in self._collectives.calls.items()
+        ]
+        self._name = None
+
+
+def simulate(config: RunConfig, device: SimulatedDevice, collectives: Collectives, folder: Path) -> SimulatedRank:
+    """Build this rank's learner and run one step. Inside ``simulated_rank``.
+
+    folder: an empty one, for what a step writes.
+    """
+    watch = Watch(device, collectives)
+    watch.doing("start")
+    with device.memory.allocating("parameters"):
+        learner = Learner(_short(config))
+    name_parts(device.memory, learner)
+    architecture = learner.engine.architecture
+    step = made_step(config, architecture.max_positions)
+    rows, _ = row_counts(config.layout, step.tokens)
+    collectives.message = (rows, 1, architecture.hidden_size)
+    sync = _Sync(learner, config, device.memory)
+    device.memory.part = "activations"  # until the weights are sent
+    run = Run(
+        config=_short(config),
+        learner=learner,
+        sampler=cast(SharedSampler, _Sampler(step, config.layout.dp_size, learner)),
+        weight_sync=cast(WeightSync, sync),
+        checkpointer=Checkpointer(folder, _short(config).checkpoint),
+        recorder=Recorder(folder, "none", config.correction),
+        samples=SampleKeeper(folder, _short(config), None),
+        tracker=None,
+        ledger=None,
+        doing=watch.doing,
+    )
+    train(run)
+    watch.end()
+    return SimulatedRank(
+        rank=learner.groups.rank,
+        stage=learner.groups.pp_rank,
+        step=step,
+        parameters=sum(p.numel() for chunk in learner.engine.chunks for p in chunk.parameters()),
+        parts=watch.parts,
+        buckets=sync.buckets,
+    )
+
+
+def _short(config: RunConfig) -> RunConfig:
+    """The run for one step of one minibatch, without what the step does not take part in."""
+    return config.model_copy(
+        update={
+            "steps": 1,
+            "learner": config.learner.model_copy(update={"minibatches": 1, "old_logprobs": _old(config)}),
+            "checkpoint": config.checkpoint.model_copy(update={"every": 0}),
+            "evaluation": config.evaluation.model_copy(update={"every": 0, "at_ends": False}),
+            "tracking": config.tracking.model_copy(update={"sample_groups": 0}),
+        }
+    )
+
+
+def _old(config: RunConfig) -> str:
+    return "always" if config.scores_old else config.learner.old_logprobs
+
+
+def name_parts(memory: Memory, learner: Learner) -> None:
+    """Count the tensors that stay to gradients, optimizer, reference and critic; all others are parameters."""
+    engine, critic = learner.engine, learner.critic and learner.critic.engine
+    memory.relabel(_gradients(engine), "gradients")
+    memory.relabel(_optimizer_state(engine), "optimizer")
+    if learner._reference is not None:
+        memory.relabel(_parameters(learner._reference), "reference")
+    if critic is not None:
+        for tensors in (_parameters(critic), _gradients(critic), _optimizer_state(critic)):
+            memory.relabel(tensors, "critic")
+
+
+def _parameters(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
+    for chunk in engine.chunks:
+        yield from chunk.parameters()
+
+
+def _gradients(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
+    for trained in engine._trained:
+        for buffer in (*trained.buffers, *trained.expert_parallel_buffers):
+            yield buffer.grad_data
+
+
+def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
+    if engine.is_frozen:
+        return
+    own = {p.untyped_storage()._cdata for p in _parameters(engine)}
+    for part in optimizer_parts(engine._optimizer):
+        for group in part.optimizer.param_groups:
+            # Of a float32 model the optimizer's parameters are the model's own.
+            yield from (p for p in group["params"] if p.untyped_storage()._cdata not in own)
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.is_meta)
+
+
+class _Sampler:
+    """Hands out one step's samples, the same on every rank."""
+
+    def __init__(self, step: MadeStep, dp_size: int, learner: Learner):
+        self._step, self._count = step, step.samples * step.microbatches * dp_size
+        self._vocab_size = learner.engine.architecture.vocab_size
+
+    def next_groups(self, *args, **kwargs) -> Sampled:
+        samples = [self._trajectory(sibling) for sibling in range(self._count)]
+        return Sampled(groups=[Group(group_id=0, prompt_id="simulated", trajectories=samples)], stats=None)
+
+    def _trajectory(self, sibling: int) -> Trajectory:
+        length = self._step.places + 1
+        assert packed_length(range(length)) == self._step.places
+        tokens = np.full(length, sibling % self._vocab_size, dtype=TOKEN_IDS)  # another prompt for each
+        start = length - self._step.response
+        is_response = np.arange(length) >= start
+        turn = Turn(
+            start=start,
+            end=length,
+            prompt_digest=digest(tokens[:start]),
+            response_digest=digest(tokens[start:]),
+            finish_reason=FinishReason.LENGTH,
+        )
+        return Trajectory(
+            group_id=0,
+            sibling_id=sibling,
+            prompt_id="simulated",
+            token_ids=tokens,
+            response_mask=is_response.astype(MASK),
+            rollout_logprobs=np.where(is_response, -1.0, 0.0).astype(LOGPROBS),
+            token_versions=np.zeros(length, dtype=VERSIONS),
+            turns=[turn],
+            reward=float(sibling % 2),
+            reward_parts={},
+        )
+
+    def drain(self, within_s: float) -> None: ...
+
+    def state(self) -> None: ...
+
+
+class _Sync:
+    """Fills the buckets of a transfer, and sends them nowhere."""
+
+    def __init__(self, learner: Learner, config: RunConfig, memory: Memory):
+        self._memory = memory
+        self._learner, self._precision = learner, config.rollout.precision
+        dtype = getattr(torch, config.rollout.dtype)
+        self._plan = plan_transfer(learner.engine.export_plan(), dtype=dtype, device="cuda")
+        self.buckets: list[int] = []
+
+    def publish(self) -> SyncResult:
+        self._learner.version += 1
+        with self._memory.allocating("transfer"):
+            for bucket in make_buckets(self._learner.engine.export_hf(), self._plan, Buffers(), self._precision):
+                self.buckets.append(bucket.bytes.numel())
+        return SyncResult(
+            version=self._learner.version, bytes=sum(self.buckets), seconds=0.0, max_logprob_gap=None
+        )
+
+    def check_samples(self, *args) -> None: ...
+
