@@ -481,6 +481,33 @@ def plan(
 
 
 @app.command()
+def simulate(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    rank: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="A rank to simulate; several times for several. Left out: the first rank of the first, a middle and the last "
+            "pipeline stage."
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=1, max=1_000_000, help="GiB of each GPU: exit code 1 where a rank takes more."),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option(help="Also write the figures into this file.", metavar="FILE")
+    ] = None,
+) -> None:
+    """Run the learner's code of some ranks without weights and GPUs: peak memory by part, collectives, FLOPs and what is
+    sent to the servers. The model's config.json is enough."""
+    from launch.commands.simulate import print_simulation
+
+    fit = print_simulation(config, overrides or [], ranks=rank, gpu_memory=gpu_memory, json_path=json)
+    raise typer.Exit(0 if fit else 1)
+
+
+@app.command()
 def slurm(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -150,13 +150,13 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
 def _stages(
     config: RunConfig | SftConfig, device: Device, architecture: Architecture
 ) -> list[memory.LearnerMemory]:
-    work = memory.work_of(config, device.kind, _critic_architecture(config, architecture))
+    work = memory.work_of(config, device.kind, critic_architecture(config, architecture))
     return [
         memory.learner_memory(architecture, config.layout, work, stage) for stage in range(config.layout.pp)
     ]
 
 
-def _critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
+def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
     if not isinstance(config, RunConfig) or config.critic is None:
         return None
     model = config.critic.model

@@ -137,7 +137,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         reference=parameters if work.has_reference else 0,
         critic=sum(critic),
         activations=activation_bytes(architecture, layout, largest, stage),
-        logits=logits_bytes(architecture, layout, work) if last else 0,
+        logits=_logits_beside(architecture, layout, work, largest, stage) if last else 0,
         pipeline=_pipeline_bytes(architecture, layout, work, stage),
         transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
     )
@@ -235,18 +235,41 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     """
     layers = stage_layers(architecture, layout, stage)
     passes = in_flight(layout, stage, work.num_microbatches)
-    whole = [layer_activation_bytes(architecture, layout, work, layer) for layer in layers]
+    whole = _whole_layers(architecture, layout, work, stage)
     rows, tokens = row_counts(layout, work.token_budget)
     per_chunk = len(layers) // layout.vpp
     tables = passes * tokens * architecture.head_dim * work.dtype_bytes
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
-    is_last = stage == layout.pp - 1
-    end = rows * _norm_row(architecture.hidden_size, work) + tokens * hidden_bytes if is_last else 0
+    end = _end_bytes(architecture, layout, work) if stage == layout.pp - 1 else 0
     if work.recompute == "full":
         return tables + passes * per_chunk * rows * hidden_bytes + max(end, *whole)
     # Chunks differ where a model has dense and sparse layers.
     largest_chunk = max(sum(whole[first : first + per_chunk]) for first in range(0, len(whole), per_chunk))
     return tables + passes * largest_chunk + end
+
+
+def _whole_layers(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> list[int]:
+    layers = stage_layers(architecture, layout, stage)
+    return [layer_activation_bytes(architecture, layout, work, layer) for layer in layers]
+
+
+def _end_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
+    """The final norm and its output."""
+    rows, tokens = row_counts(layout, work.token_budget)
+    norm = rows * _norm_row(architecture.hidden_size, work)
+    return norm + tokens * architecture.hidden_size * work.dtype_bytes
+
+
+def _logits_beside(
+    architecture: Architecture, layout: LayoutConfig, work: Work, largest: Work, stage: int
+) -> int:
+    """What the log-probs' backward pass takes beside the activations. Under recompute no layer is whole then: it is what
+    they take, with the final norm, beyond the whole layer that the activations count. ``largest``: the work of these."""
+    logits = logits_bytes(architecture, layout, work)
+    if work.recompute == "none":
+        return logits
+    end = _end_bytes(architecture, layout, largest)
+    return max(0, end + logits - max(end, *_whole_layers(architecture, layout, largest, stage)))
 
 
 def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, layer: int) -> int:
@@ -363,9 +386,7 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     if layout.pp == 1:
         return 0
     sent = in_flight(layout, stage, work.num_microbatches) if stage < layout.pp - 1 or layout.vpp > 1 else 0
-    return (
-        (sent + 1) * row_counts(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
-    )
+    return (sent + 1) * row_counts(layout, work.token_budget)[0] * architecture.hidden_size * work.dtype_bytes
 
 
 def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:

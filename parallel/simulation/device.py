@@ -175,7 +175,8 @@ class SimulatedDevice(TorchDispatchMode):
     def _from_numbers(self, func, args, kwargs) -> Any:
         """The result of an operation whose shape depends on numbers: its own numbers, or a selection of unknown ones."""
         known = tree_map_only(Tensor, self.numbers, (args, kwargs))
-        if all(isinstance(k, Tensor) for k, t in zip(tree_leaves(known), tree_leaves((args, kwargs)), strict=True) if isinstance(t, Tensor)):  # fmt: skip
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if all(self.numbers(tensor) is not None for tensor in tensors):
             return tree_map_only(Tensor, self._on_device, func(*known[0], **known[1]))
         if func is aten.masked_select.default and (mask := self.numbers(args[1])) is not None:
             shape = torch.broadcast_shapes(args[0].shape, mask.shape)

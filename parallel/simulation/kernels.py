@@ -8,13 +8,17 @@ Legend: N sequences, A query heads, K key/value heads, n queries, L keys, D head
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias
 
-from parallel.simulation.device import SimulatedDevice
+from parallel.megatron import attention as packed_attention
+from parallel.simulation.device import NotKnown, SimulatedDevice
+
+LOWER_RIGHT = object()
+"""Stands for torch's mask of the last n of L tokens, a tensor that cannot be made without numbers."""
 
 
 @contextmanager
@@ -25,8 +29,8 @@ def fused(device: SimulatedDevice) -> Iterator[None]:
     def simulated_attention(query, key, value, attn_mask=None, *args, is_causal=False, **kwargs):
         if not query.is_meta:
             return attention(query, key, value, attn_mask, *args, is_causal=is_causal, **kwargs)
-        if not (is_causal or isinstance(attn_mask, CausalBias)):
-            raise NotImplementedError("only causal attention is simulated")
+        if not (is_causal or attn_mask is LOWER_RIGHT):
+            raise NotKnown("only causal attention is simulated")
         return _Attention.apply(query, key, value, device)
 
     def simulated_norm(x, normalized_shape, weight=None, eps=None):
@@ -34,11 +38,23 @@ def fused(device: SimulatedDevice) -> Iterator[None]:
             return norm(x, normalized_shape, weight, eps)
         return _RMSNorm.apply(x, weight)
 
-    F.scaled_dot_product_attention, F.rms_norm = simulated_attention, simulated_norm
+    with (
+        replaced(F, "scaled_dot_product_attention", simulated_attention),
+        replaced(F, "rms_norm", simulated_norm),
+        replaced(packed_attention, "causal_lower_right", lambda queries, keys: LOWER_RIGHT),
+    ):
+        yield
+
+
+@contextmanager
+def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    """Inside, ``owner.name`` is the stand-in."""
+    before = getattr(owner, name)
+    setattr(owner, name, stand_in)
     try:
         yield
     finally:
-        F.scaled_dot_product_attention, F.rms_norm = attention, norm
+        setattr(owner, name, before)
 
 
 def attention_flops(query: Tensor, key: Tensor) -> int:
@@ -55,7 +71,9 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query_NAnD, key_NKLD, value_NKLD, device):
         # The kernel's output lies as [N, n, A, D] in memory, like the queries that it gets.
-        out = torch.empty_like(query_NAnD.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        out = torch.empty_like(query_NAnD.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
+            1, 2
+        )
         sums_NAn = torch.empty(query_NAnD.shape[:3], dtype=torch.float32, device=out.device)
         ctx.save_for_backward(query_NAnD, key_NKLD, value_NKLD, out, sums_NAn)
         ctx.device = device

@@ -8,7 +8,6 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 from parallel.megatron import platform
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.simulation.device import META, SimulatedDevice
-from parallel.simulation.kernels import fused
+from parallel.simulation.kernels import fused, replaced
 from parallel.simulation.ranks import Collectives
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
@@ -40,20 +39,21 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
         return new_group(*args, backend="fake", **kwargs)
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    stand_ins = [
+        (dist, "new_group", fake_group),
+        # What another rank would send is not known. A rank has what it has itself.
+        (dist, "broadcast_object_list", lambda objects, *args, **kwargs: None),
+        (dist, "scatter_object_list", _scatter_object_list),
+        # torch's own asks for the device's backend, to send messages together.
+        (dist, "batch_isend_irecv", lambda messages: [m.op(m.tensor, m.peer, m.group) for m in messages]),
+        (hf_conversion, "HuggingFaceWeights", WeightsWithoutNumbers),
+        (torch, "tensor", partial(_tensor, torch.tensor)),
+        # Whether many parameters are updated in one call follows from the device.
+        (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
+    ]
     with ExitStack() as inside:
-        for name, stand_in in {
-            "new_group": fake_group,
-            # What another rank would send is not known. A rank has what it has itself.
-            "broadcast_object_list": lambda objects, *args, **kwargs: None,
-            "scatter_object_list": _scatter_object_list,
-            # torch's own asks for the device's backend, to send messages together.
-            "batch_isend_irecv": lambda messages: [m.op(m.tensor, m.peer, m.group) for m in messages],
-        }.items():
-            inside.enter_context(patch.object(dist, name, stand_in))
-        inside.enter_context(patch.object(hf_conversion, "HuggingFaceWeights", WeightsWithoutNumbers))
-        inside.enter_context(patch.object(torch, "tensor", partial(_tensor, torch.tensor)))
-        # On a GPU AdamW updates all parameters in a few calls, which take memory of their own.
-        inside.enter_context(patch.object(optimizer, "_get_foreach_kernels_supported_devices", lambda: ["meta"]))
+        for owner, name, stand_in in stand_ins:
+            inside.enter_context(replaced(owner, name, stand_in))
         inside.enter_context(device)
         inside.enter_context(fused(device))
         yield device, collectives

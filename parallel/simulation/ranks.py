@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FakeWork, ProcessGroup
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_leaves
 
 
@@ -35,23 +33,34 @@ class Collectives:
         """Shape of what a neighbour in the pipeline sends: all micro-batches of a simulation are alike."""
 
     def __call__(self, device: Any, func: Any, args: tuple, kwargs: dict) -> Any:
-        """``bytes``: of a rank's whole tensor, which is the larger one of a gather or a scatter."""
-        operation = func._overloadpacket.__name__.strip("_")
-        group = next((g for g in map(_as_group, args) if g is not None), None)
+        operation, size = self.count(func, args)
         tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
-        on_device = [t for t in tensors if t.is_meta]
-        if on_device and group is not None:
-            kind = Kind(operation, group.group_desc, group.size())
-            self.calls[kind] += 1
-            self.bytes[kind] += max(t.numel() * t.element_size() for t in on_device)
-        size = 1 if group is None else group.size()
         if operation in ("allgather_base", "allgather"):
-            _gather(device, args, size)
+            _gather(device, args)
         elif operation == "allreduce":
             _reduce(device, args, size)
         elif operation == "recv" and not tensors[0].dtype.is_floating_point:
             device.know(tensors[0], torch.tensor(self.message))
         return _result(func, args)
+
+    def count(self, func: Any, args: tuple) -> tuple[str, int]:
+        """(operation, ranks of its group). ``bytes`` are of a rank's whole tensors, the larger side of a gather or a
+        scatter."""
+        operation = func._overloadpacket.__name__.strip("_")
+        group = next((g for g in map(_as_group, args) if g is not None), None)
+        sizes = [
+            sum(t.numel() * t.element_size() for t in tree_leaves(arg) if self.counts(t)) for arg in args
+        ]
+        if group is None:
+            return operation, 1
+        if any(sizes):
+            kind = Kind(operation, group.group_desc, group.size())
+            self.calls[kind] += 1
+            self.bytes[kind] += max(sizes)
+        return operation, group.size()
+
+    def counts(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.is_meta
 
 
 def _as_group(value: Any) -> ProcessGroup | None:
@@ -63,7 +72,7 @@ def _as_group(value: Any) -> ProcessGroup | None:
         return None
 
 
-def _gather(device: Any, args: tuple, size: int) -> None:
+def _gather(device: Any, args: tuple) -> None:
     out, own = args[:2]
     own = tree_leaves(own)[0]
     if (numbers := device.numbers(own)) is None:

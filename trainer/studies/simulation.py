@@ -9,9 +9,9 @@ The step is shorter than the run's: its micro-batches are as many as fill the pi
 
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from configs.schema import RunConfig
 from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.engine import MegatronEngine, ValueEngine
 from parallel.planning.memory import row_counts
+from parallel.planning.simulated import START, Collective, MadeStep, Part, SimulatedRank, made_step
 from parallel.simulation.device import Memory, SimulatedDevice
 from parallel.simulation.ranks import Collectives
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
@@ -32,77 +33,6 @@ from trainer.recording import Recorder
 from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import Sampled, SharedSampler
 from trainer.weight_sync import SyncResult, WeightSync
-
-LONGEST_PROMPT = 1024
-"""Tokens of a made prompt, where the micro-batch has room for them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MadeStep:
-    """The samples of a simulated step."""
-
-    microbatches: int
-    """Of each rank."""
-    samples: int
-    """Of each micro-batch."""
-    places: int
-    """Of each sample, packed."""
-    response: int
-    """Tokens of each response."""
-
-    @property
-    def tokens(self) -> int:
-        """Of a micro-batch."""
-        return self.samples * self.places
-
-
-def made_step(config: RunConfig, max_positions: int) -> MadeStep:
-    """As many micro-batches as fill the pipeline, filled with samples of the greatest length."""
-    budget, longest = config.learner.token_budget, config.rollout.max_new_tokens
-    places = min(budget, max_positions, longest + LONGEST_PROMPT)
-    samples = budget // places
-    places = min(budget // samples, max_positions)
-    layout = config.layout
-    fill = layout.pp + 1 if layout.pp > 1 else 2
-    multiple = layout.microbatch_multiple
-    response = min(longest, places - 1)
-    return MadeStep(microbatches=-(-fill // multiple) * multiple, samples=samples, places=places, response=response)
-
-
-@dataclass(slots=True)
-class Part:
-    """What one part of the step took."""
-
-    peak: int = 0
-    """Bytes."""
-    at_peak: dict[str, int] = field(default_factory=dict)
-    """The bytes by what they are for."""
-    flops: int = 0
-    host_reads: int = 0
-    seconds: float = 0.0
-    """Of the simulation itself."""
-    collectives: list[dict[str, Any]] = field(default_factory=list)
-    """operation, group, size, calls, bytes"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRank:
-    rank: int
-    stage: int
-    step: MadeStep
-    parameters: int
-    parts: dict[str, Part]
-    """Of the start and of the step, by name, in their order."""
-    buckets: list[int]
-    """Bytes of each bucket of the stage's weights for the servers, sent by the stage's first rank."""
-
-    @property
-    def peak(self) -> Part:
-        """The part of the step that takes most memory."""
-        return max(self.parts.values(), key=lambda part: part.peak)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 class Watch:
@@ -133,24 +63,28 @@ class Watch:
         part.host_reads += self._device.host_reads
         part.seconds += time.perf_counter() - self._began
         part.collectives += [
-            {**asdict(kind), "calls": calls, "bytes": self._collectives.bytes[kind]}
+            Collective(**asdict(kind), calls=calls, bytes=self._collectives.bytes[kind])
             for kind, calls in self._collectives.calls.items()
         ]
         self._name = None
 
 
-def simulate(config: RunConfig, device: SimulatedDevice, collectives: Collectives, folder: Path) -> SimulatedRank:
+def simulate(
+    config: RunConfig, device: SimulatedDevice, collectives: Collectives, folder: Path
+) -> SimulatedRank:
     """Build this rank's learner and run one step. Inside ``simulated_rank``.
 
     folder: an empty one, for what a step writes.
     """
     watch = Watch(device, collectives)
-    watch.doing("start")
+    watch.doing(START)
     with device.memory.allocating("parameters"):
         learner = Learner(_short(config))
     name_parts(device.memory, learner)
+    if device.memory.total == device.memory.peak:
+        device.memory.start_peak()  # the same bytes, by their names
     architecture = learner.engine.architecture
-    step = made_step(config, architecture.max_positions)
+    step = made_step(config, architecture)
     rows, _ = row_counts(config.layout, step.tokens)
     collectives.message = (rows, 1, architecture.hidden_size)
     sync = _Sync(learner, config, device.memory)
@@ -175,7 +109,7 @@ def simulate(config: RunConfig, device: SimulatedDevice, collectives: Collective
         step=step,
         parameters=sum(p.numel() for chunk in learner.engine.chunks for p in chunk.parameters()),
         parts=watch.parts,
-        buckets=sync.buckets,
+        buckets=tuple(sync.buckets),
     )
 
 
@@ -228,7 +162,9 @@ def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Ten
             # Of a float32 model the optimizer's parameters are the model's own.
             yield from (p for p in group["params"] if p.untyped_storage()._cdata not in own)
         for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, torch.Tensor) and value.is_meta)
+            yield from (
+                value for value in state.values() if isinstance(value, torch.Tensor) and value.is_meta
+            )
 
 
 class _Sampler:
@@ -286,11 +222,12 @@ class _Sync:
     def publish(self) -> SyncResult:
         self._learner.version += 1
         with self._memory.allocating("transfer"):
-            for bucket in make_buckets(self._learner.engine.export_hf(), self._plan, Buffers(), self._precision):
+            for bucket in make_buckets(
+                self._learner.engine.export_hf(), self._plan, Buffers(), self._precision
+            ):
                 self.buckets.append(bucket.bytes.numel())
         return SyncResult(
             version=self._learner.version, bytes=sum(self.buckets), seconds=0.0, max_logprob_gap=None
         )
 
     def check_samples(self, *args) -> None: ...
-

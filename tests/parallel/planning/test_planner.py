@@ -100,10 +100,11 @@ def test_qwen_7b_on_8_gpus():
       85.9 - 28.2 = 57.6 GB, of 2 * 28 * 4 * 128 * 2 = 57344 bytes a token: 1.005 M tokens. 512 responses on 4
       servers of 4096 tokens take 128 * 4096 * 57344 = 30.1 GB of it: 27.5 GB = 32 % of a GPU are free.
     - tp=1 pp=1 dp=4: 6 P + 12 P / 4 = 45.7 + 22.8 = 68.5 GB, and kept inputs of layers 28 * 16384 * 3584 * 2
-      = 3.3 GB, logits 1024 * 152064 * 10 + 152064 * 3584 * 6 + 16384 * 3584 * 2 = 1.6 + 3.3 + 0.1 = 4.9 GB,
-      and one layer whole: norms and what they hand on 2 * (2 * 2 * 3584 + 4), attention 2 * 128 * (2 * 28 + 4
-      + 36 + 28) + 4 * 28, MLP 5 * 2 * 18944, in sum 249,976 bytes a token: 4.1 GB. 80.8 GB do not fit into
-      77.3 GB.
+      = 3.3 GB. Then either the logits, 1024 * 152064 * 10 + 152064 * 3584 * 6 + 16384 * 3584 * 2 = 1.6 + 3.3 + 0.1
+      = 4.9 GB, with the final norm and its output, 16384 * (2 * 2 * 3584 + 4) = 0.23 GB; or, later, one layer whole:
+      norms and what they hand on 2 * (2 * 2 * 3584 + 4), attention 2 * 128 * (2 * 28 + 4 + 36 + 28) + 4 * 28, MLP
+      5 * 2 * 18944, in sum 249,976 bytes a token: 4.1 GB. 77.0 GB just fit into 77.3 GB, but hardly leave any free.
+      The learner's own code, simulated, holds 77.2 GB (benchmarks/results/simulated_recipes.md).
     - tp=1 pp=2 dp=2: half of the layers and one table on each stage, 3.808 e9: 22.8 + 22.8 = 45.7 GB fits.
     """
     best = plan(QWEN_7B, run_config(), cluster(8))[0]
@@ -118,8 +119,8 @@ def test_qwen_7b_on_8_gpus():
         1_005_000, rel=0.01
     )
     assert best.rollout_free == pytest.approx(0.32, abs=0.005)
-    assert needs(QWEN_7B, dp=4) == gigabytes(68.5 + 3.3 + 4.9 + 4.1)
-    assert needs(QWEN_7B, dp=4) > USABLE > needs(QWEN_7B, pp=2, dp=2)
+    assert needs(QWEN_7B, dp=4) == gigabytes(68.5 + 3.3 + 4.9 + 0.23)
+    assert USABLE > needs(QWEN_7B, dp=4) > 0.99 * USABLE > needs(QWEN_7B, pp=2, dp=2)
     # 28 heads, 4 key/value heads: 8 does not divide the heads, and 7 does not go with 4
     assert {each.learner.tp for each in plan(QWEN_7B, run_config(), cluster(8))} <= {1, 2, 4}
 
@@ -216,8 +217,8 @@ def test_qwen_30b_on_32_gpus():
     2048 * 128, qkv 2048 * 40 * 128 and projection 4096 * 2048 = 623.1 e6.
 
     Responses of at most 8192 tokens, 512 at once. A server of tp=1: 85.9 - 61.1 - 13.0 = 11.8 GB of cache, of
-    2 * 48 * 4 * 128 * 2 = 98304 bytes a token: 120,000 tokens, which are 14 responses, of the 32 that each of
-    16 servers is asked for 45 %. So few are not worth a GPU, though tp=1 on both sides has the least
+    2 * 48 * 4 * 128 * 2 = 98304 bytes a token: 120,000 tokens, which are 14 responses, of the 22 that each of
+    24 servers is asked for 66 %. So few are not worth a GPU, though tp=1 on both sides has the least
     mismatch: such pairs come last. A server of tp=2 has 85.9 - 30.5 - 13.2 = 42.2 GB, of 49152 bytes a token:
     859,000 tokens, or 104 responses.
     """
@@ -230,10 +231,10 @@ def test_qwen_30b_on_32_gpus():
     few = [each.rollout_tp == 1 for each in plans]
     assert few == sorted(few) and set(few) == {False, True}
     first = few.index(True)
-    assert pair(plans[first]) == "pp=8,dp=2 | tp=1 x 16"
+    assert pair(plans[first]) == "pp=4,cp=2,ep=2 | tp=1 x 24"
     assert (
         reasons(plans)[first]
-        == "servers hardly used: a cache holds 14 responses at full length, 45% of the samples in flight"
+        == "servers hardly used: a cache holds 14 responses at full length, 66% of the samples in flight"
     )
     assert {each.held for each in plans if each.rollout_tp == 2} == {104}
 
