@@ -144,9 +144,12 @@ class Sending:
                 continue
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
-            if not connection.recv(1):
+            if connection.recv(1):
+                self._taken[connection] += 1
+            elif self._taken[connection] == self._num_offered:
+                self._selector.unregister(connection)  # it may have got everything; else the next offer fails
+            else:
                 self._end_without_a_receiver(check)
-            self._taken[connection] += 1
 
     def _meet(self, check: Check) -> None:
         connection, _ = self._listener.accept()
