@@ -103,6 +103,7 @@ class Broadcasts:
         work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
 
         def end() -> Tensor:
+            assert work is not None  # this rank is in the group
             work.wait()
             return weight_hash(flat, kind)
 
