@@ -6,9 +6,10 @@ the same bytes, in one run. Targets:
 
 - bare: one ``dist.broadcast`` of a buffer with all the bytes, received into memory that is there.
 - to a bare receiver: what a publish does between begin and end: export from Megatron's parameters, conversion,
-  buckets, hashes, broadcasts; to processes with a server's environment that receive each broadcast into memory
-  that is there, hash it, and load nothing.
+  buckets, hashes; to processes with a server's environment that copy each bucket out of this one's memory into
+  memory that is there, hash it, and load nothing.
 - to SGLang: the same to a real server with Tandem's plugin.
+- by broadcasts: both of these, by gloo.
 - by requests (``--by-requests``): to the same server by SGLang's own path, one request per bucket, unchecked.
 - rounded (``--precision``): to SGLang, with the weights rounded before they are sent (``rollout.precision``). Target: at
   most 1.15 of a transfer as they are.
@@ -48,6 +49,7 @@ BARE, RECEIVER, SGLANG, BY_REQUESTS = (
     "to SGLang",
     "to SGLang, by requests",
 )
+BROADCAST = "{}, by broadcasts"
 TARGETS = {BARE: 0.80, RECEIVER: 0.95}
 ROUNDED = "to SGLang, {}"
 ROUNDED_TARGET = 1.15
@@ -70,7 +72,7 @@ def main() -> None:
         result = measure(given, 3 if given.quick else given.rounds, Path(scratch))
     about = {
         key: result[key]
-        for key in ("hardware", "model", "tp", "dtype", "mib", "tensors", "broadcasts", "loaded_by_sglang")
+        for key in ("hardware", "model", "tp", "dtype", "mib", "tensors", "buckets", "loaded_by_sglang")
     }
     print(json.dumps(about | {"beside": "a busy core" if given.load else "nothing of ours"}, indent=2))
     for name, seconds in result["seconds"].items():
@@ -110,6 +112,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
     from parallel.engine import MegatronEngine
     from parallel.megatron import platform
     from parallel.weights.transfer import Buffers, plan_transfer
+    from trainer.stage_sender import MEMORY
 
     model = make_model(scratch / "model", moe=given.moe, dtype=given.dtype)
     dtype = getattr(torch, given.dtype)
@@ -129,19 +132,28 @@ def measure(given, rounds: int, scratch: Path) -> dict:
         seconds.setdefault(name, []).append(time.perf_counter() - began)
 
     with Receivers(given.tp) as receivers, Server(model, scratch, given) as control:
-        to_receivers, to_sglang = sender(receivers, given.tp), sender(control, given.tp, stage=1)
-        ways = {RECEIVER: (to_receivers, None), SGLANG: (to_sglang, None)}
+        in_memory = {"carrier": MEMORY}
+        to_sglang = sender(control, given.tp, **in_memory)
+        by_broadcasts = sender(receivers, given.tp)
+        ways = {
+            RECEIVER: (sender(receivers, given.tp, **in_memory), None),
+            SGLANG: (to_sglang, None),
+            BROADCAST.format(RECEIVER): (by_broadcasts, None),
+            BROADCAST.format(SGLANG): (sender(control, given.tp, stage=1), None),
+        }
         ways |= {ROUNDED.format(precision): (to_sglang, precision) for precision in given.precision}
         if given.by_requests:
             ways[BY_REQUESTS] = (sender(control, given.tp, stage=2, in_one_request=False), None)
         control.require_plugin()
         for _ in range(rounds + 1):
-            timed(BARE, lambda: bare(to_receivers, receivers, flat))
+            timed(BARE, lambda: bare(by_broadcasts, receivers, flat))
             for name, (to, precision) in ways.items():
                 opening = to._control.open_update()
                 opening.wait()
-                # Two senders share the control, whose group is the one that joined last.
-                to._control.group_name = to._broadcaster.group_name
+                if (
+                    to._broadcaster is not None
+                ):  # several share the control, whose group is the one that joined last
+                    to._control.group_name = to._broadcaster.group_name
                 timed(name, lambda to=to, how=precision: transfer(to, engine, plan, buffers, how))
                 to._control.end_update()
                 to._control.resume()
@@ -155,7 +167,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
         "tp": given.tp,
         "dtype": given.dtype,
         "mib": round(flat.numel() / 2**20, 1),
-        "broadcasts": len(plan.counts),
+        "buckets": len(plan.counts),
         "tensors": len(plan.names),
         "loaded_by_sglang": loaded_by_sglang(scratch / "logs"),
         "seconds": seconds,
@@ -169,10 +181,10 @@ def loaded_by_sglang(logs: Path) -> int:
     return max(int(number) for number in re.findall(r"tensors of the learner (\d+) are loaded", text))
 
 
-def sender(control, tp: int, **options):
-    from trainer.weight_sync import StageSender
+def sender(control, tp: int, carrier: str = "gloo", **options):
+    from trainer.stage_sender import StageSender
 
-    return StageSender(control, tp, "gloo", TIMEOUT_S, **options)
+    return StageSender(control, tp, carrier, TIMEOUT_S, **options)
 
 
 def transfer(to, engine, plan, buffers, precision: str | None) -> None:
@@ -257,7 +269,7 @@ class Receivers:
         sizes, rest = [], iter([torch.Size(shape).numel() * itemsize for shape in shapes])
         for count in announcement.counts:
             sizes.append(sum(next(rest) for _ in range(count)))
-        return self.ask(("transfer", (sizes, announcement.hash_kind)))
+        return self.ask(("transfer", (sizes, announcement.hash_kind, announcement.meeting)))
 
     def open_update(self):
         return self.ask(("nothing", None))
@@ -280,8 +292,10 @@ def receive_forever(requests) -> None:
                 group = join(**value)
             elif what == "bare":
                 receive(group, memory(kept, -1, value)).wait()
+            elif what == "transfer" and value[-1] is None:
+                receive_broadcasts(group, kept, *value[:2])
             elif what == "transfer":
-                receive_transfer(group, kept, *value)
+                receive_from_memory(kept, *value)
             requests.send({})
 
 
@@ -297,7 +311,26 @@ def receive(group: dist.ProcessGroupGloo, flat: torch.Tensor) -> dist.Work:
     return group.broadcast([flat], options)
 
 
-def receive_transfer(
+def receive_from_memory(
+    kept: dict[int, torch.Tensor], sizes: Sequence[int], kind: str, meeting: tuple[str, int]
+) -> None:
+    from rollout.sglang_plugin.tandem_process_memory import Meeting, Receiving
+    from rollout.sglang_plugin.tandem_weight_transfer import RunningHash
+
+    receiving, hashes = Receiving(Meeting(*meeting)), []
+    for number, size in enumerate(sizes):
+        flat = memory(kept, number, size)
+        running = RunningHash(flat, kind)
+        receiving.receive(flat, running.add)
+        hashes.append(running.digest())
+    sent = torch.zeros(len(hashes), dtype=torch.int64)
+    receiving.receive(sent.view(torch.uint8), lambda part: None)
+    receiving.close()
+    if sent.tolist() != [int(one) for one in hashes]:
+        raise RuntimeError("other bytes were received than sent")
+
+
+def receive_broadcasts(
     group: dist.ProcessGroupGloo, kept: dict[int, torch.Tensor], sizes: Sequence[int], kind: str
 ) -> None:
     """Two broadcasts are in flight, as in the server."""

@@ -7,7 +7,6 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 venv="$root/.venv"
 say() { if [ -t 1 ]; then printf '\033[1m==>\033[0m %s\n' "$*"; else printf '==> %s\n' "$*"; fi; }
 
-# The learner and a server each need a GPU of their own: NCCL refuses two ranks of a group on one.
 choice="$venv/.tandem-kind" # what was asked for
 case "$*" in
   --cuda | --cpu) kind="${1#--}" ;;
@@ -18,8 +17,7 @@ if [ -z "$kind" ]; then
   kind=cpu
   gpus=0
   if command -v nvidia-smi >/dev/null 2>&1; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
-  if [ "$gpus" -ge 2 ]; then kind=cuda; fi
-  if [ "$gpus" -eq 1 ]; then say "One GPU found; learner and server need one each, so the CPU build is installed (--cuda takes the other)."; fi
+  if [ "$gpus" -ge 1 ]; then kind=cuda; fi
 fi
 wanted="$kind $(cat "$root/launch/requirements/"{"$kind",test,docs}.txt "$root/setup.py" | sha256sum | cut -c1-16)"
 stamp="$venv/.tandem-installed"

@@ -1,8 +1,8 @@
-"""One pipeline stage's way of sending its weights: a transfer group with all servers, buckets in turn, answers."""
+"""One pipeline stage's way of sending its weights: a carrier to all servers, buckets in turn, answers."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,13 @@ from parallel.megatron.platform import device
 from parallel.weights.transfer import Bucket, TransferPlan, UnderWay, WeightBroadcaster
 from rollout.client import RolloutError
 from rollout.servers.control import Pending, SGLangControl
-from rollout.sglang_plugin.tandem_weight_transfer import Announcement, hash_kind, weight_hash
+from rollout.sglang_plugin.tandem_process_memory import Sending
+from rollout.sglang_plugin.tandem_weight_transfer import Announcement, hash_kind
+from trainer.weight_carriers import Broadcasts, FromMemory, Transfer
 
 GROUP = "tandem-weights"
+MEMORY = "memory"
+"""The carrier that is no backend of a process group."""
 
 
 class WeightSyncError(RolloutError):
@@ -22,35 +26,40 @@ class WeightSyncError(RolloutError):
 
 
 class StageSender:
-    """One pipeline stage's line to all servers: a transfer group, and the requests that belong to it."""
+    """One pipeline stage's line to all servers: a carrier, and the requests that belong to it."""
 
     def __init__(
         self,
         control: SGLangControl,
         tensor_parallel: int,
-        backend: str,
+        carrier: str,
         timeout_s: float,
         address: str = "127.0.0.1",
         *,
         stage: int = 0,
         in_one_request: bool = True,
     ):
-        """Make the transfer group. The servers are told over HTTP to join it, and join while this process does.
+        """carrier: the backend of a transfer group, or ``MEMORY``, which needs ``in_one_request``: that the servers have
+        Tandem's plugin.
 
-        in_one_request: the servers have Tandem's plugin."""
-        self._control, self._in_one_request = control, in_one_request
-        world_size = 1 + len(control.urls) * tensor_parallel
+        A transfer group is made here. The servers are told over HTTP to join it, and join while this process does."""
+        self._control, self._in_one_request, self._timeout_s = control, in_one_request, timeout_s
+        self._num_receivers = len(control.urls) * tensor_parallel
+        self._broadcaster: WeightBroadcaster | None = None
+        if carrier == MEMORY:
+            return
+        world_size = 1 + self._num_receivers
         # The same name in every life of the run, so that servers that outlive a learner can leave its group.
         name = f"{GROUP}-{stage}"
         self._broadcaster = WeightBroadcaster(
-            world_size=world_size, backend=backend, timeout_s=timeout_s, address=address, group_name=name
+            world_size=world_size, backend=carrier, timeout_s=timeout_s, address=address, group_name=name
         )
         joining = control.join_group(
             master_address=self._broadcaster.address,
             master_port=self._broadcaster.port,
             world_size=world_size,
             group_name=self._broadcaster.group_name,
-            backend=backend,
+            backend=carrier,
         )
         try:
             self._broadcaster.join(check=joining.raise_if_failed)
@@ -82,31 +91,38 @@ class StageSender:
     def _send_in_one_request(
         self, buckets: Iterable[Bucket], plan: TransferPlan, version: int | None, answers: "Answers"
     ) -> int:
-        kind = hash_kind(device())
-        announcement = Announcement(kind, tuple(plan.counts), is_whole=version is not None)
-        answers.add(
-            self._control.receive_transfer(
-                names=plan.names,
-                dtype=_dtype_name(plan.dtype),
-                shapes=plan.shapes,
-                announcement=announcement,
-                version=version,
+        kind, sent = hash_kind(device()), 0
+        with self._transfer(kind) as transfer:
+            announcement = Announcement(kind, tuple(plan.counts), version is not None, transfer.meeting)
+            answers.add(
+                self._control.receive_transfer(
+                    names=plan.names,
+                    dtype=_dtype_name(plan.dtype),
+                    shapes=plan.shapes,
+                    announcement=announcement,
+                    version=version,
+                )
             )
-        )
-        in_flight: UnderWay[None] | None = None
-        hashes, sent = [], 0
-        for bucket in buckets:
-            lined_up = self._broadcaster.start(bucket.bytes)
-            hashes.append(weight_hash(bucket.bytes, kind))
-            sent += bucket.bytes.numel()
-            if in_flight is not None:
-                _wait_for(in_flight, answers)  # the next bucket takes its buffer
-            in_flight = lined_up
-        _wait_for(self._broadcaster.start(torch.stack(hashes)), answers)
-        answers.wait_for_all_but(0)
+            with _failing_as_servers():
+                for bucket in buckets:
+                    transfer.send(
+                        bucket.bytes, answers.raise_if_failed
+                    )  # the next bucket may take its buffer
+                    sent += bucket.bytes.numel()
+                transfer.finish(answers.raise_if_failed)
+            answers.wait_for_all_but(0)
         return sent
 
+    @contextmanager
+    def _transfer(self, kind: str) -> Iterator[Transfer]:
+        if self._broadcaster is not None:
+            yield Broadcasts(self._broadcaster, kind)
+            return
+        with closing(Sending(self._num_receivers, self._timeout_s)) as sending:
+            yield FromMemory(sending, kind)
+
     def _send_by_requests(self, buckets: Iterable[Bucket], version: int | None, answers: "Answers") -> int:
+        assert self._broadcaster is not None
         in_flight: UnderWay[None] | None = None
         sent = 0
         for bucket in buckets:
@@ -135,14 +151,18 @@ class StageSender:
         return sent
 
     def leave(self) -> None:
-        """Destroy the transfer group on both sides."""
+        """Destroy the transfer group, if there is one, on both sides."""
         self._control.leave_group()
-        self._broadcaster.close()
+        self._close_group()
+
+    def _close_group(self) -> None:
+        if self._broadcaster is not None:
+            self._broadcaster.close()
 
     def abandon(self) -> None:
         """Leave a group of which a server is gone. The others may still wait in a broadcast, which fails once this
         end of it is closed."""
-        self._broadcaster.close()
+        self._close_group()
         with suppress(RolloutError):
             self._control.leave_group()
         self._control.close()
@@ -176,12 +196,19 @@ class Answers:
 
 
 def _wait_for(broadcast: UnderWay[None], answers: Answers) -> None:
-    try:
+    with _failing_as_servers():
         broadcast.wait(check=answers.raise_if_failed)
+
+
+@contextmanager
+def _failing_as_servers() -> Iterator[None]:
+    """Inside, an error of torch or of a socket is the servers': there is nobody else at the other ends."""
+    try:
+        yield
     except RolloutError:
         raise
-    except RuntimeError as error:  # from torch; all other members of this group are servers
-        raise WeightSyncError(f"the broadcast of a bucket to the servers failed: {error}") from error
+    except (RuntimeError, OSError) as error:
+        raise WeightSyncError(f"a bucket could not be sent to the servers: {error}") from error
 
 
 @contextmanager

@@ -1,15 +1,15 @@
 """Publishing: learner weights -> servers, verified before sampling goes on.
 
 All ranks publish together. Each pipeline stage sends its own weights: its ranks gather one tensor after
-another (over tensor- and expert-parallel ranks), and the first rank of the stage, its sender, broadcasts them
-in a process group that it shares with the servers.
+another (over tensor- and expert-parallel ranks), and the first rank of the stage, its sender, brings them to the
+servers: by broadcasts in a process group, or out of its own memory where all are on one machine.
 
     rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions -> resume -> probe
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
     all other ranks                        gather with their sender, then wait for rank 0
 
-    [ stage ]  announce all of it to the servers; for each bucket: queue its broadcast behind the one in flight, hash it, while
-               the stage gathers the next one; then broadcast the hashes
+    [ stage ]  announce all of it to the servers; for each bucket: queue it behind the one in flight, hash it, while the
+               stage gathers the next one; then send the hashes
 
 The servers hash what they have received, in the parameters where it went there, and fail the announced request
 where a hash differs from the sender's (``rollout/sglang_plugin``). Servers without the plugin get a request per
@@ -18,7 +18,7 @@ bucket, and check nothing; only the request that names the version waits for the
 Stages take turns. Servers load one bucket at a time anyway, and the turns make known which stage is the last: its
 request names the version and flushes the cache. Rank 0 alone opens and closes an update, and closes it after
 all stages have told it what they sent. Each sender asks the servers itself to receive, because a server that
-refuses never joins the broadcast, and only its answer says so.
+refuses takes no bucket, and only its answer says so.
 
 Nothing samples between pause and resume. Responses that are under way then (``rollout.max_staleness``) give up
 their place and their cache (SGLang's mode "retract") and go on under the new weights, from a cache that is
@@ -55,12 +55,13 @@ from rollout.client import RolloutError
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.control import Pending, SGLangControl
+from rollout.sglang_plugin.tandem_process_memory import let_others_read
 from trainer.algorithm.mismatch import SampledGap
 from trainer.batch.farthest_token import Measure
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
 from trainer.ranks.totals import on_first_rank
-from trainer.stage_sender import StageSender, WeightSyncError, in_turn
+from trainer.stage_sender import MEMORY, StageSender, WeightSyncError, in_turn
 from trainer.turns import OwnDevices
 
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
@@ -164,14 +165,11 @@ class WeightSync:
             return
         # Rank 0's control serves its own stage too.
         control = self._control or self._control_of(urls[0])
-        # NCCL refuses two ranks of a group on one GPU; gloo takes a GPU's tensors through host memory.
-        # Not run on GPUs by this project.
-        backend = "gloo" if self._turns.are_shared else collective_backend()
         with in_turn(self._learner.groups):
             self._sender = StageSender(
                 control,
                 self._rollout.tp,
-                backend,
+                carrier_of(self._rollout, self._launch, devices_are_shared=self._turns.are_shared),
                 self._launch.patience_s,
                 self._address,
                 stage=self._learner.groups.pp_rank,
@@ -427,6 +425,28 @@ class WeightSync:
                 self._sender.close()
             except RolloutError:
                 self._sender.abandon()
+
+
+def carrier_of(rollout: RolloutConfig, launch: LaunchConfig, *, devices_are_shared: bool) -> str:
+    """What carries the weights (``rollout.weight_transfer``): a backend of torch.distributed, or ``MEMORY``.
+
+    GPUs of their own exchange weights by NCCL, which does not go through host memory. It refuses two ranks of a group on
+    one GPU; gloo takes a GPU's tensors through host memory and the loopback device. Not run on GPUs by this project.
+
+    Raises ValueError where the servers are to read memory that this machine lets nobody read.
+    """
+    backend = "gloo" if devices_are_shared else collective_backend()
+    is_suited = launch.nodes is None and rollout.sglang_plugin and backend == "gloo"
+    if rollout.weight_transfer == "broadcast" or (rollout.weight_transfer == "auto" and not is_suited):
+        return backend
+    if let_others_read():
+        return MEMORY
+    if rollout.weight_transfer == "memory":
+        raise ValueError(
+            "rollout.weight_transfer=memory: this machine does not let a process read the memory of another one of its user (a container "
+            "without process_vm_readv, or kernel.yama.ptrace_scope above 1); set rollout.weight_transfer=broadcast"
+        )
+    return backend
 
 
 def _raise_first(failures: Sequence[RolloutError | None]) -> None:

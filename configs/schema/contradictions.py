@@ -192,6 +192,12 @@ def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
             "they take turns on the same devices",
             "set rollout.max_staleness=0, or launch.placement=separate",
         )
+    if config.rollout.weight_transfer == "memory" and config.launch.nodes is not None:
+        yield Contradiction(
+            ("rollout.weight_transfer", "launch.nodes"),
+            "rollout.weight_transfer=memory needs learner and servers on one machine, and launch.nodes gives them nodes of their own",
+            "set rollout.weight_transfer=broadcast, or remove launch.nodes",
+        )
     if config.rollout.drain_s > config.launch.patience_s:
         yield Contradiction(
             ("rollout.drain_s", "launch.collective_timeout_s"),

@@ -105,9 +105,10 @@ class LaunchConfig(Schema):
     """Run folders are made in it; a relative path starts at the folder that the command is started in."""
     nodes: NodesConfig | None = None
     """None: every role on this machine, on its loopback address."""
-    placement: Literal["separate", "colocated"] = "separate"
+    placement: Literal["auto", "separate", "colocated"] = "auto"
     """separate: learner and servers have GPUs of their own. colocated: they share GPUs, and each side frees its
-    memory in the other's turn."""
+    memory in the other's turn. auto: colocated on one machine with fewer GPUs than separate ones would be, such as a
+    single one; else separate, as on CPU and wherever ``rollout.max_staleness`` has both sides work at once."""
     slurm: SlurmConfig = SlurmConfig()
     threads_per_process: Count = 1
     """OMP threads of every process on CPU: several processes with several threads each stall 10-40 times."""

@@ -154,6 +154,11 @@ class RolloutConfig(Schema):
     """Servers use Tandem's plugin (``rollout/sglang_plugin``): weights are received in the parameters, and their bytes
     are checked. On CPU one attention call serves many sequences, processes are forked, and a paused scheduler sleeps.
     ``false``: SGLang's own code alone; probe prompts are then the only check of the weights."""
+    weight_transfer: Literal["auto", "broadcast", "memory"] = "auto"
+    """How the weights get to the servers. broadcast: by NCCL between GPUs, by gloo without, over any number of nodes.
+    memory: the servers copy them out of the learner's memory; on one machine, with Tandem's plugin. auto: memory on one
+    machine without GPUs, or whose GPUs learner and servers share (NCCL refuses that), unless the machine forbids one
+    process to read another's memory; else a broadcast."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
 
@@ -202,6 +207,16 @@ class RolloutConfig(Schema):
                 ("quantization", "dtype"),
                 "quantization=fp8 computes with activations of 2 bytes, but dtype=float32",
                 "set dtype=bfloat16",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _memory_has_a_reader(self):
+        if self.weight_transfer == "memory" and not self.sglang_plugin:
+            raise Contradiction(
+                ("weight_transfer", "sglang_plugin"),
+                "weight_transfer=memory needs Tandem's plugin to read it, which sglang_plugin=false leaves out",
+                "set weight_transfer=broadcast, or sglang_plugin=true",
             )
         return self
 

@@ -138,7 +138,7 @@ class RunConfig(Schema):
     @property
     def servers_may_restart(self) -> bool:
         """Whether a server that ends is started again, and the run goes on."""
-        separate = self.launch.placement == "separate"
+        separate = self.launch.placement != "colocated"
         return self.rollout.max_server_restarts > 0 and self.rollout.router is None and separate
 
     @property

@@ -90,9 +90,12 @@ def load_checked(
         raise BadInput(
             f"{parsed.path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {own_kind}"
         )
-    parsed, size_errors = _with_data_parallel_size(config, parsed)
     is_here = gpu_memory is None and not in_job and config.launch.nodes is None
     notes: list[str] = []
+    if is_here and "learn" in runs:
+        parsed = _with_placement(config, parsed, notes)
+        config = parsed.validated()
+    parsed, size_errors = _with_data_parallel_size(config, parsed)
 
     def check(config: RunConfig | SftConfig) -> Iterator[Finding]:
         if instead_of_nodes is not None and config.launch.nodes is not None:
@@ -155,7 +158,22 @@ def _gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
 
 
 # ----------------------------------------------------------------------------------------------------------
-# layout.dp = auto
+# launch.placement = auto, layout.dp = auto
+
+
+def _with_placement(config: RunConfig | SftConfig, parsed: ParsedConfig, notes: list[str]) -> ParsedConfig:
+    """``parsed`` with ``launch.placement=colocated`` where this machine has too few GPUs for a separate one."""
+    if not isinstance(config, RunConfig) or config.launch.placement != "auto" or config.rollout.max_staleness:
+        return parsed
+    available = gpus_here()
+    needed = config.layout.smallest().world_size + config.rollout.replicas * config.rollout.tp
+    if not 0 < available < needed:
+        return parsed
+    notes.append(
+        f"launch.placement=colocated: learner and servers take turns on the same GPUs, as GPUs of their own would be {needed} and "
+        f"{available} {'is' if available == 1 else 'are'} visible"
+    )
+    return parsed.with_overrides(["launch.placement=colocated"])
 
 
 def _with_data_parallel_size(
@@ -178,7 +196,7 @@ def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> i
         return nodes.learner * nodes.gpus_per_node
     available, size = gpus_here(), config.layout.smallest().world_size
     free = available
-    if isinstance(config, RunConfig) and config.launch.placement == "separate":
+    if isinstance(config, RunConfig) and config.launch.placement != "colocated":
         free -= config.rollout.replicas * config.rollout.tp
     return max(free - free % size, size) if available else 0
 

@@ -1,14 +1,14 @@
 """Synchronous control of the SGLang servers by the learner: pause, receive weights, verify, resume.
 
 Rank 0 of the learner calls everything but ``join_group``, ``receive_transfer``, ``receive_bucket`` and
-``leave_group``. For these every sender of the learner has its own ``SGLangControl``: a rank that waits in a
-broadcast must see at once that a server has refused it.
+``leave_group``. For these every sender of the learner has its own ``SGLangControl``: a rank that waits for a
+bucket to be taken must see at once that a server has refused it.
 
 One update, in order; indented calls run in the servers and in the caller at the same time:
 
     open_update()     pause                   no token is sampled any more; running requests go back to the queue
                       begin
-        receive_transfer(...) || broadcasts   once per pipeline stage; the last one carries the version
+        receive_transfer(...) || buckets      once per pipeline stage; the last one carries the version
         (the last one flushes the cache)      no key or value of the old weights is reused
     close_update()    end
                       versions                to be verified while nothing is sampled
@@ -26,7 +26,7 @@ Paused servers also lend their device's memory (``release_memory``) until they a
 Every server handles its requests one by one in the order of the calls (``ControlLine``), whether the caller
 waits for an answer or not.
 
-The caller's end of the broadcast and the content of the weights are not its concern.
+The caller's end of the transfer and the content of the weights are not its concern.
 """
 
 import re
@@ -257,18 +257,20 @@ class SGLangControl:
         announcement: Announcement,
         version: int | None,
     ) -> Pending:
-        """Have every server receive a pipeline stage's weights: a uint8 broadcast from rank 0 of the joined group
-        for each of the announcement's counts, then their hashes as int64. The servers compare these with what
-        they received, and fail the request where one differs.
+        """Have every server receive a pipeline stage's weights: uint8 bytes for each of the announcement's counts,
+        then their hashes as int64. They come by broadcasts from rank 0 of the joined group, or out of the caller's memory where
+        the announcement names a meeting. The servers compare the hashes with what they received, and fail the
+        request where one differs.
 
-        The caller broadcasts while this is pending and polls ``raise_if_failed``, since a server that refused
-        never joins a broadcast. The arguments are those of ``receive_bucket``, for all the stage's tensors.
+        The caller sends while this is pending and polls ``raise_if_failed``, since a server that refused never
+        takes anything. The arguments are those of ``receive_bucket``, for all the stage's tensors.
 
         Raises:
-            ValueError: no group was joined, or names and shapes do not fit together.
+            ValueError: no group was joined for broadcasts, or names and shapes do not fit together.
         """
-        action = f"receive {len(names)} tensors in {len(announcement.counts)} broadcasts"
-        return self._receive(action, names, dtype, shapes, announcement.load_format(), version)
+        action = f"receive {len(names)} tensors in {len(announcement.counts)} buckets"
+        group_name = self.group_name if announcement.meeting is None else NO_GROUP
+        return self._receive(action, names, dtype, shapes, announcement.load_format(), version, group_name)
 
     def receive_bucket(
         self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
@@ -290,7 +292,7 @@ class SGLangControl:
             ValueError: no group was joined, or names and shapes do not fit together.
         """
         action = f"receive a bucket of {len(names)} tensors"
-        return self._receive(action, names, dtype, shapes, "flattened_bucket", version)
+        return self._receive(action, names, dtype, shapes, "flattened_bucket", version, self.group_name)
 
     def _receive(
         self,
@@ -300,14 +302,15 @@ class SGLangControl:
         shapes: Sequence[Sequence[int]],
         load_format: str,
         version: int | None,
+        group_name: str | None,
     ) -> Pending:
-        if self.group_name is None:
+        if group_name is None:
             raise ValueError("the servers have joined no group to receive weights in; call join_group first")
         if not names or len(names) != len(shapes):
             raise ValueError(
                 f"a transfer needs at least one name and a shape for each: {len(names)} names, {len(shapes)} shapes"
             )
-        body = _announced(names, dtype, shapes, self.group_name, load_format)
+        body = _announced(names, dtype, shapes, group_name, load_format)
         if version is not None:
             # A request to /flush_cache would also collect garbage, which takes 0.4 s on CPU.
             body |= {"weight_version": str(version), "flush_cache": True}

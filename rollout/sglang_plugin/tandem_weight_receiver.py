@@ -1,14 +1,15 @@
 """Receives the learner's weights in SGLang's parameters.
 
 SGLang's own path takes a request per broadcast, receives into new memory and loads from there. Here one request
-announces a whole transfer (``tandem_weight_transfer``). A broadcast whose tensors are, one after another, the whole
-of a contiguous part of a parameter is received there. All others go through memory that is kept.
+announces a whole transfer (``tandem_weight_transfer``), whose buckets come by broadcasts, or are copied out of the
+learner's memory. A bucket whose tensors are, one after another, the whole of a contiguous part of a parameter
+is received there. All others go through memory that is kept.
 
 Where a tensor belongs is asked of SGLang's own loader: it loads tensors without memory (on the meta device), and
 what it would copy is recorded. So fused, sharded and expert weights need no table here. Tensors whose loading is
 no plain copy are loaded by SGLang.
 
-Every broadcast is hashed where it was received, in the parameter if it went there. The learner sends its hashes
+Every bucket is hashed where it was received, in the parameter if it went there. The learner sends its hashes
 last. A difference fails the request, and so does a parameter that no transfer of the update has filled.
 """
 
@@ -21,8 +22,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from tandem_process_memory import Meeting, Receiving
 from tandem_routed_experts import WITH_EXPERTS, is_captured
-from tandem_weight_transfer import PROTOCOL, QUESTION, Announcement, differing, weight_hash
+from tandem_weight_transfer import PROTOCOL, QUESTION, Announcement, RunningHash, differing, weight_hash
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -64,10 +66,81 @@ def receive(original, updater, *, names, dtypes, shapes, group_name, load_format
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     ]
     receiver = _receiver_of(updater)
-    failure = receiver.receive(tensors, announced, updater._model_update_group[group_name])
+    if announced.meeting is None:
+        failure = receiver.receive(tensors, announced, Broadcasts(updater._model_update_group[group_name]))
+    else:
+        failure = receive_from_memory(receiver, tensors, announced, Meeting(*announced.meeting))
     for reason in filter(None, everywhere(failure, get_parallel().tp_group.cpu_group)):
         raise RuntimeError(reason)
     return []
+
+
+def receive_from_memory(
+    receiver: "Receiver", tensors: Sequence["Sent"], announced: Announcement, meeting: Meeting
+) -> str | None:
+    """What failed: also where the learner is gone, of which every rank must hear."""
+    try:
+        receiving = Receiving(meeting)
+        try:
+            return receiver.receive(tensors, announced, FromMemory(receiving))
+        finally:
+            receiving.close()
+    except OSError as error:
+        fix = "; set rollout.weight_transfer=broadcast" if isinstance(error, PermissionError) else ""
+        return f"the weights could not be copied out of the learner's memory ({error}){fix}"
+
+
+class Broadcasts:
+    """Buckets that come by broadcasts in a process group, a second one behind the one that is received."""
+
+    num_begun = 2
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group
+
+    def begin(self, flat: Tensor, kind: str) -> Callable[[], Tensor]:
+        """Begin to receive the next bucket in uint8 ``flat``. What is returned waits for its end, and gives its hash."""
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+
+        def end() -> Tensor:
+            assert work is not None  # this rank is in the group
+            work.wait()
+            return weight_hash(flat, kind)
+
+        return end
+
+    def receive(self, flat: Tensor) -> None:
+        dist.broadcast(flat, src=0, group=self._group)
+
+
+class FromMemory:
+    """Buckets that are copied out of the learner's memory. Nothing is copied before its end is waited for."""
+
+    num_begun = 1
+
+    def __init__(self, receiving: Receiving) -> None:
+        self._receiving = receiving
+
+    def begin(self, flat: Tensor, kind: str) -> Callable[[], Tensor]:
+        """As of ``Broadcasts``."""
+
+        def end() -> Tensor:
+            running = RunningHash(flat, kind)
+            self._take(flat, running.add)
+            return running.digest()
+
+        return end
+
+    def receive(self, flat: Tensor) -> None:
+        self._take(flat.view(torch.uint8), lambda part: None)
+
+    def _take(self, flat: Tensor, look_at: Callable[[Tensor], None]) -> None:
+        if flat.device.type == "cpu":
+            self._receiving.receive(flat, look_at)
+            return
+        host = torch.empty_like(flat, device="cpu")
+        self._receiving.receive(host, lambda part: None)
+        flat.copy_(host)
 
 
 def everywhere(failure: str | None, group: dist.ProcessGroup) -> list[str | None]:
@@ -184,38 +257,38 @@ class Receiver:
 
     @torch.no_grad()
     def receive(
-        self, tensors: Sequence[Sent], announced: Announcement, group: dist.ProcessGroup
+        self, tensors: Sequence[Sent], announced: Announcement, way: Broadcasts | FromMemory
     ) -> str | None:
-        """Take part in all broadcasts of a transfer. Returns what failed: a rank that left early would keep all
-        others waiting."""
+        """Receive all buckets of a transfer. Returns what failed: a rank that left early would keep all others
+        waiting."""
         received, self._received = self._received, set()  # a transfer that fails starts the count again
         failure = self._look_up(tensors)
         hashes: list[Tensor] = []
-        under_way: deque[tuple[dist.Work, Tensor, Sequence[Sent], bool]] = deque()
+        under_way: deque[tuple[Callable[[], Tensor], Tensor, Sequence[Sent], bool]] = deque()
 
         def finish() -> str | None:
-            work, flat, piece, is_there = under_way.popleft()
-            work.wait()
-            hashes.append(weight_hash(flat, announced.hash_kind))
+            end, flat, piece, is_there = under_way.popleft()
+            hashes.append(end())
             return None if is_there else self._load(flat, piece)
 
         pieces = list(split(tensors, announced.counts))
         for number, piece in enumerate(pieces):
             there = self._place_of(piece)
-            flat = self._take(sum(sent.nbytes for sent in piece), number) if there is None else there
-            work = dist.broadcast(flat, src=0, group=group, async_op=True)
-            under_way.append((work, flat, piece, there is not None))
-            if len(under_way) == 2:
+            size, place = sum(sent.nbytes for sent in piece), number % way.num_begun
+            flat = self._take(size, place) if there is None else there
+            under_way.append((way.begin(flat, announced.hash_kind), flat, piece, there is not None))
+            if len(under_way) == way.num_begun:
                 failure = finish() or failure
-        failure = finish() or failure
+        while under_way:
+            failure = finish() or failure
         sent_hashes = torch.empty(len(pieces), dtype=torch.int64, device=self._device)
-        dist.broadcast(sent_hashes, src=0, group=group)
+        way.receive(sent_hashes)
         if self._device.type != "cpu":
             self._memory = [None, None]
         for i in differing(sent_hashes.tolist(), torch.stack(hashes).tolist()):
             ends = dict.fromkeys((pieces[i][0].name, pieces[i][-1].name))
             failure = (
-                f"other bytes were received than sent, in broadcast {i} of {len(pieces)}: {' to '.join(ends)}"
+                f"other bytes were received than sent, in bucket {i} of {len(pieces)}: {' to '.join(ends)}"
             )
         if failure is not None:
             return failure
@@ -256,7 +329,7 @@ class Receiver:
         return Places()
 
     def _place_of(self, piece: Sequence[Sent]) -> Tensor | None:
-        """The bytes of the parameter that a broadcast can be received in: its tensors' parts lie there whole, one
+        """The bytes of the parameter that a bucket can be received in: its tensors' parts lie there whole, one
         after another."""
         parts: list[Tensor] = []
         for sent in piece:
@@ -270,12 +343,11 @@ class Receiver:
         flat = parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
         return flat.view(torch.uint8)
 
-    def _take(self, size: int, number: int) -> Tensor:
-        """Memory of ``size`` bytes; its content stays until the second next call."""
-        i = number % 2
-        kept = self._memory[i]
+    def _take(self, size: int, place: int) -> Tensor:
+        """Memory of ``size`` bytes; its content stays until the next call for this place."""
+        kept = self._memory[place]
         if kept is None or kept.numel() < size:
-            kept = self._memory[i] = torch.empty(size, dtype=torch.uint8, device=self._device)
+            kept = self._memory[place] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return kept[:size]
 
     def _load(self, flat: Tensor, piece: Sequence[Sent]) -> str | None:
@@ -316,7 +388,7 @@ def split(tensors: Sequence[Sent], counts: Sequence[int]) -> Iterator[Sequence[S
     for count in counts:
         ends.append(ends[-1] + count)
     if ends[-1] != len(tensors):
-        raise ValueError(f"{len(tensors)} tensors are announced, and {ends[-1]} in broadcasts")
+        raise ValueError(f"{len(tensors)} tensors are announced, and {ends[-1]} in buckets")
     return (tensors[start:end] for start, end in pairwise(ends))
 
 

@@ -1,7 +1,8 @@
 """What the learner's sender and the receiver in the servers agree on. No SGLang here: both sides import it.
 
-A transfer is one request that announces all tensors of a pipeline stage, then broadcast after broadcast, then
-one broadcast of the 64-bit hashes of all broadcasts.
+A transfer is one request that announces all tensors of a pipeline stage in buckets, then bucket after bucket, then
+the 64-bit hashes of all buckets. They come by a broadcast each, or, on one machine, out of the learner's memory
+(``tandem_process_memory.py``).
 """
 
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-PROTOCOL = "tandem-transfer-1"
+PROTOCOL = "tandem-transfer-2"
 """Name and version; both sides must have the same."""
 QUESTION = "tandem-transfer?"
 """The load format of a request that asks for ``PROTOCOL``. SGLang knows no such format and refuses it."""
@@ -26,14 +27,16 @@ class Announcement:
 
     hash_kind: str
     counts: tuple[int, ...]
-    """Tensors in each broadcast."""
+    """Tensors in each bucket."""
     is_whole: bool
     """With the transfers before it, this one completes the model."""
+    meeting: tuple[str, int] | None = None
+    """Name and timeout_s of the ``Meeting`` with a sender whose memory is read; None: a broadcast for each bucket."""
 
     def load_format(self) -> str:
-        return ":".join(
-            [PROTOCOL, self.hash_kind, "whole" if self.is_whole else "part", ",".join(map(str, self.counts))]
-        )
+        extent, counts = "whole" if self.is_whole else "part", ",".join(map(str, self.counts))
+        meeting = "" if self.meeting is None else "{}/{}".format(*self.meeting)
+        return ":".join([PROTOCOL, self.hash_kind, extent, counts, meeting])
 
     @classmethod
     def parse(cls, load_format: str | None) -> "Announcement | None":
@@ -41,12 +44,14 @@ class Announcement:
         protocol, *fields = (load_format or "").split(":")
         if not protocol.startswith("tandem"):
             return None
-        if protocol != PROTOCOL or len(fields) != 3 or fields[0] not in HASHES:
+        if protocol != PROTOCOL or len(fields) != 4 or fields[0] not in HASHES:
             raise ValueError(
                 f"the transfer is announced as {load_format!r:.60}, but this server takes {PROTOCOL}"
             )
-        kind, extent, counts = fields
-        return cls(kind, tuple(int(count) for count in counts.split(",")), extent == "whole")
+        kind, extent, counts, meeting = fields
+        name, _, timeout_s = meeting.partition("/")
+        met = (name, int(timeout_s)) if name else None
+        return cls(kind, tuple(int(count) for count in counts.split(",")), extent == "whole", met)
 
 
 def hash_kind(device: torch.device) -> str:
@@ -59,10 +64,28 @@ def weight_hash(flat: Tensor, kind: str) -> Tensor:
     return HASHES[kind](flat)
 
 
+class RunningHash:
+    """``weight_hash`` of uint8 ``flat``, whose parts come one after another: XXH3 takes each while it is in the cache."""
+
+    def __init__(self, flat: Tensor, kind: str) -> None:
+        self._flat, self._kind = flat, kind
+        self._xxh3 = xxhash.xxh3_64() if kind == "xxh3" else None
+
+    def add(self, part: Tensor) -> None:
+        if self._xxh3 is not None:
+            self._xxh3.update(part.cpu().numpy().data)
+
+    def digest(self) -> Tensor:
+        """int64 []."""
+        if self._xxh3 is None:
+            return weight_hash(self._flat, self._kind)
+        return torch.tensor(_as_int64(self._xxh3.intdigest()), device=self._flat.device)
+
+
 def xxh3(flat: Tensor) -> Tensor:
     """XXH3 with 64 bits (Collet). A change goes unseen with a chance of about 2^-64."""
     digest = xxhash.xxh3_64_intdigest(flat.cpu().numpy().data)
-    return torch.tensor(digest - 2**64 if digest >= 2**63 else digest, device=flat.device)
+    return torch.tensor(_as_int64(digest), device=flat.device)
 
 
 def multiply_sum(flat: Tensor) -> Tensor:
@@ -106,5 +129,5 @@ HASHES = {"xxh3": xxh3, "multiply-sum": multiply_sum}
 
 
 def differing(sent: Sequence[int], received: Sequence[int]) -> list[int]:
-    """The broadcasts whose hashes differ."""
+    """The buckets whose hashes differ."""
     return [i for i, pair in enumerate(zip(sent, received, strict=True)) if pair[0] != pair[1]]

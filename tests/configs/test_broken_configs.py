@@ -734,6 +734,15 @@ TABLE = {
         options=f"launch.placement=colocated {NODES}", field="launch.placement", value="colocated",
         error="nodes gives learner and servers nodes of their own", fix="remove one",
     ),
+    "memory of another machine": Broken(
+        options=f"rollout.weight_transfer=memory {NODES}", field="rollout.weight_transfer, launch.nodes", value="memory",
+        error="needs learner and servers on one machine", fix="set rollout.weight_transfer=broadcast, or remove launch.nodes",
+    ),
+    "memory without a reader": Broken(
+        options="rollout.weight_transfer=memory rollout.sglang_plugin=false",
+        field="rollout.weight_transfer, rollout.sglang_plugin", value="memory",
+        error="needs Tandem's plugin to read it", fix="set weight_transfer=broadcast, or sglang_plugin=true",
+    ),
     # ---- memory
     "learner too large": Broken(
         options="--dry-run --gpu-memory 24 model.path=7b model.dtype=bfloat16 layout.tp=4 layout.dp=2 rollout.tp=4",

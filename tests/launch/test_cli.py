@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -95,6 +96,29 @@ def test_auto_is_as_many_copies_as_ep_allows_and_gpus_hold(tmp_path, model, monk
     assert world_size(0, "launch.nodes={learner: 2, gpus_per_node: 0}") == 1
 
 
+def test_one_machine_shares_its_gpus_where_they_are_too_few_for_both(tmp_path, model, monkeypatch, capsys):
+    def placement(gpus: int, *overrides: str, **options) -> tuple[str, int]:
+        monkeypatch.setattr(checks, "gpus_here", lambda: gpus)
+        monkeypatch.setattr(checks, "memory_problems", lambda *_: ())
+        monkeypatch.setattr(checks, "check_server_gpus", lambda *_: None)
+        monkeypatch.setattr(checks, "device_of", lambda *_, **__: SimpleNamespace(kind="cuda"))
+        parsed = parse_config(file, overrides)
+        config = checks.load_checked(parsed, RunConfig, runs=checks.TRAINING, **options)
+        return config.launch.placement, config.layout.world_size
+
+    file = config_file(tmp_path, model)
+    monkeypatch.chdir(tmp_path)
+    assert placement(1) == ("colocated", 1)
+    said = capsys.readouterr().out
+    assert "# launch.placement=colocated: learner and servers take turns" in said
+    assert "GPUs of their own would be 2 and 1 is visible" in said
+    assert placement(2) == placement(0) == ("auto", 1)
+    assert placement(4, "layout.tp=4", "rollout.tp=4") == ("colocated", 4)
+    assert placement(1, "launch.placement=separate")[0] == "separate"
+    assert placement(1, "rollout.max_staleness=1")[0] == "auto", "both sides work at once"
+    assert placement(1, in_job=True)[0] == "auto", "the job's GPUs are not this machine's"
+
+
 def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for module in (checks, studies):
@@ -102,7 +126,7 @@ def test_too_few_gpus_are_refused_before_a_start(tmp_path, model, monkeypatch):
     monkeypatch.setattr(Supervisor, "start", lambda *_: pytest.fail("a process would have been started"))
     file = config_file(tmp_path, model)
     with pytest.raises(ConfigError, match=r"3 GPUs are needed, 2 of the learner .* but 2 are visible"):
-        training.train(file, ["layout.dp=2"])
+        training.train(file, ["layout.dp=2", "launch.placement=separate"])
     with pytest.raises(ConfigError, match=r"3 GPUs are needed.*rollout\.replicas=3"):
         training.evaluate(file, ["rollout.replicas=3"])
     with pytest.raises(

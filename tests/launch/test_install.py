@@ -55,12 +55,11 @@ def build_of(commands: list[str]) -> str:
     return "cuda" if is_cuda else "cpu"
 
 
-@pytest.mark.parametrize(("gpus", "build"), [(0, "cpu"), (1, "cpu"), (2, "cuda")])
+@pytest.mark.parametrize(("gpus", "build"), [(0, "cpu"), (1, "cuda"), (2, "cuda")])
 def test_the_machine_tells_the_build(install, gpus, build):
     result, commands = install(gpus=gpus)
     assert result.returncode == 0, result.stderr
     assert build_of(commands) == build
-    assert ("One GPU found" in result.stdout) == (gpus == 1)
     assert install(gpus=gpus)[1] == [], "a second call installs nothing"
 
 

@@ -9,7 +9,7 @@ from parallel.weights.transfer import make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
 from rollout.servers.fleet import ServerFleet
 from tests.support.server_specs import server_spec
-from trainer.weight_sync import StageSender
+from trainer.stage_sender import MEMORY, StageSender
 
 EXACT = 1e-4
 """Nats that two float32 engines may differ by."""
@@ -42,11 +42,14 @@ def send(
     version: int,
     tensor_parallel: int = 1,
     in_one_request: bool = True,
+    carrier: str | None = None,
 ) -> list[int]:
     """The whole update as ``trainer.weight_sync`` makes it, up to ``resume``: the served versions.
 
-    The sender's side is the product's; several buckets, and tensors by themselves."""
-    sender = StageSender(control, tensor_parallel, "gloo", 60, in_one_request=in_one_request)
+    The sender's side is the product's; several buckets, and tensors by themselves. carrier: None for the product's
+    choice."""
+    carrier = carrier or (MEMORY if in_one_request else "gloo")
+    sender = StageSender(control, tensor_parallel, carrier, 60, in_one_request=in_one_request)
     try:
         plan = plan_transfer(
             units_of(model.named_parameters()),

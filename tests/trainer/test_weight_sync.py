@@ -1,6 +1,6 @@
 """What a publish sends, in which order it speaks to the servers, and that nothing wrong is ever served.
 
-The learner, its weights and the gloo broadcast are real; of the servers only their HTTP is replaced, by
+The learner, its weights and what carries them are real; of the servers only their HTTP is replaced, by
 ``FakeControl``. A replica here answers the probe from the bytes that it was sent, with transformers' own
 model.
 """
@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from functools import partial
 
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from configs.schema.launch import LaunchConfig
+from configs.schema.launch import LaunchConfig, NodesConfig
 from configs.schema.objective import AggregationConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron import platform
@@ -27,6 +28,7 @@ from parallel.weights.precision import rounded
 from parallel.weights.transfer import TransferPlan, plan_transfer
 from rollout.records import Completion, FinishReason
 from rollout.servers.control import ControlError, Pending
+from rollout.sglang_plugin.tandem_process_memory import Meeting, Receiving
 from rollout.sglang_plugin.tandem_weight_transfer import Announcement, differing, weight_hash
 from tests.support.megatron_workers import (
     learner_config,
@@ -106,7 +108,7 @@ class Replica:
         self._received += 1
         if self._received - 1 == self.refuses_bucket:
             raise ControlError("answered HTTP 400: unknown tensor")
-        flat = self._receive_flat(names, dtype, shapes, self._received - 1)
+        flat = self._receive_flat(self._broadcast, names, dtype, shapes, self._received - 1)
         self.before_answer(self._received - 1)
         if self._received - 1 == self.fails_to_load:
             raise ControlError("answered HTTP 400: wrong shape")
@@ -124,28 +126,51 @@ class Replica:
     ) -> dict:
         if self.refuses_transfer:
             raise ControlError("answered HTTP 400: unknown tensor")
+        if announcement.meeting is None:
+            return self._receive_buckets(self._broadcast, names, dtype, shapes, announcement, version)
+        with closing(Receiving(Meeting(*announcement.meeting))) as receiving:
+
+            def read(flat: Tensor) -> None:
+                receiving.receive(flat.view(torch.uint8), lambda part: None)
+
+            return self._receive_buckets(read, names, dtype, shapes, announcement, version)
+
+    def _receive_buckets(
+        self,
+        fill: Callable[[Tensor], None],
+        names: Sequence[str],
+        dtype: str,
+        shapes: Sequence[Sequence[int]],
+        announcement: Announcement,
+        version: int | None,
+    ) -> dict:
         start, hashes = 0, []
-        for broadcast, count in enumerate(announcement.counts):
+        for bucket, count in enumerate(announcement.counts):
             part = slice(start, start + count)
-            flat = self._receive_flat(names[part], dtype, shapes[part], broadcast)
-            self.break_received(broadcast, flat)
+            flat = self._receive_flat(fill, names[part], dtype, shapes[part], bucket)
+            self.break_received(bucket, flat)
             hashes.append(int(weight_hash(flat, announcement.hash_kind)))
             self._load(names[part], dtype, shapes[part], flat, None)
             start += count
         sent = torch.zeros(len(hashes), dtype=torch.int64)
-        self._broadcast(sent)
+        fill(sent)
         if wrong := differing(sent.tolist(), hashes):
             raise ControlError(f"answered HTTP 400: other bytes in {wrong}")
         self.version = self.version if version is None else version
         return {}
 
     def _receive_flat(
-        self, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], number: int
+        self,
+        fill: Callable[[Tensor], None],
+        names: Sequence[str],
+        dtype: str,
+        shapes: Sequence[Sequence[int]],
+        number: int,
     ) -> Tensor:
         size = sum(torch.Size(shape).numel() for shape in shapes) * getattr(torch, dtype).itemsize
         flat = torch.zeros(size, dtype=torch.uint8)
         self.before_broadcast(number)
-        self._broadcast(flat)
+        fill(flat)
         return flat
 
     def _broadcast(self, flat: Tensor) -> None:
@@ -280,6 +305,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         prepare: Callable[[Replica], None] = lambda replica: None,
         precision: str | None = None,
         plugin: bool = True,
+        weight_transfer: str = "auto",
         lives: Callable[[], dict[str, int]] | None = None,
         **samples: bool,
     ):
@@ -289,7 +315,13 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         sync = WeightSync(
             learner,
             control,
-            RolloutConfig(dtype=dtype, temperature=TEMPERATURE, precision=precision, sglang_plugin=plugin),
+            RolloutConfig(
+                dtype=dtype,
+                temperature=TEMPERATURE,
+                precision=precision,
+                sglang_plugin=plugin,
+                weight_transfer=weight_transfer,
+            ),
             LaunchConfig(collective_timeout_s=TIMEOUT_S),
             lives=lives,
             **samples,
@@ -477,9 +509,14 @@ def plan_of(learner: Learner, dtype: torch.dtype = torch.float32) -> TransferPla
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("plugin", [True, False])
-def test_publish_serves_the_learners_bytes_under_the_next_version(make_sync, learner, plugin, num_replicas):
-    sync, control = make_sync(num_replicas, plugin=plugin)
+@pytest.mark.parametrize(
+    ("plugin", "weight_transfer"), [(True, "auto"), (True, "broadcast"), (False, "auto")]
+)
+def test_publish_serves_the_learners_bytes_under_the_next_version(
+    make_sync, learner, plugin, weight_transfer, num_replicas
+):
+    sync, control = make_sync(num_replicas, plugin=plugin, weight_transfer=weight_transfer)
+    assert (sync._sender._broadcaster is None) == (plugin and weight_transfer == "auto")
     sent = []
     for version in (1, 2):
         train(learner)
@@ -507,6 +544,37 @@ def test_publish_serves_the_learners_bytes_under_the_next_version(make_sync, lea
         "the two updates were the same"
     )
     sync.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "nodes", "shared", "cuda", "may_read", "carrier"),
+    [
+        ({}, None, False, False, True, "memory"),
+        ({}, None, False, False, False, "gloo"),
+        ({}, None, False, True, True, "nccl"),
+        ({}, None, True, True, True, "memory"),
+        ({}, None, True, True, False, "gloo"),
+        ({}, NodesConfig(), False, False, True, "gloo"),
+        ({}, NodesConfig(), False, True, True, "nccl"),
+        ({"sglang_plugin": False}, None, False, False, True, "gloo"),
+        ({"weight_transfer": "broadcast"}, None, True, True, True, "gloo"),
+        ({"weight_transfer": "broadcast"}, None, False, False, True, "gloo"),
+        ({"weight_transfer": "memory"}, None, False, True, True, "memory"),
+        ({"weight_transfer": "memory"}, None, False, False, False, None),
+    ],
+)
+def test_what_carries_the_weights(monkeypatch, changes, nodes, shared, cuda, may_read, carrier):
+    """None: an error that names the field and the fix."""
+    monkeypatch.setattr(weight_sync, "collective_backend", lambda: "nccl" if cuda else "gloo")
+    monkeypatch.setattr(weight_sync, "let_others_read", lambda: may_read)
+    rollout, launch = RolloutConfig(**changes), LaunchConfig(nodes=nodes)
+    if carrier is None:
+        with pytest.raises(
+            ValueError, match=r"rollout\.weight_transfer=memory: .*set rollout\.weight_transfer=broadcast"
+        ):
+            weight_sync.carrier_of(rollout, launch, devices_are_shared=shared)
+    else:
+        assert weight_sync.carrier_of(rollout, launch, devices_are_shared=shared) == carrier
 
 
 def test_restore_keeps_the_version(make_sync, learner):
@@ -591,9 +659,13 @@ def flip_a_bit_of(broken: int) -> Callable[[int, Tensor], None]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_bit_that_changes_on_the_way_is_found_in_every_broadcast(make_sync, learner, num_replicas, dtype):
-    sync, control = make_sync(num_replicas, dtype=dtype)
+@pytest.mark.parametrize(
+    ("num_replicas", "weight_transfer"), [(1, "memory"), (2, "memory"), (2, "broadcast")]
+)
+def test_a_bit_that_changes_on_the_way_is_found_in_every_bucket(
+    make_sync, learner, num_replicas, weight_transfer, dtype
+):
+    sync, control = make_sync(num_replicas, dtype=dtype, weight_transfer=weight_transfer)
     counts = plan_of(learner, getattr(torch, dtype)).counts
     for broken in range(len(counts)):
         control.calls.clear()
@@ -658,9 +730,10 @@ def test_a_refused_bucket_ends_the_wait_for_the_broadcast(make_sync, learner, bu
     assert learner.version == 1
 
 
+@pytest.mark.parametrize("weight_transfer", ["memory", "broadcast"])
 @pytest.mark.parametrize("num_replicas", [1, 2])
-def test_a_refused_transfer_ends_the_wait_for_its_broadcasts(make_sync, learner, num_replicas):
-    sync, control = make_sync(num_replicas)
+def test_a_refused_transfer_ends_the_wait_for_its_buckets(make_sync, learner, num_replicas, weight_transfer):
+    sync, control = make_sync(num_replicas, weight_transfer=weight_transfer)
     control.replicas[-1].refuses_transfer = True
     started = time.monotonic()
     with pytest.raises(ControlError, match="unknown tensor"):
@@ -668,6 +741,25 @@ def test_a_refused_transfer_ends_the_wait_for_its_broadcasts(make_sync, learner,
     assert time.monotonic() - started < PROMPTLY_S
     assert control.calls == ["require_plugin", "open_update", "receive_transfer version=1"]
     assert learner.version == 1
+
+
+@pytest.mark.parametrize("weight_transfer", ["memory", "broadcast"])
+def test_a_server_that_ends_in_a_transfer_ends_it_with_its_reason(make_sync, learner, weight_transfer):
+    """The other one still takes what it can get, and both take part in the next update."""
+    sync, control = make_sync(2, weight_transfer=weight_transfer)
+
+    def end(bucket: int, flat: Tensor) -> None:
+        if bucket == 1:
+            raise ControlError("it was killed")
+
+    control.replicas[1].break_received = end
+    started = time.monotonic()
+    with pytest.raises(ControlError, match="it was killed"):
+        sync.publish()
+    assert time.monotonic() - started < PROMPTLY_S
+    if weight_transfer == "memory":  # a group with a rank that left it must be made anew
+        control.replicas[1].break_received = lambda bucket, flat: None
+        assert sync.restore().version == 1 and control.versions() == [1, 1]
 
 
 def test_servers_without_the_plugin_are_refused_before_anything_is_sent(make_sync, learner):
@@ -773,5 +865,5 @@ def test_a_server_that_refuses_to_join_ends_the_wait_for_it(make_sync):
 
     started = time.monotonic()
     with pytest.raises(ControlError, match="no such group"):
-        make_sync(prepare=refuse)
+        make_sync(prepare=refuse, weight_transfer="broadcast")
     assert time.monotonic() - started < PROMPTLY_S

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 from configs.loader import load_config
 from configs.schema.rollout import RolloutConfig
 from launch.studies.verify_sync import Answers, _get_answers, differences
-from parallel.weights.transfer import make_buckets, plan_transfer
+from parallel.weights.transfer import WeightBroadcaster, make_buckets, plan_transfer
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
 from rollout.servers.client import Sent, SGLangClient, neutral_sampling_params, parse_completion
@@ -31,13 +31,14 @@ from rollout.servers.control import ControlError, SGLangControl
 from rollout.servers.fleet import ServerDied, ServerFleet
 from rollout.servers.kept_sets import REQUEST, Truncation
 from rollout.servers.share import ServerShare
+from rollout.sglang_plugin.tandem_process_memory import Sending
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.process_groups import assert_all_end, group_of
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen, units_of
 from tests.support.server_specs import server_spec
 from tests.support.weight_checksums import expected_checksums
 from tests.support.whole_runs import RECIPE
-from trainer.weight_sync import StageSender
+from trainer.stage_sender import MEMORY, StageSender
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -362,19 +363,24 @@ def test_the_server_finds_and_names_a_bit_that_changes_on_the_way_and_what_is_no
             send_broken(control, weights, broken)
         assert broken == "hashes" or broken in str(refused.value) or " to " in str(refused.value)
     missing = "model.layers.1.self_attn.k_proj.weight"
+    with pytest.raises(ControlError, match="other bytes were received than sent"):
+        send_broken(control, weights, names[0], carrier="gloo")
     with pytest.raises(
         ControlError, match=r"did not fill 1 parameters: model\.layers\.1\.self_attn\.qkv_proj"
     ):
         send_broken(control, [(name, tensor) for name, tensor in weights if name != missing], None)
     assert control.versions() == [version], "no server calls it the new version"
-    assert send(control, models[version % 2], version=version) == [version]
-    assert control.checksums() == [expected_checksums(models[version % 2].named_parameters())]
+    for carrier, model in ((MEMORY, models[(version + 1) % 2]), ("gloo", models[version % 2])):
+        assert send(control, model, version=version, carrier=carrier) == [version]
+        assert control.checksums() == [expected_checksums(model.named_parameters())]
     control.resume()
 
 
-def send_broken(control: SGLangControl, weights, broken: str | None, tensor_parallel: int = 1) -> None:
-    """An update as version 99, with a bit changed after it was hashed: of the tensor ``broken``, or of the hashes."""
-    sender = StageSender(control, tensor_parallel, "gloo", 60)
+def send_broken(
+    control: SGLangControl, weights, broken: str | None, tensor_parallel: int = 1, carrier: str = MEMORY
+) -> None:
+    """An update as version 99, of which another bit is sent than was hashed: of the tensor ``broken``, or of the hashes."""
+    sender = StageSender(control, tensor_parallel, carrier, 60)
     plan = plan_transfer(units_of(weights), dtype=torch.float32, device="cpu", alone_bytes=2**17)
     last = len(plan.counts)
     wrong = last if broken == "hashes" else -1
@@ -382,17 +388,19 @@ def send_broken(control: SGLangControl, weights, broken: str | None, tensor_para
         if broken in plan.names[sum(plan.counts[:number]) :][:count]:
             wrong = number
     assert (wrong < 0) == (broken is None)
-    start, calls = sender._broadcaster.start, itertools.count()
+    home, name = (WeightBroadcaster, "start") if carrier == "gloo" else (Sending, "offer")
+    whole, calls = getattr(home, name), itertools.count()
 
-    def start_broken(flat: torch.Tensor):
+    def broken_one(self, flat: torch.Tensor, *rest):
         if next(calls) == wrong:
             flat = flat.clone()
             flat.view(torch.uint8)[-4] ^= 1
-        return start(flat)
+        return whole(self, flat, *rest)
 
-    sender._broadcaster.start = start_broken
     try:
-        sender.send(make_buckets(weights, plan), plan, 99, control.open_update())
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(home, name, broken_one)
+            sender.send(make_buckets(weights, plan), plan, 99, control.open_update())
     finally:
         sender.leave()
         control.take_over()
@@ -408,7 +416,7 @@ from rollout.servers.control import SGLangControl
 from trainer.weight_sync import StageSender
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 with SGLangControl([sys.argv[2]], tensor_parallel=1, timeout_s=60) as control:
-    sender = StageSender(control, 1, "gloo", 60)
+    sender = StageSender(control, 1, sys.argv[3], 60)
     control.take_over()
     control.open_update().wait()
     units = [[(name, tensor.shape)] for name, tensor in model.named_parameters()]
@@ -430,8 +438,8 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
     the version of before."""
     version, (url,) = control.versions()[0], control.urls
     other, mine = models[(version + 1) % 2], models[version % 2]
-    for _ in range(2):  # the next learner may die in the same place
-        command = [sys.executable, "-c", DYING_LEARNER, str(model_dirs[(version + 1) % 2]), url]
+    for carrier in ("gloo", MEMORY):  # the next learner may die in the same place
+        command = [sys.executable, "-c", DYING_LEARNER, str(model_dirs[(version + 1) % 2]), url, carrier]
         assert subprocess.run(command, cwd=ROOT, timeout=300, check=False).returncode == -signal.SIGKILL
     with (
         SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as next_one,

@@ -19,6 +19,7 @@ import tandem_weight_receiver as receiver
 sys.path.remove(str(PLUGIN))
 
 ROWS, COLUMNS, WORDS = 8, 6, 10
+PART_BYTES = 50
 
 
 class Model(nn.Module):
@@ -69,7 +70,7 @@ def weights_of(seed: int) -> dict[str, Tensor]:
 
 
 class Sender:
-    """In the place of a process group: hands out what is broadcast."""
+    """In the place of a process group: hands out what is broadcast, or lets it be read from memory."""
 
     def __init__(self, weights: dict[str, Tensor], counts, kind: str, flip: int | None = None):
         tensors, self._flats = iter(weights.values()), []
@@ -81,6 +82,11 @@ class Sender:
             self._flats[flip] = self._flats[flip].clone()
             self._flats[flip].view(torch.uint8)[0] ^= 1
 
+    def read(self, flat: Tensor, look_at) -> None:
+        flat.copy_(self._flats.pop(0).view(torch.uint8))
+        for part in flat.split(PART_BYTES):
+            look_at(part)
+
     def broadcast(self, flat: Tensor, *, src: int, group: object, async_op: bool = False):
         flat.copy_(self._flats.pop(0))
         return SimpleNamespace(wait=lambda: None)
@@ -91,23 +97,27 @@ def sent_of(weights: dict[str, Tensor]) -> list[receiver.Sent]:
 
 
 def receive(
-    one: receiver.Receiver, weights, counts, monkeypatch, *, whole: bool = True, flip=None
+    one: receiver.Receiver, weights, counts, monkeypatch, *, whole: bool = True, flip=None, way="memory"
 ) -> str | None:
     kind = transfer.hash_kind(torch.device("cpu"))
-    monkeypatch.setattr(receiver.dist, "broadcast", Sender(weights, counts, kind, flip).broadcast)
-    return one.receive(sent_of(weights), transfer.Announcement(kind, tuple(counts), whole), None)
+    sender = Sender(weights, counts, kind, flip)
+    monkeypatch.setattr(receiver.dist, "broadcast", sender.broadcast)
+    memory = receiver.FromMemory(SimpleNamespace(receive=sender.read))
+    taken = memory if way == "memory" else receiver.Broadcasts(None)
+    return one.receive(sent_of(weights), transfer.Announcement(kind, tuple(counts), whole), taken)
 
 
+@pytest.mark.parametrize("way", ["memory", "broadcast"])
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 @pytest.mark.parametrize("counts", [[1] * 7, [7], [2, 1, 3, 1]])
-def test_every_parameter_is_as_its_loader_would_have_it(monkeypatch, rank, size, counts, odd):
+def test_every_parameter_is_as_its_loader_would_have_it(monkeypatch, rank, size, counts, odd, way):
     mine, loaded = Model(rank, size, odd=odd), Model(rank, size, odd=odd)
     one = receiver.Receiver(mine, torch.device("cpu"), records=True)
     for seed in (0, 1):  # what was recorded serves the second time
         weights = weights_of(seed)
         loaded.load_weights(weights.items())
-        assert receive(one, weights, counts, monkeypatch) is None
+        assert receive(one, weights, counts, monkeypatch, way=way) is None
         for name, parameter in loaded.named_parameters():
             assert torch.equal(getattr(mine, name), parameter), name
 
@@ -144,13 +154,14 @@ def test_tensors_of_one_broadcast_that_fill_a_part_are_received_there():
     assert [tensor.name for tensor in sent if split._place_of([tensor]) is not None] == ["norm", "scale"]
 
 
+@pytest.mark.parametrize("way", ["memory", "broadcast"])
 @pytest.mark.parametrize("flip", range(5))
-def test_a_changed_bit_is_named(monkeypatch, flip):
+def test_a_changed_bit_is_named(monkeypatch, flip, way):
     """In each broadcast, and in the hashes themselves."""
     one = receiver.Receiver(Model(0, 1), torch.device("cpu"), records=True)
     names = ["words to gate", "up", "out to wide", "scale", "words to gate"]
-    failure = receive(one, weights_of(0), [2, 1, 3, 1], monkeypatch, flip=flip)
-    assert failure.endswith(f"in broadcast {flip % 4} of 4: {names[flip]}")
+    failure = receive(one, weights_of(0), [2, 1, 3, 1], monkeypatch, flip=flip, way=way)
+    assert failure.endswith(f"in bucket {flip % 4} of 4: {names[flip]}")
 
 
 @pytest.mark.parametrize(("missing", "parameter"), [("gate", "fused"), ("norm", "norm"), ("words", "words")])
@@ -246,17 +257,20 @@ def test_a_hash_changes_with_every_bit_and_with_the_order_and_the_length(kind, c
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple),
     is_whole=st.booleans(),
     kind=st.sampled_from(sorted(transfer.HASHES)),
+    meeting=st.none()
+    | st.tuples(st.from_regex("tandem-[0-9a-f]{32}", fullmatch=True), st.integers(1, 10**6)),
 )
-def test_announcements_are_read_as_they_were_written(counts, is_whole, kind):
-    announced = transfer.Announcement(kind, counts, is_whole)
+def test_announcements_are_read_as_they_were_written(counts, is_whole, kind, meeting):
+    announced = transfer.Announcement(kind, counts, is_whole, meeting)
     assert transfer.Announcement.parse(announced.load_format()) == announced
 
 
 @pytest.mark.parametrize(
-    "text", ["tandem-transfer-2:xxh3:whole:1", "tandem-transfer-1:xxh3", "tandem-transfer-1:md5:part:1"]
+    "text",
+    ["tandem-transfer-1:xxh3:whole:1", "tandem-transfer-2:xxh3:whole:1", "tandem-transfer-2:md5:part:1:"],
 )
 def test_other_versions_and_broken_announcements_are_refused(text):
-    with pytest.raises(ValueError, match="this server takes tandem-transfer-1"):
+    with pytest.raises(ValueError, match="this server takes tandem-transfer-2"):
         transfer.Announcement.parse(text)
     assert transfer.Announcement.parse(None) is None
     assert transfer.Announcement.parse("flattened_bucket") is None

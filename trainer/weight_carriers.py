@@ -1,0 +1,74 @@
+"""Two ways of a bucket's bytes to the servers: a broadcast in a process group, or a copy by each server out of the
+learner's memory, on one machine.
+
+Each brings the buckets of a transfer in order, and at the end their hashes, which are of the sender's own bytes. What
+is in them and who asks the servers to receive is not its concern (``trainer/stage_sender.py``).
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from parallel.weights.transfer import UnderWay, WeightBroadcaster
+from rollout.sglang_plugin.tandem_process_memory import Sending
+from rollout.sglang_plugin.tandem_weight_transfer import weight_hash
+
+Check = Callable[[], None]
+
+
+class Transfer(Protocol):
+    """One transfer. While a method waits, ``check`` is called again and again, and ends the wait by an exception. The
+    receivers' end of a bucket that breaks off raises RuntimeError or OSError."""
+
+    @property
+    def meeting(self) -> tuple[str, int] | None:
+        """What the receivers must know to meet the sender; None: they have joined its group."""
+        ...
+
+    def send(self, flat: Tensor, check: Check) -> None:
+        """Begin to send a bucket's bytes. At return all before it are sent; these must stay until the next return."""
+        ...
+
+    def finish(self, check: Check) -> None:
+        """Send the hashes of all buckets. At return everything is sent."""
+        ...
+
+
+class Broadcasts:
+    """A transfer by broadcasts. A bucket is hashed while it is sent."""
+
+    meeting = None
+
+    def __init__(self, broadcaster: WeightBroadcaster, kind: str) -> None:
+        self._broadcaster, self._kind = broadcaster, kind
+        self._hashes: list[Tensor] = []
+        self._in_flight: UnderWay[None] | None = None
+
+    def send(self, flat: Tensor, check: Check) -> None:
+        before, self._in_flight = self._in_flight, self._broadcaster.start(flat)
+        self._hashes.append(weight_hash(flat, self._kind))
+        if before is not None:
+            before.wait(check)
+
+    def finish(self, check: Check) -> None:
+        self._broadcaster.start(torch.stack(self._hashes)).wait(check)
+
+
+class FromMemory:
+    """A transfer in which the servers copy out of this process. A bucket is hashed while they do."""
+
+    def __init__(self, sending: Sending, kind: str) -> None:
+        self._sending, self._kind = sending, kind
+        self.meeting = (sending.meeting.name, sending.meeting.timeout_s)
+        self._hashes: list[Tensor] = []
+
+    def send(self, flat: Tensor, check: Check) -> None:
+        self._sending.offer(flat.cpu(), check)
+        self._hashes.append(weight_hash(flat, self._kind))
+        self._sending.wait_for_all_but(1, check)
+
+    def finish(self, check: Check) -> None:
+        self._sending.offer(torch.stack(self._hashes).cpu().view(torch.uint8), check)
+        self._sending.wait_for_all_but(0, check)
