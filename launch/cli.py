@@ -242,6 +242,22 @@ def status(run: RunPath) -> None:
 
 
 @app.command()
+def stop(
+    run: RunPath,
+    now: Annotated[
+        bool,
+        typer.Option("--now", help="End every process at once, without another checkpoint, as Ctrl-C does."),
+    ] = False,
+) -> None:
+    """Ask a run to stop, here or as a Slurm job, and wait for its end: the step is finished or dropped, and a
+    checkpoint is written, from which `tandem resume RUN` goes on."""
+    from launch.commands.stop import stop as stop_run
+    from launch.roles.start import existing_run
+
+    raise typer.Exit(stop_run(existing_run(run), now=now))
+
+
+@app.command()
 def logs(
     run: RunPath,
     role: Annotated[
