@@ -226,10 +226,25 @@ def report(
         list[Path] | None, typer.Option(help="Another run to compare with; can be given several times.")
     ] = None,
 ) -> None:
-    """Write report.html and figures for a run, finished or not."""
+    """Write report.html and figures for a run, finished or not: all of one run. `tandem compare` has the results of
+    several side by side."""
     from launch.commands import results
 
     results.report(run, against or [])
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.", metavar="RUN RUN...")],
+    out: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE.html")] = Path(
+        "comparison.html"
+    ),
+) -> None:
+    """Compare runs, finished or not: curves over each other on one page, results and differing settings there and
+    here. `tandem report RUN --against OTHER` puts the same curves into the report of one run."""
+    from launch.commands import results
+
+    results.compare(runs, out)
 
 
 @app.command()
