@@ -542,6 +542,34 @@ def slurm(
     slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
 
 
+@app.command()
+def sweep(
+    config: ConfigPath,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Overrides; those with several values, such as seed=0,1,2, give a run for each combination.",
+            metavar="KEY=V1,V2...",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Run this many at a time; memory and GPUs must be enough for all.")
+    ] = 1,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on with the others after a run has failed.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check every run, say what would become of each, and start nothing."),
+    ] = False,
+) -> None:
+    """Train once for each combination of values, on this machine; then compare. After Ctrl-C or a failure the same
+    command goes on: finished runs are skipped, and stopped ones resumed."""
+    from launch.commands.sweep import sweep as run
+
+    run(config, overrides or [], jobs=jobs, keep_going=keep_going, dry_run=dry_run)
+
+
 @app.command(hidden=True)
 def job(run: RunPath) -> None:
     """Supervise a run inside a Slurm job; the batch script of `tandem slurm` becomes this command."""
