@@ -168,6 +168,25 @@ def list_runs(
 
 
 @app.command()
+def clean(
+    runs: Annotated[
+        Path, typer.Argument(help="The folder of the runs (launch.runs_dir), or one run.", metavar="[RUNS]")
+    ] = Path("runs"),
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Remove it; without this it is only listed.")
+    ] = False,
+    models: Annotated[
+        bool, typer.Option("--models", help="Also the models between the parts of quickstarts.")
+    ] = False,
+) -> None:
+    """List what runs need no more, with size and reason: leftovers of what was killed, damaged and superfluous
+    checkpoints, old logs. Runs that go on, and every run's newest checkpoint and model, are left alone."""
+    from launch.commands.clean import clean as clean_runs
+
+    raise typer.Exit(clean_runs(runs, apply=apply, models=models))
+
+
+@app.command()
 def prepare(
     config: ConfigPath,
     overrides: Overrides = None,

@@ -90,7 +90,7 @@ def brief_state(folder: RunFolder) -> str:
 def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
     left when it ended."""
-    if _is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
+    if is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
         request = _read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
@@ -208,7 +208,7 @@ def _logs_text(folder: RunFolder) -> str:
     return f"{names} (`tandem logs {folder.path} --role NAME`)" if names else "none yet"
 
 
-def _is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
+def is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
     """Whether a process of this machine holds the lock file of a run."""
     return bool(_holders(lock, locks))
 
