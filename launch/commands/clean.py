@@ -277,7 +277,7 @@ def _sweep_items(folder: Path) -> Iterator[Item]:
         if run is not None and run.has_final_model():
             for path in (folder / f"{name}.yaml", folder / f"{name}.log"):
                 if path.is_file() and not path.is_symlink():
-                    yield Item(path, "of a sweep's run that is finished; its folder has both")
+                    yield Item(path, "of a sweep's run that is finished; its folder has the like")
     yield from (
         Item(path, "left by a write that was killed")
         for path in _inside(folder)
