@@ -168,6 +168,25 @@ def list_runs(
 
 
 @app.command()
+def clean(
+    runs: Annotated[
+        Path, typer.Argument(help="The folder of the runs (launch.runs_dir), or one run.", metavar="[RUNS]")
+    ] = Path("runs"),
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Remove it; without this it is only listed.")
+    ] = False,
+    models: Annotated[
+        bool, typer.Option("--models", help="Also the models between the parts of quickstarts.")
+    ] = False,
+) -> None:
+    """List what runs need no more, with size and reason: leftovers of what was killed, damaged and superfluous
+    checkpoints, old logs. Runs that go on, and every run's newest checkpoint and model, are left alone."""
+    from launch.commands.clean import clean as clean_runs
+
+    raise typer.Exit(clean_runs(runs, apply=apply, models=models))
+
+
+@app.command()
 def prepare(
     config: ConfigPath,
     overrides: Overrides = None,
@@ -226,10 +245,25 @@ def report(
         list[Path] | None, typer.Option(help="Another run to compare with; can be given several times.")
     ] = None,
 ) -> None:
-    """Write report.html and figures for a run, finished or not."""
+    """Write report.html and figures for a run, finished or not: all of one run. `tandem compare` has the results of
+    several side by side."""
     from launch.commands import results
 
     results.report(run, against or [])
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.", metavar="RUN RUN...")],
+    out: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE.html")] = Path(
+        "comparison.html"
+    ),
+) -> None:
+    """Compare runs, finished or not: curves over each other on one page, results and differing settings there and
+    here. `tandem report RUN --against OTHER` puts the same curves into the report of one run."""
+    from launch.commands import results
+
+    results.compare(runs, out)
 
 
 @app.command()
@@ -239,6 +273,22 @@ def status(run: RunPath) -> None:
     from launch.roles.start import existing_run
 
     print(status_of(existing_run(run)))
+
+
+@app.command()
+def stop(
+    run: RunPath,
+    now: Annotated[
+        bool,
+        typer.Option("--now", help="End every process at once, without another checkpoint, as Ctrl-C does."),
+    ] = False,
+) -> None:
+    """Ask a run to stop, here or as a Slurm job, and wait for its end: the step is finished or dropped, and a
+    checkpoint is written, from which `tandem resume RUN` goes on."""
+    from launch.commands.stop import stop as stop_run
+    from launch.roles.start import existing_run
+
+    raise typer.Exit(stop_run(existing_run(run), now=now))
 
 
 @app.command()
@@ -536,6 +586,34 @@ def slurm(
     from launch.commands.slurm import slurm
 
     slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
+
+
+@app.command()
+def sweep(
+    config: ConfigPath,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="Overrides; those with several values, such as seed=0,1,2, give a run for each combination.",
+            metavar="KEY=V1,V2...",
+        ),
+    ] = None,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Run this many at a time; memory and GPUs must be enough for all.")
+    ] = 1,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="Go on with the others after a run has failed.")
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="Check every run, say what would become of each, and start nothing."),
+    ] = False,
+) -> None:
+    """Train once for each combination of values, on this machine; then compare. After Ctrl-C or a failure the same
+    command goes on: finished runs are skipped, and stopped ones resumed."""
+    from launch.commands.sweep import sweep as run
+
+    run(config, overrides or [], jobs=jobs, keep_going=keep_going, dry_run=dry_run)
 
 
 @app.command(hidden=True)

@@ -1,30 +1,26 @@
 """What the studies share: a grid of ``tandem train`` runs of the quickstart's model, cell by cell, and its table.
 
-A finished cell is not run again: a study's command goes on where it was stopped.
+The cells are run as by ``tandem sweep`` (launch/processes/sweeping.py): a study's command goes on where it was stopped.
 """
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from trainer.tracking.tracker import duration  # noqa: E402
+from configs.loader import load_config  # noqa: E402
+from launch.processes import sweeping  # noqa: E402
+from launch.processes.sweeping import Sweep  # noqa: E402
+from trainer.tracking.tracker import read_metrics  # noqa: E402
 
 RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
 LAST_STEPS = 10
 """Steps at the end whose mean is shown."""
-BOUND_S = 1800.0
-"""Deadline of one cell."""
 Rows = Sequence[dict]
 """The lines of a run's metrics.jsonl."""
 Column = Callable[[Rows], float | None]
@@ -38,58 +34,43 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """The runs are in ``folder/runs``, with one MLflow store, and what a finished cell left in ``folder/cells``;
-    ``settings`` are of all of them."""
+    """The runs are in ``folder/runs``, with one MLflow store; ``settings`` are of all of them."""
 
     folder: Path
     model: Path
     settings: tuple[str, ...]
 
+    @property
+    def _sweep(self) -> Sweep:
+        return Sweep(self.folder / "runs" / "sweep")
+
     def rows(self, name: str) -> Rows | None:
         """The record of a finished cell."""
-        file = self._cell(name) / "rows.json"
-        return json.loads(file.read_text()) if file.exists() else None
-
-    def run(self, cell: Cell) -> None:
-        folder = self._cell(cell.name)
-        folder.mkdir(parents=True, exist_ok=True)
-        own = [f"model.path={self.model}", f"name={cell.name}", f"launch.runs_dir={self.folder / 'runs'}"]
-        settings = [*own, *self.settings, *cell.settings]
-        command = [sys.executable, "-m", "launch", "train", str(RECIPE), *settings]
-        with (folder / "log.txt").open("w") as log:
-            done = subprocess.run(
-                command, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stdout=log, stderr=log, timeout=BOUND_S, check=False,
-            )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"{cell.name}: {(folder / 'log.txt').read_text()[-1500:]}")
-        lines = (self.run_folder(cell.name) / "metrics.jsonl").read_text().splitlines()
-        (folder / "rows.json").write_text(json.dumps([json.loads(line) for line in lines]))
+        folder = self._sweep.run_folder(name)
+        if folder is None or not folder.has_final_model():
+            return None
+        return read_metrics(folder.path / "metrics.jsonl")
 
     def run_folder(self, name: str) -> Path:
         """Of a cell's newest run."""
-        return max((self.folder / "runs").glob(f"{name}-2*"))  # NAME-DATE-TIME
-
-    def _cell(self, name: str) -> Path:
-        return self.folder / "cells" / name
+        folder = self._sweep.run_folder(name)
+        assert folder is not None, f"{name} was not begun"
+        return folder.path
 
     def run_missing(self, cells: Sequence[Cell], jobs: int) -> None:
         """Run the cells that are not finished, ``jobs`` at a time, with progress and time left."""
-        missing, began, finished = (
-            [cell for cell in cells if self.rows(cell.name) is None],
-            time.monotonic(),
-            0,
-        )
-
-        def run(cell: Cell) -> None:
-            nonlocal finished
-            self.run(cell)
-            finished += 1
-            left = (time.monotonic() - began) / finished * (len(missing) - finished)
-            print(f"{finished} of {len(missing)}: {cell.name}; about {duration(left)} left", flush=True)
-
-        with ThreadPoolExecutor(jobs) as pool:
-            list(pool.map(run, missing))
+        own = [f"model.path={self.model}", f"launch.runs_dir={self.folder / 'runs'}"]
+        made = [
+            sweeping.Cell(
+                name=cell.name,
+                config=load_config(RECIPE, [*own, f"name={cell.name}", *self.settings, *cell.settings]),
+            )
+            for cell in cells
+        ]
+        self._sweep.folder.mkdir(parents=True, exist_ok=True)
+        ended = self._sweep.run(made, jobs=jobs, keep_going=False, devices=[None] * jobs)
+        if ended:
+            raise RuntimeError(ended[0].text)
 
 
 def last(metric: str) -> Column:

@@ -1,17 +1,22 @@
-"""``tandem export`` and ``tandem report``: the results of a run, for others."""
+"""``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, for others."""
 
 import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.checks.config import BadInput, check_new_folder
-from launch.processes.run_folder import RunFolder, locked
+from launch.processes.run_folder import RunFolder, check_can_be_made, locked
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role
+from launch.tables import print_table
 from parallel.checkpoints.files import remove_leftovers
+
+if TYPE_CHECKING:
+    from trainer.report.page import Comparison
 
 
 def export(run: Path, out: Path, *, adapter: bool = False) -> None:
@@ -106,3 +111,33 @@ def report(run: Path, against: Sequence[Path] = ()) -> None:
     except ValueError as error:
         raise BadInput(f"RUN: {error}") from error
     print(f"report: {page}", flush=True)
+
+
+def compare(runs: Sequence[Path], out: Path) -> None:
+    """Write one page with the runs over each other, and print its tables. A run that is named twice, as by a link,
+    counts once."""
+    from trainer.report.page import write_comparison
+
+    if out.suffix != ".html" or out.is_dir():
+        raise BadInput(f"--out: {out} is not the name of a page; name a file that ends with .html")
+    folders = dict.fromkeys(run.resolve() for run in runs)
+    if len(folders) < 2:
+        raise BadInput(
+            f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `tandem report {runs[0]}`"
+        )
+    try:
+        check_can_be_made("--out", out.parent)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        compared = write_comparison([*folders], out)
+    except ValueError as error:
+        raise BadInput(f"RUN: {error}") from error
+    print_comparison(compared)
+    print(f"comparison: {out}", flush=True)
+
+
+def print_comparison(compared: "Comparison") -> None:
+    for line in compared.left_out:
+        print(line)
+    for titles, *rows in filter(None, (compared.results, compared.settings)):
+        widths = [max(map(len, column)) + 3 for column in zip(titles, *rows, strict=True)]
+        print_table(titles, rows, width=sum(widths) + 1)

@@ -90,7 +90,7 @@ def brief_state(folder: RunFolder) -> str:
 def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
     left when it ended."""
-    if _is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
+    if is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
         request = _read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
@@ -104,7 +104,8 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
         return "finished"
     if stopped := _read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
         script = folder.path / "train.sbatch"
-        again = f"sbatch {script}" if script.exists() else f"tandem resume {folder.path}"
+        begin = f"tandem resume {folder.path}" if stopped["step"] else f"tandem train {folder.config}"
+        again = f"sbatch {script}" if script.exists() else begin
         return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
     errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
@@ -207,9 +208,14 @@ def _logs_text(folder: RunFolder) -> str:
     return f"{names} (`tandem logs {folder.path} --role NAME`)" if names else "none yet"
 
 
-def _is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
+def is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
     """Whether a process of this machine holds the lock file of a run."""
     return bool(_holders(lock, locks))
+
+
+def lock_holders(folder: RunFolder) -> list[int]:
+    """The processes of this machine that run the folder; not positive for one of another container."""
+    return _holders(folder.path / "roles" / "lock")
 
 
 def _holders(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
@@ -298,8 +304,8 @@ def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: b
 
 def _follow_options(folder: RunFolder) -> list[str]:
     """Options for tail; none for a run that has ended. tail cannot see the end of a run on another machine."""
-    if holders := [pid for pid in _holders(folder.path / "roles" / "lock") if pid > 0]:
-        return ["--follow=name", "--retry", *(f"--pid={pid}" for pid in holders[:1])]
+    if holders := [pid for pid in lock_holders(folder) if pid > 0]:
+        return ["--follow=name", "--retry", f"--pid={holders[0]}"]
     state = brief_state(folder)
     if state.startswith(("running", "waiting")):
         return ["--follow=name", "--retry"]

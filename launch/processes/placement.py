@@ -64,10 +64,10 @@ def gpus_of_node(config: RunConfig | SftConfig) -> int:
     nodes, asked = config.launch.nodes, config.launch.slurm.gpus
     if nodes is not None:
         return nodes.gpus_per_node
-    return asked if asked is not None else _ranks_of_machine(config)
+    return asked if asked is not None else ranks_of_machine(config)
 
 
-def _ranks_of_machine(config: RunConfig | SftConfig) -> int:
+def ranks_of_machine(config: RunConfig | SftConfig) -> int:
     """GPUs that a run on one machine takes."""
     shares = servers(config) if isinstance(config, RunConfig) else []
     return max([config.layout.world_size, *(share.first_gpu + share.num_ranks for share in shares)])
@@ -81,7 +81,7 @@ def check_gpus_of_job(config: RunConfig) -> list[str]:
     if config.launch.nodes is not None:
         fix = "with launch.nodes set launch.nodes.gpus_per_node, and remove it"
         return [f"launch.slurm.gpus={asked} is of a run on one node; {fix}"]
-    needed = _ranks_of_machine(config)
+    needed = ranks_of_machine(config)
     if 0 < asked < needed:
         error = f"launch.slurm.gpus={asked}, but learner (layout) and servers (rollout) take {needed}"
         return [f"{error}; ask for as many, or leave it out"]

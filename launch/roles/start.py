@@ -111,13 +111,16 @@ def wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> 
         are_ready,
         what=f"{roles} to be ready",
         timeout_s=config.launch.start_timeout_s,
-        while_waiting=_progress_printer(f"starting {roles} (their output: tandem logs {folder.path})"),
+        while_waiting=progress_printer(
+            f"starting {roles} (their output: tandem logs {folder.path})", still="starting"
+        ),
     )
     print(f"{roles} ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
-def _progress_printer(text: str) -> Callable[[float], None]:
-    """Prints a counting line on a terminal; elsewhere a line at the start, and later lines ever more rarely."""
+def progress_printer(text: str, *, still: str) -> Callable[[float], None]:
+    """Prints a counting line on a terminal; elsewhere a line at the start, and later lines ever more rarely: "still
+    starting after 60 s", where ``still`` is "starting"."""
     interactive, due = sys.stdout.isatty(), 0.0
 
     def print_progress(waited: float) -> None:
@@ -127,7 +130,7 @@ def _progress_printer(text: str) -> Callable[[float], None]:
         if interactive:
             print(f"{text} … {waited:.0f} s", end="\r", flush=True)
         else:
-            print(f"{text} …" if due == 0 else f"… still starting after {waited:.0f} s", flush=True)
+            print(f"{text} …" if due == 0 else f"… still {still} after {waited:.0f} s", flush=True)
         due = int(waited) + 1.0 if interactive else max(60.0, 2 * due)
 
     return print_progress

@@ -51,7 +51,7 @@ class Job:
         return cls(
             id=env["SLURM_JOB_ID"],
             names=frozenset(names),
-            nodes=tuple(_run_command("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()),
+            nodes=tuple(ask_slurm("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()),
             restart=int(env.get("SLURM_RESTART_COUNT", 0)),
         )
 
@@ -61,7 +61,7 @@ class Job:
     def requeue(self) -> None:
         """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses."""
         try:
-            _run_command("scontrol", "requeue", self.id)
+            ask_slurm("scontrol", "requeue", self.id)
         except RuntimeError as error:
             # Slurm has requeued the job itself, after it lost a node, and gives the other nodes KillWait to end.
             if "is pending execution" not in str(error):
@@ -86,9 +86,7 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     if other is None or (job is not None and other in job.names) or shutil.which("squeue") is None:
         return None
     try:
-        states = _run_command(
-            "squeue", "--noheader", f"--jobs={other}", "--format=%T", "--states=all"
-        ).split()
+        states = ask_slurm("squeue", "--noheader", f"--jobs={other}", "--format=%T", "--states=all").split()
     except RuntimeError:  # Slurm has forgotten it
         return None
     return other if set(states) - OVER else None
@@ -138,8 +136,8 @@ def _newest(folder: RunFolder) -> str | None:
     return newest.name if newest is not None else None
 
 
-def _run_command(*command: str) -> str:
-    """The command's output. Raises RuntimeError with its error where it fails."""
+def ask_slurm(*command: str) -> str:
+    """The output of a command to Slurm. Raises RuntimeError with its error where it fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -8,7 +8,6 @@ Everything is checked before anything is written: every element's config, and th
 before a submission, by ``sbatch --test-only``.
 """
 
-import itertools
 import re
 import shlex
 import shutil
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import RunConfig
+from launch.grid import combinations
 from launch.processes.placement import check_gpus_of_job, gpus_of_node, num_nodes
 from launch.roles.start import PACKAGE_ROOT
 
@@ -75,24 +75,12 @@ def elements(arrays: Sequence[str]) -> list[tuple[str, ...]]:
 
     Raises ValueError for an option of another form.
     """
-    choices, keys = [], set()
     for text in arrays:
-        key, _, values = text.partition("=")
-        parts = [value.strip() for value in values.split(",")]
-        error = None
-        if not key or not all(parts):
-            error = "not a list of values; write key=v1,v2, such as --array seed=0,1,2"
-        elif set(values) & set("[]{}\"'"):
-            error = "values with brackets or quotes cannot be listed; submit such runs one by one"
-        elif key in keys or len(set(parts)) < len(parts):
-            error = f"{'the key' if key in keys else 'a value'} is given twice; give each once"
-        elif key == "resume" or key.startswith("launch."):
+        key = text.partition("=")[0]
+        if key == "resume" or key.startswith("launch."):
             error = "one job array asks for the same of Slurm for every run; submit such runs one by one"
-        if error is not None:
             raise ValueError(f"--array {text}: {error}")
-        keys.add(key)
-        choices.append([f"{key}={value}" for value in parts])
-    return list(itertools.product(*choices))
+    return combinations(arrays, "--array ")
 
 
 def element_name(name: str, overrides: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ import json
 import math
 import re
 import shutil
-import signal
 import sqlite3
 import statistics
 from collections import defaultdict
@@ -24,6 +23,7 @@ from rollout.sampling.sampler import epoch_order
 from rollout.tasks import load_task
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
+from tests.support.command import tandem
 from tests.support.whole_runs import (
     RECIPE,
     SMALL,
@@ -64,7 +64,7 @@ def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed
     """Float32 with aligned numerics on two data-parallel ranks, from a server of two tensor-parallel ranks, with a critic,
     an adaptive KL penalty in the reward, and a reward that fails for some responses.
 
-    SIGTERM while the fourth step's samples are scored: it is dropped, and the third step saved, though it is no
+    `tandem stop` while the fourth step's samples are scored: it is dropped, and the third step saved, though it is no
     multiple of two.
     """
     (folder / "my_reward.py").write_text(HOLDING_REWARD)
@@ -77,13 +77,16 @@ def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed
     ]  # fmt: skip
     process = start("train", RECIPE, *settings, cwd=folder)
     wait_for(lambda: (folder / "holding").exists(), process, "the samples of the fourth step to be scored")
-    process.send_signal(signal.SIGTERM)
+    stop = tandem("stop", "runs/latest", cwd=folder)
     said = finish(process)
-    assert process.returncode == 75, said
+    assert (stop.returncode, process.returncode) == (0, 75), stop.stderr + said
+    assert re.search(r"stopped after step 3: SIGUSR1; it goes on with `tandem resume ", stop.stdout), (
+        stop.stdout
+    )
     path, steps = (folder / "runs" / "latest").resolve(), steps_of(folder)
     assert [s["step"] for s in steps] == [1, 2, 3]
     go_on = rf"stopped after step 3 on request; go on with `tandem resume \S*{path.name}`"
-    assert "stopping (SIGTERM)" in said and re.search(go_on, said), said
+    assert "stopping (SIGUSR1)" in said and re.search(go_on, said), said
     assert {file.name for file in (path / "checkpoints").glob("step_*")} == {"step_000002", "step_000003"}
     assert not (path / "hf").exists() and not (path / "summary.json").exists()
     assert mlflow_statuses(path) == ["KILLED"]

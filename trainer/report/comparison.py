@@ -1,11 +1,13 @@
-"""Several runs in one picture: a line per run in each panel, and a table of the settings in which they differ."""
+"""Several runs side by side: a line per run in each panel, a table of results, and one of the settings in which they
+differ. The report of a run shows them with ``--against``, and ``tandem compare`` on a page of their own."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
 from trainer.metric_names import known
-from trainer.report.drawing import ALONE, Recorded, Series, draw_lines, new_figure
+from trainer.report.drawing import ALONE, FEW_RUNS, Recorded, Series, draw_legend, draw_lines, new_figure
 from trainer.report.pictures import ROUNDING, Lines
 from trainer.tracking.tracker import flatten
 
@@ -31,23 +33,55 @@ PANELS = tuple(
         ("Greatest Δp of a token", "mismatch/abs_prob_max", True, ROUNDING),
         ("Effective sample size", "mismatch/ess", False, 0.0),
         ("Gradient norm", "optim/grad_norm", False, 0.0),
+        ("Seconds of a step", "time/step", False, 0.0),
     )
 )
+LAST_STEPS = 10
+"""Steps at the end of a run whose mean stands in the table of results."""
+ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
+MEANS = (
+    ("reward", known("reward/mean"), ".3f"),
+    ("k3", known("mismatch/k3"), ".1e"),
+    ("ESS", known("mismatch/ess"), ".3f"),
+)
+GREATEST = known("mismatch/abs_prob_max")
+RESULTS_TITLE = "Results of the compared runs"
+RESULTS_ABOUT = (
+    f"Reward, k3 and ESS: means of the last {LAST_STEPS} steps. Seconds of a step: their median. |Δp| max: the greatest gap of a token's "
+    "probability between the two engines, in the whole run."
+)
+SETTINGS_TITLE = "Settings in which the compared runs differ"
+SETTINGS_ABOUT = (
+    "Every other setting is the same in all of them; a dash stands where a run has no such field."
+)
+Table = list[list[str]]
+"""Rows of cells, the titles of the columns first."""
 
 
 def draw(runs: Mapping[str, Recorded], config: RunConfig) -> "tuple[Figure | None, Iterator[Figure]]":
-    """The whole picture, None where nothing can be drawn, and each of its panels alone. ``runs`` are by label."""
+    """The whole picture, None where nothing can be drawn, and each of its panels alone. ``runs`` are by label.
+
+    With more than ``FEW_RUNS`` runs the panels share one legend, which comes first among the panels.
+    """
     drawn = [(panel, lines) for panel in PANELS if (lines := _lines_of(panel, runs))]
     if not drawn:
         return None, iter(())
+    labels, has_many = [*runs], len(runs) > FEW_RUNS
     whole, all_axes = new_figure(len(drawn), TITLE)
     for axes, (panel, lines) in zip(all_axes, drawn, strict=True):
-        draw_lines(axes, panel, lines, config)
+        draw_lines(axes, panel, lines, config, runs=labels)
+    if has_many:
+        draw_legend(whole, labels, beside_panels=True)
 
     def alone() -> "Iterator[Figure]":
+        if has_many:
+            figure, (axes,) = new_figure(1, "", size=ALONE)
+            axes.remove()
+            draw_legend(figure, labels)
+            yield figure
         for panel, lines in drawn:
             figure, (axes,) = new_figure(1, "", size=ALONE)
-            draw_lines(axes, panel, lines, config)
+            draw_lines(axes, panel, lines, config, runs=labels)
             yield figure
 
     return whole, alone()
@@ -62,9 +96,50 @@ def _lines_of(panel: Lines, runs: Mapping[str, Recorded]) -> list[tuple[str, Ser
 
 
 def labels_of(configs: Sequence[tuple[str, RunConfig]]) -> list[str]:
-    """A label for each (folder's name, config): the name of its config where these differ, else its folder's."""
-    names = [config.name for _, config in configs]
-    return names if len(set(names)) == len(names) else [folder for folder, _ in configs]
+    """A label for each (folder's name, config): the name of its config where these differ, else its folder's. Folders
+    of one name in several places get numbers."""
+    names, folders = [config.name for _, config in configs], [folder for folder, _ in configs]
+    if len(set(names)) == len(names):
+        return names
+    if len(set(folders)) == len(folders):
+        return folders
+    return [f"{number} {folder}" for number, folder in enumerate(folders, start=1)]
+
+
+def results_table(runs: Mapping[str, tuple[Recorded, RunConfig]]) -> Table:
+    """A row per run: steps, held-out accuracy, pace, reward, and the gap between the engines; "-" for what was not
+    recorded."""
+    titles = ["run", "steps", "held out, last", "held out, best", "s a step", *(title for title, *_ in MEANS)]
+    return [
+        [*titles, "|Δp| max"],
+        *([label, *_results_of(recorded, config)] for label, (recorded, config) in runs.items()),
+    ]
+
+
+def _results_of(recorded: Recorded, config: RunConfig) -> list[str]:
+    accuracy, seconds, greatest = map(recorded.get, (ACCURACY, SECONDS, GREATEST))
+    measured = [(value, step) for step, value in zip(accuracy.steps, accuracy.values, strict=True)]
+    best = max(measured, key=lambda pair: (pair[0], -pair[1]), default=None)
+    means = [(recorded.get(metric).values[-LAST_STEPS:], form) for _, metric, form in MEANS]
+    return [
+        f"{max(recorded.steps, default=0)} of {config.steps}",
+        *(
+            "-" if pair is None else f"{pair[0]:.1%} at {pair[1]}"
+            for pair in ((measured or [None])[-1], best)
+        ),
+        f"{median(seconds.values):.1f}" if seconds else "-",
+        *(f"{fmean(values):{form}}" if values else "-" for values, form in means),
+        f"{max(greatest.values):.1e}" if greatest else "-",
+    ]
+
+
+def settings_table(labels: Sequence[str], configs: Sequence[RunConfig]) -> Table:
+    """The settings in which the runs differ. Fields go down, or the runs where these are more."""
+    fields = [["field", *labels], *([field, *values] for field, values in differing_settings(configs))]
+    if len(labels) < len(fields):
+        return fields
+    fields[0][0] = "run"
+    return [list(row) for row in zip(*fields, strict=True)]
 
 
 def differing_settings(configs: Sequence[RunConfig]) -> list[tuple[str, list[str]]]:

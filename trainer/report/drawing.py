@@ -23,6 +23,8 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 ALONE = (4.8, 3.5)
 """Inches of a single panel: on a phone of 360 pixels its smallest letters are about 8 pixels high."""
 FEWEST_SMOOTHED = 12
+FEW_RUNS = 6
+"""Most runs whose panels have a legend each, every step as a pale line, and accuracies in figures."""
 _LAST_STEPS = 10
 _LINEAR_BELOW = 1e-3
 """Bound of the linear part of a log scale with values that are not positive: metrics of the gap are noise below it."""
@@ -202,14 +204,26 @@ def smooth(values: Sequence[float], width: int) -> list[float]:
 # lines
 
 
-def draw_lines(axes: "Axes", panel: Lines, drawn: Sequence[tuple[str, Series]], config: RunConfig) -> None:
-    """Draw the series of ``drawn``, each with its label, as ``panel`` says."""
-    for index, (label, series) in enumerate(drawn):
-        color, dashes = COLORS[index % len(COLORS)], _DASHES[index % len(_DASHES)]
+def draw_lines(
+    axes: "Axes",
+    panel: Lines,
+    drawn: Sequence[tuple[str, Series]],
+    config: RunConfig,
+    *,
+    runs: Sequence[str] = (),
+) -> None:
+    """Draw the series of ``drawn``, each with its label, as ``panel`` says.
+
+    runs: where the labels are of runs, those of all that are compared. A run then has its style in every panel, and
+    many runs leave the legend to ``draw_legend``.
+    """
+    labels, is_crowded = runs or [label for label, _ in drawn], len(runs) > FEW_RUNS
+    for label, series in drawn:
+        style = line_style(labels.index(label), len(labels))
         if panel.sparse:
-            _draw_points(axes, series, label, color)
+            _draw_points(axes, series, label, style, is_crowded=is_crowded)
         else:
-            _draw_series(axes, series, label, color, dashes)
+            _draw_series(axes, series, label, style, is_crowded=is_crowded)
     axes.set_ylabel(panel.unit)
     all_values = [value for _, series in drawn for value in series.values]
     if panel.line is not None:
@@ -229,26 +243,64 @@ def draw_lines(axes: "Axes", panel: Lines, drawn: Sequence[tuple[str, Series]], 
         and panel.line is None
         and not has_alarm
     )
-    _titled(axes, panel.title, columns=2, without_legend=is_named_by_title)
+    _titled(axes, panel.title, columns=2, without_legend=is_named_by_title or is_crowded)
 
 
-def _draw_points(axes: "Axes", series: Series, label: str, color: str) -> None:
-    axes.plot(series.steps, series.values, color=color, marker="o", markersize=5, linewidth=1.4, label=label)
-    style = {"textcoords": "offset points", "xytext": (0, 8), "ha": "center", "fontsize": 9}
+def line_style(place: int, count: int) -> dict[str, Any]:
+    """Colour and dashes of the line at ``place`` among ``count``: 28 differ in one or both; of more, the colours go along
+    a scale."""
+    from matplotlib import colormaps
+
+    dashes = _DASHES[place % len(_DASHES)]
+    if count <= math.lcm(len(COLORS), len(_DASHES)):
+        return {"color": COLORS[place % len(COLORS)], "linestyle": dashes}
+    return {"color": colormaps["turbo"](place / (count - 1)), "linestyle": dashes}
+
+
+def draw_legend(figure: "Figure", labels: Sequence[str], *, beside_panels: bool = False) -> None:
+    """The legend of all runs, for panels without one: in the middle of an empty figure, or under its panels, for which
+    the figure grows."""
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], label=label, linewidth=1.9, **line_style(place, len(labels)))
+        for place, label in enumerate(labels)
+    ]
+    width, height = figure.get_size_inches()
+    columns = max(int(width * 12 / (max(map(len, labels)) + 8)), 1)  # 12 letters an inch, 8 for the line
+    rows = math.ceil(len(labels) / columns)
+    needed = 0.18 * rows + 0.3
+    place = "outside lower center" if beside_panels else "center"
+    figure.set_size_inches(width, height + needed if beside_panels else max(height, needed))
+    figure.legend(handles=handles, loc=place, ncols=columns, fontsize=8, frameon=False, handlelength=3.2)
+
+
+def _draw_points(
+    axes: "Axes", series: Series, label: str, style: Mapping[str, Any], *, is_crowded: bool
+) -> None:
+    if is_crowded:
+        axes.plot(series.steps, series.values, marker="o", markersize=3, linewidth=1.4, label=label, **style)
+        return
+    line = {"color": style["color"], "marker": "o", "markersize": 5, "linewidth": 1.4}
+    axes.plot(series.steps, series.values, label=label, **line)
+    text = {"textcoords": "offset points", "xytext": (0, 8), "ha": "center", "fontsize": 9}
     for index in {0, len(series) - 1}:
         place = (series.steps[index], series.values[index])
-        axes.annotate(f"{series.values[index]:.1%}", place, **style)
+        axes.annotate(f"{series.values[index]:.1%}", place, **text)
     axes.margins(x=0.09, y=0.15)
 
 
-def _draw_series(axes: "Axes", series: Series, label: str, color: str, dashes: Any) -> None:
+def _draw_series(
+    axes: "Axes", series: Series, label: str, style: Mapping[str, Any], *, is_crowded: bool
+) -> None:
     steps, values = _with_gaps(series)
-    line = {"color": color, "linestyle": dashes, "label": label}
     if len(series) < FEWEST_SMOOTHED:
-        axes.plot(steps, values, marker="o", markersize=4, linewidth=1.4, **line)
+        axes.plot(steps, values, marker="o", markersize=4, linewidth=1.4, label=label, **style)
         return
-    axes.plot(steps, values, color=color, alpha=0.25, linewidth=1.0)
-    axes.plot(steps, smooth(values, _smoothing_width(series)), linewidth=1.9, **line)
+    if not is_crowded:
+        axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=1.0)
+    width = 1.4 if is_crowded else 1.9
+    axes.plot(steps, smooth(values, _smoothing_width(series)), linewidth=width, label=label, **style)
 
 
 def _smoothing_width(series: Series) -> int:

@@ -42,6 +42,7 @@ from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.tracker import duration, flatten, read_metrics
 
 if TYPE_CHECKING:
+    import jinja2
     from matplotlib.figure import Figure
 
 _FEWEST_FLAT = 5
@@ -110,14 +111,66 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
     return page
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What the page of a comparison shows as tables, the titles of their columns first."""
+
+    results: comparison.Table
+    settings: comparison.Table
+    """Empty where the runs differ in no setting."""
+    left_out: list[str]
+    """A line for each run that has recorded no step yet."""
+
+
+def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
+    """Write one page with the runs of these folders over each other, finished or not.
+
+    Raises ValueError with every folder that is not of a training run, and where no run has recorded a step.
+    """
+    runs, problems, left_out = list[_Run](), list[str](), list[str]()
+    for folder in run_dirs:
+        try:
+            run = _read_run(folder, None, may_lack_metrics=True)
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if run.steps:
+            runs.append(run)
+        else:
+            left_out.append(f"left out: {folder} has recorded no step yet")
+    if problems:
+        raise ValueError("\n  ".join(problems))
+    if not runs:
+        raise ValueError(
+            f"none of the {len(run_dirs)} runs has recorded a step yet; wait for one, or name others"
+        )
+    labelled = _labelled(runs)
+    found = Comparison(
+        results=comparison.results_table(
+            {label: (run.recorded, run.config) for label, run in labelled.items()}
+        ),
+        settings=_settings_table(labelled),
+        left_out=left_out,
+    )
+    _, panels = comparison.draw({label: run.recorded for label, run in labelled.items()}, runs[0].config)
+    shown = {"title": "Curves", "about": comparison.ABOUT, "images": [_as_svg(panel) for panel in panels]}
+    template = _environment().get_template("comparison.html")
+    text = template.render(
+        count=len(runs), notes=left_out, compared=_sections(found.results, found.settings), figures=[shown]
+    )
+    page.write_text(text, encoding="utf-8")
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------------------
 # reading
 
 
-def _read_run(run_dir: Path, config: RunConfig | None) -> _Run:
+def _read_run(run_dir: Path, config: RunConfig | None, *, may_lack_metrics: bool = False) -> _Run:
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a folder; name the folder of a run, for example runs/latest")
-    missing = [name for name in ("config.yaml", "metrics.jsonl") if not (run_dir / name).is_file()]
+    needed = ("config.yaml",) if may_lack_metrics else ("config.yaml", "metrics.jsonl")
+    missing = [name for name in needed if not (run_dir / name).is_file()]
     if missing:
         raise ValueError(
             f"{run_dir} is not the folder of a training run: it has no {' and no '.join(missing)}; name one under runs/"
@@ -130,7 +183,8 @@ def _read_run(run_dir: Path, config: RunConfig | None) -> _Run:
         ) from error
     if not isinstance(loaded, RunConfig):
         raise ValueError(f"{run_dir} is a run of kind {loaded.kind}; reports are made of runs of kind train")
-    rows = read_metrics(run_dir / "metrics.jsonl")
+    metrics = run_dir / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() or not may_lack_metrics else []
     elapsed_s = max((row.get("elapsed_s") or 0.0 for row in rows), default=0.0)
     run = _Run(run_dir, loaded, _by_metric(rows), alarm_histories(rows, loaded.alarms), elapsed_s, {})
     run.summary = _read_summary(run)
@@ -245,7 +299,7 @@ def _draw_all(
     run: _Run, others: Sequence[_Run]
 ) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
     """(name, title, about, the whole picture for its own file, its panels for the page)"""
-    compared = {label: each.recorded for label, each in _labelled(run, others).items()}
+    compared = {label: each.recorded for label, each in _labelled([run, *others]).items()}
     whole, panels = comparison.draw(compared, run.config) if others else (None, ())
     yield "comparison", comparison.TITLE, comparison.ABOUT, whole, panels
     for picture in PICTURES:
@@ -257,8 +311,7 @@ def _draw_all(
     yield "step_time", title, about, whole, [] if alone is None else [alone]
 
 
-def _labelled(run: _Run, others: Sequence[_Run]) -> dict[str, _Run]:
-    runs = [run, *others]
+def _labelled(runs: Sequence[_Run]) -> dict[str, _Run]:
     return dict(
         zip(comparison.labels_of([(each.folder.name, each.config) for each in runs]), runs, strict=True)
     )
@@ -304,31 +357,48 @@ def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
 def _render(
     run: _Run, others: Sequence[_Run], figures: Sequence[Mapping[str, str]], samples: ShownSamples
 ) -> str:
+    return (
+        _environment()
+        .get_template("template.html")
+        .render(
+            name=run.config.name,
+            folder=run.folder.name,
+            facts=_facts(run),
+            recipe=_recipe(run.config),
+            alarms=[_alarm_text(history, len(run.training_steps)) for history in run.alarms],
+            num_steps=len(run.training_steps),
+            alarms_off=[name for name, level in run.config.alarms if level is None],
+            notes=run.notes,
+            figures=figures,
+            samples=samples,
+            compared=_sections(None, _settings_table(_labelled([run, *others]))) if others else [],
+            seconds=_seconds_by_part(run),
+            settings=changed_settings(run.config),
+            metrics=_metric_table(run),
+        )
+    )
+
+
+def _environment() -> "jinja2.Environment":
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
-    return environment.get_template("template.html").render(
-        name=run.config.name,
-        folder=run.folder.name,
-        facts=_facts(run),
-        recipe=_recipe(run.config),
-        alarms=[_alarm_text(history, len(run.training_steps)) for history in run.alarms],
-        num_steps=len(run.training_steps),
-        alarms_off=[name for name, level in run.config.alarms if level is None],
-        notes=run.notes,
-        figures=figures,
-        samples=samples,
-        compared=list(_labelled(run, others)) if others else [],
-        differences=_differences(run, others),
-        seconds=_seconds_by_part(run),
-        settings=changed_settings(run.config),
-        metrics=_metric_table(run),
-    )
+
+
+def _sections(
+    results: comparison.Table | None, settings: comparison.Table
+) -> list[tuple[str, str, comparison.Table]]:
+    """(title, about, rows) of the tables that there are."""
+    sections = [
+        (comparison.RESULTS_TITLE, comparison.RESULTS_ABOUT, results),
+        (comparison.SETTINGS_TITLE, comparison.SETTINGS_ABOUT, settings),
+    ]
+    return [(title, about, rows) for title, about, rows in sections if rows]
 
 
 def _facts(run: _Run) -> list[tuple[str, str]]:
@@ -410,9 +480,10 @@ def _seconds_by_part(run: _Run) -> list[tuple[str, str, str]]:
     return [(name, f"{total:,.1f}", f"{total / whole:.0%}") for name, total in totals.items() if total > 0]
 
 
-def _differences(run: _Run, others: Sequence[_Run]) -> list[tuple[str, list[str]]]:
-    rows = comparison.differing_settings([run.config, *(other.config for other in others)])
-    return [(field, [_redacted(value) for value in values]) for field, values in rows]
+def _settings_table(runs: Mapping[str, _Run]) -> comparison.Table:
+    """Empty where the runs differ in no setting."""
+    rows = comparison.settings_table([*runs], [run.config for run in runs.values()])
+    return [[_redacted(value) for value in row] for row in rows] if len(rows) > 1 and len(rows[0]) > 1 else []
 
 
 def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from launch.checks.config import BadInput
-from launch.commands.status import _is_held, _kernel_name_of, log_files, status
+from launch.commands.status import _kernel_name_of, is_held, log_files, status
 from launch.processes.run_folder import RunFolder
 from parallel.checkpoints.files import write_manifest
 
@@ -101,15 +101,15 @@ def test_a_lock_of_another_file_system_is_not_this_runs(folder, tmp_path):
     lock, table = folder.path / "roles" / "lock", tmp_path / "locks"
     folder.claim()
     inode = lock.stat().st_ino
-    assert _is_held(lock)
+    assert is_held(lock)
     table.write_text(
         f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: POSIX  ADVISORY  WRITE 1{_kernel_name_of(lock)}0 EOF\n"
     )
-    assert not _is_held(lock, table)
+    assert not is_held(lock, table)
     table.write_text(
         f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: FLOCK  ADVISORY  WRITE 1{_kernel_name_of(lock)}0 EOF\n"
     )
-    assert _is_held(lock, table)
+    assert is_held(lock, table)
 
 
 def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folder):

@@ -715,3 +715,58 @@ def test_a_metric_that_is_rounding_in_every_run_is_not_compared():
     assert [text.get_text() for text in legend.get_texts()] == ["a", "b"]
     assert legend.get_title().get_text() == "KL of the two engines, k3"
     assert len(whole.axes) == 1
+
+
+def test_the_table_of_results_by_hand():
+    series = {
+        "eval/accuracy": Series([0, 2, 4], [0.5, 0.75, 0.75]),
+        "time/step": Series([1, 2, 3, 4], [9.0, 1.0, 2.0, 3.0]),
+        "mismatch/abs_prob_max": Series([1, 2, 3, 4], [0.5, 0.1, 0.1, 0.1]),
+        "reward/mean": Series([*range(1, 13)], [float(n) for n in range(1, 13)]),
+    }
+    full, empty = Recorded(steps=[0, 1, 2, 3, 4], series=series), Recorded(steps=[0], series={})
+    config = make_config()
+    titles, *rows = comparison.results_table({"a": (full, config), "b": (empty, config)})
+    assert titles == [
+        "run", "steps", "held out, last", "held out, best", "s a step", "reward", "k3", "ESS", "|Δp| max",
+    ]  # fmt: skip
+    assert rows[0] == ["a", "4 of 40", "75.0% at 4", "75.0% at 2", "2.5", "7.500", "-", "-", "5.0e-01"]
+    assert rows[1] == ["b", "0 of 40", *"-------"]
+
+
+def test_settings_go_down_or_runs_where_these_are_more():
+    configs = [make_config(seed=seed, steps=steps) for seed, steps in ((0, 1), (1, 2), (2, 3))]
+    assert comparison.settings_table(["a", "b"], configs[:2]) == [
+        ["field", "a", "b"], ["seed", "0", "1"], ["steps", "1", "2"],
+    ]  # fmt: skip
+    assert comparison.settings_table(["a", "b", "c"], configs) == [
+        ["run", "seed", "steps"], ["a", "0", "1"], ["b", "1", "2"], ["c", "2", "3"],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [15, 40])
+def test_many_runs_share_one_legend_and_keep_their_style_in_every_panel(count):
+    def recorded(number: int) -> Recorded:
+        reward = {"reward/mean": Series([1, 2], [0.0, float(number + 1)])}
+        entropy = {"policy/entropy": Series([1, 2], [1.0, float(number + 1)])}
+        return Recorded(steps=[1, 2], series=reward if number == 0 else reward | entropy)
+
+    runs = {f"run {number}": recorded(number) for number in range(count)}
+    whole, alone = comparison.draw(runs, make_config())
+    legend, *panels = alone
+    styles = []
+    for panel in panels:
+        (axes,) = panel.axes
+        assert axes.get_legend() is None
+        styles.append({line.get_label(): (line.get_color(), line.get_linestyle()) for line in axes.lines})
+    assert [len(found) for found in styles] == [count, count - 1]
+    assert all(styles[0][label] == style for label, style in styles[1].items())
+    dashes = [line.get_linestyle() + str(line._dash_pattern) for line in panels[0].axes[0].lines]
+    colors = [str(line.get_color()) for line in panels[0].axes[0].lines]
+    assert len({*zip(colors, dashes, strict=True)}) == count, "no two runs look alike"
+    for figure in (legend, whole):
+        (found,) = figure.legends
+        assert [text.get_text() for text in found.get_texts()] == [*runs]
+        figure.draw_without_rendering()
+        box, room = found.get_window_extent(), figure.bbox
+        assert box.x0 >= 0 and box.x1 <= room.width and box.y0 >= 0 and box.y1 <= room.height

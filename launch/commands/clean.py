@@ -1,0 +1,306 @@
+"""``tandem clean``: what the runs of a folder need no more, with size and reason; ``--apply`` removes it.
+
+Never listed: anything of a run that is going on or may be, here or elsewhere; a folder whose config.yaml is not that of a
+training run of this version; links, and what lies behind them; the newest complete checkpoint and ``hf/`` of any run.
+While something of a run is removed, its locks are held, so that neither a run nor an export can begin.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.loader import ConfigError, load_config
+from configs.schema import RunConfig
+from launch.checks.config import BadInput
+from launch.commands.status import is_held, lock_holders, status
+from launch.processes.heartbeat import read_beats
+from launch.processes.run_folder import RunFolder, locked
+from launch.processes.sweeping import Sweep
+from launch.slurm.job import is_finished, recorded_job, running_elsewhere
+from launch.tables import aligned
+from parallel.checkpoints.files import OtherFormat, is_valid, read_manifest, step_folders, valid_checkpoints
+from parallel.planning.memory import size_text
+
+RECENT_S = 600.0
+"""A run that ended without a word and wrote this long ago may be going on, on another host."""
+PARTIAL_CHECKPOINT = re.compile(r"\.step_\d{6,}\.partial")
+SET_ASIDE = re.compile(r"step_\d{6,}\.damaged\d*")
+KILLED_EXPORT = re.compile(r"\.(hf|adapter|export|export-adapter)\.(?!old\.).+")
+KILLED_WRITE = re.compile(r"\.[A-Za-z].*\.\d+")
+QUICKSTART = re.compile(r"quickstart-\d{8}-\d{6}")
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """A file or folder that may go."""
+
+    path: Path
+    reason: str
+
+    @property
+    def bytes(self) -> int:
+        if not self.path.is_dir():
+            return self.path.lstat().st_size
+        return sum(
+            os.lstat(os.path.join(parent, name)).st_size
+            for parent, _, names in os.walk(self.path)
+            for name in names
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeftAlone:
+    path: Path
+    reason: str
+
+
+def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
+    """List what may go, or remove it. Returns the exit code: 1 where something could not be removed."""
+    if not runs_dir.is_dir():
+        raise BadInput(f"RUNS: {runs_dir} is not a folder; name that of launch.runs_dir, usually runs")
+    folders = [runs_dir] if (runs_dir / "config.yaml").is_file() else _inside(runs_dir)
+    runs = [RunFolder(path) for path in folders if (path / "config.yaml").is_file()]
+    if not runs:
+        raise BadInput(
+            f"RUNS: {runs_dir} holds no runs, so nothing of Tandem's; name that of launch.runs_dir"
+        )
+    rows, total, code, alone = list[tuple[str, str, str]](), 0, 0, list[LeftAlone]()
+    for run in runs:
+        found = _items(run)
+        if isinstance(found, LeftAlone):
+            alone.append(found)
+        if isinstance(found, LeftAlone) or not found:
+            continue
+        with _held(run, apply=apply) as why_not:
+            found = why_not or _items(run)  # again, now that nobody else can change them
+            if isinstance(found, LeftAlone):
+                alone.append(found)
+            else:
+                code |= _take(found, rows, apply=apply)
+    for path in folders:
+        with _sweep_held(path, apply=apply) as is_free:
+            code |= _take([*_sweep_items(path)] if is_free else [], rows, apply=apply)
+    for found in _quickstart_models(folders, runs) if models else []:
+        if isinstance(found, LeftAlone):
+            alone.append(found)
+        else:
+            code |= _take([found], rows, apply=apply)
+    total = sum(int(size) for _, size, _ in rows)
+    shown = [(path, size_text(int(size)), reason) for path, size, reason in rows]
+    print("".join(f"{line}\n" for line in aligned(shown)), end="")
+    for left in alone:
+        print(f"left alone: {left.path}: {left.reason}")
+    if not rows:
+        print(f"nothing to remove in {runs_dir} ({len(runs)} runs)")
+    elif apply:
+        print(f"removed {len(rows)} of the above, {size_text(total)} freed")
+    else:
+        flags = " --models" if models else ""
+        print(
+            f"{len(rows)} may go, {size_text(total)}; `tandem clean {runs_dir}{flags} --apply` removes them"
+        )
+    return code
+
+
+def _take(items: Sequence[Item], rows: list[tuple[str, str, str]], *, apply: bool) -> int:
+    """Note the items in ``rows``, removed with ``apply``. Returns 1 where one could not be read or removed."""
+    code = 0
+    for item in items:
+        try:
+            size = item.bytes
+            if apply:
+                shutil.rmtree(item.path) if item.path.is_dir() else item.path.unlink()
+        except OSError as error:
+            print(f"tandem: {item.path} was not removed: {error.strerror}", file=sys.stderr)
+            code = 1
+            continue
+        rows.append((str(item.path), str(size), item.reason))
+    return code
+
+
+def _inside(folder: Path) -> list[Path]:
+    """The folders and files in a folder, without links; none where it is a link itself, or cannot be read."""
+    if folder.is_symlink() or not folder.is_dir():
+        return []
+    try:
+        return sorted(path for path in folder.iterdir() if not path.is_symlink())
+    except PermissionError as error:
+        print(f"tandem: {folder} cannot be read: {error.strerror}", file=sys.stderr)
+        return []
+
+
+# ----------------------------------------------------------------------------------------------------------
+# runs that are left alone
+
+
+@contextlib.contextmanager
+def _held(run: RunFolder, *, apply: bool) -> Iterator[LeftAlone | None]:
+    """With ``apply``, nobody can run or export the folder inside. Yields why it is to be left alone, if so."""
+    if (reason := _may_be_written(run)) is not None or not apply:
+        yield None if reason is None else LeftAlone(run.path, reason)
+        return
+    with contextlib.ExitStack() as locks:
+        why_not = None
+        try:
+            (run.path / "roles").mkdir(exist_ok=True)
+            for name in ("lock", "export-lock"):
+                locks.enter_context(locked(run.path / "roles" / name))
+        except BlockingIOError:
+            why_not = LeftAlone(run.path, "it is being run, or exported")
+        except (OSError, ValueError) as error:
+            why_not = LeftAlone(run.path, f"its lock cannot be taken ({error})")
+        yield why_not
+
+
+def _may_be_written(run: RunFolder) -> str | None:
+    """Why somebody may be writing the folder."""
+    if lock_holders(run):
+        return "it is being run"
+    if (job := running_elsewhere(run)) is not None:
+        return f"job {job} runs it, or waits to"
+    written = [time for _, time in read_beats(run)]
+    files = [run.path / "metrics.jsonl", *(_inside(run.logs))]
+    written += [file.stat().st_mtime for file in files if file.exists()]
+    ago = time.time() - max(written, default=0.0)
+    if ago < RECENT_S and not status(run).state.startswith(("finished", "stopped", "failed")):
+        return f"it was written {max(ago, 0):.0f} s ago, and may be going on elsewhere"
+    return None
+
+
+# ----------------------------------------------------------------------------------------------------------
+# what may go
+
+
+def _items(run: RunFolder) -> list[Item] | LeftAlone:
+    try:
+        config = load_config(run.config)
+    except (ConfigError, OSError):
+        return LeftAlone(run.path, "its config.yaml is not a config of this version, or cannot be read")
+    if not isinstance(config, RunConfig) or (run.path / "request.json").exists():
+        return []  # a warm start, an evaluation or a study leaves nothing of the kind
+    return [*_checkpoints(run, config), *_leftovers(run)]
+
+
+def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
+    if run.checkpoints.is_symlink():
+        return
+    complete = valid_checkpoints(run.checkpoints)
+    kept = [*complete][-config.checkpoint.keep :]
+    for step, folder in complete.items():
+        if step not in kept and is_finished(run, config) and not folder.is_symlink():
+            yield Item(
+                folder, f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
+            )
+    has_result = bool(kept) or run.has_final_model()
+    for root in (run.checkpoints, run.critic_checkpoints):
+        for path in _inside(root):
+            if PARTIAL_CHECKPOINT.fullmatch(path.name):
+                yield Item(path, "left by a save that was killed")
+            elif SET_ASIDE.fullmatch(path.name) and has_result:
+                yield Item(path, "damaged, and put aside")
+    for folder in step_folders(run.checkpoints).values():
+        if has_result and folder.name not in {path.name for path in complete.values()} and _is_torn(folder):
+            yield Item(folder, "incomplete, and another one is complete")
+    if run.critic_checkpoints.is_symlink():
+        return
+    for step, folder in step_folders(run.critic_checkpoints).items():
+        if (
+            kept
+            and step not in complete
+            and not folder.is_symlink()
+            and (is_valid(folder) or _is_torn(folder))
+        ):
+            yield Item(folder, "of the critic, without the policy's of this step")
+
+
+def _is_torn(folder: Path) -> bool:
+    """Whether a checkpoint lacks files or its manifest; one of another version is not known to."""
+    if folder.is_symlink() or is_valid(folder):
+        return False
+    try:
+        read_manifest(folder)
+    except (OtherFormat, OSError):
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def _leftovers(run: RunFolder) -> Iterator[Item]:
+    for path in _inside(run.path):
+        if path in (run.export, run.exported_adapter) or KILLED_EXPORT.fullmatch(path.name):
+            yield Item(path, "left by an export that was killed")
+        elif path.name == "metrics.lost.jsonl":
+            yield Item(path, "of an attempt without a checkpoint")
+        elif path.is_file() and KILLED_WRITE.fullmatch(path.name):
+            yield Item(path, "left by a write that was killed")
+    for path in _inside(run.batches):
+        if path.suffix == ".partial":
+            yield Item(path, "left by a write that was killed")
+    job = recorded_job(run)
+    for path in _inside(run.logs):
+        if re.fullmatch(r"slurm-.+\.log", path.name) and job is not None and path.name != f"slurm-{job}.log":
+            yield Item(path, f"the log of a job before the last one, {job}")
+
+
+@contextlib.contextmanager
+def _sweep_held(folder: Path, *, apply: bool) -> Iterator[bool]:
+    """With ``apply``, no sweep can begin inside. Yields whether ``folder`` is of a sweep that nobody runs."""
+    lock = folder / "lock"
+    if not (folder / "sweep.json").is_file() or not lock.is_file() or is_held(lock):
+        yield False
+        return
+    with contextlib.ExitStack() as held:
+        is_free = True
+        if apply:
+            try:
+                held.enter_context(locked(lock))
+            except (OSError, ValueError):
+                is_free = False
+        yield is_free
+
+
+def _sweep_items(folder: Path) -> Iterator[Item]:
+    sweep = Sweep(folder)
+    try:
+        names = [*sweep.runs()]
+    except ValueError:
+        return
+    for name in names:
+        run = sweep.run_folder(name)
+        if run is not None and run.has_final_model():
+            for path in (folder / f"{name}.yaml", folder / f"{name}.log"):
+                if path.is_file() and not path.is_symlink():
+                    yield Item(path, "of a sweep's run that is finished; its folder has the like")
+    yield from (
+        Item(path, "left by a write that was killed")
+        for path in _inside(folder)
+        if path.is_file() and KILLED_WRITE.fullmatch(path.name)
+    )
+
+
+def _quickstart_models(folders: Sequence[Path], runs: Sequence[RunFolder]) -> Iterator[Item | LeftAlone]:
+    """The models between the parts of quickstarts, but for those that a run may still need."""
+    needed = dict[Path, Path]()
+    for run in runs:
+        with contextlib.suppress(ConfigError, OSError):
+            config = load_config(run.config)
+            has_adapters = isinstance(config, RunConfig) and config.learner.lora is not None
+            if has_adapters or not run.has_final_model():
+                needed[config.model.path.resolve()] = run.path
+    for folder in folders:
+        if not QUICKSTART.fullmatch(folder.name):
+            continue
+        for model in _inside(folder):
+            if model.name not in ("random", "warm") or not (model / "config.json").is_file():
+                continue
+            if (run := needed.get(model.resolve())) is not None:
+                yield LeftAlone(model, f"{run} may still need it: it is not finished, or has adapters to it")
+            else:
+                yield Item(model, "a model of a quickstart")

@@ -1,0 +1,180 @@
+"""``tandem stop``: asks a run to stop, waits until it has ended, and says what was saved.
+
+    a run on this machine    SIGUSR1 to the process that holds the run's lock, which takes it as often as it comes for one
+                             request (launch/processes/stopping.py)
+    a Slurm job              SIGTERM to its batch script alone: stopped with a checkpoint, and not requeued
+    another host             it is named, and nothing is done
+
+A signal goes to a process only once that process is seen to have the lock's file open. It is sent through a handle of
+this process (pidfd), so that it cannot reach another one that got the same number meanwhile.
+"""
+
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from configs.loader import ConfigError, load_config
+from configs.schema.launch import LaunchConfig
+from launch.commands.status import lock_holders, status
+from launch.processes import stopping
+from launch.processes.heartbeat import BEAT_S, MISSED, SHARED_FOLDER_S, read_beats
+from launch.processes.run_folder import RunFolder
+from launch.roles.start import progress_printer
+from launch.slurm.job import ask_slurm, running_elsewhere
+from parallel.checkpoints.files import step_of
+
+HEARD_OF_S = SHARED_FOLDER_S + MISSED * BEAT_S
+"""A role that was heard of this long ago may still be running on another host."""
+SLURM_LOOK_S = 5.0
+KILLED_S = 30.0
+"""Time for the supervisor to end every process, beside the grace that these have."""
+
+
+def stop(folder: RunFolder, *, now: bool) -> int:
+    """Stop the run, and wait for its end. Returns the exit code: 0 where it runs no more.
+
+    now: end every process at once, as Ctrl-C does, without another checkpoint.
+    """
+    try:
+        return _stop(folder, now=now)
+    except KeyboardInterrupt:
+        print(f"\nno longer waiting; the request stands: `tandem status {folder.path}`", file=sys.stderr)
+        return 130
+
+
+def _stop(folder: RunFolder, *, now: bool) -> int:
+    if (job := running_elsewhere(folder)) is not None:
+        return _stop_job(folder, job, now=now)
+    holders = lock_holders(folder)
+    if not holders:
+        return _stop_none(folder)
+    try:
+        handle = os.pidfd_open(holders[0])
+    except OSError:  # in another container, whose processes have no number here; or it has just ended
+        if lock_holders(folder):
+            return _refuse(f"{folder.path} runs here, in another container: call `tandem stop` there")
+        return _stop_none(folder)
+    number = signal.SIGINT if now else signal.SIGUSR1
+    try:
+        if (why_not := _why_not(folder, holders[0], number)) is not None:
+            return _refuse(why_not)
+        signal.pidfd_send_signal(handle, number)
+        return _wait(folder, lambda wait_s: bool(select.select([handle], [], [], wait_s)[0]), now=now)
+    finally:
+        os.close(handle)
+
+
+def _why_not(folder: RunFolder, pid: int, number: signal.Signals) -> str | None:
+    """Why the process is not to get the signal; None where it is the run's supervisor, and takes it."""
+    who = f"pid {pid}, which runs {folder.path}"
+    lock, process = (folder.path / "roles" / "lock").stat(), Path(f"/proc/{pid}")
+    try:
+        caught = next(line for line in (process / "status").read_text().splitlines() if "SigCgt" in line)
+        files = [
+            found.stat() for name in os.listdir(process / "fd") if (found := process / "fd" / name).exists()
+        ]
+    except PermissionError:
+        owner = _name_of(process.stat().st_uid)
+        return f"{who}, is of user {owner}, and you are {_name_of(os.getuid())}: only {owner} and root can stop it"
+    except FileNotFoundError:
+        return f"{who}, has just ended; `tandem status {folder.path}` tells how"
+    if not any(os.path.samestat(lock, file) for file in files):
+        return f"{who} by the kernel's table of locks, does not have its lock open: nothing was sent to it"
+    if not int(caught.split()[1], 16) >> (number - 1) & 1:
+        return f"{who}, takes no requests yet; call `tandem stop` again in a moment"
+    return None
+
+
+def _name_of(user: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(user).pw_name
+    except KeyError:
+        return str(user)
+
+
+def _stop_job(folder: RunFolder, job: str, *, now: bool) -> int:
+    waits = status(folder).state.startswith("waiting")
+    asked = stopping.stop_reason(folder) is not None
+    try:
+        if waits or now:
+            ask_slurm("scancel", job)
+        elif not asked:  # a second SIGTERM would end everything at once
+            ask_slurm("scancel", "--batch", "--signal=TERM", job)
+    except RuntimeError as error:
+        return _refuse(f"{folder.path} is run by job {job}, and {error}")
+    looked_at = -SLURM_LOOK_S
+
+    def has_ended(wait_s: float) -> bool:
+        nonlocal looked_at
+        time.sleep(wait_s)
+        if time.monotonic() - looked_at < SLURM_LOOK_S:
+            return False
+        looked_at = time.monotonic()
+        return running_elsewhere(folder) is None
+
+    print(f"job {job} was {'taken from the queue' if waits else 'asked to stop'}", flush=True)
+    return _wait(folder, has_ended, now=now)
+
+
+def _stop_none(folder: RunFolder) -> int:
+    """Where no process of this machine, and no job, runs the folder."""
+    state = status(folder).state
+    beats = [(beat, time.time() - written) for beat, written in read_beats(folder)]
+    heard = [(beat, ago) for beat, ago in beats if ago < HEARD_OF_S]
+    if heard and state.startswith(("not running", "running")):
+        beat, ago = min(heard, key=lambda pair: pair[1])
+        where = f"{beat.host} ({beat.who} was heard of {max(ago, 0):.0f} s ago)"
+        return _refuse(f"no process of {folder.path} is seen here, but on {where}: call `tandem stop` there")
+    print(f"{folder.path} is not running: {state}")
+    return 0
+
+
+def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -> int:
+    """Wait for the end of a run that was asked to stop. ``has_ended`` takes the seconds that it may wait."""
+    limits = _limits_of(folder)
+    deadline_s = limits.stop_grace_s + KILLED_S + (0.0 if now else limits.stop_timeout_s)
+    what = (
+        "every process is ended" if now else "the step is finished or dropped, then a checkpoint is written"
+    )
+    show = progress_printer(f"stopping {folder.path}: {what}; at most {deadline_s:.0f} s", still="stopping")
+    began = time.monotonic()
+    while not has_ended(0.5):
+        waited = time.monotonic() - began
+        show(waited)
+        if waited > deadline_s:
+            return _refuse(
+                f"{folder.path} has not ended within {deadline_s:.0f} s; `tandem status {folder.path}` tells what it is "
+                f"doing, and `tandem stop {folder.path} --now` ends it without a checkpoint"
+            )
+    state = status(folder).state
+    if state.startswith("not running"):
+        print(f"ended at once, {_left_by(folder)}")
+    else:
+        print(state)
+    return 1 if state.startswith(("failed", "running")) else 0
+
+
+def _limits_of(folder: RunFolder) -> LaunchConfig:
+    """The deadlines of the run; those of the schema where its config is not of this version."""
+    try:
+        return load_config(folder.config).launch
+    except ConfigError:
+        return LaunchConfig()
+
+
+def _left_by(folder: RunFolder) -> str:
+    newest = folder.newest_checkpoint()
+    if newest is None:
+        return f"and nothing was saved; start again with `tandem train {folder.config}`"
+    return f"after it had saved step {step_of(newest)}; go on with `tandem resume {folder.path}`"
+
+
+def _refuse(text: str) -> int:
+    print(f"tandem: {text}", file=sys.stderr, flush=True)
+    return 1

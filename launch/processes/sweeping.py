@@ -1,0 +1,238 @@
+"""Runs a list of training runs on this machine, one after another or several at a time, and remembers them.
+
+    SWEEP/sweep.json         {"runs": {name: its newest run folder, beside SWEEP}}, the memory of the sweep
+    SWEEP/NAME.yaml, .log    the config of a run, complete, as it was checked; what its `tandem train` prints
+    SWEEP/lock               held while the sweep runs
+
+The state of a run is read from its folder alone: a finished one is not run again, one with a checkpoint goes on, any other
+begins anew. Each run is a ``tandem train`` in a session of its own. A signal to the sweep, or its death, is a request to
+stop for all of them (launch/processes/stopping.py).
+"""
+
+import json
+import os
+import re
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from configs.loader import ConfigError, load_config, resolved_yaml
+from configs.schema import RunConfig
+from launch.processes.run_folder import RunFolder, write_json, write_text
+from launch.processes.supervisor import KILL_TIMEOUT_S, Role, Supervisor
+from launch.roles.start import environment
+from launch.slurm.job import is_finished
+from parallel.checkpoints.files import step_of
+from trainer.tracking.tracker import duration, read_metrics
+
+TANDEM = (sys.executable, "-m", "launch")
+POLL_S = 0.5
+LAST_LINES = 15
+STOPPED = (os.EX_TEMPFAIL, 130)
+"""Exit codes of a run that was asked to stop, or interrupted."""
+FOLDER_LINE = re.compile(r"^run folder: (.+)$", re.MULTILINE)
+"""What ``tandem train`` prints first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cell:
+    """One run of a sweep."""
+
+    name: str
+    config: RunConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended that is not finished."""
+
+    name: str
+    text: str
+    failed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    folder: Path
+    """In launch.runs_dir, beside the folders of the runs."""
+
+    @property
+    def memory(self) -> Path:
+        return self.folder / "sweep.json"
+
+    def runs(self) -> dict[str, str]:
+        """The name of the newest run folder of each run that was begun. Raises ValueError where the file is damaged."""
+        try:
+            return {
+                str(name): str(folder) for name, folder in json.loads(self.memory.read_text())["runs"].items()
+            }
+        except FileNotFoundError:
+            return {}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            fix = "remove it, and every run begins anew"
+            raise ValueError(f"{self.memory} is no memory of a sweep ({error!r}); {fix}") from error
+
+    def run_folder(self, name: str) -> RunFolder | None:
+        """The newest run folder of a run; None where there is none any more."""
+        found = self.runs().get(name)
+        folder = None if found is None else RunFolder(self.folder.parent / found)
+        return folder if folder is not None and folder.config.is_file() else None
+
+    def is_finished(self, cell: Cell) -> bool:
+        folder = self.run_folder(cell.name)
+        return folder is not None and is_finished(folder, cell.config)
+
+    def state(self, cell: Cell) -> str:
+        """What would become of the run, in words."""
+        folder = self.run_folder(cell.name)
+        if folder is None:
+            return "begins"
+        if self.is_finished(cell):
+            return "is finished"
+        newest = folder.newest_checkpoint()
+        return "begins anew" if newest is None else f"goes on from step {step_of(newest)}"
+
+    def changed(self, cell: Cell) -> list[str]:
+        """The settings in which the run, as it was begun, differs from the cell: ``steps: 30, now 60``."""
+        from trainer.report.comparison import differing_settings
+
+        folder = self.run_folder(cell.name)
+        try:
+            before = None if folder is None else load_config(folder.config)
+        except ConfigError:
+            return [f"{folder.config if folder else ''} is not a config of this version"]
+        if not isinstance(before, RunConfig):
+            return []
+        rows = differing_settings([before, cell.config])
+        return [f"{field}: {old}, now {new}" for field, (old, new) in rows]
+
+    def run(
+        self, cells: Sequence[Cell], *, jobs: int, keep_going: bool, devices: Sequence[str | None]
+    ) -> list[Ended]:
+        """Run the cells that are not finished, ``jobs`` at a time, with progress and time left. Returns those that did
+        not finish; after the first of them the others are stopped, unless ``keep_going``.
+
+        devices: the value of CUDA_VISIBLE_DEVICES of each run at a time; None: that of this process.
+        Raises Interrupted on Ctrl-C or SIGTERM, after every run has stopped.
+        """
+        left = [cell for cell in cells if not self.is_finished(cell)]
+        grace_s = max((_time_to_stop(cell.config) for cell in left), default=0.0)
+        ended, places, show = [], {}, _Progress(self, left, len(cells))
+        try:
+            with Supervisor(grace_s=grace_s) as supervisor:
+                try:
+                    while (left and (keep_going or not ended)) or places:
+                        while left and len(places) < jobs and (keep_going or not ended):
+                            cell = left.pop(0)
+                            place = next(place for place in range(jobs) if place not in places.values())
+                            places[cell] = place
+                            start = self._start(supervisor, cell, devices[place])
+                            show.begins(cell, start)
+                        for cell in [*places]:
+                            is_running = supervisor.is_running(cell.name)
+                            if cell.name not in show.folders:
+                                self._note_folder(cell, show)
+                            if is_running:
+                                continue
+                            del places[cell]
+                            code = supervisor.exit_code(cell.name) or 0
+                            show.ends(cell, code)
+                            if code:
+                                ended.append(self._ended(supervisor, cell, code))
+                        if ended and not keep_going:
+                            break
+                        show.line([*places])
+                        time.sleep(POLL_S)
+                except KeyboardInterrupt:
+                    names = ", ".join(cell.name for cell in places)
+                    print(
+                        f"\nstopping {names}: the step is finished or dropped, then a checkpoint is written; Ctrl-C again ends it at once",
+                        flush=True,
+                    )
+                    raise
+        finally:  # a signal may come before the first look at a log
+            for cell in places:
+                if cell.name not in show.folders:
+                    self._note_folder(cell, show)
+        return ended
+
+    def _start(self, supervisor: Supervisor, cell: Cell, devices: str | None) -> int:
+        """Start the run. Returns the size of its log before."""
+        folder, file = self.run_folder(cell.name), self.folder / f"{cell.name}.yaml"
+        write_text(file, resolved_yaml(cell.config))
+        goes_on = folder is not None and folder.newest_checkpoint() is not None
+        what = ["resume", str(folder.path)] if folder is not None and goes_on else ["train", str(file)]
+        env = environment(cell.config) | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
+        log = self.folder / f"{cell.name}.log"
+        size = log.stat().st_size if log.exists() else 0
+        command = [*TANDEM, *what]
+        supervisor.start(Role(name=cell.name, command=command, log=log, env=env))
+        return size
+
+    def _note_folder(self, cell: Cell, show: "_Progress") -> None:
+        """Remember the run's folder, once its log names it."""
+        with (self.folder / f"{cell.name}.log").open(errors="replace") as log:
+            log.seek(show.starts[cell.name])
+            if (found := FOLDER_LINE.search(log.read())) is not None:
+                show.folders[cell.name] = folder = Path(found[1]).resolve()
+                write_json(self.memory, {"runs": self.runs() | {cell.name: folder.name}})
+
+    def _ended(self, supervisor: Supervisor, cell: Cell, code: int) -> Ended:
+        last = textwrap.indent(supervisor.last_lines(cell.name, LAST_LINES), "    ")
+        log = f"its whole log: {self.folder / f'{cell.name}.log'}"
+        how = "was stopped" if code in STOPPED else "failed"
+        return Ended(cell.name, f"{cell.name} {how} (exit code {code}):\n{last}\n{log}", how == "failed")
+
+
+def _time_to_stop(config: RunConfig) -> float:
+    """Seconds in which a run that is asked to stop ends by itself."""
+    return config.launch.stop_timeout_s + config.launch.stop_grace_s + 2 * KILL_TIMEOUT_S
+
+
+class _Progress:
+    """Prints a line when a run begins or ends and, on a terminal, one that changes in between, with the time left: the
+    steps that are left at the pace of this call, starts of engines included."""
+
+    def __init__(self, sweep: Sweep, left: Sequence[Cell], count: int):
+        self._sweep, self._cells, self._count = sweep, [*left], count
+        self._number, self._began, self._began_cell = count - len(left), time.monotonic(), dict[str, float]()
+        self._before = self._done()
+        self.starts, self.folders = dict[str, int](), dict[str, Path]()
+
+    def begins(self, cell: Cell, start: int) -> None:
+        self._number += 1
+        self.starts[cell.name], self._began_cell[cell.name] = start, time.monotonic()
+        print(f"{self._number} of {self._count}: {cell.name} {self._sweep.state(cell)}", flush=True)
+
+    def ends(self, cell: Cell, code: int) -> None:
+        how = {0: "finished", **dict.fromkeys(STOPPED, "stopped")}.get(code, f"failed, exit code {code}")
+        took = duration(time.monotonic() - self._began_cell[cell.name])
+        print(f"{cell.name}: {how} after {took}{self._time_left()}", flush=True)
+
+    def line(self, cells: Sequence[Cell]) -> None:
+        if sys.stdout.isatty() and cells:
+            steps = ", ".join(
+                f"{cell.name}: step {self._step(cell)} of {cell.config.steps}" for cell in cells
+            )
+            print(f"{steps}{self._time_left()}\x1b[K", end="\r", flush=True)
+
+    def _time_left(self) -> str:
+        done, total = self._done(), sum(cell.config.steps for cell in self._cells)
+        made = done - self._before
+        if made <= 0 or done >= total:
+            return ""
+        return f"; about {duration((time.monotonic() - self._began) / made * (total - done))} left"
+
+    def _done(self) -> int:
+        return sum(map(self._step, self._cells))
+
+    def _step(self, cell: Cell) -> int:
+        """The newest step of the run's folder."""
+        folder = self._sweep.run_folder(cell.name)
+        metrics = None if folder is None else folder.path / "metrics.jsonl"
+        if metrics is None or not metrics.is_file():
+            return 0
+        return max((row["step"] for row in read_metrics(metrics)), default=0)

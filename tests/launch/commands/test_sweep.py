@@ -1,0 +1,207 @@
+"""``tandem sweep`` with runs that are a few lines of Python: what is run, skipped, resumed, stopped and told."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from launch.commands.sweep import _is_list, _name
+from launch.processes import sweeping
+from rollout.tiny_model import make_tiny_countdown_model
+from tests.support.command import tandem
+from tests.support.whole_runs import ROOT, assert_nothing_left, finish, wait_for
+
+FAKE = """
+    import json, os, signal, sys, time
+    from pathlib import Path
+    from configs.loader import load_config, resolved_yaml
+    from launch.processes import run_folder
+    from launch.processes.run_folder import RunFolder, write_json
+    from parallel.checkpoints.files import write_manifest
+    what, given = sys.argv[1], Path(sys.argv[2])
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write(f"{what} {given.name.split('-20')[0]}\\n")
+    config = load_config(given if what == "train" else given / "config.yaml")
+    folder = RunFolder(given)
+    if what == "train":
+        folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
+    print(f"run folder: {folder.path}", flush=True)
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    with (folder.path / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": 1, "reward/mean": 0.5, "time/step": 1.0}) + "\\n")
+    if config.seed == 13 and what == "train":
+        sys.exit("an error of seed 13")
+    if config.seed == 7 and what == "train":
+        (folder.path / "waiting").touch()
+        deadline = time.monotonic() + 60
+        while not asked:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        saved = folder.checkpoints / "step_000001"
+        saved.mkdir(parents=True)
+        write_manifest(saved, world_size=1)
+        sys.exit(75)
+    folder.hf.mkdir()
+    write_json(folder.summary, {"steps": config.steps})
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    make_tiny_countdown_model(folder, seed=0)
+    return folder
+
+
+@pytest.fixture
+def work(tmp_path, model, monkeypatch) -> Path:
+    content = {
+        "name": "tiny",
+        "steps": 3,
+        "model": {"path": str(model)},
+        "task": {"type": "countdown"},
+        "rollout": {"max_new_tokens": 14},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    (tmp_path / "fake.py").write_text(textwrap.dedent(FAKE))
+    monkeypatch.setattr(sweeping, "TANDEM", (sys.executable, str(tmp_path / "fake.py")))
+    monkeypatch.setattr(sweeping, "POLL_S", 0.02)
+    monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
+    return tmp_path
+
+
+def calls(work: Path) -> list[str]:
+    return (work / "calls").read_text().split("\n")[:-1] if (work / "calls").exists() else []
+
+
+def test_every_combination_is_run_once_and_compared(work):
+    arguments = ["sweep", "run.yaml", "seed=0,1", "learner.optimizer.lr=1e-5,3e-5", "steps=2"]
+    done = tandem(*arguments, cwd=work)
+    assert done.returncode == 0, done.stdout + done.stderr
+    names = [f"tiny-seed-{seed}-lr-{lr}" for seed in (0, 1) for lr in ("1e-5", "3e-5")]
+    assert calls(work) == [f"train {name}.yaml" for name in names]
+    folders = json.loads((work / "runs/tiny-sweep/sweep.json").read_text())["runs"]
+    assert [*folders] == names
+    for name, seed, lr in zip(names, (0, 0, 1, 1), (1e-5, 3e-5) * 2, strict=True):
+        config = yaml.safe_load((work / "runs" / folders[name] / "config.yaml").read_text())
+        found = (config["name"], config["seed"], config["learner"]["optimizer"]["lr"], config["steps"])
+        assert found == (name, seed, lr, 2)
+    assert "learner.optimizer.lr" in done.stdout and (work / "runs/tiny-sweep/comparison.html").is_file()
+    assert "4 of 4: tiny-seed-1-lr-3e-5 begins" in done.stdout and "left" in done.stdout
+    again = tandem(*arguments, cwd=work)
+    assert again.returncode == 0 and len(calls(work)) == 4, "finished runs are not run again"
+    more = tandem(
+        "sweep",
+        "run.yaml",
+        "seed=0,1,2",
+        "learner.optimizer.lr=1e-5,3e-5",
+        "steps=2",
+        "--jobs",
+        "2",
+        cwd=work,
+    )
+    assert more.returncode == 0, more.stderr
+    assert sorted(calls(work)[4:]) == ["train tiny-seed-2-lr-1e-5.yaml", "train tiny-seed-2-lr-3e-5.yaml"]
+    other = tandem("sweep", "run.yaml", "seed=0,1", "learner.optimizer.lr=1e-5,3e-5", cwd=work)
+    assert other.returncode == 2 and other.stderr.count("steps: 2, now 3") == 4, other.stderr
+    assert len(calls(work)) == 6
+
+
+def test_a_failed_run_ends_the_sweep_or_is_told_at_its_end(work):
+    done = tandem("sweep", "run.yaml", "seed=13,0", cwd=work)
+    assert done.returncode == 1 and calls(work) == ["train tiny-seed-13.yaml"]
+    assert "tiny-seed-13 failed (exit code 1):" in done.stderr and "    an error of seed 13\n" in done.stderr
+    assert "0 of 2 runs are finished; the same command goes on" in done.stderr
+    done = tandem("sweep", "run.yaml", "seed=13,0", "--keep-going", cwd=work)
+    assert done.returncode == 1 and calls(work)[1:] == ["train tiny-seed-13.yaml", "train tiny-seed-0.yaml"]
+    assert "1 of 2 runs are finished" in done.stderr and "tiny-seed-13 failed" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_sweep_that_is_stopped_saves_its_run_and_goes_on(work, number):
+    """In a process of its own: the signal must reach the sweep alone, which asks its run."""
+    code = (
+        "import sys; from launch import cli; from launch.processes import sweeping; "
+        f"sweeping.TANDEM = (sys.executable, {str(work / 'fake.py')!r}); cli.main()"
+    )
+    (work / "sweeper.py").write_text(code)
+    process = start_script(work, "sweep", "run.yaml", "seed=7,0")
+    wait_for(lambda: [*work.glob("runs/tiny-seed-7-2*/waiting")], process, "the first run to wait")
+    process.send_signal(number)
+    said = finish(process, deadline_s=60)
+    assert process.returncode == 75, said
+    assert "stopping tiny-seed-7" in said and "sweep stopped, 0 of 2 runs are finished" in said
+    assert_nothing_left(work)
+    dry = tandem("sweep", "run.yaml", "seed=7,0", "--dry-run", cwd=work)
+    assert "goes on from step 1" in dry.stdout and "begins" in dry.stdout
+    done = tandem("sweep", "run.yaml", "seed=7,0", cwd=work)
+    assert done.returncode == 0, done.stderr
+    assert calls(work) == ["train tiny-seed-7.yaml", "resume tiny-seed-7", "train tiny-seed-0.yaml"]
+
+
+def start_script(work: Path, *arguments: str):
+    interruptible = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    return subprocess.Popen(
+        [sys.executable, "-c", interruptible, sys.executable, str(work / "sweeper.py"), *arguments],
+        cwd=work,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["seed=0"], "no key has several values"),
+        (["seed=0,0"], "a value is given twice"),
+        (["seed=0,1", "seed=3"], "seed has several values as well"),
+        (["name=a,b"], "all runs of a sweep have one name"),
+        (["launch.runs_dir=a,b"], "all runs of a sweep have one launch.runs_dir"),
+        (["seed=0,1", "resume=runs/x"], "a sweep goes on by itself"),
+        (["seed=0,1", "rollout.first_port=30000", "--jobs", "2"], "is of one run at a time"),
+        (["seed=0,1", "--jobs", "2000000"], "lower --jobs"),
+        (["seed=0,1", "launch.nodes={learner: 1}"], "use `tandem slurm CONFIG --array"),
+        (["seed=0,1", "--job", "2"], "No such option"),
+        (["rollout.max_new_tokens=14,9999999", "steps=-1"], "field: steps"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(work, arguments, said):
+    done = tandem("sweep", "run.yaml", *arguments, cwd=work)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+    assert calls(work) == [] and not (work / "runs").exists()
+
+
+def test_the_problems_of_all_runs_are_told_at_once(work):
+    done = tandem(
+        "sweep", "run.yaml", "rollout.max_new_tokens=14,9999999", "learner.optimizer.lr=1e-5,-1.0", cwd=work
+    )
+    assert done.returncode == 2 and calls(work) == []
+    assert "rollout.max_new_tokens" in done.stderr and "learner.optimizer.lr" in done.stderr
+
+
+def test_a_dry_run_writes_nothing(work):
+    done = tandem("sweep", "run.yaml", "seed=0,1", "--dry-run", cwd=work)
+    assert done.returncode == 0 and done.stdout.count("begins") == 2 and "3 steps" in done.stdout
+    assert not (work / "runs").exists()
+
+
+def test_names_have_the_shortest_keys_that_differ():
+    assert _name("a", ["seed=0", "learner.optimizer.lr=1e-5"]) == "a-seed-0-lr-1e-5"
+    assert _name("a", ["x.lr=1", "y.z.lr=2"]) == "a-x.lr-1-z.lr-2"
+    assert _name("a", ["task.path=data/x.jsonl"]) == "a-path-data_x.jsonl"
+
+
+def test_commas_inside_brackets_and_quotes_are_of_one_value():
+    assert [_is_list(text) for text in ("a=1,2", "a=1", "a=[1,2]", "a={x: 1, y: 2}", 'a="x,y"')] == [
+        True, False, False, False, False,
+    ]  # fmt: skip
