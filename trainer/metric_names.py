@@ -115,6 +115,9 @@ METRICS = {entry.name: entry for entry in (
     Entry("optim/grad_norm", "max", "L2 norm", "gradient norm before clipping, the greatest of the minibatches"),
     Entry("optim/lr", "mean", "learning rate", "mean learning rate of the updates done"),
     Entry("optim/skipped", "sum", "minibatches", "updates that the optimizer skipped"),
+    Entry("own/objective/*", "mean", "of the function", "what an objective of the user's own records; mean over kept tokens"),
+    Entry("own/advantage/*", "mean", "of the function", "what an advantage of the user's own records; mean over the samples of the step"),
+    Entry("own/weight/*", "mean", "of the function", "what a weight of the user's own records; mean over response tokens"),
 
     Entry("critic/loss", "loss", "reward²", "value loss, as a mean over the minibatches"),
     Entry("critic/value_mean", "mean", "reward", "mean value V over response tokens"),
