@@ -64,7 +64,8 @@ def test_nothing_imports_tests_or_benchmarks():
 
 
 LIGHT = (
-    "configs.loader", "configs.schema", "launch.cli", "launch.commands.train", "launch.commands.plan", "launch.commands.dry_run",
+    "configs.loader", "configs.schema", "launch.checks.own_parts", "launch.cli",
+    "launch.commands.train", "launch.commands.plan", "launch.commands.dry_run",
     "parallel.planning.layout", "parallel.planning.memory", "parallel.planning.planner",
     "rollout.environments.agent_template", "rollout.environments.processes", "rollout.rewards",
     "rollout.servers.fleet", "rollout.tasks",

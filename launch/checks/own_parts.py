@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from configs.loader import Finding
 from configs.schema import RunConfig
 from configs.schema.own_function import OwnFunction
-from rollout.trial_process import TrialProcess
+from rollout.rewards.trial_process import TrialProcess
 
 SERVES = "trainer.own_contract"
 START_TIMEOUT_S = 120.0

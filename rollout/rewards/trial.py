@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from configs.schema.task import FunctionReward
 from rollout.rewards import worker
+from rollout.rewards.trial_process import TrialProcess
 from rollout.rewards.worker import Job
-from rollout.trial_process import TrialProcess
 
 if TYPE_CHECKING:
     from rollout.tasks.task import Problem
