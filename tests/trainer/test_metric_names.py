@@ -3,8 +3,15 @@
 import pytest
 import torch
 
-from configs.schema.correction import CorrectionConfig, ImportanceWeight, RatioRule
-from configs.schema.objective import ClippedObjective, EntropyConfig, GaeAdvantage, KLConfig
+from configs.schema.correction import CorrectionConfig, FunctionWeight, ImportanceWeight, RatioRule
+from configs.schema.objective import (
+    ClippedObjective,
+    EntropyConfig,
+    FunctionAdvantage,
+    FunctionObjective,
+    GaeAdvantage,
+    KLConfig,
+)
 from parallel.engine import UpdateResult
 from rollout.records import FinishReason, Group
 from rollout.sampling.messages import EvaluationResult, SamplingStats
@@ -34,6 +41,16 @@ CORRECTION = CorrectionConfig(
     veto=1e-4,
 )
 
+HERE = "tests.support.own_functions"
+CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+OWN_OBJECTIVE = FunctionObjective(type="function", function=f"{HERE}:clipped", settings=CLIP)
+OWN_ADVANTAGE = FunctionAdvantage(
+    type="function", function=f"{HERE}:grpo", settings={"normalize_by_std": True}
+)
+OWN_CORRECTION = CorrectionConfig(
+    weight=FunctionWeight(level="function", function=f"{HERE}:truncate", settings={"upper": 2.0})
+)
+
 
 def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str, Metric]]]:
     """A batch of two minibatches, the metrics before its update and those of each of its updates."""
@@ -55,6 +72,8 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
     advantages = compute_advantages(
         batch, step.rewards_S, step.group_ids_S, GaeAdvantage(type="gae"), penalty_T=penalty_T
     )
+    own = compute_advantages(batch, step.rewards_S, step.group_ids_S, OWN_ADVANTAGE).metrics
+    own |= correct(batch, OWN_CORRECTION).metrics
     correction = correct(batch, CORRECTION)
     weights_T = torch.full((12,), 0.1)
     step = step.with_advantages(advantages).with_fields(
@@ -69,11 +88,15 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
     updates = []
     for (micro,) in step.minibatches():
         policy = policy_loss(micro, micro.old_logprobs_T - 0.1, torch.ones(micro.num_tokens), **terms).metrics
+        own |= policy_loss(
+            micro, micro.old_logprobs_T, torch.ones(micro.num_tokens), **terms | {"objective": OWN_OBJECTIVE}
+        ).metrics
         critic = value_loss(micro, micro.values_T, value_clip=0.2)[1]
         routing = routing_metrics([1, 2], 4, is_sparse=[True, False, True])
         steps = _optimizer_metrics("optim", result) | _optimizer_metrics("critic", result)
         updates.append(policy | critic | routing | steps)
-    return step, [kl, advantages.metrics, correction.metrics], updates
+    own = {name: metric for name, metric in own.items() if name.startswith("own/")}
+    return step, [kl, advantages.metrics, correction.metrics, own], updates
 
 
 def whole_step() -> StepMetrics:
