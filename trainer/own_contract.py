@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing.connection import Connection
-from typing import cast
 
 import torch
 from pydantic import TypeAdapter
@@ -156,8 +155,10 @@ def _made_sequences(responses: Sequence[Sequence[int]] = RESPONSES) -> list[_Seq
         old_T = -torch.randn(len(response), generator=generator).abs() - 2.0
         current_T = old_T + 0.5 * torch.randn(len(response), generator=generator).clamp(-2, 2)
         advantages_T = torch.randn(len(response), generator=generator)
-        values = (torch.where(mask_T, x_T, 0.0) for x_T in (current_T, old_T, advantages_T))
-        sequences.append(_Sequence(*values, mask_T))
+        current_T, old_T, advantages_T = (
+            torch.where(mask_T, x_T, 0.0) for x_T in (current_T, old_T, advantages_T)
+        )
+        sequences.append(_Sequence(current_T, old_T, advantages_T, mask_T))
     return sequences
 
 
@@ -219,8 +220,8 @@ def _leaves_of(tensor: Tensor) -> list[Tensor]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable"):  # AccumulateGrad
-            leaves.append(cast(Tensor, node.variable))
+        leaf = getattr(node, "variable", None)  # of AccumulateGrad
+        leaves += [] if leaf is None else [leaf]
         todo += [function for function, _ in node.next_functions]
     return leaves
 

@@ -124,16 +124,18 @@ def call(
     wanted = {name: further[name]() for name in _further_of(part, own.function)}
     returned = function(*given, **wanted, **own.settings)
     result, recorded = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
-    _require_form(part, own, part.returns, result, given[0])
     if not isinstance(recorded, dict):
         raise broken(
             part, own, f"the second value must be a dict of tensors to record, not {_shown(recorded)}"
         )
-    for name, values in recorded.items():
-        if not isinstance(name, str) or not METRIC_NAME.fullmatch(name):
-            raise broken(part, own, f"{name!r} cannot name a metric; use letters, digits, `_` and `-`")
-        _require_form(part, own, f"metric {name}", values, given[0], any_dtype=True)
-    return result, recorded
+    unusable = [name for name in recorded if not isinstance(name, str) or not METRIC_NAME.fullmatch(name)]
+    if unusable:
+        raise broken(part, own, f"{unusable[0]!r} cannot name a metric; use letters, digits, `_` and `-`")
+    like = given[0]
+    return _require_form(part, own, part.returns, result, like), {
+        name: _require_form(part, own, f"metric {name}", values, like, any_dtype=True)
+        for name, values in recorded.items()
+    }
 
 
 def metrics_of(part: Part, recorded: Mapping[str, Tensor], mask: Tensor | None = None) -> dict[str, Metric]:
@@ -168,7 +170,7 @@ def broken(part: Part, own: OwnFunction, what: str) -> ContractError:
 
 def _require_form(
     part: Part, own: OwnFunction, name: str, values: object, like: Tensor, *, any_dtype: bool = False
-) -> None:
+) -> Tensor:
     first = part.given[0]
     wanted = f"{name} must be a tensor like {first}, {_form(like)}"
     if not isinstance(values, Tensor):
@@ -178,6 +180,7 @@ def _require_form(
     if values.device != like.device or (values.dtype != like.dtype and not any_dtype):
         fix = f"make tensors by {first}.new_tensor(...), or end with .to({first})"
         raise broken(part, own, f"{wanted}, not {_form(values)}; {fix}")
+    return values
 
 
 def _form(tensor: Tensor) -> str:
