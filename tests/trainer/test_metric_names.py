@@ -1,5 +1,7 @@
 """The table of metrics against a step that records all of them: names, reductions, and that none is left over."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -49,6 +51,10 @@ OWN_ADVANTAGE = FunctionAdvantage(
 )
 OWN_CORRECTION = CorrectionConfig(
     weight=FunctionWeight(level="function", function=f"{HERE}:truncate", settings={"upper": 2.0})
+)
+
+EVALUATION = EvaluationResult(
+    accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0, accuracy_error=0.1
 )
 
 
@@ -120,9 +126,7 @@ def whole_step() -> StepMetrics:
         measured=measured,
         updates=[Update(metrics=per_minibatch(metrics)) for metrics in updates],
         sync=SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
-        evaluation=EvaluationResult(
-            accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0, accuracy_error=0.1
-        ),
+        evaluation=replace(EVALUATION, pass_at={2: 0.7}, greedy=EVALUATION),
         seconds=dict.fromkeys(("step", *TIME_PARTS), 1.0),
         mode="decoupled",
         group=None,
