@@ -165,7 +165,7 @@ class Checkpointer:
         learner.kl_in_reward.restore(progress.kl_coefficient)
         sampler.load_state(progress.sampler)
         self.complete = self._saved = progress.step
-        self._best = progress.best and Best(**progress.best)
+        self._best = Best(**progress.best) if progress.best else None
         if damaged and learner.is_first_rank:
             self._set_aside(damaged, instead=whole[0].folder)
         return progress
