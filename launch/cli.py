@@ -231,11 +231,14 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="Write the adapters alone (learner.lora), for peft.")
     ] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Write the weights of the best evaluation (checkpoint.keep_best).")
+    ] = False,
 ) -> None:
     """Write the newest weights of a run as a Hugging Face checkpoint, adapters merged."""
     from launch.commands import results
 
-    results.export(run, out, adapter=adapter)
+    results.export(run, out, adapter=adapter, best=best)
 
 
 @app.command()

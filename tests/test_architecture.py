@@ -64,8 +64,9 @@ def test_nothing_imports_tests_or_benchmarks():
 
 
 LIGHT = (
-    "configs.loader", "configs.schema", "launch.cli", "launch.commands.train", "launch.commands.plan", "launch.commands.dry_run",
-    "launch.commands.clean", "launch.commands.stop", "launch.commands.sweep",
+    "configs.loader", "configs.schema", "launch.checks.own_parts", "launch.cli",
+    "launch.commands.train", "launch.commands.plan", "launch.commands.dry_run",
+    "launch.commands.clean", "launch.commands.simulate", "launch.commands.stop", "launch.commands.sweep", "parallel.planning.simulated",
     "parallel.planning.layout", "parallel.planning.memory", "parallel.planning.planner",
     "rollout.environments.agent_template", "rollout.environments.processes", "rollout.rewards",
     "rollout.servers.fleet", "rollout.tasks",

@@ -1,16 +1,20 @@
 """Resumable checkpoints of a run: engine state (weights, optimizer, schedule, RNG) with the step, version and
 data position."""
 
+import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch.distributed as dist
 
 from configs.schema.learner import CheckpointConfig
 from parallel.checkpoints.checkpoint import newest_whole
 from parallel.checkpoints.files import (
+    BEST,
     is_valid,
     prune,
     remove,
@@ -19,6 +23,7 @@ from parallel.checkpoints.files import (
     step_folders,
     valid_checkpoints,
 )
+from trainer.batch.files import write_whole
 from trainer.learner import Learner
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
@@ -39,6 +44,17 @@ class Progress:
     """The coefficient of the KL in the reward; None where no adaptive controller moves it."""
     evaluation_owed: bool = False
     """Whether an interruption came before this step's evaluation."""
+    best: dict | None = None
+    """Fields of ``Best``; None without ``checkpoint.keep_best``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Best:
+    """The best evaluation of a run so far, which ``checkpoints/best.json`` names for commands."""
+
+    step: int
+    metric: str
+    value: float
 
 
 class Checkpointer:
@@ -56,14 +72,36 @@ class Checkpointer:
         self.notices: list[str] = []
         """Checkpoints that ``restore`` could not use, for console.log. They are on the console already."""
         self._evaluation_owed = False
+        self._best: Best | None = None
 
     def after_step(
-        self, step: int, learner: Learner, sampler: SharedSampler, *, evaluation_owed: bool = False
+        self,
+        step: int,
+        learner: Learner,
+        sampler: SharedSampler,
+        *,
+        evaluation_owed: bool = False,
+        evaluated: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """Note that ``step`` is complete (weights, metrics and data position), and save it if it is due."""
+        """Note that ``step`` is complete (weights, metrics and data position), and save it if it is due, or the best so
+        far by ``evaluated``, the metrics of its evaluation (on rank 0)."""
         self.complete, self._evaluation_owed = step, evaluation_owed
-        if self._config.every and step % self._config.every == 0:
+        is_best = self.is_best(step, evaluated)
+        if is_best or (self._config.every and step % self._config.every == 0):
             self.save(step, learner, sampler)
+
+    def is_best(self, step: int, evaluated: Mapping[str, float]) -> bool:
+        """Whether the evaluation of ``step`` is better than all before, the same on all ranks. It is then the best."""
+        metric = self._config.keep_best
+        if metric is None:
+            return False
+        found: list = [evaluated.get(metric)]
+        dist.broadcast_object_list(found, src=0)
+        before = -math.inf if self._best is None or self._best.metric != metric else self._best.value
+        if found[0] is None or not found[0] > before:
+            return False
+        self._best = Best(step=step, metric=metric, value=found[0])
+        return True
 
     def save_last(self, learner: Learner, sampler: SharedSampler) -> None:
         """Save the last complete step, unless it is saved already. Nothing may have moved since that step."""
@@ -87,6 +125,7 @@ class Checkpointer:
             sampler=state[0],
             kl_coefficient=learner.kl_in_reward.state,
             evaluation_owed=self._evaluation_owed,
+            best=self._best and asdict(self._best),
         )
         target = step_folder(self._folder, step)
         with self._turns.learner_there():
@@ -99,7 +138,9 @@ class Checkpointer:
         return target
 
     def _prune(self) -> None:
-        prune(self._folder, keep=self._config.keep)
+        if self._best is not None:  # first, as it may name a step in the place of one that is removed
+            write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode())
+        prune(self._folder, keep=self._config.keep, also=self._best and self._best.step)
         kept = valid_checkpoints(self._folder)
         for step, folder in valid_checkpoints(self._critic_folder).items():
             if step not in kept:
@@ -124,6 +165,7 @@ class Checkpointer:
         learner.kl_in_reward.restore(progress.kl_coefficient)
         sampler.load_state(progress.sampler)
         self.complete = self._saved = progress.step
+        self._best = Best(**progress.best) if progress.best else None
         if damaged and learner.is_first_rank:
             self._set_aside(damaged, instead=whole[0].folder)
         return progress

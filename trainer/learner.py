@@ -20,6 +20,7 @@ from rollout.sglang_plugin.tandem_routed_experts import wire_type
 from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.mismatch import routing_metrics
+from trainer.algorithm.own_parts import load_own_parts
 from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.exact_turns import TurnsDiffer
 from trainer.batch.plan import Routing
@@ -62,6 +63,7 @@ class Learner:
 
     def __init__(self, config: RunConfig):
         self._config = config
+        load_own_parts(config)
         settings, minibatches = config.learner, config.learner.minibatches
         policy = partial(
             MegatronEngine,

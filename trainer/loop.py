@@ -152,7 +152,9 @@ def train(run: Run) -> None:
         run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
         run.doing("checkpoint")
         evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
-        run.checkpointer.after_step(step, learner, sampler, evaluation_owed=evaluation_owed)
+        run.checkpointer.after_step(
+            step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
+        )
         rest.release()
 
 
@@ -179,11 +181,11 @@ def evaluate_before(run: Run) -> None:
     clock = Clock(run.doing)
     with clock.time("evaluation"):
         evaluation = run.sampler.evaluate()
-    if run.tracker is not None and evaluation is not None:
-        run.tracker.log(
-            run.first_step - 1,
-            evaluation_metrics(evaluation) | {"time/evaluation": clock.seconds["evaluation"]},
-        )
+    evaluated = {} if evaluation is None else evaluation_metrics(evaluation)
+    if run.tracker is not None and evaluated:
+        run.tracker.log(run.first_step - 1, evaluated | {"time/evaluation": clock.seconds["evaluation"]})
+    if run.first_step > 1:  # it has a checkpoint, from which the run was resumed
+        run.checkpointer.is_best(run.first_step - 1, evaluated)
 
 
 @contextmanager

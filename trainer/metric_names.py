@@ -62,6 +62,18 @@ def _bucket(name: str, about: str) -> Iterator[Entry]:
         yield Entry(f"{name}/*/{quantity}", reduction, unit, f"{words} of the tokens {about}")
 
 
+def _evaluation(name: str, of: str, count: str) -> Iterator[Entry]:
+    for quantity, unit, words in (
+        ("accuracy", "share of answers", f"right answers to {of}"),
+        ("accuracy_error", "share of answers", "standard error of the accuracy, from problem to problem"),
+        ("reward_mean", "reward", f"mean reward on {of}"),
+        ("count", "responses", count),
+        ("length_mean", "tokens", "mean length of these samples, the end token included"),
+        ("truncated_fraction", "share of responses", "samples that max_new_tokens cut off"),
+    ):
+        yield Entry(f"{name}{quantity}", None, unit, words)
+
+
 # fmt: off
 METRICS = {entry.name: entry for entry in (
     Entry("reward/mean", None, "reward", "mean reward of the responses, as sampled"),
@@ -115,6 +127,9 @@ METRICS = {entry.name: entry for entry in (
     Entry("optim/grad_norm", "max", "L2 norm", "gradient norm before clipping, the greatest of the minibatches"),
     Entry("optim/lr", "mean", "learning rate", "mean learning rate of the updates done"),
     Entry("optim/skipped", "sum", "minibatches", "updates that the optimizer skipped"),
+    Entry("own/objective/*", "mean", "of the function", "what an objective of the user's own records; mean over kept tokens"),
+    Entry("own/advantage/*", "mean", "of the function", "what an advantage of the user's own records; mean over the samples of the step"),
+    Entry("own/weight/*", "mean", "of the function", "what a weight of the user's own records; mean over response tokens"),
 
     Entry("critic/loss", "loss", "reward²", "value loss, as a mean over the minibatches"),
     Entry("critic/value_mean", "mean", "reward", "mean value V over response tokens"),
@@ -208,12 +223,10 @@ METRICS = {entry.name: entry for entry in (
     Entry("sampling/resampled_groups", None, "groups", "groups sampled in place of groups without signal (dynamic sampling)"),
     Entry("sampling/filled_groups", None, "groups", "groups without signal that were taken after the last round of dynamic sampling"),
     Entry("sampling/seconds", None, "s", "seconds of the sample role for the step"),
-    Entry("eval/accuracy", None, "share of answers", "right answers to held-out problems"),
-    Entry("eval/accuracy_error", None, "share of answers", "standard error of the accuracy, from problem to problem"),
-    Entry("eval/reward_mean", None, "reward", "mean reward on held-out problems"),
-    Entry("eval/count", None, "responses", "samples: held-out problems times samples_per_prompt"),
-    Entry("eval/length_mean", None, "tokens", "mean length of these samples, the end token included"),
-    Entry("eval/truncated_fraction", None, "share of responses", "samples that max_new_tokens cut off"),
+    *_evaluation("eval/", "held-out problems", "samples: held-out problems times samples_per_prompt"),
+    Entry("eval/pass_at/*", None, "share of problems",
+          "pass@k, a star is k: an unbiased estimate of the share of held-out problems of which k samples hold a right one"),
+    *_evaluation("eval/greedy/", "held-out problems, one each at temperature 0", "such answers (evaluation.greedy)"),
     Entry("sync/version", None, "version", "weight version that the step published"),
     Entry("sync/bytes", None, "bytes", "bytes of weights that were sent"),
     Entry("sync/servers", None, "servers", "servers that have the step's weights; fewer than rollout.replicas where one has ended"),

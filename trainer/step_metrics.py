@@ -207,11 +207,15 @@ def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
     }
 
 
-def evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    return {
-        "eval/accuracy": result.accuracy,
-        "eval/reward_mean": result.reward_mean,
-        "eval/count": result.count,
-        "eval/length_mean": result.length_mean,
-        "eval/truncated_fraction": result.truncated_fraction,
-    } | ({} if result.accuracy_error is None else {"eval/accuracy_error": result.accuracy_error})
+def evaluation_metrics(result: EvaluationResult, prefix: str = "eval") -> dict[str, float]:
+    numbers = {
+        f"{prefix}/accuracy": result.accuracy,
+        f"{prefix}/reward_mean": result.reward_mean,
+        f"{prefix}/count": result.count,
+        f"{prefix}/length_mean": result.length_mean,
+        f"{prefix}/truncated_fraction": result.truncated_fraction,
+    }
+    numbers |= {f"{prefix}/pass_at/{k}": share for k, share in result.pass_at.items()}
+    if result.accuracy_error is not None:
+        numbers[f"{prefix}/accuracy_error"] = result.accuracy_error
+    return numbers | ({} if result.greedy is None else evaluation_metrics(result.greedy, f"{prefix}/greedy"))

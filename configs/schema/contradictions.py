@@ -58,6 +58,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     yield from _of_numerics(config)
     yield from _of_lora(config)
     yield from _of_truncation(config)
+    yield from _of_best_checkpoint(config)
 
 
 def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
@@ -401,3 +402,21 @@ def _of_truncation(config: "RunConfig") -> Iterator[Contradiction]:
                 f"rollout.top_k={rollout.top_k} does not go with rollout.server_args.{name}={value}: {reason}",
                 fix,
             )
+
+
+def _of_best_checkpoint(config: "RunConfig") -> Iterator[Contradiction]:
+    metric = config.checkpoint.keep_best
+    if metric is None:
+        return
+    if not config.evaluation.every:
+        yield Contradiction(
+            ("checkpoint.keep_best", "evaluation.every"),
+            f"checkpoint.keep_best={metric} chooses among evaluations, and evaluation.every=0 makes none between the ends",
+            "set evaluation.every to a number of steps, or remove it",
+        )
+    if metric.startswith("eval/greedy/") and not config.evaluation.greedy:
+        yield Contradiction(
+            ("checkpoint.keep_best", "evaluation.greedy"),
+            f"checkpoint.keep_best={metric} is of answers at temperature 0, which evaluation.greedy=false does not ask for",
+            "set evaluation.greedy=true, or use eval/accuracy",
+        )

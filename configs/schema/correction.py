@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
+from configs.schema.own_function import OwnFunction
 
 Level = Literal["token", "sequence", "geometric", "segment", "segment_geometric"]
 """The unit of a ratio: a token, the product over its sequence's valid tokens, that product's n-th root, the
@@ -71,7 +72,14 @@ class ImportanceWeight(Schema):
         return self
 
 
-WeightConfig = Annotated[NoWeight | ImportanceWeight, Field(discriminator="level")]
+class FunctionWeight(OwnFunction):
+    """A function of the user's own: f(log_ratio_N, **settings) -> weights_N, from log rho of the response tokens."""
+
+    level: Literal["function"]
+    """function: the weight is what a function makes of the ratios of tokens."""
+
+
+WeightConfig = Annotated[NoWeight | ImportanceWeight | FunctionWeight, Field(discriminator="level")]
 
 
 class RatioRule(Schema):
@@ -166,7 +174,7 @@ class CorrectionConfig(Schema):
                     f"weight.level={self.weight.level} would count the gap twice",
                     "set weight.level=none, or `loss: policy_gradient`, or `mode: decoupled`",
                 )
-            if self.weight.level != "none" and self.weight.normalise:
+            if isinstance(self.weight, ImportanceWeight) and self.weight.normalise:
                 raise Contradiction(
                     ("mode",),
                     "`normalise` needs all weights of the step before the first update, but in bypass mode a weight is known only in "

@@ -174,7 +174,10 @@ class EvaluationConfig(Schema):
     max_prompts: PositiveInt | None = None
     """None: every held-out problem. A subset is drawn by hash, the same each time."""
     samples_per_prompt: Siblings = 1
-    """Responses sampled for each held-out problem."""
+    """Responses sampled for each held-out problem. With 2 or more, ``eval/pass_at/K`` estimates the share of problems
+    of which K samples hold a right one, for K = 2, 4, 8, … and this number."""
+    greedy: bool = False
+    """Whether each problem also gets one answer at temperature 0, recorded apart as ``eval/greedy/accuracy``."""
     temperature: Temperature = 1.0
     """Temperature of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
 

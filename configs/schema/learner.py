@@ -122,3 +122,8 @@ class CheckpointConfig(Schema):
     """Steps between resumable checkpoints; 0 writes none."""
     keep: PositiveInt = 2
     """Number of the newest checkpoints that stay on disk."""
+    keep_best: (
+        Literal["eval/accuracy", "eval/reward_mean", "eval/greedy/accuracy", "eval/greedy/reward_mean"] | None
+    ) = None
+    """The metric of an evaluation whose best step also gets a checkpoint, which stays beside the newest ones:
+    ``tandem export RUN OUT --best``. Of equal ones the first."""

@@ -7,6 +7,7 @@ from pydantic import Field, model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import Coefficient, NonNegativeFloat, PositiveFloat, PositiveInt, Schema
+from configs.schema.own_function import OwnFunction
 
 ClipLow = Annotated[float, Field(ge=0, lt=1)]
 UnitFraction = Annotated[float, Field(ge=0, le=1)]
@@ -82,6 +83,12 @@ class PolicyGradientObjective(Schema):
     type: Literal["policy_gradient"]
 
 
+class FunctionObjective(OwnFunction):
+    """A function of the user's own: f(current_logprobs_T, old_logprobs_T, advantages_T, **settings) -> loss_T."""
+
+    type: Literal["function"]
+
+
 ObjectiveConfig = Annotated[
     ClippedObjective
     | GspoObjective
@@ -89,7 +96,8 @@ ObjectiveConfig = Annotated[
     | CispoObjective
     | SapoObjective
     | DppoObjective
-    | PolicyGradientObjective,
+    | PolicyGradientObjective
+    | FunctionObjective,
     Field(discriminator="type"),
 ]
 
@@ -149,13 +157,20 @@ class GaeAdvantage(CreditedAdvantage):
     """Shift and scale to mean 0 and deviation 1 over the tokens of the step."""
 
 
+class FunctionAdvantage(OwnFunction):
+    """A function of the user's own: f(rewards_S, group_ids_S, **settings) -> advantages_S, of all samples of a step."""
+
+    type: Literal["function"]
+
+
 AdvantageConfig = Annotated[
     GrpoAdvantage
     | RlooAdvantage
     | OpoAdvantage
     | ReinforcePlusPlusAdvantage
     | ReinforcePlusPlusBaselineAdvantage
-    | GaeAdvantage,
+    | GaeAdvantage
+    | FunctionAdvantage,
     Field(discriminator="type"),
 ]
 

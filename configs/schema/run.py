@@ -9,7 +9,7 @@ from configs.errors import Contradiction, Contradictions
 from configs.schema.alarms import AlarmsConfig
 from configs.schema.base import Count, GivenPath, PositiveInt, Schema, Steps, Tokens, at_most
 from configs.schema.contradictions import contradictions_of
-from configs.schema.correction import CorrectionConfig
+from configs.schema.correction import CorrectionConfig, ImportanceWeight
 from configs.schema.critic import CriticConfig
 from configs.schema.environment import EnvironmentConfig, SingleTurn
 from configs.schema.launch import EvaluationConfig, LaunchConfig, RecordBatches, TrackingConfig
@@ -124,7 +124,8 @@ class RunConfig(Schema):
         """
         if self.correction.mode == "bypass":
             return False
-        normalises = self.correction.weight.level != "none" and self.correction.weight.normalise
+        weight = self.correction.weight
+        normalises = isinstance(weight, ImportanceWeight) and weight.normalise
         kl_in_reward = self.kl.place == "reward" and self.kl.coefficient > 0
         is_needed = self.learner.minibatches > 1 or normalises or kl_in_reward
         return is_needed or self.learner.old_logprobs == "always"

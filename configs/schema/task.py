@@ -20,6 +20,7 @@ from configs.schema.base import (
     at_least,
     at_most,
 )
+from configs.schema.own_function import FunctionPath
 
 MAX_NUMBERS = 5
 """Most numbers of a Countdown problem; more have too many expressions to enumerate."""
@@ -126,7 +127,7 @@ class FunctionReward(Schema):
     type: Literal["function"] = "function"
     weight: Weight = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
-    function: str
+    function: FunctionPath
     """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or
     ``(number, parts)``, where ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. It may be
     ``async``. Further parameters, by name: ``row``, the whole record of the data file as a dict (None for
@@ -143,13 +144,6 @@ class FunctionReward(Schema):
     """The trial before anything starts, in a process that is killed if it hangs. ``call`` imports the module and
     calls the function on an empty and an ordinary response to the task's first problem. ``import`` only imports
     it. ``none`` is for a module that only a job's own nodes have."""
-
-    @field_validator("function")
-    @classmethod
-    def _module_and_name(cls, function: str) -> str:
-        if function.count(":") != 1:
-            raise ValueError(f"function {function!r} is not of the form module:name")
-        return function
 
 
 def _checked_template(field: str, template: str) -> str:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from configs.loader import Finding, ParsedConfig, load_config
 from configs.schema import RunConfig, SftConfig
+from configs.schema.correction import ImportanceWeight
 from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.task import TaskConfig
@@ -280,6 +281,10 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         field = "reward.function" if config.reward_type.type == "function" else "reward"
         first_problem = partial(_first_problem, config.task)
         yield from finding_of(field, check_reward, config.reward_type, first_problem, _print_comment)
+    if runs != EVALUATION:
+        from launch.checks.own_parts import check_own_parts
+
+        yield from check_own_parts(config, _print_comment)
     if config.environment.type == "agent":
         from rollout.environments.agent_template import check_agent
 
@@ -322,7 +327,7 @@ def _check_bounds(config: RunConfig) -> Iterator[Finding]:
     tokens."""
     weight = config.correction.weight
     agreement = "the ratio 1 of two engines that agree; use bounds on both sides of 1, such as [0.5, 2]"
-    if weight.level != "none" and weight.upper is not None:
+    if isinstance(weight, ImportanceWeight) and weight.upper is not None:
         lower, upper = weight.lower, weight.upper
         if lower is None and upper < 1:
             yield "correction.weight", f"correction.weight.upper={upper} lowers {agreement}"

@@ -69,6 +69,7 @@ def disk_need(config: RunConfig | SftConfig) -> DiskNeed:
         checkpoint += _checkpoint_bytes(parameters, backbone.dtype, config.critic.optimizer)
     settings = config.checkpoint
     at_once = min(settings.keep + 1, -(-config.steps // settings.every)) if settings.every else 0
+    at_once += settings.keep_best is not None
     there = stored_bytes(config.resume / "checkpoints") if config.resume else 0
     return DiskNeed(checkpoint=checkpoint, checkpoints=at_once, model=model, there=there)
 

@@ -1,6 +1,7 @@
 """``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, for others."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,25 +10,26 @@ from typing import TYPE_CHECKING
 from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.checks.config import BadInput, check_new_folder
-from launch.processes.run_folder import RunFolder, check_can_be_made, locked
+from launch.processes.run_folder import RunFolder, check_can_be_made, locked, write_json
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role
 from launch.tables import print_table
-from parallel.checkpoints.files import remove_leftovers
+from parallel.checkpoints.files import BEST, missing, remove_leftovers, step_folder
 
 if TYPE_CHECKING:
     from trainer.report.page import Comparison
 
 
-def export(run: Path, out: Path, *, adapter: bool = False) -> None:
+def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -> None:
     """Write the newest weights of a run: its finished model, or the checkpoint of a resumed and stopped run,
-    which is newer. adapter: only its adapters, in peft's format."""
+    which is newer. adapter: only its adapters, in peft's format. best: of the step with the best evaluation."""
     folder = existing_run(run)
     check_new_folder("OUT", out)
     if adapter:
         _require_adapters(folder)
+    step = _best_step(folder) if best else None
     with _exporting_alone(folder):
-        _export(folder, out, adapter=adapter)
+        _export(folder, out, adapter=adapter, step=step)
     print(f"exported to {out}", flush=True)
 
 
@@ -53,18 +55,37 @@ def _require_adapters(folder: RunFolder) -> None:
         raise BadInput(f"{error}; leave --adapter out to export its model")
 
 
-def _export(folder: RunFolder, out: Path, *, adapter: bool) -> None:
+def _best_step(folder: RunFolder) -> int:
+    try:
+        step = int(json.loads((folder.checkpoints / BEST).read_text())["step"])
+    except FileNotFoundError:
+        error = f"--best: {folder.path} has kept no best checkpoint"
+        raise BadInput(
+            f"{error}; train with checkpoint.keep_best=eval/accuracy, or leave --best out"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"--best: {folder.checkpoints / BEST} cannot be read: {error}; leave --best out"
+        ) from error
+    if wrong := missing(step_folder(folder.checkpoints, step)):
+        raise BadInput(f"--best: the checkpoint of step {step} is not complete ({wrong}); leave --best out")
+    return step
+
+
+def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) -> None:
+    """step: None for the newest."""
     finished, exported = folder.hf, folder.export
     if adapter:
         finished, exported = folder.adapter, folder.exported_adapter
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        if not folder.has_final_model():
-            _export_checkpoint(folder)
+        is_final = step is None and folder.has_final_model()
+        if not is_final:
+            _export_checkpoint(folder, step)
         with _one_error_for(out):
             partial.parent.mkdir(parents=True, exist_ok=True)
-            if folder.has_final_model():
+            if is_final:
                 shutil.copytree(finished, partial)
             else:
                 shutil.move(exported, partial)  # copied only where OUT is on another disk
@@ -72,6 +93,7 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool) -> None:
     finally:
         for left in (partial, folder.export, folder.exported_adapter):
             shutil.rmtree(left, ignore_errors=True)
+        folder.export_request.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -86,7 +108,7 @@ def _one_error_for(out: Path) -> Iterator[None]:
         ) from error
 
 
-def _export_checkpoint(folder: RunFolder) -> None:
+def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
     """Into the run's own ``export/``, and adapters into ``export-adapter/``."""
     if folder.newest_checkpoint() is None:
         reason = folder.why_no_checkpoint()
@@ -95,6 +117,7 @@ def _export_checkpoint(folder: RunFolder) -> None:
     config = load_config(folder.config, [])
     for exported in (folder.export, folder.exported_adapter):
         remove_leftovers(folder.path, exported.name)  # of an export that was killed
+    write_json(folder.export_request, {"step": step})
     folder.forget("export-rank")
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         supervisor.start(role("export-rank", folder, config, show_stdout=True))

@@ -153,8 +153,16 @@ def evaluate(
         error = f"{config_path}: the task has no held-out problems to evaluate on"
         raise RoleFailed(f"{error}; raise task.heldout_fraction")
     summary = {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)}
+    summary |= {"pass_at": result.pass_at} if result.pass_at else {}
+    summary |= {"greedy_accuracy": result.greedy.accuracy} if result.greedy else {}
     run_folder.write_json(folder.summary, summary)
-    print(f"accuracy {result.accuracy:.4f} on {result.count} held-out samples; {folder.summary}", flush=True)
+    further = [f"pass@{k} {share:.4f}" for k, share in result.pass_at.items()]
+    further += [f"at temperature 0 {result.greedy.accuracy:.4f}"] if result.greedy else []
+    text = "".join(f", {more}" for more in further)
+    print(
+        f"accuracy {result.accuracy:.4f} on {result.count} held-out samples{text}; {folder.summary}",
+        flush=True,
+    )
     return result.accuracy
 
 

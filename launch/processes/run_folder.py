@@ -84,6 +84,11 @@ class RunFolder:
         return self.path / "export"
 
     @property
+    def export_request(self) -> Path:
+        """The step that a command asks its export role for; gone once that has ended."""
+        return self.path / ".export.json"
+
+    @property
     def adapter(self) -> Path:
         return self.path / "adapter"
 

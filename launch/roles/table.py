@@ -6,6 +6,7 @@ folder.
 """
 
 import asyncio
+import json
 import math
 import os
 import signal
@@ -29,7 +30,7 @@ from launch.roles.learn import learn
 from launch.roles.serve import serve, serving_node
 from launch.studies.mismatch import draw, score
 from launch.studies.verify_sync import send_other_weights
-from parallel.checkpoints.files import step_folders
+from parallel.checkpoints.files import step_folder, step_folders
 from parallel.planning.layout import Experts, read_architecture, read_hf_config
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.watched_process import guard_session
@@ -100,8 +101,8 @@ def supervised(folder: RunFolder, config: SftConfig) -> None:
 
 
 def export(folder: RunFolder, config: RunConfig) -> None:
-    """Export the newest checkpoint of a run into its ``export/`` folder, in one process, whatever layout wrote it, and its
-    adapters into ``export-adapter/``."""
+    """Export the newest checkpoint of a run, or the one that the command asks for, into its ``export/`` folder, in one
+    process, whatever layout wrote it, and its adapters into ``export-adapter/``."""
     import torch.distributed as dist
 
     from parallel.checkpoints.checkpoint import newest_whole
@@ -110,7 +111,9 @@ def export(folder: RunFolder, config: RunConfig) -> None:
 
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     learner = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS}))
+    step = json.loads(folder.export_request.read_text())["step"]
     newest_first = reversed(step_folders(folder.checkpoints).values())
+    newest_first = newest_first if step is None else [step_folder(folder.checkpoints, step)]
     (whole,), damaged = newest_whole([step] for step in newest_first)
     for wrong in damaged.values():
         print(f"checkpoint {wrong}; exporting {whole.folder.name} instead", flush=True)

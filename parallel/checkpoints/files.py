@@ -25,6 +25,8 @@ import xxhash
 
 FORMAT = 2
 MANIFEST = "complete.json"
+BEST = "best.json"
+"""In the folder of the checkpoints: the step of the best one, where ``checkpoint.keep_best`` keeps it."""
 HASH_THREADS = 4
 """Threads of one process. xxhash releases the interpreter; one thread reads and hashes 5 to 10 GB/s."""
 _STEP = re.compile(r"step_(\d{6,})")
@@ -212,10 +214,12 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(target)
 
 
-def prune(root: Path, keep: int) -> None:
-    """Remove all but the newest ``keep`` complete checkpoints. For one rank to call, after a save."""
-    for folder in [*valid_checkpoints(root).values()][:-keep]:
-        remove(folder)
+def prune(root: Path, keep: int, also: int | None = None) -> None:
+    """Remove all but the newest ``keep`` complete checkpoints, and that of the step ``also``. For one rank to call, after
+    a save."""
+    for step, folder in [*valid_checkpoints(root).items()][:-keep]:
+        if step != also:
+            remove(folder)
 
 
 def remove(folder: Path) -> None:

@@ -45,7 +45,9 @@ START_TIMEOUT_S = 120.0
 """Time for a worker to start and import the reward while all others may be starting; the config may set more."""
 STOP_TIMEOUT_S = 5.0
 """Time for the kernel to end a killed process."""
-BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from rollout.rewards.worker import serve; serve({descriptor}, {reward!r})"
+BOOTSTRAP = (
+    "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({descriptor}, *{arguments!r})"
+)
 MATH_VERIFY = "math_verify"
 
 
@@ -119,9 +121,9 @@ def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Re
 
 
 def start_process(
-    reward: str, *, output: int, options: Sequence[str] = ()
+    module: str, *arguments: str, output: int, options: Sequence[str] = ()
 ) -> tuple[subprocess.Popen, Connection]:
-    """A process that runs ``serve``, and our end of its pipe.
+    """A process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of its pipe.
 
     Args:
         output: descriptor for all that the process prints.
@@ -129,7 +131,7 @@ def start_process(
     """
     ours, theirs = Pipe()
     path = [entry or os.getcwd() for entry in sys.path]
-    command = BOOTSTRAP.format(path=path, descriptor=theirs.fileno(), reward=reward)
+    command = BOOTSTRAP.format(path=path, module=module, descriptor=theirs.fileno(), arguments=arguments)
     with theirs:
         process = subprocess.Popen(
             [sys.executable, *options, "-c", command],
@@ -203,7 +205,9 @@ class _Worker:
             if self._closed:
                 raise CancelledError
             # Prints of reward code go to the error stream: standard output is for the run's own lines.
-            self._process, self._connection = start_process(self._reward, output=sys.__stderr__.fileno())
+            self._process, self._connection = start_process(
+                __name__, self._reward, output=sys.__stderr__.fileno()
+            )
         try:
             kind, content = self._receive_reply(self._start_timeout_s)
         except (TimeoutError, EOFError, OSError) as error:

@@ -68,6 +68,10 @@ class EvaluationResult:
     accuracy_error: float | None = None
     """Standard error of the accuracy over problems, since samples of one problem are not independent. None for
     a single problem."""
+    pass_at: dict[int, float] = field(default_factory=dict)
+    """pass@k: the probability that k samples of a problem hold a right one, as a mean over problems; k of 2 or more."""
+    greedy: "EvaluationResult | None" = None
+    """Of one answer per problem at temperature 0, where the config asks for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

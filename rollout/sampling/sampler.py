@@ -15,6 +15,7 @@ import random
 import statistics
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
@@ -165,21 +166,30 @@ class GroupSampler:
         prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
         if not prompts:
             return None
-        client, temperature = self._evaluation_client, self._evaluation.temperature
-        seeds = [
-            self._sample_seeds(prompt, self._evaluation.samples_per_prompt, attempt=-1) for prompt in prompts
-        ]
-        sampled = await all_or_first_error(
-            self._evaluation_samples.sample(client, prompt, of_prompt, temperature=temperature)
-            for prompt, of_prompt in zip(prompts, seeds, strict=True)
+        config = self._evaluation
+        ways = [(config.samples_per_prompt, config.temperature)] + [(1, 0.0)] * config.greedy
+        # All at once, so that the servers never wait for the last samples of one way.
+        answers = await all_or_first_error(
+            self._evaluation_samples.sample(
+                self._evaluation_client,
+                prompt,
+                self._sample_seeds(prompt, count, attempt=-1),
+                temperature=temperature,
+            )
+            for count, temperature in ways
+            for prompt in prompts
         )
+        sampled, greedy = answers[: len(prompts)], answers[len(prompts) :]
         failures = [
-            f for p, samples in zip(prompts, sampled, strict=True) for f in _failed_rewards(p, samples)
+            failure
+            for prompt, samples in zip(prompts * len(ways), answers, strict=True)
+            for failure in _failed_rewards(prompt, samples)
         ]
         _log_failures(failures)
-        if failures and len(failures) == sum(map(len, sampled)):
+        if failures and len(failures) == sum(map(len, answers)):
             raise SamplingError(_nothing_to_learn(failures, len(failures)))
-        return _summarise_samples(sampled)
+        result = _summarise_samples(sampled)
+        return replace(result, greedy=_summarise_samples(greedy)) if greedy else result
 
     async def _sample_group(self, number: int) -> ScoredGroup:
         """The training group of this number, which is its place in the order of the data too."""
@@ -296,15 +306,35 @@ def accuracy_error(right: Sequence[Sequence[bool]]) -> float | None:
     return statistics.stdev(shares) / math.sqrt(len(shares)) if len(shares) > 1 else None
 
 
+def pass_at(k: int, *, samples: int, right: int) -> float:
+    """1 - C(samples - right, k) / C(samples, k): the probability that k of a problem's samples, drawn without replacement,
+    hold a right one. An unbiased estimate of 1 - (1 - p)^k, where k <= samples.
+
+    Source: Chen et al. 2021 (arXiv 2107.03374), in its product form.
+    """
+    return 1.0 - math.prod(1.0 - k / i for i in range(samples - right + 1, samples + 1))
+
+
+def _pass_at(right: Sequence[Sequence[bool]]) -> dict[int, float]:
+    """pass@k over problems with as many samples each: for k = 2, 4, 8, … and all samples."""
+    most = len(right[0])
+    ks = sorted({most, *(2**power for power in range(1, most.bit_length()) if 2**power <= most)} - {1})
+    return {
+        k: statistics.fmean(pass_at(k, samples=most, right=sum(samples)) for samples in right) for k in ks
+    }
+
+
 def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
     """A sample that was not scored is wrong, with a reward of 0."""
     samples = [sample for samples in sampled for sample in samples]
     truncated = sum(sample.is_truncated for sample in samples)
+    right = [[sample.correct for sample in samples] for samples in sampled]
     return EvaluationResult(
         accuracy=sum(sample.correct for sample in samples) / len(samples),
         reward_mean=sum(sample.reward or 0.0 for sample in samples) / len(samples),
         count=len(samples),
-        accuracy_error=accuracy_error([[sample.correct for sample in samples] for samples in sampled]),
+        accuracy_error=accuracy_error(right),
+        pass_at=_pass_at(right),
         length_mean=sum(sample.num_sampled for sample in samples) / len(samples),
         truncated_fraction=truncated / len(samples),
     )

@@ -3,6 +3,7 @@
 import asyncio
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -12,6 +13,7 @@ import sys
 import time
 
 import pytest
+import torch
 
 from configs.loader import load_config
 from rollout.environments.episodes import Sample
@@ -23,6 +25,8 @@ from rollout.tokenization import load_tokenizer
 from tests.docs.conftest import RECORDED_STEP
 from tests.docs.pages import DOCS
 from tests.support.records import completion
+from trainer.algorithm.own_parts import call, own_parts
+from trainer.own_contract import check_contract
 
 EXAMPLES = DOCS / "examples"
 
@@ -53,6 +57,24 @@ def test_own_reward():
     right, wrong = module.score("", "(2+3)*4", problem), module.score("", "2+3+4", problem)
     assert right == (pytest.approx(1.05), {"right": 1.0, "brevity": 0.5})
     assert wrong[0] == 0.0 and wrong[1]["right"] == 0.0
+
+
+def test_own_loss(monkeypatch):
+    """Its functions keep to their contracts, and are what their docstrings say."""
+    monkeypatch.chdir(EXAMPLES / "own_loss")
+    config = load_config(EXAMPLES / "own_loss" / "experiment.yaml")
+    parts = own_parts(config)
+    assert list(parts) == ["objective", "advantage", "correction.weight"]
+    for part, own in parts.values():
+        check_contract(part, own)
+    log_ratios = torch.tensor([0.0, math.log(3)])
+    old, advantages = torch.tensor([-1.0, -2.0]), torch.tensor([2.0, -1.0])
+    losses, told = call(*parts["objective"], old + log_ratios, old, advantages)
+    spring = 2 * math.log(3) ** 2
+    assert losses.tolist() == pytest.approx([-2.0, 3 + spring]) and told["spring"][1] == pytest.approx(spring)
+    rewards, groups = torch.tensor([1.0, 0.0, 9.0, 5.0]), torch.tensor([4, 4, 4, -1])
+    assert call(*parts["advantage"], rewards, groups)[0].tolist() == [0.0, -1.0, 8.0, 0.0]
+    assert call(*parts["correction.weight"], log_ratios)[0].tolist() == pytest.approx([1.0, 1.5])
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from configs.presets import PRESETS
 from configs.schema import RunConfig
+from configs.schema.correction import ImportanceWeight
 from parallel.packing import PackedBatch
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.variant_workers import ADAPTIVE, STEPS, VARIANTS, first_step, variant_config
@@ -198,11 +199,14 @@ def asked_for(config: RunConfig) -> set[str]:
         for part in ("tokens", "sequences", "touched_sequences")
     }
     names |= {"mismatch/veto/tokens", "mismatch/veto/sequences"} if correction.veto is not None else set()
-    if weight.level != "none":
+    if isinstance(weight, ImportanceWeight):
         names |= {"mismatch/truncated_fraction"} if weight.upper is not None else set()
         names |= {"mismatch/below_lower_fraction"} if weight.lower is not None else set()
         names |= {"mismatch/weight_normaliser"} if weight.normalise else set()
-    if config.policy_objective.type not in ("policy_gradient", "gmpo"):
+    if config.policy_objective.type == "function":
+        own = {"objective/ratio", "objective/clipped", "advantage/is_positive", "weight/above"}
+        names |= {f"own/{what}" for what in own}
+    elif config.policy_objective.type not in ("policy_gradient", "gmpo"):
         names |= {f"policy/ratio_{part}" for part in ("mean", "min", "max")}
     names |= set(CRITIC) if config.critic is not None else set()
     if config.kl.coefficient > 0:
@@ -229,11 +233,11 @@ def test_every_choice_is_among_the_variants():
     assert set(PRESETS) <= {
         setting.removeprefix("correction=") for settings in VARIANTS.values() for setting in settings
     }
-    assert {PRESETS[name] for name in PRESETS} <= {c.correction for c in configs}
+    corrections = [c.correction for c in configs]
+    assert all(PRESETS[name] in corrections for name in PRESETS)
     for minibatches in (1, 2):  # the correction is found at another time
-        assert {PRESETS[name] for name in list(PRESETS)[:8]} <= {
-            c.correction for c in configs if c.learner.minibatches == minibatches
-        }
+        corrections = [c.correction for c in configs if c.learner.minibatches == minibatches]
+        assert all(PRESETS[name] in corrections for name in list(PRESETS)[:8])
     assert {c.objective.type for c in configs} == types(objective.ObjectiveConfig)
     assert {c.advantage.type for c in configs} == types(objective.AdvantageConfig)
     assert {c.kl.estimator for c in configs if c.kl.place == "loss" and c.kl.coefficient} == set(
@@ -244,8 +248,13 @@ def test_every_choice_is_among_the_variants():
         get_args(objective.AggregationConfig.model_fields["type"].annotation)
     )
     weights = [c.correction.weight for c in configs]
-    assert {w.level for w in weights} == {"none", *get_args(Level)}
-    assert {w.bound for w in weights if w.level != "none"} == {"truncate", "clip", "mask", "none"}
+    assert {w.level for w in weights} == {"none", "function", *get_args(Level)}
+    assert {w.bound for w in weights if isinstance(w, ImportanceWeight)} == {
+        "truncate",
+        "clip",
+        "mask",
+        "none",
+    }
 
 
 @pytest.mark.parametrize("name", VARIANTS)

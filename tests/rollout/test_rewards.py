@@ -747,7 +747,7 @@ def test_a_module_that_never_comes_back_is_refused(trial, content, message):
 
 
 def test_a_slow_import_is_told_meanwhile(trial, monkeypatch):
-    monkeypatch.setattr("rollout.rewards.trial.TELL_EVERY_S", 0.05)
+    monkeypatch.setattr("rollout.rewards.trial_process.TELL_EVERY_S", 0.05)
     told = tried("repeats")
     assert told and all(
         re.fullmatch(r"(importing tried|scoring an .* response) … \d+ s of \w+=\d+", line) for line in told

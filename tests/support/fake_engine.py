@@ -76,7 +76,7 @@ class FakeEngine:
             completion(
                 prompt_ids=prompt_ids,
                 token_ids=tokens,
-                rollout_logprobs=[-(1 + token) / temperature for token in tokens],
+                rollout_logprobs=[-(1 + token) / (temperature or 1.0) for token in tokens],
                 token_versions=[self.version] * len(tokens),
                 finish_reason=FinishReason.STOP if tokens[-1] == stop else FinishReason.LENGTH,
             )

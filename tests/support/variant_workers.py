@@ -38,6 +38,7 @@ KL_IN_REWARD = (KL, "kl.place=reward")
 EVERY_GROUP = "rollout.dynamic_sampling.type=none"
 """What the learner's config must say for these estimators; the sample role, started once, resamples for them
 too."""
+OWN = "tests.support.own_functions"
 BY_SEQUENCE = "aggregation.type=sequence_mean_token_mean"
 
 VARIANTS: dict[str, tuple[str, ...]] = {
@@ -80,6 +81,11 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "aggregation sequence_mean_token_sum, bypass_geo_rs": ("aggregation.type=sequence_mean_token_sum", "correction=bypass_geo_rs"),
     "aggregation over a constant, pg_token_icepop": (
         "aggregation={type: sequence_mean_token_sum_over_constant, constant: 14}", "correction=pg_token_icepop"
+    ),
+    "functions of the user's own": (
+        f"objective={{type: function, function: '{OWN}:clipped', settings: {{clip_low: 0.2, clip_high: 0.2, dual_clip: 3.0}}}}",
+        f"advantage={{type: function, function: '{OWN}:grpo', settings: {{normalize_by_std: true}}}}",
+        f"correction.weight={{level: function, function: '{OWN}:truncate', settings: {{upper: 2.0}}}}",
     ),
     # Further forms of KL, with further objectives and weights.
     **{

@@ -5,6 +5,7 @@ tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and 
 
 import itertools
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -205,6 +206,57 @@ def test_before_the_export_the_last_step_is_saved_where_it_could_be_lost(
     assert sorted(p.name for p in tmp_path.glob("step_*")) == found
 
 
+ACCURACIES = {0: 0.1, 2: 0.5, 4: 0.5, 6: 0.7, 8: 0.6}
+
+
+def best_steps(tmp_path, run, steps, **settings) -> Checkpointer:
+    config = CheckpointConfig(every=3, keep=1, keep_best="eval/accuracy", **settings)
+    checkpointer = Checkpointer(tmp_path, config)
+    checkpointer.restore(run, Data())
+    for step in steps:
+        evaluated = {"eval/accuracy": ACCURACIES[step]} if step in ACCURACIES else {}
+        checkpointer.after_step(step, run, Data(), evaluated=evaluated)
+    return checkpointer
+
+
+def steps_kept(tmp_path) -> list[int]:
+    assert [*valid_checkpoints(tmp_path)] == [*valid_checkpoints(tmp_path / "critic")]
+    return [*valid_checkpoints(tmp_path)]
+
+
+def test_the_best_step_has_a_checkpoint_that_stays(tmp_path):
+    """Of equal evaluations the first is the best; a better one takes its place; it survives a resume."""
+    best = {"metric": "eval/accuracy"}
+    best_steps(tmp_path, learner(critic=True), range(1, 6))
+    assert steps_kept(tmp_path) == [2, 3]
+    assert json.loads((tmp_path / "best.json").read_text()) == best | {"step": 2, "value": 0.5}
+    run = learner(critic=True)
+    best_steps(tmp_path, run, [4, 5])
+    assert run.engine.loaded == [step_folder(tmp_path, 3)] and steps_kept(tmp_path) == [2, 3]
+    best_steps(tmp_path, learner(critic=True), range(4, 13))
+    assert steps_kept(tmp_path) == [6, 12]
+    assert json.loads((tmp_path / "best.json").read_text()) == best | {"step": 6, "value": 0.7}
+
+
+def test_what_is_no_better_or_no_number_is_not_the_best(tmp_path):
+    run, checkpointer = learner(critic=False), best_steps(tmp_path, learner(critic=False), [1, 2])
+    assert not checkpointer.is_best(3, {"eval/accuracy": math.nan}) and not checkpointer.is_best(3, {})
+    assert checkpointer.is_best(3, {"eval/accuracy": 0.9}) and not checkpointer.is_best(
+        4, {"eval/accuracy": 0.9}
+    )
+    checkpointer.save(5, run, Data())
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 3
+    without = Checkpointer(tmp_path, CheckpointConfig(every=1))
+    assert not without.is_best(6, {"eval/accuracy": 1.0})
+
+
+def work_best(root: Path) -> list[bool]:
+    """What each rank thinks of evaluations that rank 0 alone knows."""
+    checkpointer = Checkpointer(root, CheckpointConfig(keep_best="eval/accuracy"))
+    known = [{"eval/accuracy": value} if dist.get_rank() == 0 else {} for value in (0.2, 0.1, 0.3)]
+    return [checkpointer.is_best(step, evaluated) for step, evaluated in enumerate(known)]
+
+
 def test_every_rank_hears_of_a_stop_as_the_first_one_sees_it():
     remote = SimpleNamespace()
     assert SharedSampler(remote, lambda: "SIGTERM").stop_requested() is True
@@ -258,6 +310,11 @@ def test_all_ranks_load_the_checkpoint_that_the_first_one_chose(tmp_path):
         Checkpointer(root, CheckpointConfig()).save(step, run, Data())
     found = run_ranks(work_stale_listing, 2, tmp_path / "ranks", root)
     assert found == [([root / "step_000004"], [root / "critic" / "step_000004"])] * 2
+
+
+@pytest.mark.engines
+def test_all_ranks_agree_on_the_best_step(tmp_path):
+    assert run_ranks(work_best, 2, tmp_path / "ranks", tmp_path) == [[True, False, True]] * 2
 
 
 def test_a_damaged_policy_takes_the_critic_of_its_step_along(tmp_path, capsys):

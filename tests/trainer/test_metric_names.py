@@ -1,10 +1,19 @@
 """The table of metrics against a step that records all of them: names, reductions, and that none is left over."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from configs.schema.correction import CorrectionConfig, ImportanceWeight, RatioRule
-from configs.schema.objective import ClippedObjective, EntropyConfig, GaeAdvantage, KLConfig
+from configs.schema.correction import CorrectionConfig, FunctionWeight, ImportanceWeight, RatioRule
+from configs.schema.objective import (
+    ClippedObjective,
+    EntropyConfig,
+    FunctionAdvantage,
+    FunctionObjective,
+    GaeAdvantage,
+    KLConfig,
+)
 from parallel.engine import UpdateResult
 from rollout.records import FinishReason, Group
 from rollout.sampling.messages import EvaluationResult, SamplingStats
@@ -34,6 +43,20 @@ CORRECTION = CorrectionConfig(
     veto=1e-4,
 )
 
+HERE = "tests.support.own_functions"
+CLIP = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+OWN_OBJECTIVE = FunctionObjective(type="function", function=f"{HERE}:clipped", settings=CLIP)
+OWN_ADVANTAGE = FunctionAdvantage(
+    type="function", function=f"{HERE}:grpo", settings={"normalize_by_std": True}
+)
+OWN_CORRECTION = CorrectionConfig(
+    weight=FunctionWeight(level="function", function=f"{HERE}:truncate", settings={"upper": 2.0})
+)
+
+EVALUATION = EvaluationResult(
+    accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0, accuracy_error=0.1
+)
+
 
 def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str, Metric]]]:
     """A batch of two minibatches, the metrics before its update and those of each of its updates."""
@@ -55,6 +78,8 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
     advantages = compute_advantages(
         batch, step.rewards_S, step.group_ids_S, GaeAdvantage(type="gae"), penalty_T=penalty_T
     )
+    own = compute_advantages(batch, step.rewards_S, step.group_ids_S, OWN_ADVANTAGE).metrics
+    own |= correct(batch, OWN_CORRECTION).metrics
     correction = correct(batch, CORRECTION)
     weights_T = torch.full((12,), 0.1)
     step = step.with_advantages(advantages).with_fields(
@@ -69,11 +94,15 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
     updates = []
     for (micro,) in step.minibatches():
         policy = policy_loss(micro, micro.old_logprobs_T - 0.1, torch.ones(micro.num_tokens), **terms).metrics
+        own |= policy_loss(
+            micro, micro.old_logprobs_T, torch.ones(micro.num_tokens), **terms | {"objective": OWN_OBJECTIVE}
+        ).metrics
         critic = value_loss(micro, micro.values_T, value_clip=0.2)[1]
         routing = routing_metrics([1, 2], 4, is_sparse=[True, False, True])
         steps = _optimizer_metrics("optim", result) | _optimizer_metrics("critic", result)
         updates.append(policy | critic | routing | steps)
-    return step, [kl, advantages.metrics, correction.metrics], updates
+    own = {name: metric for name, metric in own.items() if name.startswith("own/")}
+    return step, [kl, advantages.metrics, correction.metrics, own], updates
 
 
 def whole_step() -> StepMetrics:
@@ -97,9 +126,7 @@ def whole_step() -> StepMetrics:
         measured=measured,
         updates=[Update(metrics=per_minibatch(metrics)) for metrics in updates],
         sync=SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
-        evaluation=EvaluationResult(
-            accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0, accuracy_error=0.1
-        ),
+        evaluation=replace(EVALUATION, pass_at={2: 0.7}, greedy=EVALUATION),
         seconds=dict.fromkeys(("step", *TIME_PARTS), 1.0),
         mode="decoupled",
         group=None,

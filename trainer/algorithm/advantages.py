@@ -3,7 +3,7 @@
 ``_S`` is over the sequences of the whole step, on all ranks, as a group must never be seen in part; ``_E`` over its
 episodes, which are sequences where none forks. ``_T`` and ``_N`` are of one rank. Rewards, values, returns and advantages have one unit.
 
-    by sequence (S)    grpo, rloo, opo                every response token gets its sequence's advantage
+    by sequence (S)    grpo, rloo, opo, the user's    every response token gets its sequence's advantage
     by token (T)       discounted_returns, gae        recurrences over response tokens, which skip tool tokens between them
     whiten             over the tokens of all ranks
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from configs.schema.objective import (
     AdvantageConfig,
+    FunctionAdvantage,
     GaeAdvantage,
     GrpoAdvantage,
     OpoAdvantage,
@@ -28,6 +29,7 @@ from configs.schema.objective import (
 from parallel.packing import FLOATS, PackedBatch, require_per_token
 from trainer.algorithm.inputs import require_numbers
 from trainer.algorithm.kl_reward import token_rewards
+from trainer.algorithm.own_parts import ADVANTAGE, call, metrics_of
 from trainer.algorithm.segments import count_per_sequence, spread, sum_per_sequence
 from trainer.algorithm.turn_rewards import TurnRewards, rewards_at_turns
 from trainer.ranks.metrics import Metric
@@ -98,12 +100,15 @@ def compute_advantages(
         penalty_T = _response_values("penalty_T", penalty_T, batch)
         shaped_E = rewards_E - of_whole_step(sum_per_sequence(penalty_T, cu_seqlens))
 
+    def lengths_of_episodes() -> Tensor:
+        return of_whole_step(count_per_sequence(mask_T, cu_seqlens))
+
     def rewards_of_tokens() -> Tensor:
         if turn_rewards is None:
             return token_rewards(rewards_S[ids_S], penalty_T, mask_T, cu_seqlens)
         return rewards_at_turns(turn_rewards.rewards_V, turn_rewards, batch, episode_of_S, penalty_T)
 
-    returns_T = None
+    returns_T, own_metrics = None, dict[str, Metric]()
     match config:
         case GrpoAdvantage() if turn_rewards is not None:
             groups_V = group_ids_S[turn_rewards.sequence_ids_V]
@@ -117,8 +122,12 @@ def compute_advantages(
         case RlooAdvantage():
             advantages_T = to_tokens(rloo(shaped_E, groups_E))
         case OpoAdvantage():
-            lengths_E = of_whole_step(count_per_sequence(mask_T, cu_seqlens))
-            advantages_T = to_tokens(opo(shaped_E, groups_E, lengths_E))
+            advantages_T = to_tokens(opo(shaped_E, groups_E, lengths_of_episodes()))
+        case FunctionAdvantage():
+            advantages_E, recorded = call(
+                ADVANTAGE, config, shaped_E, groups_E, lengths_S=lengths_of_episodes
+            )
+            advantages_T, own_metrics = to_tokens(advantages_E.detach()), metrics_of(ADVANTAGE, recorded)
         case ReinforcePlusPlusBaselineAdvantage():
             advantages_T = whiten(to_tokens(grpo(shaped_E, groups_E, normalize_by_std=False)), mask_T, total)
         case ReinforcePlusPlusAdvantage():
@@ -140,9 +149,8 @@ def compute_advantages(
         case _:
             assert_never(config)
     advantages_T = torch.where(mask_T, advantages_T, 0.0).to(dtype)
-    return Advantages(
-        advantages_T=advantages_T, returns_T=returns_T, metrics=_advantage_metrics(advantages_T, mask_T)
-    )
+    metrics = own_metrics | _advantage_metrics(advantages_T, mask_T)
+    return Advantages(advantages_T=advantages_T, returns_T=returns_T, metrics=metrics)
 
 
 def grpo(rewards_S: Tensor, group_ids_S: Tensor, *, normalize_by_std: bool) -> Tensor:

@@ -24,11 +24,13 @@ from configs.schema.correction import (
     CorrectionConfig,
     DifferenceRule,
     DivergenceRule,
+    FunctionWeight,
     ImportanceWeight,
     Level,
     NoWeight,
     RatioRule,
     RejectionRule,
+    WeightConfig,
 )
 from parallel.packing import PackedBatch, require_per_token
 from trainer.algorithm.inputs import may_be_broken, require_numbers
@@ -40,6 +42,7 @@ from trainer.algorithm.mismatch import (
     veto_metrics,
     weight_metrics,
 )
+from trainer.algorithm.own_parts import WEIGHT, call, metrics_of, require_weights
 from trainer.algorithm.segments import (
     ValidTokens,
     count_per_sequence,
@@ -171,12 +174,20 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
 
 
 def _weigh(
-    log_ratio_N: Tensor, valid: ValidTokens, config: NoWeight | ImportanceWeight, total: Total
+    log_ratio_N: Tensor, valid: ValidTokens, config: WeightConfig, total: Total
 ) -> tuple[Tensor, dict[str, Metric]]:
     match config:
         case NoWeight():
             ratio_N, ones_N = level_ratio(log_ratio_N, valid, "token"), torch.ones_like(log_ratio_N)
             return ones_N, weight_metrics(ratio_N, ones_N, valid.bounds_S)
+        case FunctionWeight():
+            weights_N, recorded = call(
+                WEIGHT, config, log_ratio_N, bounds_S=lambda: valid.bounds_S, segment_bounds=valid.run_bounds
+            )
+            weights_N = weights_N.detach()
+            require_weights(config, weights_N, log_ratio_N)
+            metrics = weight_metrics(level_ratio(log_ratio_N, valid, "token"), weights_N, valid.bounds_S)
+            return weights_N, metrics | metrics_of(WEIGHT, recorded)
         case ImportanceWeight(level=level, bound=bound, lower=lower, upper=upper):
             ratio_N = level_ratio(log_ratio_N, valid, level)
             weights_N = bounded_weights(ratio_N, bound, lower=lower, upper=upper)

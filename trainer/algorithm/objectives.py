@@ -13,7 +13,8 @@ response mask first. All of them bound log r to +-20, which the papers do not.
     policy_gradient  no ratio                                       -A, whatever old is
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class ObjectiveLoss:
     gradient."""
     dual_clipped_T: Tensor | None = None
     """bool: A < 0 and the loss was held at -c A."""
+    recorded: Mapping[str, Tensor] = field(default_factory=dict)
+    """What an objective of the user's own records, by its name."""
 
 
 def clipped(

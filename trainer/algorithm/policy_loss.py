@@ -1,7 +1,8 @@
 """The loss of one micro-batch: objective, KL and entropy terms, each a plain sum over tokens of loss times
 weight.
 
-An objective is a pure function in ``objectives`` and a case of ``_objective_loss`` here.
+An objective is a pure function in ``objectives``, or the user's own (``own_parts``), and a case of
+``_objective_loss`` here.
 """
 
 import logging
@@ -19,6 +20,7 @@ from configs.schema.objective import (
     ClippedObjective,
     DppoObjective,
     EntropyConfig,
+    FunctionObjective,
     GmpoObjective,
     GspoObjective,
     KLConfig,
@@ -42,6 +44,7 @@ from trainer.algorithm.objectives import (
     policy_gradient,
     sapo,
 )
+from trainer.algorithm.own_parts import OBJECTIVE, call, metrics_of
 from trainer.ranks.metrics import Metric, Reduction
 
 logger = logging.getLogger(__name__)
@@ -194,7 +197,7 @@ def _objective_loss(
     cu_seqlens: Tensor,
 ) -> ObjectiveLoss:
     policies = (current_T, old_T, advantages_T)
-    parameters = objective.model_dump(exclude={"type"})
+    parameters = {} if isinstance(objective, FunctionObjective) else objective.model_dump(exclude={"type"})
     match objective:
         case ClippedObjective():
             return clipped(*policies, **parameters)
@@ -210,6 +213,11 @@ def _objective_loss(
             return dppo(*policies, **parameters)
         case PolicyGradientObjective():
             return policy_gradient(current_T, advantages_T)
+        case FunctionObjective():
+            loss_T, recorded = call(
+                OBJECTIVE, objective, *policies, mask_T=lambda: kept_T, cu_seqlens=lambda: cu_seqlens
+            )
+            return ObjectiveLoss(loss_T=loss_T, recorded=recorded)
         case _:
             assert_never(objective)
 
@@ -222,6 +230,7 @@ def _weighted_sum(x_T: Tensor, weights_T: Tensor, kept_T: Tensor) -> Tensor:
 def _objective_metrics(result: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metric]:
     num_kept = int(torch.count_nonzero(kept_T).item())
     metrics = {} if result.ratio_T is None else _ratio_metrics(result.ratio_T, kept_T, num_kept)
+    metrics |= metrics_of(OBJECTIVE, result.recorded, kept_T)
     shares = {
         "policy/clip_fraction": result.clipped_T,
         "policy/dual_clip_fraction": result.dual_clipped_T,

@@ -3,8 +3,10 @@ to the learner."""
 
 import asyncio
 import hashlib
+import itertools
 import json
 import logging
+import math
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -22,10 +24,17 @@ from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from rollout.rewards import RewardModelError, WorkerStartError
 from rollout.run_key import run_key
-from rollout.sampling.messages import SampleRoleLost, SamplerState, SamplingError
+from rollout.sampling.messages import (
+    Evaluated,
+    SampleRoleLost,
+    SamplerState,
+    SamplingError,
+    decode_reply,
+    encode,
+)
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_prompt_lengths, check_vocabulary, run_sample_role, serve
-from rollout.sampling.sampler import GroupSampler, choose_heldout, epoch_order
+from rollout.sampling.sampler import GroupSampler, choose_heldout, epoch_order, pass_at
 from rollout.tasks import Problem, Task, longest_above
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
@@ -504,6 +513,68 @@ def test_evaluation_is_the_plain_mean_over_heldout_samples_and_moves_nothing(tok
     assert result.truncated_fraction == sum(tokens[-1] != STOP for tokens in responses) / 6
     assert asyncio.run(sampler.evaluate()).accuracy == result.accuracy
     assert sampler.state == before
+
+
+@pytest.mark.parametrize(
+    ("samples", "right", "k"), [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
+)
+def test_pass_at_k_is_the_share_of_draws_that_hold_a_right_sample(samples, right, k):
+    is_right = [place < right for place in range(samples)]
+    draws = [*itertools.combinations(is_right, k)]
+    assert pass_at(k, samples=samples, right=right) == pytest.approx(
+        sum(map(any, draws)) / len(draws), abs=1e-12
+    )
+
+
+def test_pass_at_k_by_hand_and_for_many_samples():
+    assert pass_at(2, samples=4, right=1) == pytest.approx(1 - 3 / 6)  # 1 - C(3, 2) / C(4, 2)
+    assert pass_at(3, samples=10, right=2) == pytest.approx(1 - 56 / 120)  # 1 - C(8, 3) / C(10, 3)
+    assert pass_at(64, samples=65536, right=1) == pytest.approx(64 / 65536)
+    assert pass_at(8, samples=8, right=1) == 1.0 and pass_at(8, samples=8, right=0) == 0.0
+
+
+def test_pass_at_k_is_unbiased():
+    """Its mean over the binomial number of right samples is 1 - (1 - p)^k exactly, for every k and p."""
+    for p, n in ((0.1, 5), (0.7, 8)):
+        weights = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+        for k in range(1, n + 1):
+            mean = sum(w * pass_at(k, samples=n, right=c) for c, w in enumerate(weights))
+            assert mean == pytest.approx(1 - (1 - p) ** k)
+
+
+def test_an_evaluation_has_pass_at_powers_of_two_and_all_samples(tokenizer):
+    engine, scorer = FakeEngine(), LengthScorer()
+    evaluation = EvaluationConfig(samples_per_prompt=6)
+    result = asyncio.run(
+        make_sampler(tokenizer, engine=engine, scorer=scorer, evaluation=evaluation).evaluate()
+    )
+    assert list(result.pass_at) == [2, 4, 6] and result.greedy is None
+    by_prompt = Counter(name for name, text in scorer.seen if len(text) % 2 == 0)
+    for k, found in result.pass_at.items():
+        wanted = [
+            1 - math.comb(6 - by_prompt[p.prompt_id], k) / math.comb(6, k) for p in make_prompts(4, "h")
+        ]
+        assert found == pytest.approx(sum(wanted) / 4)
+    assert result.accuracy <= result.pass_at[2] <= result.pass_at[4] <= result.pass_at[6]
+    alone = asyncio.run(make_sampler(tokenizer).evaluate())
+    assert alone.pass_at == {}
+
+
+def test_greedy_answers_are_one_for_each_problem_and_change_nothing_else(tokenizer):
+    engine, scorer = FakeEngine(), LengthScorer()
+    evaluation = EvaluationConfig(samples_per_prompt=2, temperature=0.25, greedy=True)
+    result = asyncio.run(
+        make_sampler(tokenizer, engine=engine, scorer=scorer, evaluation=evaluation).evaluate()
+    )
+    plain = evaluation.model_copy(update={"greedy": False})
+    assert replace(result, greedy=None) == asyncio.run(make_sampler(tokenizer, evaluation=plain).evaluate())
+    prompts = [tuple(p.token_ids) for p in make_prompts(4, "h")]
+    asked = [(prompt, seed) for prompt, seed, temperature in engine.calls if temperature == 0.0]
+    assert [prompt for prompt, _ in asked] == prompts and len(engine.calls) == 12
+    responses = [fake_tokens(p, s, max_new_tokens=6, vocab_size=20, stop=STOP) for p, s in asked]
+    assert (result.count, result.greedy.count, result.greedy.pass_at) == (8, 4, {})
+    assert result.greedy.length_mean == sum(map(len, responses)) / 4
+    assert decode_reply(encode(Evaluated(result))) == Evaluated(result)
 
 
 def test_without_heldout_prompts_nothing_is_evaluated(tokenizer):

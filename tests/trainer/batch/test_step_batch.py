@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.presets import PRESETS
-from configs.schema.correction import CorrectionConfig, ImportanceWeight
+from configs.schema.correction import CorrectionConfig, FunctionWeight, ImportanceWeight
 from configs.schema.objective import (
     AdvantageConfig,
     AggregationConfig,
@@ -33,6 +33,8 @@ from configs.schema.objective import (
     ClippedObjective,
     DppoObjective,
     EntropyConfig,
+    FunctionAdvantage,
+    FunctionObjective,
     GmpoObjective,
     GrpoAdvantage,
     GspoObjective,
@@ -456,6 +458,50 @@ def test_every_correction_objective_and_advantage_is_the_same_under_any_layout(r
     shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
     found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
     assert_same(found, wanted, magnitudes(groups, minibatches, setup))
+
+
+HERE = "tests.support.own_functions"
+OWN = FunctionObjective(
+    type="function",
+    function=f"{HERE}:clipped",
+    settings={"clip_low": 0.2, "clip_high": 0.28, "dual_clip": 3.0},
+)
+OWN_BY_SEQUENCE = FunctionObjective(
+    type="function", function=f"{HERE}:gspo", settings={"clip_low": 3e-4, "clip_high": 4e-4}
+)
+OWN_GRPO = FunctionAdvantage(type="function", function=f"{HERE}:grpo", settings={"normalize_by_std": True})
+OWN_OPO = FunctionAdvantage(type="function", function=f"{HERE}:opo")
+OWN_WEIGHT = FunctionWeight(level="function", function=f"{HERE}:truncate", settings={"upper": UPPER})
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    step=steps(),
+    mode=st.sampled_from(MODES),
+    scores_old=st.booleans(),
+    pairs=st.sampled_from(
+        (
+            ((OBJECTIVE, GRPO), (OWN, OWN_GRPO)),
+            ((GspoObjective(type="gspo"), OpoAdvantage(type="opo")), (OWN_BY_SEQUENCE, OWN_OPO)),
+        )
+    ),
+)
+def test_functions_of_the_users_own_are_bitwise_the_built_in_ones(ranks, step, mode, scores_old, pairs):
+    groups, minibatches, num_ranks, token_budget = step
+    num_ranks = num_ranks if num_ranks < MOST_RANKS else 1
+    shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    results = []
+    for (objective, advantage), weight in zip(
+        pairs, (ImportanceWeight(upper=UPPER), OWN_WEIGHT), strict=True
+    ):
+        correction = CorrectionConfig(weight=weight)
+        made = Setup(
+            mode=mode, correction=correction, objective=objective, advantage=advantage, scores_old=scores_old
+        )
+        results.append(ranks.run(shares, made))
+    built_in, own = results
+    assert own.losses == built_in.losses
+    assert all(torch.equal(a, b) for a, b in zip(own.gradients, built_in.gradients, strict=True))
 
 
 @settings(max_examples=40, deadline=None)

@@ -176,6 +176,22 @@ def test_loss_and_gradient_are_the_trainers(name):
     )
 
 
+def test_functions_of_the_users_own_replay_as_the_built_in_ones_and_are_recorded(tmp_path):
+    own = "tests.support.own_functions"
+    clip = {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 3.0}
+    objective = {"type": "function", "function": f"{own}:clipped", "settings": clip}
+    weight = {"level": "function", "function": f"{own}:truncate", "settings": {"upper": 2.0}}
+    correction = CorrectionConfig.model_validate({"weight": weight})
+    write_batch(batch_file(tmp_path, 3), replace(recorded(seed=4), correction=correction))
+    batch = read_batch(batch_file(tmp_path, 3))
+    assert batch.correction == correction
+    found = replay(batch, config_of(objective=objective), "own", batch.correction, of_logprobs)
+    wanted = replay(batch, config_of(), "built in", PRESETS["decoupled_token_is"], of_logprobs)
+    assert found.loss == wanted.loss and torch.equal(found.gradient, wanted.gradient)
+    assert found.metrics["own/objective/ratio"] == wanted.metrics["policy/ratio_mean"] == 1.0
+    assert found.metrics["own/weight/above"] == wanted.metrics["mismatch/truncated_fraction"]
+
+
 def test_micro_batches_do_not_show():
     batch = recorded((6, 8, 3, 9, 5), seed=7)
     correction = CorrectionConfig.model_validate({

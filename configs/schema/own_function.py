@@ -1,0 +1,34 @@
+"""A part of the loss that is a function of the user's own (``trainer/algorithm/own_parts.py`` has the contracts)."""
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, StringConstraints
+
+from configs.schema.base import Schema, Seconds
+
+
+def _module_and_name(function: str) -> str:
+    if function.count(":") != 1:
+        raise ValueError(f"function {function!r} is not of the form module:name")
+    return function
+
+
+FunctionPath = Annotated[str, AfterValidator(_module_and_name)]
+"""``module:function``."""
+Plain = str | int | float | bool | None
+
+
+class OwnFunction(Schema):
+    function: FunctionPath
+    """``module:function``. The module is looked for in the current folder, and among the installed ones, on every
+    node of the learner. [Your own parts](own_parts.md) says what the function is given and must return."""
+    settings: dict[
+        Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Plain | list[Plain]
+    ] = Field(default_factory=dict)
+    """Further arguments of the function, by name: numbers, texts, lists of them."""
+    check: Literal["call", "import", "none"] = "call"
+    """The trial before anything starts, in a process that is killed if it hangs. ``call`` imports the module and
+    holds the function to its contract on a made batch. ``import`` only imports it. ``none`` is for a module that
+    only a job's own nodes have."""
+    check_timeout_s: Seconds = 60.0
+    """Deadline of the import, and of all calls of the trial."""

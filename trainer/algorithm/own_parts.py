@@ -1,0 +1,194 @@
+"""Objectives, advantages and weights of the user's own: Python functions that a config names.
+
+    objective   f(current_logprobs_T, old_logprobs_T, advantages_T, **settings) -> loss_T         of: mask_T, cu_seqlens
+    advantage   f(rewards_S, group_ids_S, **settings) -> advantages_S                             of: lengths_S
+    weight      f(log_ratio_N, **settings) -> weights_N                                           of: bounds_S, segment_bounds
+
+Behind ``of`` are further parameters that a function may have, by name. Each returns a tensor of the form of its first
+argument, or that and a dict of such tensors, whose means are recorded as ``own/PART/NAME``.
+
+Every call checks the form of what comes back. ``trainer/own_contract.py`` checks before a start what one call cannot
+show, such as that a sequence's values do not depend on its batch.
+"""
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from configs.schema import RunConfig
+from configs.schema.own_function import OwnFunction
+from trainer.ranks.metrics import Metric
+
+METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+
+
+class ContractError(ValueError):
+    """A function of the user's own does not keep to its contract."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a function of the user's own may replace."""
+
+    name: str
+    given: tuple[str, ...]
+    """Its arguments, in order. What it returns has the form of the first."""
+    further: tuple[str, ...]
+    """Further arguments, each for a parameter of this name."""
+    returns: str
+
+
+OBJECTIVE = Part(
+    "objective",
+    ("current_logprobs_T", "old_logprobs_T", "advantages_T"),
+    ("mask_T", "cu_seqlens"),
+    "loss_T",
+)
+ADVANTAGE = Part("advantage", ("rewards_S", "group_ids_S"), ("lengths_S",), "advantages_S")
+WEIGHT = Part("weight", ("log_ratio_N",), ("bounds_S", "segment_bounds"), "weights_N")
+PARTS = {part.name: part for part in (OBJECTIVE, ADVANTAGE, WEIGHT)}
+
+
+def own_parts(config: RunConfig) -> dict[str, tuple[Part, OwnFunction]]:
+    """The functions that train the policy, by their fields."""
+    chosen = {
+        "objective": (OBJECTIVE, config.policy_objective),
+        "advantage": (ADVANTAGE, config.advantage),
+        "correction.weight": (WEIGHT, config.correction.weight),
+    }
+    return {field: (part, own) for field, (part, own) in chosen.items() if isinstance(own, OwnFunction)}
+
+
+def load_own_parts(config: RunConfig) -> None:
+    """Import what the config names, before the first step. Raises ValueError."""
+    for part, own in own_parts(config).values():
+        load(part, own.function)
+
+
+@cache
+def load(part: Part, path: str) -> Callable:
+    """The function that ``module:name`` names. Raises ValueError."""
+    # With the clients of rewards, which most learners do without.
+    from rollout.rewards.function import import_named
+
+    function = import_named(f"{part.name} function", path, f"module:function, e.g. my_loss:{part.name}")
+    if not callable(function):
+        raise ValueError(
+            f"{part.name} function {path!r} is a {type(function).__name__}, not a function; name something callable"
+        )
+    return function
+
+
+def check_signature(part: Part, own: OwnFunction) -> None:
+    """Raises ValueError where the function cannot be called with its arguments and settings."""
+    function = load(part, own.function)
+    further = _further_of(part, own.function)
+    if taken := sorted(own.settings.keys() & {*part.given, *part.further}):
+        raise broken(part, own, f"settings hold {', '.join(taken)}, which Tandem gives itself; rename it")
+    try:
+        inspect.signature(function).bind(*part.given, **dict.fromkeys(further), **own.settings)
+    except TypeError as error:
+        must = f"must take ({', '.join(part.given)}) and its settings ({', '.join(own.settings) or 'none'})"
+        raise broken(
+            part, own, f"it {must}, and beside them at most {', '.join(part.further)}: {error}"
+        ) from error
+    except ValueError:  # some C functions have no signature; the first call checks them
+        pass
+
+
+@cache
+def _further_of(part: Part, path: str) -> tuple[str, ...]:
+    try:
+        parameters = inspect.signature(load(part, path)).parameters
+    except ValueError:
+        return ()
+    return tuple(name for name in part.further if name in parameters)
+
+
+def call(
+    part: Part, own: OwnFunction, *given: Tensor, **further: Callable[[], Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What the function makes of its arguments, and the tensors that it wants recorded.
+
+    further: makes each further argument, if the function has a parameter of its name.
+
+    Raises ContractError where the result has not the form of the first argument.
+    """
+    function = load(part, own.function)
+    wanted = {name: further[name]() for name in _further_of(part, own.function)}
+    returned = function(*given, **wanted, **own.settings)
+    result, recorded = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
+    if not isinstance(recorded, dict):
+        raise broken(
+            part, own, f"the second value must be a dict of tensors to record, not {_shown(recorded)}"
+        )
+    unusable = [name for name in recorded if not isinstance(name, str) or not METRIC_NAME.fullmatch(name)]
+    if unusable:
+        raise broken(part, own, f"{unusable[0]!r} cannot name a metric; use letters, digits, `_` and `-`")
+    like = given[0]
+    return _require_form(part, own, part.returns, result, like), {
+        name: _require_form(part, own, f"metric {name}", values, like, any_dtype=True)
+        for name, values in recorded.items()
+    }
+
+
+def metrics_of(part: Part, recorded: Mapping[str, Tensor], mask: Tensor | None = None) -> dict[str, Metric]:
+    """The mean of each recorded tensor, on the mask."""
+    return {f"own/{part.name}/{name}": Metric.mean(values, mask) for name, values in recorded.items()}
+
+
+def require_weights(own: OwnFunction, weights_N: Tensor, log_ratio_N: Tensor) -> None:
+    """Raises ContractError for a weight that is negative or not finite, unless a log-ratio is not finite, which the loss
+    reports."""
+    if not weights_N.numel():
+        return
+    least, greatest = torch.stack(torch.aminmax(weights_N)).tolist()  # NaN if one of them is
+    if (math.isfinite(greatest) and least >= 0) or not log_ratio_N.isfinite().all():
+        return
+    place = int((~(weights_N.isfinite() & (weights_N >= 0))).nonzero()[0])
+    weight, log_ratio = weights_N[place].item(), log_ratio_N[place].item()
+    raise broken(
+        WEIGHT,
+        own,
+        f"weights_N must be finite and at least 0, but is {weight:g} where log rho is {log_ratio:g}; bound log_ratio_N before its "
+        "exp (to -20 and 20, say)",
+    )
+
+
+def broken(part: Part, own: OwnFunction, what: str) -> ContractError:
+    from rollout.rewards.function import place_of
+
+    function = load(part, own.function)
+    return ContractError(f"{part.name} function {own.function!r} ({place_of(function)}): {what}")
+
+
+def _require_form(
+    part: Part, own: OwnFunction, name: str, values: object, like: Tensor, *, any_dtype: bool = False
+) -> Tensor:
+    first = part.given[0]
+    wanted = f"{name} must be a tensor like {first}, {_form(like)}"
+    if not isinstance(values, Tensor):
+        raise broken(part, own, f"{wanted}, not {_shown(values)}; return one value for each")
+    if values.shape != like.shape:
+        raise broken(part, own, f"{wanted}, not {_form(values)}; return one value for each, no sum or mean")
+    if values.device != like.device or (values.dtype != like.dtype and not any_dtype):
+        fix = f"make tensors by {first}.new_tensor(...), or end with .to({first})"
+        raise broken(part, own, f"{wanted}, not {_form(values)}; {fix}")
+    return values
+
+
+def _form(tensor: Tensor) -> str:
+    place = "" if tensor.is_cpu else f" on {tensor.device}"
+    return f"{str(tensor.dtype).removeprefix('torch.')} {[*tensor.shape]}{place}"
+
+
+def _shown(value: object) -> str:
+    return (
+        f"{type(value).__name__} {value!r:.60}" if isinstance(value, int | float | str) else f"{type(value)}"
+    )
