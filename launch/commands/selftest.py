@@ -105,12 +105,15 @@ class Line:
             print(text, flush=True)
 
     def end(self, outcome: Outcome) -> None:
-        if outcome.result in (Result.PASS, Result.FAIL):
+        was_made = outcome.result in (Result.PASS, Result.FAIL)
+        if was_made:
             self._done += self._check.seconds
             self._spent += outcome.seconds
         self.clear()
-        text = f"{self._place} {outcome.result:<8}  {self._check.name:<18}  {outcome.seconds:4.0f} s  {self._check.proves}"
-        print(text, flush=True)
+        seconds, said = (
+            (f"{outcome.seconds:4.0f} s", self._check.proves) if was_made else (6 * " ", outcome.text)
+        )
+        print(f"{self._place} {outcome.result:<8}  {self._check.name:<18}  {seconds}  {said}", flush=True)
 
     def clear(self) -> None:
         if self._is_terminal:

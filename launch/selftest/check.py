@@ -6,6 +6,7 @@ deadline, is a failure of that check alone: the others go on.
 """
 
 import importlib.util
+import re
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -18,6 +19,7 @@ from launch.processes.supervisor import Interrupted, RoleFailed
 if TYPE_CHECKING:
     from launch.selftest.bench import Bench
 
+ERROR = re.compile(r"tandem: |[\w.]*(Error|Exception|Died|Failed)\b")
 REPORT = "report it with selftest.txt, which has the versions and the end of the log"
 
 
@@ -131,8 +133,11 @@ def outcome_of(check: Check, bench: "Bench") -> Outcome:
 
 
 def _in_one_line(failure: RoleFailed) -> str:
-    """How a process ended, and the first line of its cause: the error that it left, or else its last words."""
+    """How a process ended, and the line of its last words that tells most."""
     first, *rest = str(failure).splitlines()
     said = [line.strip() for line in rest if line.strip() and not line.startswith("Its whole log")]
-    is_error = len(said) < 4  # else it is the end of a log, whose last line says most
-    return f"{first} {said[0] if is_error else said[-1]}" if said else first
+    if not said:
+        return first
+    errors = [line for line in said if ERROR.match(line)]
+    has_traceback = any(line.startswith("Traceback") for line in said)
+    return f"{first} {(errors or said)[-1 if has_traceback else 0]}"

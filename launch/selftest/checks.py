@@ -4,6 +4,7 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any
 
 from launch.checks.node import GIB, Level, checks_of_node
@@ -269,7 +270,9 @@ def chosen(names: Sequence[str]) -> list[Check]:
     by_name = {check.name: check for check in CHECKS}
     for name in names:
         if name not in by_name:
-            raise ValueError(f"--only {name}: no such check; the checks are {', '.join(by_name)}")
+            close = get_close_matches(name, by_name, n=1)
+            hint = f"did you mean `{close[0]}`? " if close else ""
+            raise ValueError(f"--only {name}: no such check; {hint}The checks are {', '.join(by_name)}")
     wanted, todo = set(), list(names or by_name)
     while todo:
         wanted.add(name := todo.pop())
