@@ -17,6 +17,8 @@ from trainer.tracking.tracker import duration
 
 WIDTH = 110
 TELL_EVERY_S = 60.0
+CLEAR = "\r\033[K"
+"""Begins a terminal's line anew."""
 
 
 def selftest(folder: Path, names: Sequence[str], *, seed: int) -> bool:
@@ -30,7 +32,8 @@ def selftest(folder: Path, names: Sequence[str], *, seed: int) -> bool:
     line = Line(checks, machine)
     where = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}" if machine.gpus else "CPU, no GPU"
     about = f"about {duration(line.expected)} on two idle cores"
-    print(f"{len(checks)} checks on this machine ({where}), {about}; everything goes into {out}", flush=True)
+    print(f"{len(checks)} check{'s' * (len(checks) > 1)} on this machine ({where}), {about}", flush=True)
+    print(f"everything goes into {out}", flush=True)
     outcomes, began = list[Outcome](), time.monotonic()
     bench = Bench(out, machine, seed=seed, tick=line.tick)
     try:
@@ -98,8 +101,7 @@ class Line:
     def tick(self, seconds: float) -> None:
         text = f"{self._place} … {self._check.name} {seconds:.0f} s, about {self._left(seconds)} left"
         if self._is_terminal:
-            width = shutil.get_terminal_size().columns - 1
-            print(f"\r{text[:width]:<{min(width, 78)}}", end="", flush=True)
+            print(f"{CLEAR}{self._cut(text)}", end="", flush=True)
         elif seconds >= self._told + TELL_EVERY_S:
             self._told = seconds
             print(text, flush=True)
@@ -113,8 +115,16 @@ class Line:
         seconds, said = (
             (f"{outcome.seconds:4.0f} s", self._check.proves) if was_made else (6 * " ", outcome.text)
         )
-        print(f"{self._place} {outcome.result:<8}  {self._check.name:<18}  {seconds}  {said}", flush=True)
+        print(
+            self._cut(f"{self._place} {outcome.result:<8}  {self._check.name:<18} {seconds}  {said}"),
+            flush=True,
+        )
+
+    def _cut(self, text: str) -> str:
+        """A line of a terminal, where a longer one would break the counting: the table says all of it."""
+        width = shutil.get_terminal_size().columns - 1
+        return text if not self._is_terminal or len(text) <= width else f"{text[: width - 1]}…"
 
     def clear(self) -> None:
         if self._is_terminal:
-            print("\r\033[K", end="", flush=True)
+            print(CLEAR, end="", flush=True)

@@ -39,11 +39,10 @@ def _machine(bench: Bench) -> Found:
             "; ".join(one.text for one in wrong), "; ".join(one.fix for one in wrong if one.fix)
         )
     warnings = [f"{one.check}: {one.text}; {one.fix}" for one in findings if one.level is Level.WARN]
-    told = [
-        one.text for one in findings if one.check in ("gpus", "limits", "/dev/shm") and one.level is Level.OK
-    ]
+    sound = [one for one in findings if one.level is Level.OK and one.check in ("gpus", "limits", "/dev/shm")]
+    told = [f"{one.check}: {one.text}" for one in sound]
     text = " · ".join(
-        [*(f"warning: {warning}" for warning in warnings), *told, f"{free / GIB:.0f} GiB of disk free"]
+        [*(f"warning: {warning}" for warning in warnings), *told, f"disk: {free / GIB:.0f} GiB free"]
     )
     return Found(text=text, figures={"free_bytes": free, "warnings": warnings})
 
