@@ -61,15 +61,18 @@ def torch_facts() -> dict[str, Any]:
     """About torch's build and the devices that it sees, for the report: the command itself imports no torch."""
     import torch
 
+    built_with = [line.strip(" -") for line in torch.__config__.show().splitlines()[1:]]
     facts: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "built_with": [line.strip() for line in torch.__config__.show().splitlines()[1:]],
+        "built_with": [line for line in built_with if not line.startswith("Build settings")],
     }
     if torch.cuda.is_available():
+        from torch.cuda import nccl
+
         facts |= {
             "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "nccl": ".".join(map(str, nccl.version())),
             "capability": [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())],
         }
     return facts

@@ -171,7 +171,7 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
         raise CheckFailed(
             f"the next update did not mend {', '.join(wrong[:3])}", f"do not train here; {REPORT}"
         )
-    return Found(text=f"refused: {told.splitlines()[0][:90]}; the next update mended it")
+    return Found(text=f"refused ({FOUND_BY_SERVER}), version {version} stays; the next update mended it")
 
 
 def _refusal_of(sync: WeightSync) -> str:
@@ -217,11 +217,13 @@ def mismatch(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
             causes[name] = (learner_N, switched_N)
     found = {name: probability_gaps(*pair).max().item() for name, pair in causes.items()}
     check_causes(found, config.model.dtype, is_cuda=learner_N.is_cuda or torch.cuda.is_available())
-    text = ", ".join(f"{name} {gap:.1e}" for name, gap in sorted(found.items(), key=lambda item: -item[1]))
+    ranked = sorted(found.items(), key=lambda item: -item[1])
+    causes_text = ", ".join(f"{name} {gap:.1e}" for name, gap in ranked if name != "engines")
+    text = f"max |Δp| of {sampled.num_tokens} tokens: the engines {found['engines']:.1e}; one switch alone: {causes_text}"
     figures = {f"{name}_max_probability_gap": gap for name, gap in found.items()} | {
         "tokens": sampled.num_tokens
     }
-    return Found(text=f"max |Δp| of {sampled.num_tokens} tokens: {text}", figures=figures)
+    return Found(text=text, figures=figures)
 
 
 def check_causes(found: Mapping[str, float], dtype: str, *, is_cuda: bool) -> None:
