@@ -3,8 +3,9 @@
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from launch.checks.config import BadInput
 from launch.processes.run_folder import check_can_be_made, new_path
@@ -44,10 +45,8 @@ def selftest(folder: Path, names: Sequence[str], *, seed: int) -> bool:
                     interruptible.raise_interrupt()
     finally:
         line.clear()
-        seconds = time.monotonic() - began
-        written = report.write(out, outcomes, planned=len(checks), seconds=seconds, torch=bench.torch)
         if sys.exc_info()[0] in (Interrupted, None):
-            _print_all(outcomes, report.verdict(outcomes, len(checks), seconds), written)
+            _tell(out, outcomes, planned=len(checks), seconds=time.monotonic() - began, torch=bench.torch)
     return not any(one.result in (Result.FAIL, Result.NOT_RUN) for one in outcomes)
 
 
@@ -64,11 +63,16 @@ def _made(check: Check, bench: Bench, earlier: Sequence[Outcome], line: "Line") 
     return outcome
 
 
-def _print_all(outcomes: Sequence[Outcome], verdict: str, written: Path) -> None:
+def _tell(
+    out: Path, outcomes: Sequence[Outcome], *, planned: int, seconds: float, torch: Mapping[str, Any]
+) -> None:
+    """Print the table, then write the report. Raises OSError where that is impossible, such as on a full disk."""
     report.print_outcomes(outcomes, width=WIDTH)
     if failed := report.failures(outcomes):
         print(failed)
-    print(f"{verdict}. For a bug report attach {written}", flush=True)
+    print(report.verdict(outcomes, planned, seconds), flush=True)
+    written = report.write(out, outcomes, planned=planned, seconds=seconds, torch=torch)
+    print(f"for a bug report attach {written}", flush=True)
 
 
 class Line:

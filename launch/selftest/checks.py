@@ -12,6 +12,7 @@ from launch.processes.supervisor import Role, RoleFailed
 from launch.roles.start import environment
 from launch.selftest.bench import Bench
 from launch.selftest.check import REPORT, Check, CheckFailed, Found, Machine
+from parallel.planning.memory import size_text
 from rollout.servers.command import ServerSpec, server_environment
 from rollout.servers.share import ServerShare
 
@@ -27,10 +28,8 @@ SAME_POLICY_PROBABILITY = {"float32": 1e-4, "bfloat16": 0.1}
 def _machine(bench: Bench) -> Found:
     free = shutil.disk_usage(bench.out).free
     if free < FREE_SPACE:
-        fix = "give --folder a place on a disk with more"
-        raise CheckFailed(
-            f"{bench.out} has {free / GIB:.2f} GiB left, and runs need more than {FREE_SPACE / GIB:.0f}", fix
-        )
+        error = f"{bench.out} has {size_text(free)} left, and runs need more than {size_text(FREE_SPACE)}"
+        raise CheckFailed(error, "give --folder a place on a disk with more")
     # The address is of several nodes, and its finding names the host.
     findings = [finding for finding in checks_of_node(None, None) if finding.check != "address"]
     wrong = [finding for finding in findings if finding.level is Level.FAIL]

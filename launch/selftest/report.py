@@ -21,7 +21,7 @@ import psutil
 from launch.checks.device_memory import ask_gpus
 from launch.processes.run_folder import KEY, write_json, write_text
 from launch.selftest.check import Outcome, Result
-from launch.tables import aligned
+from launch.tables import aligned, print_table
 from trainer.tracking.provenance import provenance
 
 TEXT, JSON = "selftest.txt", "selftest.json"
@@ -38,7 +38,7 @@ MARKS = {
     Result.NOT_HERE: "dim",
     Result.NOT_RUN: "yellow",
 }
-TITLES = ("check", "result", "s", "found")
+TITLES = ("check", "result", "   s", "found")
 
 
 def environment() -> dict[str, Any]:
@@ -129,17 +129,13 @@ def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
 
 def print_outcomes(outcomes: Sequence[Outcome], *, width: int) -> None:
     """The table, on the console. width: that of the output where it is no terminal."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    from rich.markup import escape
 
-    table = Table(*TITLES)
-    table.columns[2].justify = "right"
-    for one in outcomes:
-        result = Text(one.result, style=MARKS[one.result])
-        table.add_row(one.check.name, result, f"{one.seconds:.0f}", Text(one.text))
-    console = Console()
-    (console if console.is_terminal else Console(width=width)).print(table)
+    rows = [
+        (one.check.name, f"[{MARKS[one.result]}]{one.result}[/]", f"{one.seconds:4.0f}", escape(one.text))
+        for one in outcomes
+    ]
+    print_table(TITLES, rows, width=width)
 
 
 def failures(outcomes: Sequence[Outcome]) -> str:

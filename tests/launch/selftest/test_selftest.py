@@ -1,6 +1,7 @@
 """``tandem selftest``: a broken subject fails its own check by name, with a fix, and the others go on; what is left
 behind, what the report tells, and what it keeps to itself."""
 
+import errno
 import json
 import os
 import signal
@@ -143,7 +144,11 @@ def test_a_node_that_is_not_fit(monkeypatch, tmp_path):
     usage = checks.shutil.disk_usage(tmp_path)
     monkeypatch.setattr(checks, "FREE_SPACE", usage.free + 2**40)
     full = made("machine", bench_in(tmp_path))
-    assert full.result is Result.FAIL and "GiB left" in full.text and "--folder" in full.fix
+    assert (
+        full.result is Result.FAIL
+        and "GiB left, and runs need more than" in full.text
+        and "--folder" in full.fix
+    )
     monkeypatch.undo()
     monkeypatch.setattr(node, "PINNED", ("torch", "no-such-package"))
     missing = made("machine", bench_in(tmp_path))
@@ -349,6 +354,16 @@ def test_the_report_tells_versions_and_hardware(tmp_path):
     about = report.environment()
     assert about["packages"]["megatron-core"] and about["libc"].startswith("glibc") and about["cores"] >= 1
     assert len(about["commit"]) == 40 or about["commit"] == "unknown"
+
+
+def test_a_disk_that_is_full_at_the_end_still_shows_the_table(monkeypatch, tmp_path, capsys):
+    def no_space(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "selftest.json")
+
+    monkeypatch.setattr(report, "write_json", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        run_checks(monkeypatch, tmp_path, PASSES)
+    assert "1 passed" in capsys.readouterr().out
 
 
 def test_ctrl_c_leaves_a_report_and_no_process(tmp_path):
