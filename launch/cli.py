@@ -373,6 +373,30 @@ def check_cluster(
     check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
 
 
+@app.command()
+def selftest(
+    folder: Annotated[
+        Path,
+        typer.Option(
+            help="A folder for models, logs and report, which get one of their own in it.", metavar="DIR"
+        ),
+    ] = Path("runs"),
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Make this check alone, and those that it needs; may be given several times.", metavar="NAME"
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="The seed of models, data and samples.")] = 0,
+) -> None:
+    """Check this machine with the real engines, on a tiny model of its own: log-probs, transfer, memory, training. Run
+    it first on new hardware, and attach its selftest.txt to a bug report."""
+    from launch.commands.selftest import selftest as check_everything
+
+    if not check_everything(folder, only or [], seed=seed):
+        raise typer.Exit(1)
+
+
 @app.command("check-template")
 def check_template(
     model: Annotated[
@@ -669,6 +693,7 @@ _role_command(
 _role_command(
     "score-rank", "Under torchrun: a Megatron rank that scores samples, for a study of mismatch.", hidden=True
 )
+_role_command("selftest-rank", "Under torchrun: the work of one check of the selftest.", hidden=True)
 _role_command(
     "export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True
 )

@@ -42,12 +42,15 @@ VOCAB_MULTIPLE = 8
 """The vocabulary is padded to a multiple of this, so that it splits evenly over tensor-parallel ranks."""
 
 
-def make_tiny_countdown_model(folder: Path, *, seed: int, family: str = "qwen3") -> None:
+def make_tiny_countdown_model(
+    folder: Path, *, seed: int, family: str = "qwen3", initializer_range: float = 0.02
+) -> None:
     """Write a Hugging Face folder of a randomly initialised model (float32) for the Countdown task.
 
     ``family`` is one of ``FAMILIES``. Qwen3 has 0.79 M parameters. The other two have 8 experts in every layer
     and 1.4 M parameters, of which a token uses 0.5 M. The folder appears under its name only when complete.
-    The same ``seed`` gives the same weights.
+    The same ``seed`` gives the same weights. ``initializer_range`` is their standard deviation: from about 0.1 on the
+    untrained model's answers depend on the prompt.
 
     Raises:
         ValueError: ``folder`` exists already, or ``family`` is unknown.
@@ -62,7 +65,7 @@ def make_tiny_countdown_model(folder: Path, *, seed: int, family: str = "qwen3")
     try:
         tokenizer = _character_tokenizer()
         tokenizer.save_pretrained(partial)
-        _random_model(tokenizer, seed, family).save_pretrained(partial)
+        _random_model(tokenizer, seed, family, initializer_range).save_pretrained(partial)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -87,7 +90,9 @@ def _character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int, family: str) -> PreTrainedModel:
+def _random_model(
+    tokenizer: PreTrainedTokenizerFast, seed: int, family: str, initializer_range: float
+) -> PreTrainedModel:
     config_class, model_class, own = FAMILIES[family]
     config = config_class(
         vocab_size=len(tokenizer),
@@ -98,6 +103,7 @@ def _random_model(tokenizer: PreTrainedTokenizerFast, seed: int, family: str) ->
         head_dim=32,
         **own,
         max_position_embeddings=256,
+        initializer_range=initializer_range,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

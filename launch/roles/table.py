@@ -28,6 +28,7 @@ from launch.processes.run_folder import RunFolder, wait_for_servers
 from launch.processes.supervisor import end_with_parent, exit_now
 from launch.roles.learn import learn
 from launch.roles.serve import serve, serving_node
+from launch.selftest.ranks import run_part
 from launch.studies.mismatch import draw, score
 from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folder, step_folders
@@ -136,7 +137,9 @@ def replay(folder: RunFolder, config: RunConfig) -> None:
     dist.destroy_process_group()
 
 
-MEGATRON_ROLES = ("learn", "sft-rank", "export-rank", "replay-rank", "verify-rank", "score-rank")
+MEGATRON_ROLES = (
+    "learn", "sft-rank", "export-rank", "replay-rank", "verify-rank", "score-rank", "selftest-rank",
+)  # fmt: skip
 SIDES = ("serve", "sample", "learn")
 """The roles of a training run, which may be on different nodes."""
 ROLES = {
@@ -149,6 +152,7 @@ ROLES = {
     "verify-rank": send_other_weights,
     "mismatch-draw": draw,
     "score-rank": score,
+    "selftest-rank": run_part,
 }
 
 

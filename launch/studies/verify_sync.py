@@ -230,7 +230,7 @@ def _set_back(
         control.load_from_disk(base.model.path, version=0)
         for checksums, answers in zip(control.checksums(), original[tp], strict=True):
             if checksums != answers.checksums:
-                wrong = _short_list(_differing(checksums, answers.checksums))
+                wrong = _short_list(differing_tensors(checksums, answers.checksums))
                 error = f"servers of tp={tp}, set back to {base.model.path}, are not as at their start"
                 raise RoleFailed(f"{error}: {wrong}")
 
@@ -296,7 +296,7 @@ def _as_sent(export: Path, config: RunConfig) -> Path:
 def differences(answers: Answers, reference: Answers) -> list[str]:
     """The parts of ``answers`` that differ from ``reference`` by a bit: tensors by SGLang's names first, then
     log-probs and continuations."""
-    parts = _differing(answers.checksums, reference.checksums)
+    parts = differing_tensors(answers.checksums, reference.checksums)
     for i, (one, other) in enumerate(zip(answers.continuations, reference.continuations, strict=True)):
         if one.prompt_logprobs != other.prompt_logprobs:
             parts.append(f"log-probs of prompt {i}")
@@ -305,7 +305,7 @@ def differences(answers: Answers, reference: Answers) -> list[str]:
     return parts
 
 
-def _differing(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
+def differing_tensors(first: Mapping[str, str], second: Mapping[str, str]) -> list[str]:
     """Names of tensors whose checksums differ."""
     return sorted(name for name in first.keys() | second.keys() if first.get(name) != second.get(name))
 
@@ -320,7 +320,7 @@ def _check_that_it_can_fail(
     """
     for tp, answers in original.items():
         for before in answers:
-            differing = set(_differing(before.checksums, reference[tp].checksums))
+            differing = set(differing_tensors(before.checksums, reference[tp].checksums))
             same = {name for name in before.checksums.keys() - differing if not _may_be_padding(name)}
             if same or [*before.continuations] == [*reference[tp].continuations]:
                 parts = _short_list(sorted(same)) if same else "every log-prob"

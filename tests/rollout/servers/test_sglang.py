@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -10,7 +11,8 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +23,13 @@ from transformers import AutoModelForCausalLM
 
 from configs.loader import load_config
 from configs.schema.rollout import RolloutConfig
+from launch.processes.run_folder import RunFolder
+from launch.selftest import served
+from launch.selftest.bench import CONFIG as SELFTEST
+from launch.selftest.check import CheckFailed
 from launch.studies.verify_sync import Answers, _get_answers, differences
+from parallel.megatron.platform import init_distributed
+from parallel.weights.hf_files import PerturbedWeights
 from parallel.weights.transfer import WeightBroadcaster, make_buckets, plan_transfer
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
@@ -38,6 +46,7 @@ from tests.support.real_servers import EXACT, make_fleet, send, sharpen, units_o
 from tests.support.server_specs import server_spec
 from tests.support.weight_checksums import expected_checksums
 from tests.support.whole_runs import RECIPE
+from trainer import weight_sync
 from trainer.stage_sender import MEMORY, StageSender
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -346,6 +355,93 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dir
     control.close()
 
 
+@pytest.fixture
+def of_selftest(fleet, control, model_dirs, tmp_path):
+    """Runs the work of a selftest's check with this server."""
+    init_distributed(60.0)
+    config = load_config(SELFTEST, [f"model.path={model_dirs[0]}"])
+    request = {"urls": fleet.urls, "key_file": str(tmp_path / "key.yaml")}
+    control.load_from_disk(model_dirs[0], version=2)
+    yield lambda part: part(RunFolder(tmp_path), config, request)
+    control.load_from_disk(model_dirs[0], version=2)
+
+
+@pytest.mark.engines
+def test_the_selftest_finds_a_server_whose_weights_were_changed_behind_its_back(
+    of_selftest, control, model_dirs
+):
+    found = of_selftest(served.engines).figures
+    assert found["max_logprob_gap_nats"] <= EXACT and found["tokens"] == 6 * 2 * 24
+    control.load_from_disk(model_dirs[1], version=2)
+    with pytest.raises(
+        CheckFailed, match=r"a sampled token's log-prob differs by .* in float32 0\.0001 nats is allowed"
+    ):
+        of_selftest(served.engines)
+
+
+@pytest.mark.engines
+def test_the_selftest_finds_a_transfer_of_other_weights_and_names_their_tensor(
+    of_selftest, control, monkeypatch
+):
+    """The bit is wrong before it is hashed: server and sender agree on it, and no log-prob shows it."""
+    before = control.checksums()
+    found = of_selftest(served.transfer)
+    assert found.figures["mib_per_s"] > 0 and found.figures["max_logprob_gap_nats"] <= EXACT
+    assert control.checksums() == before, "the server has the model's weights again"
+    make = weight_sync.make_buckets
+
+    def make_wrong(*arguments):
+        for bucket in make(*arguments):
+            wrong = bucket.bytes.clone()
+            if bucket.is_last:
+                wrong[-4] ^= 1
+            yield replace(bucket, bytes=wrong)
+
+    monkeypatch.setattr(weight_sync, "make_buckets", make_wrong)
+    with pytest.raises(
+        CheckFailed, match=r"^1 of \d+ tensors of the server are not those that were sent: model\."
+    ):
+        of_selftest(served.transfer)
+
+
+@pytest.mark.engines
+def test_the_selftest_finds_a_server_that_takes_other_bytes_than_were_sent(of_selftest, control, monkeypatch):
+    found = of_selftest(served.flipped_bit)
+    assert "other bytes were received than sent" in found.text
+    monkeypatch.setattr(served, "one_bit_flipped", nullcontext)  # so that nothing is refused
+    with pytest.raises(CheckFailed, match="the server took the weights"):
+        of_selftest(served.flipped_bit)
+
+
+@pytest.mark.engines
+def test_the_selftest_ranks_causes_of_mismatch_and_finds_one_that_is_not_sane(of_selftest, monkeypatch):
+    found = of_selftest(served.mismatch).figures
+    assert found["repeat_max_probability_gap"] == 0 and found["engines_max_probability_gap"] <= EXACT
+    assert found["dtype_max_probability_gap"] > 10 * found["engines_max_probability_gap"]
+    causes = {
+        name.removesuffix("_max_probability_gap"): gap for name, gap in found.items() if name != "tokens"
+    }
+    for name, gap in (
+        ("engines", 2e-4),
+        ("prefill", 2e-4),
+        ("dtype", 0.2),
+        ("packing", math.nan),
+        ("repeat", 1e-9),
+    ):
+        with pytest.raises(CheckFailed, match=f"{gap:.1e}"):
+            served.check_causes(causes | {name: gap}, "float32", is_cuda=False)
+    other = served.Scorer
+
+    def other_weights(config, report):
+        scorer = other(config, report)
+        scorer.engine.load_weights(PerturbedWeights(config.model.path))
+        return scorer
+
+    monkeypatch.setattr(served, "Scorer", other_weights)
+    with pytest.raises(CheckFailed, match="engines moves a probability by"):
+        of_selftest(served.mismatch)
+
+
 @pytest.mark.engines
 def test_the_server_finds_and_names_a_bit_that_changes_on_the_way_and_what_is_not_sent(
     fleet, control, models
@@ -411,8 +507,11 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
+from parallel.megatron.platform import init_distributed
+from parallel.weights.hf_files import PerturbedWeights
 from parallel.weights.transfer import make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
+from trainer import weight_sync
 from trainer.weight_sync import StageSender
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
 with SGLangControl([sys.argv[2]], tensor_parallel=1, timeout_s=60) as control:

@@ -1,0 +1,143 @@
+"""A check of the selftest, and what comes of it.
+
+A check passes, fails with an error and a fix to try, cannot be made on this machine ("not here"), or cannot be made
+because one that it needs has failed ("not run"). Whatever ends the work of a check, a crash, a dead process or its
+deadline, is a failure of that check alone: the others go on.
+"""
+
+import importlib.util
+import re
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+from launch.checks.device_memory import gpus_here
+from launch.processes.supervisor import Interrupted, RoleFailed
+
+if TYPE_CHECKING:
+    from launch.selftest.bench import Bench
+
+ERROR = re.compile(r"tandem: |[\w.]*(Error|Exception|Died|Failed)\b")
+REPORT = "report it with selftest.txt, which has the versions and the end of the log"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What decides which checks can be made."""
+
+    gpus: int
+    has_transformer_engine: bool
+
+    @property
+    def are_devices_shared(self) -> bool:
+        """Whether learner and server must share the only GPU. Without GPUs they share nothing but the cores."""
+        return self.gpus == 1
+
+
+def this_machine() -> Machine:
+    return Machine(
+        gpus=gpus_here(), has_transformer_engine=importlib.util.find_spec("transformer_engine") is not None
+    )
+
+
+class CheckFailed(Exception):
+    """error: what is wrong. fix: what to try. details: for the report alone, such as the end of a log."""
+
+    def __init__(self, error: str, fix: str, details: str = ""):
+        super().__init__(error)
+        self.error, self.fix, self.details = error, fix, details
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What a check that passed has measured."""
+
+    text: str
+    """One line of the table."""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """For scripts; a name ends with its unit."""
+
+
+class Result(StrEnum):
+    PASS = "pass"
+    FAIL = "FAIL"
+    NOT_HERE = "not here"
+    NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    name: str
+    proves: str
+    """One sentence."""
+    run: Callable[["Bench"], Found]
+    """Raises CheckFailed. Anything else that it raises is a failure too."""
+    seconds: float
+    """On two idle cores, for the time left."""
+    deadline_s: float = 600.0
+    needs: tuple[str, ...] = ()
+    """Checks that must have passed before."""
+    uses_server: bool = False
+    why_not_here: Callable[[Machine], str | None] = lambda machine: None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    check: Check
+    result: Result
+    text: str
+    """What was found; or the error; or the reason."""
+    seconds: float = 0.0
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    fix: str = ""
+    details: str = ""
+
+    def after(self, seconds: float) -> "Outcome":
+        return replace(self, seconds=seconds)
+
+
+def why_not(check: Check, machine: Machine, earlier: Mapping[str, Outcome]) -> Outcome | None:
+    """The outcome of a check that cannot be made; None for one that can. earlier: by name."""
+    if (reason := check.why_not_here(machine)) is not None:
+        return Outcome(check=check, result=Result.NOT_HERE, text=reason)
+    for need in (earlier[name] for name in check.needs):
+        if need.result is Result.NOT_HERE:
+            return Outcome(
+                check=check, result=Result.NOT_HERE, text=f"it needs `{need.check.name}`: {need.text}"
+            )
+        if need.result is not Result.PASS:
+            word = "failed" if need.result is Result.FAIL else "was not run"
+            return Outcome(
+                check=check, result=Result.NOT_RUN, text=f"it needs `{need.check.name}`, which {word}"
+            )
+    return None
+
+
+def outcome_of(check: Check, bench: "Bench") -> Outcome:
+    """Make the check. Raises Interrupted and KeyboardInterrupt alone; ``seconds`` are left to the caller."""
+    try:
+        found = check.run(bench)
+    except Interrupted:
+        raise
+    except CheckFailed as failure:
+        wrong = failure
+    except RoleFailed as failure:
+        wrong = CheckFailed(_in_one_line(failure), REPORT, str(failure))
+    except Exception as error:
+        wrong = CheckFailed(f"{type(error).__name__}: {error}", REPORT, traceback.format_exc())
+    else:
+        return Outcome(check=check, result=Result.PASS, text=found.text, figures=found.figures)
+    return Outcome(check=check, result=Result.FAIL, text=wrong.error, fix=wrong.fix, details=wrong.details)
+
+
+def _in_one_line(failure: RoleFailed) -> str:
+    """How a process ended, and the line of its last words that tells most."""
+    first, *rest = str(failure).splitlines()
+    said = [line.strip() for line in rest if line.strip() and not line.startswith("Its whole log")]
+    if not said:
+        return first
+    errors = [line for line in said if ERROR.match(line)]
+    has_traceback = any(line.startswith("Traceback") for line in said)
+    return f"{first} {(errors or said)[-1 if has_traceback else 0]}"

@@ -1,0 +1,278 @@
+"""The checks of ``tandem selftest``, in the order in which they are made. Those that need a server follow each other."""
+
+import math
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from launch.checks.node import GIB, Level, checks_of_node
+from launch.processes.supervisor import Role, RoleFailed
+from launch.roles.start import environment
+from launch.selftest.bench import Bench
+from launch.selftest.check import REPORT, Check, CheckFailed, Found, Machine
+from parallel.planning.memory import size_text
+from rollout.servers.command import ServerSpec, server_environment
+from rollout.servers.share import ServerShare
+
+FREE_SPACE = GIB
+"""What the selftest itself leaves behind is less than a tenth of it."""
+INSTALL = "run `bash launch/install.sh` on a node like this one"
+SAME_POLICY_NATS = 1e-3
+"""Allowed in float32 on any sampled token, as in every run (``trainer/weight_sync.py``)."""
+SAME_POLICY_PROBABILITY = {"float32": 1e-4, "bfloat16": 0.1}
+"""Allowed on any sampled token. In bfloat16 this bounds only sanity."""
+
+
+def _machine(bench: Bench) -> Found:
+    free = shutil.disk_usage(bench.out).free
+    if free < FREE_SPACE:
+        error = f"{bench.out} has {size_text(free)} left, and runs need more than {size_text(FREE_SPACE)}"
+        raise CheckFailed(error, "give --folder a place on a disk with more")
+    # The address is of several nodes, and its finding names the host.
+    findings = [finding for finding in checks_of_node(None, None) if finding.check != "address"]
+    wrong = [finding for finding in findings if finding.level is Level.FAIL]
+    if wrong:
+        raise CheckFailed(
+            "; ".join(one.text for one in wrong), "; ".join(one.fix for one in wrong if one.fix)
+        )
+    warnings = [f"{one.check}: {one.text}; {one.fix}" for one in findings if one.level is Level.WARN]
+    sound = [one for one in findings if one.level is Level.OK and one.check in ("gpus", "limits", "/dev/shm")]
+    told = [f"{one.check}: {one.text}" for one in sound]
+    text = " · ".join(
+        [*(f"warning: {warning}" for warning in warnings), *told, f"disk: {free / GIB:.0f} GiB free"]
+    )
+    return Found(text=text, figures={"free_bytes": free, "warnings": warnings})
+
+
+def packages(machine: Machine) -> dict[str, str]:
+    """The module whose import loads a package as the roles do, by the package's name."""
+    transformer_engine = {"Transformer Engine": "transformer_engine.pytorch"}
+    return {"Megatron-Core": "parallel.engine", "SGLang": "sglang.srt.server_args"} | (
+        transformer_engine if machine.has_transformer_engine else {}
+    )
+
+
+def _packages(bench: Bench) -> Found:
+    spec = ServerSpec(config=bench.config, cuda=bench.machine.gpus > 0)
+    of_server = server_environment(
+        spec, ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1), 0
+    )
+    environments = {"SGLang": of_server}
+    modules = packages(bench.machine)
+    for name, module in modules.items():
+        log = bench.folder.path / f"{module}.log"
+        command = [sys.executable, "-c", f"import {module}"]
+        env = environment(bench.config) | environments.get(name, {})
+        try:
+            bench.run(Role(name=f"import of {name}", command=command, log=log, env=env))
+        except RoleFailed as failure:
+            lines = str(failure).splitlines()
+            said = next((line.strip() for line in reversed(lines[:-1]) if line.strip()), lines[0])
+            raise CheckFailed(f"{name} cannot be imported: {said}", INSTALL, str(failure)) from failure
+    absent = (
+        ""
+        if bench.machine.has_transformer_engine
+        else "; Transformer Engine is not installed, which is optional"
+    )
+    return Found(text=f"{', '.join(modules)}{absent}")
+
+
+def _gloo(bench: Bench) -> Found:
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}  # two ranks find two GPUs, or none
+    return bench.measure("collectives", ranks=2, env=hidden, backend="gloo")
+
+
+def _nccl(bench: Bench) -> Found:
+    return bench.measure("collectives", ranks=bench.machine.gpus, backend="nccl")
+
+
+def _server(bench: Bench) -> Found:
+    bench.start_server()
+    return Found(
+        text=f"ready after {bench.seconds:.0f} s, and has sampled a token", figures={"start_s": bench.seconds}
+    )
+
+
+def _train(bench: Bench) -> Found:
+    return verdict_on(bench.train("launch.placement=separate"), bench.config.steps, bench.config.model.dtype)
+
+
+def _train_colocated(bench: Bench) -> Found:
+    return verdict_on(bench.train("launch.placement=colocated"), bench.config.steps, bench.config.model.dtype)
+
+
+def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) -> Found:
+    """What the metrics of a run say; a value that was not finite is None. Raises CheckFailed."""
+    steps = [step for step in steps if step["step"] > 0]
+    if [step["step"] for step in steps] != list(range(1, expected + 1)):
+        raise CheckFailed(
+            f"the run recorded steps {[step['step'] for step in steps]}, not 1 to {expected}", REPORT
+        )
+    for step in steps:
+        for name in ("loss/total", "optim/grad_norm", "mismatch/abs_prob_max", "mismatch/logprob_gap_max"):
+            if not isinstance(value := step.get(name), int | float) or not math.isfinite(value):
+                raise CheckFailed(f"step {step['step']}: {name} is {value}, not a finite number", REPORT)
+        if step["optim/grad_norm"] == 0:
+            raise CheckFailed(
+                f"step {step['step']}: the gradient is zero, so that nothing was trained", REPORT
+            )
+        if step["sync/version"] != step["step"]:
+            error = f"step {step['step']}: the servers were sent version {step['sync/version']}"
+            raise CheckFailed(error, REPORT)
+    gap = max(step["mismatch/abs_prob_max"] for step in steps)
+    nats = max(step["mismatch/logprob_gap_max"] for step in steps)
+    allowed = SAME_POLICY_PROBABILITY[dtype]
+    if gap > allowed or (dtype == "float32" and nats > SAME_POLICY_NATS):
+        error = (
+            f"learner and server differ by up to {gap:.1e} in a sampled token's probability ({nats:.1e} nats)"
+        )
+        raise CheckFailed(f"{error}; in {dtype} {allowed:g} is allowed", REPORT)
+    rate, last = steps[-1]["throughput/tokens_per_s"], steps[-1]
+    figures = {
+        "max_probability_gap": gap, "max_logprob_gap_nats": nats, "tokens_per_s": rate, "step_s": last["time/step"],
+        "grad_norm": last["optim/grad_norm"], "reward": last["reward/mean"], "sync_s": last["time/sync"],
+    }  # fmt: skip
+    text = f"{expected} steps; probabilities differ by {gap:.1e} at most; last step {last['time/step']:.2f} s, {rate:,.0f} tokens/s"
+    return Found(text=text, figures=figures)
+
+
+def _no_two_gpus(machine: Machine) -> str | None:
+    if machine.gpus == 0:
+        return "no GPU"
+    return None if machine.gpus > 1 else "it takes two GPUs, and here is one"
+
+
+def _no_transformer_engine(machine: Machine) -> str | None:
+    if machine.gpus == 0:
+        return "no GPU; its layers run on CUDA alone"
+    return None if machine.has_transformer_engine else "transformer_engine is not installed (it is optional)"
+
+
+CHECKS = (
+    Check(
+        name="machine",
+        proves="limits, shared memory, disk, drivers and versions are fit for a run",
+        run=_machine,
+        seconds=1,
+    ),
+    Check(name="packages", proves="both engines can be imported", run=_packages, seconds=18),
+    Check(
+        name="model",
+        proves="a tiny random model is written, and read again to the bit",
+        run=lambda bench: bench.measure("model"),
+        seconds=10,
+    ),
+    Check(
+        name="gloo",
+        proves="every number arrives in collectives of two processes",
+        run=_gloo,
+        seconds=12,
+    ),
+    Check(
+        name="nccl",
+        proves="every number arrives in collectives of all GPUs of this node",
+        run=_nccl,
+        seconds=30,
+        why_not_here=_no_two_gpus,
+    ),
+    Check(
+        name="local-layers",
+        proves="the learner's log-probs, by Megatron's local layers, are those of transformers",
+        run=lambda bench: bench.measure("logprobs", layers="local"),
+        seconds=12,
+        needs=("model",),
+    ),
+    Check(
+        name="transformer-engine",
+        proves="the learner's log-probs, by Transformer Engine's layers, are those of transformers",
+        run=lambda bench: bench.measure("logprobs", layers="transformer-engine"),
+        seconds=30,
+        needs=("model",),
+        why_not_here=_no_transformer_engine,
+    ),
+    Check(
+        name="update",
+        proves="updates are finite, lower the loss, and give the same bits when they are repeated",
+        run=lambda bench: bench.measure("update"),
+        seconds=12,
+        needs=("model",),
+    ),
+    Check(
+        name="memory",
+        proves="model, gradients, optimizer and activations take the memory that the plan says",
+        run=lambda bench: bench.measure("memory"),
+        seconds=11,
+        needs=("model",),
+    ),
+    Check(
+        name="server",
+        proves="an SGLang server starts and answers",
+        run=_server,
+        seconds=25,
+        needs=("model",),
+    ),
+    Check(
+        name="engines",
+        proves="a server that has read the model gives its samples the learner's log-probs",
+        run=lambda bench: bench.measure("engines"),
+        seconds=12,
+        needs=("server",),
+        uses_server=True,
+    ),
+    Check(
+        name="transfer",
+        proves="new weights reach the server to the bit, and it then answers as the learner does",
+        run=lambda bench: bench.measure("transfer"),
+        seconds=14,
+        needs=("server",),
+        uses_server=True,
+    ),
+    Check(
+        name="flipped-bit",
+        proves="a bit that changes on the way is found, and nothing of that update is served",
+        run=lambda bench: bench.measure("flipped_bit"),
+        seconds=12,
+        needs=("transfer",),
+        uses_server=True,
+    ),
+    Check(
+        name="mismatch",
+        proves="the gap of the engines by its causes: how much each moves a sampled token's probability",
+        run=lambda bench: bench.measure("mismatch"),
+        seconds=13,
+        needs=("engines",),
+        uses_server=True,
+    ),
+    Check(
+        name="train",
+        proves="`tandem train` makes two steps, learner and server with devices of their own",
+        run=_train,
+        seconds=45,
+        needs=("model",),
+        why_not_here=lambda machine: _no_two_gpus(machine) if machine.gpus else None,
+    ),
+    Check(
+        name="train-colocated",
+        proves="`tandem train` makes two steps, learner and server in turns on the same devices",
+        run=_train_colocated,
+        seconds=40,
+        needs=("model",),
+    ),
+)
+
+
+def chosen(names: Sequence[str]) -> list[Check]:
+    """The checks of these names and those that they need, in their order; all where none is named. Raises ValueError."""
+    by_name = {check.name: check for check in CHECKS}
+    for name in names:
+        if name not in by_name:
+            close = get_close_matches(name, by_name, n=1)
+            hint = f"did you mean `{close[0]}`? " if close else ""
+            raise ValueError(f"--only {name}: no such check; {hint}The checks are {', '.join(by_name)}")
+    wanted, todo = set(), list(names or by_name)
+    while todo:
+        wanted.add(name := todo.pop())
+        todo += by_name[name].needs
+    return [check for check in CHECKS if check.name in wanted]

@@ -1,0 +1,78 @@
+"""The selftest-rank role: the work of one check, in processes of its own under torchrun.
+
+request.json names the work, ``PARTS`` says where it is. The first rank writes found.json; a rank that finds
+something wrong writes failed.json, and fails.
+"""
+
+import contextlib
+import importlib
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from configs.schema import RunConfig
+from launch.processes.run_folder import RunFolder, write_json
+from launch.selftest.check import CheckFailed
+
+if TYPE_CHECKING:
+    from launch.selftest.check import Found
+
+PARTS = {
+    "model": "alone",
+    "collectives": "alone",
+    "logprobs": "alone",
+    "update": "alone",
+    "memory": "alone",
+    "engines": "served",
+    "transfer": "served",
+    "flipped_bit": "served",
+    "mismatch": "served",
+}
+"""Functions (folder, config, request) -> Found, and their modules, which import torch and Megatron."""
+FOUND, FAILED = "found.json", "failed.json"
+
+
+def run_part(folder: RunFolder, config: RunConfig) -> None:
+    import torch.distributed as dist
+
+    from parallel.megatron.platform import init_distributed
+
+    request = json.loads((folder.path / "request.json").read_text())
+    init_distributed(timeout_s=config.launch.collective_timeout_s)
+    found = work_of_part(folder, config, request)
+    if dist.get_rank() == 0:
+        write_json(folder.path / FOUND, asdict(found) | {"torch": torch_facts()})
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def work_of_part(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> "Found":
+    name = request["part"]
+    part = getattr(importlib.import_module(f"launch.selftest.{PARTS[name]}"), name)
+    try:
+        return part(folder, config, request)
+    except CheckFailed as failure:
+        with contextlib.suppress(FileExistsError), (folder.path / FAILED).open("x") as file:
+            json.dump({"error": failure.error, "fix": failure.fix}, file)
+        raise
+
+
+def torch_facts() -> dict[str, Any]:
+    """About torch's build and the devices that it sees, for the report: the command itself imports no torch."""
+    import torch
+
+    built_with = [line.strip(" -") for line in torch.__config__.show().splitlines()[1:]]
+    facts: dict[str, Any] = {
+        "threads": torch.get_num_threads(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "built_with": [line for line in built_with if not line.startswith("Build settings")],
+    }
+    if torch.cuda.is_available():
+        from torch.cuda import nccl
+
+        facts |= {
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, nccl.version())),
+            "capability": [torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())],
+        }
+    return facts

@@ -1,0 +1,198 @@
+"""The report of a selftest: a table for the console, selftest.txt for a bug report, selftest.json for scripts.
+
+Reports are sent to others: names of user and host, the home folder, keys and tokens are taken out of every text.
+"""
+
+import json
+import os
+import platform
+import re
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from getpass import getuser
+from importlib import metadata
+from pathlib import Path
+from textwrap import indent
+from typing import Any
+
+import psutil
+
+from launch.checks.device_memory import ask_gpus
+from launch.processes.run_folder import KEY, write_json, write_text
+from launch.selftest.check import Outcome, Result
+from launch.tables import aligned, print_table
+from trainer.tracking.provenance import provenance
+
+TEXT, JSON = "selftest.txt", "selftest.json"
+PACKAGES = (
+    "tandem-rl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine", "flash-attn",
+    "flashinfer-python", "sgl-kernel", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "safetensors", "numpy", "mlflow",
+)  # fmt: skip
+SECRET = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
+SHORTEST_SECRET = 8
+"""Characters; values like `1` are no secrets, and would be taken out of every figure."""
+MARKS = {
+    Result.PASS: "green",
+    Result.FAIL: "bold red",
+    Result.NOT_HERE: "dim",
+    Result.NOT_RUN: "yellow",
+}
+TITLES = ("check", "result", "   s", "found")
+
+
+def environment() -> dict[str, Any]:
+    """Versions and hardware. No names of user or host, no paths, no variables."""
+    tags = provenance()
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    memory = psutil.virtual_memory()
+    return {
+        "commit": tags.get("mlflow.source.git.commit", "unknown"),
+        "uncommitted_changes": tags.get("tandem.uncommitted_changes", "unknown"),
+        "packages": installed,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "libc": " ".join(platform.libc_ver()),
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": [round(load, 1) for load in os.getloadavg()],
+        "memory_gib": round(memory.total / 2**30, 1),
+        "available_memory_gib": round(memory.available / 2**30, 1),
+        "gpus": ask_gpus(),
+        "in_slurm_job": "SLURM_JOB_ID" in os.environ,
+    }
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown"
+    )
+
+
+def scrubber(folder: Path) -> Callable[[str], str]:
+    """A function that takes out of a text what is nobody's business. folder: the selftest's own, whose keys are taken
+    out too."""
+    keys = [word for file in folder.rglob(KEY) for word in re.findall(r"[\w+/=-]{16,}", file.read_text())]
+    secrets = [
+        value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= SHORTEST_SECRET
+    ]
+    exact = dict.fromkeys([*keys, *secrets], "SECRET") | {str(folder): "FOLDER"}
+    home = os.path.expanduser("~")
+    exact |= {home: "HOME"} if home not in ("/", "~") else {}
+    # A user of the name `a` must not take the letter out of every word.
+    words = {socket.gethostname(): "HOST", _user(): "USER"}
+    words = {word: name for word, name in words.items() if word and word not in ("root", "localhost")}
+
+    def scrub(text: str) -> str:
+        for secret, name in sorted(exact.items(), key=lambda item: -len(item[0])):
+            text = text.replace(secret, name)
+        for word, name in words.items():
+            text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text)
+        return text
+
+    return scrub
+
+
+def _user() -> str:
+    try:
+        return getuser()
+    except (OSError, KeyError):  # a container's user without a name
+        return ""
+
+
+def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
+    counts = {result: sum(one.result is result for one in outcomes) for result in Result}
+    words = {
+        Result.PASS: "passed",
+        Result.FAIL: "failed",
+        Result.NOT_RUN: "not run",
+        Result.NOT_HERE: "not here",
+    }
+    told = [
+        f"{counts[result]} {word}"
+        for result, word in words.items()
+        if counts[result] or result is Result.PASS
+    ]
+    if missing := planned - len(outcomes):
+        told.append(f"{missing} not reached (interrupted)")
+    return f"{', '.join(told)}, in {seconds:.0f} s"
+
+
+def print_outcomes(outcomes: Sequence[Outcome], *, width: int) -> None:
+    """The table, on the console. width: that of the output where it is no terminal."""
+    from rich.markup import escape
+
+    rows = [
+        (one.check.name, f"[{MARKS[one.result]}]{one.result}[/]", f"{one.seconds:4.0f}", escape(one.text))
+        for one in outcomes
+    ]
+    print_table(TITLES, rows, width=width)
+
+
+def failures(outcomes: Sequence[Outcome]) -> str:
+    """What failed, with what it means and what to try; "" if nothing did."""
+    failed = [one for one in outcomes if one.result is Result.FAIL]
+    return "\n".join(
+        f"FAIL {one.check.name}: {one.text}\n  it should prove: {one.check.proves}\n  try: {one.fix}"
+        for one in failed
+    )
+
+
+def write(
+    folder: Path, outcomes: Sequence[Outcome], *, planned: int, seconds: float, torch: Mapping[str, Any]
+) -> Path:
+    """Write both files. Returns the text's path. Raises OSError."""
+    scrub = scrubber(folder)
+    about = environment() | {"torch": dict(torch)}
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    content = {
+        "format": 1,
+        "date": date,
+        "seconds": round(seconds, 1),
+        "verdict": verdict(outcomes, planned, seconds),
+        "environment": about,
+        "checks": [
+            {
+                "name": one.check.name,
+                "proves": one.check.proves,
+                "result": one.result,
+                "seconds": round(one.seconds, 1),
+                "text": one.text,
+                "figures": dict(one.figures),
+                "fix": one.fix,
+                "details": one.details,
+            }
+            for one in outcomes
+        ],
+    }
+    write_json(folder / JSON, json.loads(scrub(json.dumps(content))))
+    rows = [(one.check.name, str(one.result), f"{one.seconds:.0f} s", one.text) for one in outcomes]
+    parts = [f"tandem selftest, {date}: {content['verdict']}", *aligned(rows), "", "environment"]
+    parts += [f"  {name}: {_shown(value)}" for name, value in about.items()]
+    for one in outcomes:
+        if one.result is Result.FAIL:
+            parts += [
+                "",
+                f"FAIL {one.check.name}: {one.text}",
+                f"  try: {one.fix}",
+                indent(one.details, "  | "),
+            ]
+    write_text(folder / TEXT, scrub("\n".join(parts)) + "\n")
+    return folder / TEXT
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_shown(one)}" for name, one in value.items()) or "not known"
+    if isinstance(value, list):
+        return "; ".join(map(_shown, value)) or "none"
+    return str(value)

@@ -1,0 +1,273 @@
+"""The work of checks that need the server of the selftest: log-probs, transfer, a flipped bit, mismatch by cause.
+
+Each function is (folder, config, request) -> Found, on one rank, and raises CheckFailed.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from configs.schema import RunConfig
+from launch.processes.run_folder import RunFolder
+from launch.selftest.check import REPORT, CheckFailed, Found
+from launch.studies.verify_sync import differing_tensors, fixed_prompts
+from parallel.planning.layout import read_hf_config
+from parallel.weights.hf_files import HuggingFaceWeights, PerturbedWeights
+from parallel.weights.transfer import WeightBroadcaster
+from rollout.client import RolloutError
+from rollout.run_key import RunKey, run_key
+from rollout.sampling.fixed_samples import prefill_logprobs
+from rollout.servers.client import SGLangClient
+from rollout.servers.control import SGLangControl
+from trainer.learner import Learner
+from trainer.studies.layout_scoring import Scorer, score_under_switches
+from trainer.studies.layout_statistics import Sampled, join_samples, probability_gaps
+from trainer.turns import CACHE, WEIGHTS, OwnDevices, SharedDevices, make_room
+from trainer.weight_sync import EXACT_TOLERANCE, WeightSync
+
+TEMPERATURES = (1.0, 0.7)
+PROBE_TOKENS = 24
+TRANSFERS = 3
+SAMPLES_PER_PROMPT = 8
+SANE_PROBABILITY = 0.1
+FOUND_BY_SERVER = "other bytes were received than sent"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A learner, and the server that it sends weights to."""
+
+    learner: Learner
+    control: SGLangControl
+    sync: WeightSync
+    turns: OwnDevices
+
+
+@contextmanager
+def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
+    """On one GPU learner and server take turns, as in a colocated run, and the server gets the learner's weights first."""
+    control, key = _control(config, request)
+    is_shared = config.launch.placement == "colocated"
+    with control:
+        if is_shared:
+            make_room(control, CACHE, WEIGHTS)
+        learner = Learner.of_policy_alone(config)
+        learner.version = control.versions()[0]
+        turns = SharedDevices(learner, control) if is_shared else OwnDevices()
+        sync = WeightSync(learner, control, config.rollout, config.launch, turns=turns, key=key)
+        try:
+            sync.take_over(sends=is_shared)
+            yield Joined(learner=learner, control=control, sync=sync, turns=turns)
+        finally:
+            sync.close()
+
+
+def _control(config: RunConfig, request: Mapping[str, Any]) -> tuple[SGLangControl, RunKey]:
+    key = run_key(Path(request["key_file"]))
+    timeout_s = config.launch.patience_s
+    return SGLangControl(
+        request["urls"], tensor_parallel=config.rollout.tp, timeout_s=timeout_s, key=key
+    ), key
+
+
+def engines(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
+    with joined(config, request) as there:
+        nats, gap, count = gaps(there, config)
+    is_exact = config.model.dtype == "float32"
+    if not (nats <= EXACT_TOLERANCE if is_exact else gap <= SANE_PROBABILITY):
+        allowed = f"{EXACT_TOLERANCE:g} nats" if is_exact else f"{SANE_PROBABILITY:g} in probability"
+        error = f"a sampled token's log-prob differs by {nats:.1e} nats ({gap:.1e} in probability)"
+        fix = f"the server does not serve this model or this softmax; {REPORT}"
+        raise CheckFailed(f"{error}; in {config.model.dtype} {allowed} is allowed", fix)
+    text = f"{count} tokens at temperatures {' and '.join(map(str, TEMPERATURES))}: {nats:.1e} nats at most"
+    return Found(
+        text=text, figures={"max_logprob_gap_nats": nats, "max_probability_gap": gap, "tokens": count}
+    )
+
+
+def gaps(there: Joined, config: RunConfig) -> tuple[float, float, int]:
+    """(greatest difference in nats, in probability, number of tokens) of learner and server, on tokens that the server
+    samples."""
+    mine, theirs = list[float](), list[float]()
+    for prompt in fixed_prompts(read_hf_config(config.model.path)["vocab_size"]):
+        for temperature in TEMPERATURES:
+            completions = there.control.probe(prompt, max_new_tokens=PROBE_TOKENS, temperature=temperature)
+            theirs += [x for one in completions for x in one.rollout_logprobs.tolist()]
+            with there.turns.learner_there():
+                scored = there.learner.logprobs_of(prompt, completions, temperature=temperature)
+            mine += [x for row in scored for x in row]
+    learner_N, rollout_N = torch.tensor(mine), torch.tensor(theirs)
+    # torch's maximum does not lose a NaN.
+    return (
+        (learner_N - rollout_N).abs().max().item(),
+        probability_gaps(rollout_N, learner_N).max().item(),
+        len(mine),
+    )
+
+
+def transfer(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
+    """Other weights, sent and read from disk: the server must then hold the same bits."""
+    with joined(config, request) as there:
+        control, learner = there.control, there.learner
+        (before,) = control.checksums()
+        learner.engine.load_weights(PerturbedWeights(config.model.path))
+        learner.save_hf(folder.export)
+        sent = [there.sync.publish() for _ in range(TRANSFERS)]
+        (received,) = control.checksums()
+        nats, gap, _ = gaps(there, config)
+        control.load_from_disk(folder.export, version=learner.version)
+        (expected,) = control.checksums()
+        check_received(before, received, expected)
+        learner.engine.load_weights(HuggingFaceWeights(config.model.path))
+        there.sync.publish()
+        (back,) = control.checksums()
+    check_received(expected, back, before)
+    fastest = min(sent, key=lambda one: one.seconds)
+    mib = fastest.bytes / 2**20
+    text = f"{len(received)} tensors, {mib:.1f} MiB in {fastest.seconds:.3f} s with its proof ({mib / fastest.seconds:,.0f} MiB/s)"
+    figures = {
+        "bytes": fastest.bytes, "seconds": fastest.seconds, "mib_per_s": mib / fastest.seconds,
+        "all_seconds": [one.seconds for one in sent], "max_logprob_gap_nats": nats, "max_probability_gap": gap,
+    }  # fmt: skip
+    return Found(text=f"{text}; then {nats:.1e} nats at most", figures=figures)
+
+
+def check_received(
+    before: Mapping[str, str], received: Mapping[str, str], expected: Mapping[str, str]
+) -> None:
+    """Checksums by SGLang's names: before a transfer, after it, and after the same weights were read from disk."""
+    if wrong := differing_tensors(received, expected):
+        error = f"{len(wrong)} of {len(expected)} tensors of the server are not those that were sent: {', '.join(wrong[:3])}"
+        raise CheckFailed(error, f"do not train here; {REPORT}")
+    if same := sorted(before.keys() - set(differing_tensors(before, expected))):
+        raise CheckFailed(f"the check proves nothing: the server held {same[0]} before it was sent", REPORT)
+
+
+def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
+    """One bit of one broadcast, changed after the sender has taken its hash."""
+    with joined(config, request) as there:
+        there.sync.restore()
+        (before,) = there.control.checksums()
+        (version,) = there.control.versions()
+        with one_bit_flipped():
+            told = _refusal_of(there.sync)
+        (served,) = there.control.versions()
+    if FOUND_BY_SERVER not in told:
+        raise CheckFailed(f"the server refused the update for another reason: {told}", REPORT)
+    if served != version:
+        raise CheckFailed(
+            f"the server calls the refused update version {served}", f"do not train here; {REPORT}"
+        )
+    with joined(config, request) as there:  # a new group, as after a learner that failed
+        there.sync.restore()
+        (after,) = there.control.checksums()
+    if wrong := differing_tensors(after, before):
+        raise CheckFailed(
+            f"the next update did not mend {', '.join(wrong[:3])}", f"do not train here; {REPORT}"
+        )
+    return Found(text=f"refused ({FOUND_BY_SERVER}), version {version} stays; the next update mended it")
+
+
+def _refusal_of(sync: WeightSync) -> str:
+    try:
+        sync.publish()
+    except RolloutError as refused:
+        return str(refused)
+    fix = f"do not train here: transfers are not checked; {REPORT}"
+    raise CheckFailed("a bit was changed on the way, and the server took the weights", fix)
+
+
+@contextmanager
+def one_bit_flipped() -> Iterator[None]:
+    """Inside, the first broadcast of a transfer sends other bytes than its sender has."""
+    start, is_done = WeightBroadcaster.start, False
+
+    def start_flipped(self: WeightBroadcaster, flat: Tensor):
+        nonlocal is_done
+        if not is_done:
+            is_done, flat = True, flat.clone()
+            flat[len(flat) // 2] ^= 1
+        return start(self, flat)
+
+    WeightBroadcaster.start = start_flipped
+    try:
+        yield
+    finally:
+        WeightBroadcaster.start = start
+
+
+def mismatch(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
+    """As ``tandem mismatch --why``: the same tokens scored by learner and server, and under one switch at a time."""
+    control, key = _control(config, request)
+    with control:
+        control.load_from_disk(config.model.path, version=control.versions()[0])
+    sampled, prefilled = asyncio.run(_sample(config, request["urls"], key))
+    scorer = Scorer(config, print)
+    learner_N = scorer.score("samples", sampled)
+    assert learner_N is not None  # of the only rank
+    causes = {"engines": (sampled.logprobs_N, learner_N), "prefill": (sampled.logprobs_N, prefilled)}
+    for name, (switched_N, _) in score_under_switches(config, scorer, sampled, print).items():
+        if switched_N is not None:
+            causes[name] = (learner_N, switched_N)
+    found = {name: probability_gaps(*pair).max().item() for name, pair in causes.items()}
+    check_causes(found, config.model.dtype, is_cuda=learner_N.is_cuda or torch.cuda.is_available())
+    ranked = sorted(found.items(), key=lambda item: -item[1])
+    causes_text = ", ".join(f"{name} {gap:.1e}" for name, gap in ranked if name != "engines")
+    text = f"max |Δp| of {sampled.num_tokens} tokens: the engines {found['engines']:.1e}; one switch alone: {causes_text}"
+    figures = {f"{name}_max_probability_gap": gap for name, gap in found.items()} | {
+        "tokens": sampled.num_tokens
+    }
+    return Found(text=text, figures=figures)
+
+
+def check_causes(found: Mapping[str, float], dtype: str, *, is_cuda: bool) -> None:
+    """found: the greatest difference in probability, by cause. Raises CheckFailed."""
+    if not is_cuda and found["repeat"] != 0:
+        error = f"the learner scored the same tokens twice, and probabilities differ by {found['repeat']:.1e}"
+        raise CheckFailed(error, f"look at the memory of this machine; {REPORT}")
+    limits = dict.fromkeys(found, SANE_PROBABILITY)
+    if dtype == "float32":
+        limits |= dict.fromkeys(found.keys() & {"engines", "prefill", "packing"}, EXACT_TOLERANCE)
+    for name, gap in found.items():
+        if not gap <= limits[name]:
+            raise CheckFailed(f"{name} moves a probability by {gap:.1e}; {limits[name]:g} is sane", REPORT)
+
+
+async def _sample(config: RunConfig, urls: list[str], key: RunKey) -> tuple[Sampled, Tensor]:
+    """Samples of the fixed prompts, and the server's own log-probs of them by a prefill. N"""
+    vocab_size, settings = read_hf_config(config.model.path)["vocab_size"], config.rollout
+    prompts = fixed_prompts(vocab_size)
+    async with SGLangClient(
+        urls,
+        key=key,
+        max_concurrency=settings.max_concurrency,
+        timeout_s=settings.request_timeout_s,
+        max_retries=0,
+    ) as client:
+        groups = [
+            await client.generate_group(
+                prompt,
+                max_new_tokens=PROBE_TOKENS,
+                temperature=1.0,
+                stop_token_ids=[],
+                seeds=range(SAMPLES_PER_PROMPT),
+            )
+            for prompt in prompts
+        ]
+    samples = [
+        (number, one.token_ids.tolist(), one.rollout_logprobs.tolist())
+        for number, group in enumerate(groups)
+        for one in group
+    ]
+    sampled = join_samples(prompts, samples)
+    rows = await prefill_logprobs(
+        urls[0], sampled.sequences(), sampled.response_lengths_R.tolist(), vocab_size=vocab_size, name="samples",
+        timeout_s=settings.request_timeout_s, report=print, key=key,
+    )  # fmt: skip
+    return sampled, torch.tensor([x for row in rows for x in row], dtype=torch.float32)
