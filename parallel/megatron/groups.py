@@ -73,6 +73,11 @@ def join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
         )
 
 
+def destroy_groups() -> None:
+    """Forget Megatron's process groups, for another layout in this process. No engine may be left."""
+    parallel_state.destroy_model_parallel()
+
+
 def _running_sizes() -> _Sizes:
     return _Sizes(
         tp=parallel_state.get_tensor_model_parallel_world_size(),

@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
 from parallel.megatron import platform
+from parallel.megatron.groups import destroy_groups
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.simulation.device import META, SimulatedDevice
 from parallel.simulation.kernels import fused, replaced
@@ -28,7 +29,7 @@ from parallel.weights.hf_names import all_hf_names, hf_shapes
 
 @contextmanager
 def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice, Collectives]]:
-    """Inside, this process is rank ``rank`` of ``world_size``. Once in a process: Megatron's groups stay."""
+    """Inside, this process is rank ``rank`` of ``world_size``."""
     if platform.device() != META:
         raise RuntimeError("the device is a real one; set TANDEM_SIMULATED before anything is imported")
     collectives = Collectives()
@@ -54,9 +55,15 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
     with ExitStack() as inside:
         for owner, name, stand_in in stand_ins:
             inside.enter_context(replaced(owner, name, stand_in))
+        inside.callback(_leave_groups)
         inside.enter_context(device)
         inside.enter_context(fused(device))
         yield device, collectives
+
+
+def _leave_groups() -> None:
+    destroy_groups()
+    dist.destroy_process_group()
 
 
 def _tensor(make: Callable[..., Tensor], data: Any, **kwargs) -> Tensor:

@@ -1,0 +1,143 @@
+"""A simulated step against the same step on real ranks, and against arithmetic."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from configs.schema import RunConfig
+from launch.commands.simulate import planned
+from parallel.planning.layout import padded_vocab_size, read_architecture, read_hf_config
+from parallel.planning.simulated import Part, SimulatedRank
+from tests.launch.studies.simulated import DENSE, small_config, small_model
+from tests.support.megatron_workers import make_hf_model, run_ranks
+from tests.support.moe_workers import make_moe_model
+from tests.support.simulation_workers import simulate_all, work_step
+
+BUDGET = 96
+LAYOUTS = {
+    "tp2 sp": {"tp": 2, "sp": True},
+    "pp2": {"pp": 2},
+    "dp2": {"dp": 2},
+    "cp2": {"cp": 2},
+    "experts ep2": {"dp": 2, "ep": 2},
+}
+FAMILIES = ("allreduce", "allgather", "reduce_scatter", "alltoall", "send", "recv", "broadcast")
+LARGE = dict(
+    hidden_size=512,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    intermediate_size=1536,
+    vocab_size=8192,
+)
+
+
+def config_of(folder: Path, name: str) -> RunConfig:
+    make = make_moe_model if "experts" in name else make_hf_model
+    model = folder / name.replace(" ", "-")
+    make(model, "qwen3_moe" if "experts" in name else "qwen3", num_hidden_layers=2)
+    # float32: on CPU attention is in float32 whatever the model is.
+    return small_config(model, "model.dtype=float32", "rollout.dtype=float32", budget=BUDGET, **LAYOUTS[name])
+
+
+def sent(part: Part) -> Counter:
+    """Bytes by kind of operation and group. Backends have their own names for one operation, and pack calls. How many tokens
+    each expert gets is told in integers, which the real side does not count."""
+    found: Counter = Counter()
+    for c in part.collectives:
+        (family,) = (family for family in FAMILIES if c.operation.startswith(family))
+        if c.size > 1 and c.group != "EXPERT_TENSOR_AND_MODEL_PARALLEL_GROUP":
+            found[family, c.group] += c.bytes
+    return found
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory) -> dict[str, RunConfig]:
+    folder = tmp_path_factory.mktemp("models")
+    others = {
+        "large": small_config(
+            small_model(folder / "large", **LARGE),
+            "learner.logprob_chunk_tokens=256",
+            budget=1024,
+            tp=2,
+            sp=True,
+            pp=2,
+            dp=2,
+        ),
+        "dense": small_config(small_model(folder / "dense")),
+        "experts": small_config(small_model(folder / "experts", "qwen3_moe"), tp=2, sp=True, ep=2),
+    }
+    return {name: config_of(folder, name) for name in LAYOUTS} | others
+
+
+@pytest.fixture(scope="module")
+def simulated(configs) -> dict[tuple[str, int], SimulatedRank]:
+    jobs = [
+        *((name, rank) for name in LAYOUTS for rank in (0, 1)),
+        ("large", 0),
+        ("large", 4),
+        ("dense", 0),
+        ("experts", 0),
+    ]
+    return dict(zip(jobs, simulate_all([(configs[name], rank) for name, rank in jobs]), strict=True))
+
+
+@pytest.fixture(scope="module")
+def real(configs, tmp_path_factory) -> list[list[SimulatedRank]]:
+    return run_ranks(work_step, 2, tmp_path_factory.mktemp("ranks"), [configs[name] for name in LAYOUTS])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_each_group_is_sent_what_real_ranks_send_it(name, rank, simulated, real):
+    """Bytes of every kind of collective in every group, in the score pass, the update and the transfer."""
+    here, there = simulated[name, rank], real[rank][list(LAYOUTS).index(name)]
+    assert here.step == there.step
+    assert here.buckets == there.buckets
+    for part in ("logprobs", "update", "sync"):
+        assert sent(here.parts[part]) == sent(there.parts[part]), part
+    assert sum(sent(here.parts["update"]).values()) > 0
+
+
+@pytest.mark.parametrize("number", [0, 4])
+def test_memory_of_what_stays_is_the_plans_and_the_peak_is_near(number, simulated, configs):
+    config, rank = configs["large"], simulated["large", number]
+    plan = planned(config, read_architecture(read_hf_config(config.model.path)), rank)
+    at_start = rank.parts["start"].at_peak
+    for name in ("parameters", "gradients", "optimizer"):
+        assert at_start[name] == pytest.approx(getattr(plan, name), rel=0.005, abs=2**17), name
+    update = plan.lasting + plan.activations + plan.logits + plan.pipeline
+    assert rank.parts["update"].peak == pytest.approx(update, rel=0.05)
+    # The plan is of weights that are converted as they are sent, each large one into a buffer of its own.
+    assert rank.parts["sync"].peak <= plan.lasting + plan.transfer
+
+
+def test_flops_of_an_update_are_those_of_its_products(simulated):
+    """With recomputation each matrix of a layer is multiplied by the tokens four times, 2 FLOPs a number: forward, again,
+    and twice backward. Of the output layer: logits of response tokens, again, and twice backward. Attention: two products
+    over all pairs of a query and a key forward and again, five backward."""
+    rank = simulated["dense", 0]
+    step, d = rank.step, DENSE
+    heads, dim = d["num_attention_heads"], d["head_dim"]
+    layer = d["hidden_size"] * (heads + 2 * d["num_key_value_heads"]) * dim + heads * dim * d["hidden_size"]
+    layer += 3 * d["hidden_size"] * d["intermediate_size"]
+    pairs = step.samples * step.places * (step.places + 1) // 2
+    attention = 2 * 2 * heads * dim * pairs
+    layers = d["num_hidden_layers"] * (8 * layer * step.tokens + attention * 2 + attention * 5 // 2)
+    output = padded_vocab_size(d["vocab_size"], 1) * d["hidden_size"]
+    assert rank.parts["update"].flops == step.microbatches * (
+        layers + 8 * output * step.samples * step.response
+    )
+
+
+def test_nothing_of_a_micro_batch_stays_after_it(simulated):
+    """Also in layers with experts, whose dispatcher in Megatron keeps the last one's graph: the input of each layer and its
+    gradient, 128 KiB here."""
+    rank = simulated["experts", 0]
+    after, start = rank.parts["checkpoint"].at_peak, rank.parts["start"].peak
+    gathered = (
+        2 * rank.step.tokens * DENSE["hidden_size"]
+    )  # Megatron's buffer for what sequence parallelism gathers
+    assert after["activations"] <= gathered + 2**14
+    assert rank.parts["checkpoint"].peak == start + after["activations"]
