@@ -24,7 +24,14 @@ from launch.processes.run_folder import RunFolder, locked
 from launch.processes.sweeping import Sweep
 from launch.slurm.job import is_finished, recorded_job, running_elsewhere
 from launch.tables import aligned
-from parallel.checkpoints.files import OtherFormat, is_valid, read_manifest, step_folders, valid_checkpoints
+from parallel.checkpoints.files import (
+    OtherFormat,
+    best_step,
+    is_valid,
+    read_manifest,
+    step_folders,
+    valid_checkpoints,
+)
 from parallel.planning.memory import size_text
 
 RECENT_S = 600.0
@@ -191,7 +198,11 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
     if run.checkpoints.is_symlink():
         return
     complete = valid_checkpoints(run.checkpoints)
-    kept = [*complete][-config.checkpoint.keep :]
+    try:
+        best = best_step(run.checkpoints)
+    except ValueError:
+        return  # which one the run keeps as its best is not known
+    kept = [*complete][-config.checkpoint.keep :] + [step for step in complete if step == best]
     for step, folder in complete.items():
         if step not in kept and is_finished(run, config) and not folder.is_symlink():
             yield Item(

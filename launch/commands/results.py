@@ -1,7 +1,6 @@
 """``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, for others."""
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from launch.processes.run_folder import RunFolder, check_can_be_made, locked, wr
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role
 from launch.tables import print_table
-from parallel.checkpoints.files import BEST, missing, remove_leftovers, step_folder
+from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
 
 if TYPE_CHECKING:
     from trainer.report.page import Comparison
@@ -57,16 +56,12 @@ def _require_adapters(folder: RunFolder) -> None:
 
 def _best_step(folder: RunFolder) -> int:
     try:
-        step = int(json.loads((folder.checkpoints / BEST).read_text())["step"])
-    except FileNotFoundError:
+        step = best_step(folder.checkpoints)
+    except ValueError as error:
+        raise BadInput(f"--best: {error}; leave --best out") from error
+    if step is None:
         error = f"--best: {folder.path} has kept no best checkpoint"
-        raise BadInput(
-            f"{error}; train with checkpoint.keep_best=eval/accuracy, or leave --best out"
-        ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(
-            f"--best: {folder.checkpoints / BEST} cannot be read: {error}; leave --best out"
-        ) from error
+        raise BadInput(f"{error}; train with checkpoint.keep_best=eval/accuracy, or leave --best out")
     if wrong := missing(step_folder(folder.checkpoints, step)):
         raise BadInput(f"--best: the checkpoint of step {step} is not complete ({wrong}); leave --best out")
     return step

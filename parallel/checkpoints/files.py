@@ -214,6 +214,16 @@ def set_aside(folder: Path) -> Path:
     return folder.rename(target)
 
 
+def best_step(root: Path) -> int | None:
+    """The step that ``BEST`` names; None without one. Raises ValueError where it cannot be read."""
+    try:
+        return int(json.loads((root / BEST).read_text())["step"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{root / BEST} cannot be read: {error!r}") from error
+
+
 def prune(root: Path, keep: int, also: int | None = None) -> None:
     """Remove all but the newest ``keep`` complete checkpoints, and that of the step ``also``. For one rank to call, after
     a save."""

@@ -54,6 +54,8 @@ def littered(tmp_path) -> tuple[RunFolder, set[str]]:
     for step in (8, 9):
         make_checkpoint(run.checkpoints, step)
         make_checkpoint(run.critic_checkpoints, step)
+    make_checkpoint(run.checkpoints, 2)
+    write_json(run.checkpoints / "best.json", {"step": 2, "metric": "eval/accuracy", "value": 0.5})
     run.logs.mkdir()
     write_json(run.job, {"job_id": "12", "nodes": [], "restart": 0})
     for name in ("learn.log", "slurm-12.log"):
