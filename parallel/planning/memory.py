@@ -136,7 +136,8 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         optimizer=optimizer,
         reference=parameters if work.has_reference else 0,
         critic=sum(critic),
-        activations=activation_bytes(architecture, layout, largest, stage),
+        activations=activation_bytes(architecture, layout, largest, stage)
+        + _waiting_gradient(architecture, layout, work),
         logits=_logits_beside(architecture, layout, work, largest, stage) if last else 0,
         pipeline=_pipeline_bytes(architecture, layout, work, stage),
         transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
@@ -260,6 +261,16 @@ def _end_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -> 
     return norm + tokens * architecture.hidden_size * work.dtype_bytes
 
 
+def _waiting_gradient(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
+    """The gradient of a tied output layer, b V H / t, which waits for the embedding's to be added while layers are computed
+    again. Without recomputation all layers are whole while the logits, which count it, are there."""
+    is_shared = architecture.tied and layout.pp == 1 and work.lora is None
+    if not is_shared or work.recompute == "none":
+        return 0
+    rows = padded_vocab_size(architecture.vocab_size, layout.tp) // layout.tp
+    return work.dtype_bytes * rows * architecture.hidden_size
+
+
 def _logits_beside(
     architecture: Architecture, layout: LayoutConfig, work: Work, largest: Work, stage: int
 ) -> int:
@@ -269,7 +280,8 @@ def _logits_beside(
     if work.recompute == "none":
         return logits
     end = _end_bytes(architecture, layout, largest)
-    return max(0, end + logits - max(end, *_whole_layers(architecture, layout, largest, stage)))
+    layer = max(end, *_whole_layers(architecture, layout, largest, stage))
+    return max(0, end + logits - layer - _waiting_gradient(architecture, layout, work))
 
 
 def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, layer: int) -> int:
