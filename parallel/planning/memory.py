@@ -47,6 +47,8 @@ class Work:
     """Whether a reference policy has weights of its own. With adapters the policy without them is the reference."""
     critic: Architecture | None = None
     transfers_weights: bool = False
+    converts_weights: bool = False
+    """Whether weights are sent in another dtype, or rounded (``rollout.precision``): large ones then take buffers too."""
 
     @property
     def dtype_bytes(self) -> int:
@@ -71,6 +73,8 @@ def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture 
         has_reference=is_rl and config.kl.coefficient > 0 and config.learner.lora is None,
         critic=critic,
         transfers_weights=is_rl,
+        converts_weights=is_rl
+        and (config.rollout.dtype != config.model.dtype or config.rollout.precision is not None),
     )
 
 
@@ -402,9 +406,9 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
 
 
 def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
-    """Two buckets, each of the device's size or that of the largest tensor, but no more than the stage's
-    weights; and the tensors of one gathering: the shards of one tensor and the whole, or one expert's gate and
-    up of each expert-parallel rank.
+    """Two buckets of the device's size, of the largest tensor's where weights are converted, but no more than the stage's
+    weights; and the tensors of one gathering: the shards of one tensor and the whole, or one expert's gate and up of each
+    expert-parallel rank. A gathered tensor that is sent as it is stays while the next one is gathered.
     """
     a, b = architecture, work.dtype_bytes
     shared, expert = stage_parameters(a, layout, stage)
@@ -414,9 +418,10 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     largest = b * max(table, a.hidden_size * a.intermediate_size)
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
-    return min(2 * max(TRANSFER_BUCKET_BYTES[work.device], largest), weights) + max(
-        gathered, b * expert_size if layout.ep > 1 else 0
-    )
+    bucket = TRANSFER_BUCKET_BYTES[work.device]
+    buffers = min(2 * max(bucket, largest if work.converts_weights else 0), weights)
+    stays = 0 if layout.tp == 1 or work.converts_weights else 2 * b * a.hidden_size * a.intermediate_size
+    return buffers + max(gathered + stays, b * expert_size if layout.ep > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
