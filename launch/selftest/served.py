@@ -25,6 +25,7 @@ from rollout.run_key import RunKey, run_key
 from rollout.sampling.fixed_samples import prefill_logprobs
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
+from rollout.sglang_plugin.tandem_process_memory import Sending
 from trainer.learner import Learner
 from trainer.studies.layout_scoring import Scorer, score_under_switches
 from trainer.studies.layout_statistics import Sampled, join_samples, probability_gaps
@@ -185,21 +186,22 @@ def _refusal_of(sync: WeightSync) -> str:
 
 @contextmanager
 def one_bit_flipped() -> Iterator[None]:
-    """Inside, the first broadcast of a transfer sends other bytes than its sender has."""
-    start, is_done = WeightBroadcaster.start, False
+    """Inside, the first bucket of a transfer is sent with other bytes than its sender has."""
+    start, offer, is_done = WeightBroadcaster.start, Sending.offer, False
 
-    def start_flipped(self: WeightBroadcaster, flat: Tensor):
+    def flipped(flat: Tensor) -> Tensor:
         nonlocal is_done
         if not is_done:
             is_done, flat = True, flat.clone()
             flat[len(flat) // 2] ^= 1
-        return start(self, flat)
+        return flat
 
-    WeightBroadcaster.start = start_flipped
+    WeightBroadcaster.start = lambda self, flat: start(self, flipped(flat))
+    Sending.offer = lambda self, flat, check: offer(self, flipped(flat), check)
     try:
         yield
     finally:
-        WeightBroadcaster.start = start
+        WeightBroadcaster.start, Sending.offer = start, offer
 
 
 def mismatch(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
@@ -50,7 +49,7 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
         (hf_conversion, "HuggingFaceWeights", WeightsWithoutNumbers),
         (torch, "tensor", partial(_tensor, torch.tensor)),
         # Whether many parameters are updated in one call follows from the device.
-        (optimizer, "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
+        (torch.optim.optimizer, "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
     ]
     with ExitStack() as inside:
         for owner, name, stand_in in stand_ins:

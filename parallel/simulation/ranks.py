@@ -85,9 +85,10 @@ def _gather(device: Any, args: tuple) -> None:
             place.copy_(gathered)
 
 
-def _reduce(device: Any, args: tuple, size: int) -> None:
+def _reduce(device: Any, args: tuple[Any, ...], size: int) -> None:
+    tensors = tree_leaves(args[0])
     is_sum = len(args) > 2 and "SUM" in str(getattr(args[2], "op", "SUM"))
-    for tensor in tree_leaves(args[0]):
+    for tensor in tensors:
         numbers = device.numbers(tensor)
         if numbers is not None and is_sum and not numbers.dtype.is_floating_point:
             numbers.mul_(size)

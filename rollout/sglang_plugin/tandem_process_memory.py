@@ -96,6 +96,14 @@ def _process_of(connection: socket.socket) -> int:
     return process
 
 
+def _says_something(connection: socket.socket) -> bool:
+    """False where the other end has left, also with a bucket in its queue."""
+    try:
+        return bool(connection.recv(1))
+    except ConnectionError:
+        return False
+
+
 class Sending:
     """The sender's end of one transfer.
 
@@ -144,7 +152,7 @@ class Sending:
                 continue
             connection = key.fileobj
             assert isinstance(connection, socket.socket)
-            if connection.recv(1):
+            if _says_something(connection):
                 self._taken[connection] += 1
             elif self._taken[connection] == self._num_offered:
                 self._selector.unregister(connection)  # it may have got everything; else the next offer fails

@@ -294,7 +294,7 @@ def test_the_learner_steps_like_one_process(runs, layout):
             max(greatest_difference(found[part], wanted[part]) for part in ("weights", "critic")) < TOLERANCE
         )
         assert [p for row in found["probe"] for p in row] == pytest.approx(
-            [p for row in wanted["probe"] for p in row], abs=1e-5
+            [p for row in wanted["probe"] for p in row], rel=TOLERANCE, abs=TOLERANCE
         )
 
 

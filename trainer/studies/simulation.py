@@ -11,12 +11,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from configs.schema import RunConfig
+from configs.schema.rollout import Precision
 from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.engine import MegatronEngine, ValueEngine
 from parallel.planning.memory import row_counts
@@ -148,6 +149,7 @@ def _parameters(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
 
 
 def _gradients(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
+    trained: Any  # Megatron's list of buffers has the name of torch's method
     for trained in engine._trained:
         for buffer in (*trained.buffers, *trained.expert_parallel_buffers):
             yield buffer.grad_data
@@ -214,7 +216,8 @@ class _Sync:
 
     def __init__(self, learner: Learner, config: RunConfig, memory: Memory):
         self._memory = memory
-        self._learner, self._precision = learner, config.rollout.precision
+        self._learner = learner
+        self._precision: Precision | None = config.rollout.precision
         dtype = getattr(torch, config.rollout.dtype)
         self._plan = plan_transfer(learner.engine.export_plan(), dtype=dtype, device="cuda")
         self.buckets: list[int] = []

@@ -17,7 +17,7 @@ from configs.loader import resolved_yaml
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import AggregationConfig
 from launch.commands import results
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, write_json
 from launch.roles import table
 from launch.studies import replay as replays
 from parallel.checkpoints import pickles
@@ -182,6 +182,7 @@ def test_export_and_replay_of_damaged_and_foreign_runs(model, tmp_path, capfd):
     hidden_in_metadata(run.checkpoints / "step_000001", Code(marker))
     write_manifest(run.checkpoints / "step_000001", world_size=1)
     replays.write_request(run, 2, ["disabled"])
+    write_json(run.export_request, {"step": None})
     for role in (table.export, table.replay):
         with pytest.raises(CheckpointError, match=REFUSED):
             role(run, config)
