@@ -3,6 +3,7 @@
 The environment variable ``TANDEM_SIMULATED`` must be set before anything of ``parallel.megatron`` is imported.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._pytree import tree_map_only
 
@@ -49,7 +51,7 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
         (hf_conversion, "HuggingFaceWeights", WeightsWithoutNumbers),
         (torch, "tensor", partial(_tensor, torch.tensor)),
         # Whether many parameters are updated in one call follows from the device.
-        (torch.optim.optimizer, "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
+        (sys.modules[Optimizer.__module__], "_get_foreach_kernels_supported_devices", lambda: ["meta"]),
     ]
     with ExitStack() as inside:
         for owner, name, stand_in in stand_ins:
