@@ -67,7 +67,7 @@ def round_into(out: Tensor, weight: Tensor, precision: Precision) -> None:
     An ``out`` of 2 bytes rounds the numbers of the grid once more, by up to 2^-9 of each in bfloat16; half a step of
     int8 is 2^-8 of a row's greatest.
     """
-    at_once = AT_ONCE[weight.device.type]
+    at_once = AT_ONCE["cpu" if weight.device.type == "cpu" else "cuda"]
     if precision in WHOLE_DTYPES:
         for part, numbers in zip(out.view(-1).split(at_once), weight.reshape(-1).split(at_once), strict=True):
             part.copy_(numbers.to(WHOLE_DTYPES[precision]))
