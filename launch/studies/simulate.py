@@ -34,8 +34,6 @@ def simulate_ranks(config: RunConfig, ranks: Sequence[int]) -> Iterator[Simulate
     """Each rank as it is done, as many at a time as cores and memory allow. Raises SimulationFailed."""
     at_once = max(1, min(len(ranks), os.cpu_count() or 1, psutil.virtual_memory().available // MEMORY_EACH))
     context = multiprocessing.get_context("spawn")
-    # Read as the processes import Megatron.
-    os.environ[SIMULATED_VARIABLE] = "1"
     with ProcessPoolExecutor(at_once, context, max_tasks_per_child=1) as pool:
         rank_of = {pool.submit(_simulate, config, rank): rank for rank in ranks}
         for done in as_completed(rank_of):
@@ -56,6 +54,7 @@ def simulate_ranks(config: RunConfig, ranks: Sequence[int]) -> Iterator[Simulate
 def _simulate(config: RunConfig, rank: int) -> SimulatedRank:
     import warnings
 
+    os.environ[SIMULATED_VARIABLE] = "1"  # of this process alone, and before it imports Megatron
     warnings.filterwarnings("ignore")  # Megatron's and torch's, of devices that are not there
     from parallel.simulation.process import simulated_rank
     from trainer.studies.simulation import simulate

@@ -1,6 +1,7 @@
 """``tandem simulate`` as a user sees it. Its children are real: each runs the learner's code of a rank."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,9 @@ def test_a_table_the_details_and_a_file_are_written(folder, tmp_path):
     out = tmp_path / "out.json"
     done = run(file, "--gpu-memory", "80", "--json", str(out))
     assert done.exit_code == 0, done.output
+    assert (
+        simulate.SIMULATED_VARIABLE not in os.environ
+    )  # else later children of this process would be simulated
     assert "2 of 4 ranks" in done.output
     assert "TENSOR_MODEL_PARALLEL_GROUP" in done.output
     assert "fits: " in done.output
