@@ -144,7 +144,8 @@ def save(
         # is over when it returns.
         filesystem_async._results_queue = queue.Queue()
         # Each rank hashes its own writers' files while the writers wait for the disk.
-        with hashed_while_written(temporary, f"__{dist.get_rank()}_*.distcp") as records:
+        own_files = f"__{dist.get_rank()}_*.distcp"
+        with hashed_while_written(temporary, own_files) as records, writers.errors_of_rank_0_kept():
             dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata())
         return records
 

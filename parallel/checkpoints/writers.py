@@ -1,14 +1,50 @@
-"""The processes that Megatron forks to write a checkpoint: protection from SIGTERM, and a watch for their death."""
+"""How Megatron writes a checkpoint, made safe: the processes that it forks are protected from SIGTERM and watched, and
+errors of files that rank 0 alone writes leave no other rank waiting."""
 
 import contextlib
 import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+import unittest.mock
+from collections.abc import Callable, Iterator
 from multiprocessing import process, resource_tracker
+from typing import Any
+
+import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core.dist_checkpointing import serialization
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
 LOOK_EVERY_S = 1.0
+WRITTEN_BY_RANK_0 = (
+    (TorchCommonSaveStrategy, "save_common"), (FileSystemWriterAsync, "finish"), (serialization, "save_config"),
+)  # fmt: skip
+"""What Megatron lets rank 0 write while the other ranks go on to its next collective."""
+
+
+@contextlib.contextmanager
+def errors_of_rank_0_kept() -> Iterator[None]:
+    """Inside, an error of a file that rank 0 alone writes does not interrupt Megatron's save: the other ranks are in its
+    collectives, and would wait for rank 0. The error is raised at the end."""
+    errors: list[Exception] = []
+    with contextlib.ExitStack() as patches:
+        for owner, name in WRITTEN_BY_RANK_0:
+            keeping = _keeping(getattr(owner, name), errors)
+            patches.enter_context(unittest.mock.patch.object(owner, name, keeping))
+        yield
+    if errors:
+        raise errors[0]
+
+
+def _keeping(write: Callable[..., Any], errors: list[Exception]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return write(*args, **kwargs)
+        except Exception as error:
+            errors.append(error)
+
+    return call
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
 from configs.schema.layout import LayoutConfig
-from parallel.checkpoints import checkpoint
+from parallel.checkpoints import checkpoint, writers
 from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.checkpoints.files import latest_valid, prune, step_folder
 from tests.support.megatron_workers import (
@@ -228,6 +228,31 @@ def test_two_ranks_resume_bitwise_and_under_another_layout(tmp_path, distributed
 
 def _fail(*arguments):
     raise OSError("no such disk")
+
+
+def work_full_disk_of_rank_0(folder: Path, root: Path) -> list[str]:
+    """What a save raises here where each of the files that rank 0 alone writes finds no space."""
+    engine = make_engine(folder, layout=LayoutConfig(dp=2))
+    said = []
+    for owner, name in writers.WRITTEN_BY_RANK_0:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as raised:
+            if dist.get_rank() == 0:
+                patch.setattr(owner, name, _fail)
+            engine.save(root / "step_000002", {})
+        said.append(str(raised.value))
+    engine.save(root / "step_000003", {})
+    return said
+
+
+@pytest.mark.engines
+def test_a_file_that_rank_0_alone_cannot_write_leaves_no_rank_waiting(folder, tmp_path):
+    """The disk fills after space was looked for. The other ranks are in Megatron's collectives then."""
+    ranks = run_ranks(work_full_disk_of_rank_0, 2, tmp_path / "ranks", folder, tmp_path / "checkpoints")
+    for said in ranks:
+        assert len(said) == 3
+        for text in said:
+            assert "could not write" in text and "rank 0: OSError: no such disk" in text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000003"]
 
 
 def work_faults_on_rank_1(folder: Path, root: Path) -> list[str]:
