@@ -265,7 +265,7 @@ def kill(processes: Sequence[psutil.Process]) -> None:
 
 
 def exit_now(code: int) -> NoReturn:
-    """End this process and its children (a checkpoint's writers) at once.
+    """End this process and its children (a session's guard) at once.
 
     After sys.exit, a thread that still waits for a server or a peer would keep this rank, and so the run, alive
     for minutes.

@@ -32,7 +32,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.module import MegatronModule
 
-from parallel.checkpoints import base_model, pickles, writers
+from parallel.checkpoints import base_model, pickles
 from parallel.checkpoints.files import (
     DamagedManifest,
     FileRecord,
@@ -43,6 +43,7 @@ from parallel.checkpoints.files import (
     write_manifest,
 )
 from parallel.checkpoints.hashes import hashed_while_written
+from parallel.checkpoints.writers import safe_writers
 from parallel.megatron import platform
 from parallel.weights.hf_files import replace_folder
 
@@ -145,7 +146,7 @@ def save(
         filesystem_async._results_queue = queue.Queue()
         # Each rank hashes its own writers' files while the writers wait for the disk.
         own_files = f"__{dist.get_rank()}_*.distcp"
-        with hashed_while_written(temporary, own_files) as records, writers.errors_of_rank_0_kept():
+        with hashed_while_written(temporary, own_files) as records, safe_writers():
             dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata())
         return records
 
@@ -156,8 +157,7 @@ def save(
     try:
         state = _run_on_all(lambda: _checkpoint_state(chunks, optimizer, scheduler, is_loading=False))
         _run_on_all(lambda: prepare(state), only_rank_0=True)
-        with writers.sigterm_blocked(), writers.watched():
-            records = dict(ChainMap(*_gather_objects(_run_on_all(write))))
+        records = dict(ChainMap(*_gather_objects(_run_on_all(write))))
         _run_on_all(lambda: finish(records), only_rank_0=True)
     except CheckpointError as error:
         if dist.get_rank() == 0:

@@ -1,4 +1,4 @@
-"""Hashes of files that other processes still write: a core hashes bytes faster than a disk stores them."""
+"""Hashes of files that other threads still write: a core hashes bytes faster than a disk stores them."""
 
 import contextlib
 import threading

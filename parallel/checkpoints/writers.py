@@ -1,14 +1,11 @@
-"""How Megatron writes a checkpoint, made safe: the processes that it forks are protected from SIGTERM and watched, and
-errors of files that rank 0 alone writes leave no other rank waiting."""
+"""How Megatron writes a checkpoint, made safe: threads of this process write a rank's files, and errors of files that
+rank 0 alone writes leave no other rank waiting."""
 
 import contextlib
-import os
-import signal
-import sys
-import threading
 import unittest.mock
-from collections.abc import Callable, Iterator
-from multiprocessing import process, resource_tracker
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
@@ -16,7 +13,6 @@ from megatron.core.dist_checkpointing import serialization
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-LOOK_EVERY_S = 1.0
 WRITTEN_BY_RANK_0 = (
     (TorchCommonSaveStrategy, "save_common"), (FileSystemWriterAsync, "finish"), (serialization, "save_config"),
 )  # fmt: skip
@@ -24,14 +20,21 @@ WRITTEN_BY_RANK_0 = (
 
 
 @contextlib.contextmanager
-def errors_of_rank_0_kept() -> Iterator[None]:
-    """Inside, an error of a file that rank 0 alone writes does not interrupt Megatron's save: the other ranks are in its
-    collectives, and would wait for rank 0. The error is raised at the end."""
+def safe_writers() -> Iterator[None]:
+    """Inside, a save of Megatron forks no process, and an error of a file that rank 0 alone writes does not interrupt it:
+    the other ranks are in its collectives, and would wait for rank 0. That error is raised at the end.
+
+    Megatron forks a process for each file of a rank. A fork of a process with threads copies locks that no thread of the
+    copy will ever release: in CPython 3.11 that of the list of threads, which hung a writer before its first line, and
+    with it all ranks. Threads write as fast, since the interpreter's lock is free while bytes are copied and stored.
+    """
     errors: list[Exception] = []
     with contextlib.ExitStack() as patches:
         for owner, name in WRITTEN_BY_RANK_0:
             keeping = _keeping(getattr(owner, name), errors)
             patches.enter_context(unittest.mock.patch.object(owner, name, keeping))
+        forking, by_threads = "write_preloaded_data_multiproc", staticmethod(_write_by_threads)
+        patches.enter_context(unittest.mock.patch.object(FileSystemWriterAsync, forking, by_threads))
         yield
     if errors:
         raise errors[0]
@@ -47,44 +50,21 @@ def _keeping(write: Callable[..., Any], errors: list[Exception]) -> Callable[...
     return call
 
 
-@contextlib.contextmanager
-def sigterm_blocked() -> Iterator[None]:
-    """Inside, Megatron forks writers, which block SIGTERM for good. Slurm sends SIGTERM to every process of a job,
-    whose last checkpoint is still to be written. The writers end with this process, or by SIGKILL."""
-    resource_tracker.ensure_running()  # starts it now: its start unblocks the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _write_by_threads(
+    transforms: list, use_msc: bool, rank: int, files: Sequence[Any], outcome: Queue
+) -> None:
+    """In place of ``write_preloaded_data_multiproc``: ``outcome`` gets the results of each file, by its number, or the
+    error of one that could not be written."""
+    results, unfinished = Queue(), Queue()
 
+    def write(number: int, file: Any) -> None:
+        unfinished.put(number)
+        FileSystemWriterAsync.write_preloaded_data(
+            transforms, number, file, results, unfinished, use_fsync=True, use_msc=use_msc
+        )
 
-@contextlib.contextmanager
-def watched() -> Iterator[None]:
-    """Inside, this process ends (exit code 1) when one of its writers is killed.
-
-    The kernel kills a writer for lack of memory, and Megatron would wait for its part for ever. The other ranks
-    are inside Megatron's collectives: they would not see an exception, but they end with this process.
-    """
-    over, others = threading.Event(), set(process._children)
-    thread = threading.Thread(
-        target=_watch_writers, args=(over, others), name="checkpoint-writers", daemon=True
-    )
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _watch_writers(over: threading.Event, others: set[process.BaseProcess]) -> None:
-    seen: set[process.BaseProcess] = set()
-    while not over.wait(LOOK_EVERY_S):
-        seen |= set(process._children) - others  # active_children() forgets children that have ended
-        for writer in seen:
-            if (code := writer.exitcode or 0) < 0:
-                name = signal.Signals(-code).name
-                text = f"a process that wrote a part of the checkpoint was killed by {name}; was there too little memory?"
-                print(text, file=sys.stderr, flush=True)
-                os._exit(1)
+    with ThreadPoolExecutor(len(files), thread_name_prefix="checkpoint-writer") as pool:
+        list(pool.map(write, range(len(files)), files))
+    by_number = dict(results.get_nowait() for _ in files)
+    failed = next((result for result in by_number.values() if isinstance(result, Exception)), None)
+    outcome.put(by_number if failed is None else failed)

@@ -3,19 +3,16 @@ every spawned rank."""
 
 import multiprocessing.forkserver
 import os
-import signal
 import time
 import zlib
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -257,13 +254,6 @@ def run_ranks(
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
-def children_but_the_fork_server() -> list[psutil.Process]:
-    """Of this process, with their own."""
-    server = multiprocessing.forkserver._forkserver._forkserver_pid
-    mine = [child for child in psutil.Process().children() if child.pid != server]
-    return [*mine, *(grandchild for child in mine for grandchild in child.children(recursive=True))]
-
-
 def _rank_main(
     rank: int, environment: dict, work, num_ranks: int, port: int, folder: Path, arguments: tuple
 ) -> None:
@@ -281,14 +271,6 @@ def _rank_main(
     torch.save(work(*arguments), folder / f"rank{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-def work_killed_writer(folder: Path, checkpoint: Path) -> None:
-    """A save, in which every process that writes a part of it is killed at once."""
-    FileSystemWriterAsync.write_preloaded_data = lambda *arguments, **named: os.kill(
-        os.getpid(), signal.SIGKILL
-    )
-    make_engine(folder).save(checkpoint, {})
 
 
 def work_linear_logprobs(cases: list[dict[str, Any]]) -> list[dict[str, torch.Tensor]]:
