@@ -1,5 +1,5 @@
-"""Seconds of saving a checkpoint with its hashes and without them, and of checking them before a load.
-Target: 5 % of a save at most.
+"""Seconds of saving a checkpoint with its hashes and without them, by threads and by Megatron's forked processes, and of
+checking the hashes before a load. Target of the hashes: 5 % of a save at most.
 
     cost = median seconds of a save with hashes / median seconds of a save without - 1
 
@@ -29,6 +29,7 @@ from benchmarks.common import hardware, line, parser, spread, write  # noqa: E40
 
 TARGET = 0.05
 WITHOUT, WITH = "save without hashes", "save with hashes"
+FORKED = "save with hashes, written by forked processes"
 WAIT = "  of which waiting for hashes"
 ALONE, CHECK = "hashing alone, two files at once", "checking before a load"
 CONFIG = {"hidden": 1024, "layers": 2, "intermediate": 4096, "vocab": 8192, "dtype": "float32"}
@@ -59,6 +60,9 @@ def main() -> None:
     print(
         f"cost of hashing {cost:+.1%} of a save, of which {waited:.1%} waiting for it   target: at most {TARGET:.0%}"
     )
+    print(
+        f"forked processes / threads {statistics.median(seconds[FORKED]) / statistics.median(seconds[WITH]):.3f}"
+    )
     result = {"hardware": hardware(), "config": config, "cost": cost, "waiting": waited, "target": TARGET}
     write({**result, "seconds": {name: spread(values) for name, values in seconds.items()}}, given.json)
 
@@ -69,11 +73,13 @@ def measure(folder: Path, rounds: int, *, quick: bool) -> tuple[dict[str, list[f
     from parallel.checkpoints.files import hash_files, step_folder
 
     engine = make_engine(folder / "model", layers=1 if quick else CONFIG["layers"])
-    seconds: dict[str, list[float]] = {name: [] for name in (WITHOUT, WITH, WAIT, ALONE, CHECK)}
-    for step in range(-1, rounds):  # the first starts processes that live on: it counts for nobody
-        for variant in (WITHOUT, WITH) if step % 2 else (WITH, WITHOUT):
+    variants = (WITHOUT, WITH, FORKED)
+    seconds: dict[str, list[float]] = {name: [] for name in (*variants, WAIT, ALONE, CHECK)}
+    around = {WITHOUT: without_hashes, WITH: lambda: waits_timed(seconds[WAIT]), FORKED: by_forked_processes}
+    for step in range(-1, rounds):  # the first counts for nobody
+        for variant in variants if step % 2 else variants[::-1]:
             target = step_folder(folder, step + 1)
-            with waits_timed(seconds[WAIT]) if variant == WITH else without_hashes():
+            with around[variant]():
                 seconds[variant].append(timed(engine.save, target, {}))
             if variant == WITH:
                 seconds[ALONE].append(
@@ -131,6 +137,23 @@ def without_hashes() -> Iterator[None]:
         yield
     finally:
         checkpoint.hashed_while_written, checkpoint_files._hash_file = before
+
+
+@contextlib.contextmanager
+def by_forked_processes() -> Iterator[None]:
+    """The same way of saving, in which Megatron forks its writers."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from parallel.checkpoints import writers
+
+    before, writers._write_by_threads = (
+        writers._write_by_threads,
+        FileSystemWriterAsync.write_preloaded_data_multiproc,
+    )
+    try:
+        yield
+    finally:
+        writers._write_by_threads = before
 
 
 def make_engine(folder: Path, *, layers: int):
