@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import islice
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
@@ -146,6 +147,7 @@ class GroupSampler:
             idle_s=requested.idle_s,
             running_groups=self._pool.running,
             ready_groups=self._pool.ready,
+            left_out_prompts=self._task.num_left_out,
         )
         return [scored[i].group for i in chosen], stats
 
@@ -163,12 +165,16 @@ class GroupSampler:
             GenerationError: a completion could not be obtained.
             SamplingError: every reward failed.
         """
-        prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
-        if not prompts:
+        if not self._task.heldout:
             return None
-        config = self._evaluation
+        config, most = self._evaluation, self._evaluation.max_prompts
+        sets = [
+            choose_heldout(heldout, most)
+            for heldout in (self._task.heldout, *self._task.heldout_sets.values())
+        ]
         ways = [(config.samples_per_prompt, config.temperature)] + [(1, 0.0)] * config.greedy
-        # All at once, so that the servers never wait for the last samples of one way.
+        asked = [(prompt, *way) for prompts in sets for way in ways for prompt in prompts]
+        # All at once, so that the servers never wait for the last samples of one set or way.
         answers = await all_or_first_error(
             self._evaluation_samples.sample(
                 self._evaluation_client,
@@ -176,20 +182,22 @@ class GroupSampler:
                 self._sample_seeds(prompt, count, attempt=-1),
                 temperature=temperature,
             )
-            for count, temperature in ways
-            for prompt in prompts
+            for prompt, count, temperature in asked
         )
-        sampled, greedy = answers[: len(prompts)], answers[len(prompts) :]
         failures = [
             failure
-            for prompt, samples in zip(prompts * len(ways), answers, strict=True)
+            for (prompt, *_), samples in zip(asked, answers, strict=True)
             for failure in _failed_rewards(prompt, samples)
         ]
         _log_failures(failures)
         if failures and len(failures) == sum(map(len, answers)):
             raise SamplingError(_nothing_to_learn(failures, len(failures)))
-        result = _summarise_samples(sampled)
-        return replace(result, greedy=_summarise_samples(greedy)) if greedy else result
+        answered, results = iter(answers), []
+        for prompts in sets:
+            sampled, *greedy = (_summarise_samples(list(islice(answered, len(prompts)))) for _ in ways)
+            results.append(replace(sampled, greedy=next(iter(greedy), None)))
+        first, *others = results
+        return replace(first, sets=dict(zip(self._task.heldout_sets, others, strict=True)))
 
     async def _sample_group(self, number: int) -> ScoredGroup:
         """The training group of this number, which is its place in the order of the data too."""
