@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,12 +49,13 @@ from rollout.sampling.messages import (
     decode_request,
     encode,
 )
+from rollout.sampling.order import prompt_order
 from rollout.sampling.prompt_room import PromptsOf, prompt_room
 from rollout.sampling.sampler import GroupSampler
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.router import generation_client
 from rollout.servers.routing import Experts
-from rollout.tasks import Task, load_task, longer_than, without
+from rollout.tasks import Task, load_task, longer_than, rows_of, without
 from rollout.tokenization import check_vocabulary_size, end_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -123,6 +125,9 @@ async def run_sample_role(
                 rollout=config.rollout,
                 evaluation=config.evaluation,
                 seed=config.seed,
+                order=prompt_order(
+                    config.sampler, len(task.train), seed=config.seed, rows=partial(rows_of, task.train)
+                ),
             )
             gc.freeze()  # spares collections the tokenizer, the prompts and the libraries, which stay
             timeout_s = config.launch.peer_timeout_s
@@ -133,7 +138,11 @@ def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Tas
     """The model's tokenizer and the task. Raises ValueError where one of them, or a prompt, cannot be used."""
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, config.model.path)
-    keep_rows = may_read_rows(config.reward_type) or config.environment.type != "single_turn"
+    keep_rows = (
+        may_read_rows(config.reward_type)
+        or config.environment.type != "single_turn"
+        or config.sampler.type == "function"
+    )
     task = load_task(config.task, tokenizer=tokenizer, keep_rows=keep_rows)
     return tokenizer, task_that_fits(task, config, max_positions=_max_positions(config))
 

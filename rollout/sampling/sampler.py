@@ -11,11 +11,11 @@ import hashlib
 import json
 import logging
 import math
-import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 from configs.schema.launch import EvaluationConfig
@@ -26,6 +26,7 @@ from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt
 from rollout.rewards import Scorer
 from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
+from rollout.sampling.order import Order, epoch_order
 from rollout.sampling.pool import GroupPool, ScoredGroup
 from rollout.tasks import Task
 
@@ -36,7 +37,7 @@ MAX_LOGGED_FAILURES = 8
 
 
 class GroupSampler:
-    """Samples groups in a seeded order of the prompts, and evaluates on held-out prompts. For one task at a
+    """Samples groups in the order of the prompts, and evaluates on held-out prompts. For one task at a
     time."""
 
     def __init__(
@@ -51,9 +52,10 @@ class GroupSampler:
         rollout: RolloutConfig,
         evaluation: EvaluationConfig,
         seed: int,
+        order: Order | None = None,
     ) -> None:
         """evaluation_client, evaluation_samples: for held-out prompts, which then do not wait behind training prompts;
-        None: ``client`` and ``samples``. scorer: of ``samples``, for its count of retries.
+        None: ``client`` and ``samples``. scorer: of ``samples``, for its count of retries. order: None for a shuffled one.
 
         Raises:
             ValueError: the task has no training prompts.
@@ -68,7 +70,9 @@ class GroupSampler:
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
         self._pool = GroupPool(self._sample_group, max_rounds=max_rounds)
         self._counted = (client.stats, scorer.retries)
-        self._order, self._order_epoch = list[int](), -1
+        self._order_of = order or partial(epoch_order, len(task.train), seed=seed)
+        self._order: Sequence[int] = ()
+        self._order_epoch = -1
 
     @property
     def state(self) -> SamplerState:
@@ -221,16 +225,8 @@ class GroupSampler:
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
         if epoch != self._order_epoch:
-            self._order = epoch_order(len(self._task.train), seed=self._seed, epoch=epoch)
-            self._order_epoch = epoch
+            self._order, self._order_epoch = self._order_of(epoch), epoch
         return self._task.train[self._order[index]]
-
-
-def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
-    """The order of the training prompts in an epoch, a function of seed and epoch alone."""
-    order = list(range(num_prompts))
-    random.Random(f"tandem prompt order {seed} {epoch}").shuffle(order)
-    return order
 
 
 def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[Prompt]:

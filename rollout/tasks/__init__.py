@@ -13,7 +13,7 @@ from rollout.tasks.files import (
     survey_pairs,
     survey_task_file,
 )
-from rollout.tasks.task import Problem, Task, longer_than, without
+from rollout.tasks.task import Problem, Task, longer_than, rows_of, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,6 +27,7 @@ __all__ = [
     "load_task",
     "longer_than",
     "read_pairs",
+    "rows_of",
     "survey_pairs",
     "survey_task_file",
     "without",

@@ -79,6 +79,10 @@ class LazyPrompts(Sequence[Prompt]):
     def without(self, indices: Collection[int]) -> "LazyPrompts":
         return self._of([item for index, item in enumerate(self._items) if index not in indices])
 
+    def rows(self) -> list[Mapping[str, Any] | None]:
+        """The records of the prompts, without tokenising any."""
+        return [self._to_problem(item).row for item in self._items]
+
     def _of(self, items: Sequence) -> "LazyPrompts":
         return LazyPrompts(
             items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where
@@ -98,6 +102,11 @@ def longer_than(prompts: Sequence[Prompt], num_tokens: int) -> dict[int, Prompt]
     """The prompts of more than ``num_tokens`` tokens, by their indices."""
     candidates = prompts.may_exceed(num_tokens) if isinstance(prompts, LazyPrompts) else enumerate(prompts)
     return {index: prompt for index, prompt in candidates if len(prompt.token_ids) > num_tokens}
+
+
+def rows_of(prompts: Sequence[Prompt]) -> list[Mapping[str, Any] | None]:
+    """The records of the data file that the prompts come from, as far as they were kept."""
+    return prompts.rows() if isinstance(prompts, LazyPrompts) else [prompt.row for prompt in prompts]
 
 
 def without(prompts: Sequence[Prompt], indices: Collection[int]) -> Sequence[Prompt]:

@@ -32,9 +32,10 @@ from rollout.sampling.messages import (
     decode_reply,
     encode,
 )
+from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, run_sample_role, serve, task_that_fits
-from rollout.sampling.sampler import GroupSampler, choose_heldout, epoch_order, pass_at
+from rollout.sampling.sampler import GroupSampler, choose_heldout, pass_at
 from rollout.tasks import Problem, Task, longer_than, without
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
@@ -96,6 +97,7 @@ def make_sampler(
     num_train=5,
     num_heldout=4,
     heldout_sets=None,
+    order=None,
     group_size=3,
     evaluation=None,
     **rollout,
@@ -114,6 +116,7 @@ def make_sampler(
         rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout),
         evaluation=evaluation or EvaluationConfig(),
         seed=seed,
+        order=order,
     )
 
 
@@ -581,6 +584,22 @@ def test_greedy_answers_are_one_for_each_problem_and_change_nothing_else(tokeniz
     assert (result.count, result.greedy.count, result.greedy.pass_at) == (8, 4, {})
     assert result.greedy.length_mean == sum(map(len, responses)) / 4
     assert decode_reply(encode(Evaluated(result))) == Evaluated(result)
+
+
+def test_a_sampler_takes_its_prompts_in_the_order_and_a_resumed_one_goes_on_there(tokenizer):
+    def order(epoch: int) -> list[int]:
+        return [4, 4, 1, 0, 3] if epoch == 0 else [2, 2, 2, 2, 2]
+
+    def taken(sampler, count):
+        groups, _ = next_groups(sampler, count)
+        return [group.prompt_id for group in groups]
+
+    whole = taken(make_sampler(tokenizer, order=order), 7)
+    assert whole == [make_prompts(5)[i].prompt_id for i in [*order(0), *order(1)[:2]]]
+    first, second = make_sampler(tokenizer, order=order), make_sampler(tokenizer, order=order)
+    begun = taken(first, 3)
+    asyncio.run(second.load_state(first.state))
+    assert begun + taken(second, 4) == whole
 
 
 @pytest.mark.parametrize("greedy", [False, True])
