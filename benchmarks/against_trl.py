@@ -216,7 +216,7 @@ def run_trl(
 
 def trl_task(config, steps: int) -> dict:
     """Prompts in Tandem's order, and the settings of the recipe."""
-    from rollout.sampling.sampler import epoch_order
+    from rollout.sampling.order import epoch_order
     from rollout.tasks import load_task
     from rollout.tokenization import load_tokenizer
 

@@ -204,6 +204,7 @@ def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
         "sampling/idle_s": stats.idle_s,
         "sampling/running_groups": stats.running_groups,
         "sampling/ready_groups": stats.ready_groups,
+        "sampling/left_out_prompts": stats.left_out_prompts,
     }
 
 
@@ -218,4 +219,8 @@ def evaluation_metrics(result: EvaluationResult, prefix: str = "eval") -> dict[s
     numbers |= {f"{prefix}/pass_at/{k}": share for k, share in result.pass_at.items()}
     if result.accuracy_error is not None:
         numbers[f"{prefix}/accuracy_error"] = result.accuracy_error
-    return numbers | ({} if result.greedy is None else evaluation_metrics(result.greedy, f"{prefix}/greedy"))
+    if result.greedy is not None:
+        numbers |= evaluation_metrics(result.greedy, f"{prefix}/greedy")
+    for name, of_set in result.sets.items():
+        numbers |= evaluation_metrics(of_set, f"{prefix}/set/{name}")
+    return numbers

@@ -9,6 +9,8 @@ from pathlib import Path
 from configs.errors import Problem
 from configs.reading.yaml_values import Value
 from configs.schema import RunConfig, SftConfig
+from configs.schema.run import JsonlSftData
+from configs.schema.task import FileTask
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpack")
@@ -103,12 +105,11 @@ def missing_weights(model: Path) -> tuple[str, str] | None:
 
 
 def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:
-    is_run = isinstance(config, RunConfig)
-    block, names = ("task", ("train_path", "heldout_path")) if is_run else ("data", ("path",))
-    for name in names:
-        path = getattr(getattr(config, block), name, None)
-        if path is not None:
-            yield f"{block}.{name}", path
+    if isinstance(config, SftConfig):
+        if isinstance(config.data, JsonlSftData):
+            yield "data.path", config.data.path
+    elif isinstance(config.task, FileTask):
+        yield from ((f"task.{field}", path) for field, path in config.task.files.items())
 
 
 def _fix_model_path(model: Path) -> str:

@@ -29,6 +29,7 @@ from configs.schema.objective import (
     PolicyGradientObjective,
 )
 from configs.schema.rollout import RolloutConfig
+from configs.schema.sampler import SamplerConfig, ShuffledOrder
 from configs.schema.task import (
     AnyReward,
     CountdownReward,
@@ -64,6 +65,8 @@ class RunConfig(Schema):
     """None: the task's own (countdown, gsm8k; math_verify for jsonl)."""
     environment: EnvironmentConfig = SingleTurn()
     """What happens between a problem and its reward. Without it the policy answers once."""
+    sampler: SamplerConfig = ShuffledOrder()
+    """The order of the training prompts."""
     rollout: RolloutConfig = RolloutConfig()
     layout: LayoutConfig = LayoutConfig()
     learner: LearnerConfig = LearnerConfig()

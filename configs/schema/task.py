@@ -1,10 +1,11 @@
 """The task and its rewards: what is asked, and how a response is scored."""
 
 import re
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
@@ -25,6 +26,7 @@ from configs.schema.own_function import FunctionPath
 MAX_NUMBERS = 5
 """Most numbers of a Countdown problem; more have too many expressions to enumerate."""
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+SetName = Annotated[str, StringConstraints(pattern=rf"^{PART_NAME.pattern}$")]
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Weight = Annotated[float, Field(allow_inf_nan=False)]
@@ -55,11 +57,34 @@ class FileTask(Schema):
     """
     heldout_path: GivenPath | None = None
     """File of the held-out problems; without it nothing is evaluated."""
+    heldout_sets: dict[SetName, GivenPath] = Field(default_factory=dict)
+    """Further files of held-out problems, by name, with the same fields. ``eval/set/NAME/accuracy`` is of one of them;
+    ``eval/accuracy``, by which the best checkpoint is kept, is of ``heldout_path`` alone."""
+    too_long_prompts: Literal["refuse", "leave_out"] = "refuse"
+    """What becomes of prompts that leave no room for ``rollout.max_new_tokens``: the run is refused before its start, or
+    they are left out, and counted on the console and in the dry run."""
     system_prompt: str | None = None
     """A system message before every prompt; it needs ``apply_chat_template``."""
     apply_chat_template: bool = True
     """Whether a prompt becomes a user's message in the model's chat template. false: the text stands as it
     is, for base models."""
+
+    @property
+    def files(self) -> dict[str, Path]:
+        """The files by their fields, that to train on first."""
+        main = {"train_path": self.train_path, "heldout_path": self.heldout_path}
+        sets = {f"heldout_sets.{name}": path for name, path in self.heldout_sets.items()}
+        return {field: path for field, path in (main | sets).items() if path is not None}
+
+    @model_validator(mode="after")
+    def _sets_are_beside_a_first(self):
+        if self.heldout_sets and self.heldout_path is None:
+            raise Contradiction(
+                ("heldout_sets", "heldout_path"),
+                "heldout_sets are further ones, but heldout_path, by which checkpoints and runs are compared, is null",
+                "name one of the files as heldout_path",
+            )
+        return self
 
     @model_validator(mode="after")
     def _system_prompt_has_a_place(self):

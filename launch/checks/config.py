@@ -6,7 +6,7 @@ only a valid config is compared with the rest.
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -284,7 +284,7 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     if runs != EVALUATION:
         from launch.checks.own_parts import check_own_parts
 
-        yield from check_own_parts(config, _print_comment)
+        yield from check_own_parts(config, _print_comment, partial(_first_row, config.task))
     if config.environment.type == "agent":
         from rollout.environments.agent_template import check_agent
 
@@ -315,6 +315,11 @@ def _first_problem(task: TaskConfig) -> "Problem | None":
         return first_problem(task)
     except (ValueError, OSError):
         return None
+
+
+def _first_row(task: TaskConfig) -> "Mapping[str, Any] | None":
+    problem = _first_problem(task)
+    return None if problem is None else problem.row
 
 
 def _print_comment(text: str) -> None:

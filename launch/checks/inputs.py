@@ -191,10 +191,8 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
 
     code_parts = [part for part in _reward_parts(config) if isinstance(part, CodeReward)]
     surveys: dict[str, Survey] = {}
-    fields: tuple[tuple[str, PromptsOf], ...] = (("train_path", "training"), ("heldout_path", "held-out"))
-    for field, which in fields:
-        path = getattr(task, field)
-        if path is None or not path.is_file():
+    for field, path in task.files.items():
+        if not path.is_file():
             continue
         try:
             surveys[field] = survey_of(task, path)
@@ -203,8 +201,8 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
             continue
         for part in code_parts:
             yield from finding_of(f"task.{field}", check_field, path, part.tests_field, check_tests)
-        room = _prompt_room(config, which)
-        yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, room)
+        room = _prompt_room(config, "training" if field == "train_path" else "held-out")
+        yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, room, notes)
     notes += _data_notes(surveys, config)
 
 
@@ -230,6 +228,7 @@ def _check_lengths(
     survey: "Survey",
     tokenizer: "Tokenizer | None",
     room: PromptRoom | None,
+    notes: list[str],
 ) -> Iterator[Finding]:
     if tokenizer is None or room is None:
         return
@@ -238,10 +237,17 @@ def _check_lengths(
     except ValueError:  # of the template, which is reported elsewhere
         return
     too_long = [(tokens, where) for where, tokens in longest if tokens > room.tokens]
-    if too_long:
-        (tokens, where), count = max(too_long, key=lambda prompt: prompt[0]), len(too_long)
-        which = "the longest prompt" if count == 1 else f"the longest of at least {count} such prompts"
-        yield field, f"{field}: {room.too_long(f'{which}, {where},', tokens)}"
+    if not too_long:
+        return
+    (tokens, where), count = max(too_long, key=lambda prompt: prompt[0]), len(too_long)
+    if task.too_long_prompts == "leave_out" and count < survey.count:
+        notes.append(
+            f"{field}: at least {count:,} of {survey.count:,} prompts have more than {room.tokens} tokens and are left out; the longest, "
+            f"{where}, has {tokens}"
+        )
+        return
+    which = "the longest prompt" if count == 1 else f"the longest of at least {count} such prompts"
+    yield field, f"{field}: {room.too_long(f'{which}, {where},', tokens)}"
 
 
 def _token_counts(
@@ -266,14 +272,17 @@ def _data_notes(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str
     for field, survey in surveys.items():
         if survey.distinct < survey.count:
             yield f"task.{field}: {survey.count - survey.distinct:,} of {survey.count:,} prompts of {survey.path} repeat an earlier one"
-    if len(surveys) == 2:
-        shared = len(surveys["train_path"].prompts & surveys["heldout_path"].prompts)
-        if shared:
+    training = surveys.get("train_path")
+    for field, survey in surveys.items():
+        if (
+            training is not None
+            and survey is not training
+            and (shared := len(training.prompts & survey.prompts))
+        ):
             yield (
-                f"task.heldout_path: {shared:,} of the {surveys['heldout_path'].distinct:,} held-out prompts are trained on too, "
+                f"task.{field}: {shared:,} of the {survey.distinct:,} held-out prompts are trained on too, "
                 "so that the accuracy on them says nothing about others"
             )
-    training = surveys.get("train_path")
     if training is not None and training.count < config.rollout.prompts_per_step:
         yield (
             f"task.train_path: its {training.count:,} prompts are fewer than rollout.prompts_per_step={config.rollout.prompts_per_step}, "

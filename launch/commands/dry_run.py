@@ -205,10 +205,7 @@ def _data_rows(config: RunConfig | SftConfig) -> Iterator[Row]:
     """The task's files, which the checks have read."""
     if isinstance(config, SftConfig) or isinstance(config.task, CountdownTask):
         return
-    for field in ("train_path", "heldout_path"):
-        path = getattr(config.task, field)
-        if path is None:
-            continue
+    for field, path in config.task.files.items():
         survey = survey_of(config.task, path)
         repeated = "" if survey.distinct == survey.count else f", {survey.distinct:,} of them distinct"
         epochs = ""

@@ -51,6 +51,8 @@ class SamplingStats:
     """Groups of later steps that are being sampled, when the step's groups are handed out."""
     ready_groups: int = 0
     """Groups of later steps that are finished by then."""
+    left_out_prompts: int = 0
+    """Prompts of the data that are too long, and never sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +74,8 @@ class EvaluationResult:
     """pass@k: the probability that k samples of a problem hold a right one, as a mean over problems; k of 2 or more."""
     greedy: "EvaluationResult | None" = None
     """Of one answer per problem at temperature 0, where the config asks for it."""
+    sets: "dict[str, EvaluationResult]" = field(default_factory=dict)
+    """Of further held-out sets, by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from configs.schema import RunConfig
+from configs.schema.task import FileTask
 
 PromptsOf = Literal["training", "held-out"]
 
@@ -14,7 +15,7 @@ class PromptRoom:
     within: str
     """Names and values of the limits."""
     fixes: str
-    """Changes that give more room."""
+    """Further ways out."""
     max_new_tokens: int
 
     def too_long(self, prompt_name: str, num_tokens: int) -> str:
@@ -46,7 +47,12 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int | Non
         raise ValueError(
             f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {fixes}"
         )
-    return PromptRoom(tokens=smallest - max_new, within=within, fixes=fixes, max_new_tokens=max_new)
+    leave_out = (
+        "have them left out (task.too_long_prompts=leave_out), " if isinstance(config.task, FileTask) else ""
+    )
+    return PromptRoom(
+        tokens=smallest - max_new, within=within, fixes=f"{leave_out}{fixes}", max_new_tokens=max_new
+    )
 
 
 def sequence_limits(config: RunConfig, which: PromptsOf, *, max_positions: int | None) -> dict[str, int]:

@@ -13,7 +13,8 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from configs.schema import RunConfig
+from configs.schema.task import FileTask
 from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
 from rollout.environments.loading import sample_makers
@@ -47,12 +49,13 @@ from rollout.sampling.messages import (
     decode_request,
     encode,
 )
+from rollout.sampling.order import prompt_order
 from rollout.sampling.prompt_room import PromptsOf, prompt_room
 from rollout.sampling.sampler import GroupSampler
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.router import generation_client
 from rollout.servers.routing import Experts
-from rollout.tasks import Task, load_task, longest_above
+from rollout.tasks import Task, load_task, longer_than, rows_of, without
 from rollout.tokenization import check_vocabulary_size, end_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
@@ -122,6 +125,9 @@ async def run_sample_role(
                 rollout=config.rollout,
                 evaluation=config.evaluation,
                 seed=config.seed,
+                order=prompt_order(
+                    config.sampler, len(task.train), seed=config.seed, rows=partial(rows_of, task.train)
+                ),
             )
             gc.freeze()  # spares collections the tokenizer, the prompts and the libraries, which stay
             timeout_s = config.launch.peer_timeout_s
@@ -132,29 +138,52 @@ def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Tas
     """The model's tokenizer and the task. Raises ValueError where one of them, or a prompt, cannot be used."""
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(tokenizer, config.model.path)
-    keep_rows = may_read_rows(config.reward_type) or config.environment.type != "single_turn"
+    keep_rows = (
+        may_read_rows(config.reward_type)
+        or config.environment.type != "single_turn"
+        or config.sampler.type == "function"
+    )
     task = load_task(config.task, tokenizer=tokenizer, keep_rows=keep_rows)
-    check_prompt_lengths(task, config, max_positions=_max_positions(config))
-    return tokenizer, task
+    return tokenizer, task_that_fits(task, config, max_positions=_max_positions(config))
 
 
 def _max_positions(config: RunConfig) -> int | None:
     return _read_json(config.model.path / "config.json").get("max_position_embeddings")
 
 
-def check_prompt_lengths(task: Task, config: RunConfig, *, max_positions: int | None) -> None:
-    """Refuse prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``): they would end the run
-    when they are drawn, perhaps hours later.
+def task_that_fits(task: Task, config: RunConfig, *, max_positions: int | None) -> Task:
+    """The task without the prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``), which would end
+    the run when they are drawn, perhaps hours later.
 
     Raises:
-        ValueError: with the longest prompt that does not fit, its length, the limits and the fix.
+        ValueError: such prompts are not to be left out, or no others are there: with the longest of them, its
+            length, the limits and the fix.
     """
-    all_prompts: dict[PromptsOf, Sequence[Prompt]] = {"training": task.train, "held-out": task.heldout}
-    for kind, prompts in all_prompts.items():
+    leaves_out = isinstance(config.task, FileTask) and config.task.too_long_prompts == "leave_out"
+    num_left_out = 0
+
+    def fitting(prompts: Sequence[Prompt], kind: PromptsOf) -> Sequence[Prompt]:
+        nonlocal num_left_out
         room = prompt_room(config, kind, max_positions=max_positions) if prompts else None
-        if room is not None and (prompt := longest_above(prompts, room.tokens)) is not None:
-            name = f"{kind} prompt {prompt.place or prompt.prompt_id}"
-            raise ValueError(room.too_long(name, len(prompt.token_ids)))
+        too_long = longer_than(prompts, room.tokens) if room is not None else {}
+        if room is None or not too_long:
+            return prompts
+        if not leaves_out or len(too_long) == len(prompts):
+            longest = max(too_long.values(), key=lambda prompt: len(prompt.token_ids))
+            name = f"{kind} prompt {longest.place or longest.prompt_id}"
+            raise ValueError(room.too_long(name, len(longest.token_ids)))
+        logger.warning("%d of %d %s prompts are too long and left out", len(too_long), len(prompts), kind)
+        if kind == "training":
+            num_left_out = len(too_long)
+        return without(prompts, too_long)
+
+    return replace(
+        task,
+        train=fitting(task.train, "training"),
+        heldout=fitting(task.heldout, "held-out"),
+        heldout_sets={name: fitting(prompts, "held-out") for name, prompts in task.heldout_sets.items()},
+        num_left_out=num_left_out,
+    )
 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:

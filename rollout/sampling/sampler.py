@@ -11,11 +11,12 @@ import hashlib
 import json
 import logging
 import math
-import random
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import islice
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
@@ -25,6 +26,7 @@ from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt
 from rollout.rewards import Scorer
 from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
+from rollout.sampling.order import Order, epoch_order
 from rollout.sampling.pool import GroupPool, ScoredGroup
 from rollout.tasks import Task
 
@@ -35,7 +37,7 @@ MAX_LOGGED_FAILURES = 8
 
 
 class GroupSampler:
-    """Samples groups in a seeded order of the prompts, and evaluates on held-out prompts. For one task at a
+    """Samples groups in the order of the prompts, and evaluates on held-out prompts. For one task at a
     time."""
 
     def __init__(
@@ -50,9 +52,10 @@ class GroupSampler:
         rollout: RolloutConfig,
         evaluation: EvaluationConfig,
         seed: int,
+        order: Order | None = None,
     ) -> None:
         """evaluation_client, evaluation_samples: for held-out prompts, which then do not wait behind training prompts;
-        None: ``client`` and ``samples``. scorer: of ``samples``, for its count of retries.
+        None: ``client`` and ``samples``. scorer: of ``samples``, for its count of retries. order: None for a shuffled one.
 
         Raises:
             ValueError: the task has no training prompts.
@@ -67,7 +70,9 @@ class GroupSampler:
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
         self._pool = GroupPool(self._sample_group, max_rounds=max_rounds)
         self._counted = (client.stats, scorer.retries)
-        self._order, self._order_epoch = list[int](), -1
+        self._order_of = order or partial(epoch_order, len(task.train), seed=seed)
+        self._order: Sequence[int] = ()
+        self._order_epoch = -1
 
     @property
     def state(self) -> SamplerState:
@@ -146,6 +151,7 @@ class GroupSampler:
             idle_s=requested.idle_s,
             running_groups=self._pool.running,
             ready_groups=self._pool.ready,
+            left_out_prompts=self._task.num_left_out,
         )
         return [scored[i].group for i in chosen], stats
 
@@ -163,12 +169,16 @@ class GroupSampler:
             GenerationError: a completion could not be obtained.
             SamplingError: every reward failed.
         """
-        prompts = choose_heldout(self._task.heldout, self._evaluation.max_prompts)
-        if not prompts:
+        if not self._task.heldout:
             return None
-        config = self._evaluation
+        config, most = self._evaluation, self._evaluation.max_prompts
+        sets = [
+            choose_heldout(heldout, most)
+            for heldout in (self._task.heldout, *self._task.heldout_sets.values())
+        ]
         ways = [(config.samples_per_prompt, config.temperature)] + [(1, 0.0)] * config.greedy
-        # All at once, so that the servers never wait for the last samples of one way.
+        asked = [(prompt, *way) for prompts in sets for way in ways for prompt in prompts]
+        # All at once, so that the servers never wait for the last samples of one set or way.
         answers = await all_or_first_error(
             self._evaluation_samples.sample(
                 self._evaluation_client,
@@ -176,20 +186,22 @@ class GroupSampler:
                 self._sample_seeds(prompt, count, attempt=-1),
                 temperature=temperature,
             )
-            for count, temperature in ways
-            for prompt in prompts
+            for prompt, count, temperature in asked
         )
-        sampled, greedy = answers[: len(prompts)], answers[len(prompts) :]
         failures = [
             failure
-            for prompt, samples in zip(prompts * len(ways), answers, strict=True)
+            for (prompt, *_), samples in zip(asked, answers, strict=True)
             for failure in _failed_rewards(prompt, samples)
         ]
         _log_failures(failures)
         if failures and len(failures) == sum(map(len, answers)):
             raise SamplingError(_nothing_to_learn(failures, len(failures)))
-        result = _summarise_samples(sampled)
-        return replace(result, greedy=_summarise_samples(greedy)) if greedy else result
+        answered, results = iter(answers), []
+        for prompts in sets:
+            sampled, *greedy = (_summarise_samples(list(islice(answered, len(prompts)))) for _ in ways)
+            results.append(replace(sampled, greedy=next(iter(greedy), None)))
+        first, *others = results
+        return replace(first, sets=dict(zip(self._task.heldout_sets, others, strict=True)))
 
     async def _sample_group(self, number: int) -> ScoredGroup:
         """The training group of this number, which is its place in the order of the data too."""
@@ -213,16 +225,8 @@ class GroupSampler:
     def _prompt_at(self, position: int) -> Prompt:
         epoch, index = divmod(position, len(self._task.train))
         if epoch != self._order_epoch:
-            self._order = epoch_order(len(self._task.train), seed=self._seed, epoch=epoch)
-            self._order_epoch = epoch
+            self._order, self._order_epoch = self._order_of(epoch), epoch
         return self._task.train[self._order[index]]
-
-
-def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
-    """The order of the training prompts in an epoch, a function of seed and epoch alone."""
-    order = list(range(num_prompts))
-    random.Random(f"tandem prompt order {seed} {epoch}").shuffle(order)
-    return order
 
 
 def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[Prompt]:

@@ -13,7 +13,7 @@ from rollout.tasks.files import (
     survey_pairs,
     survey_task_file,
 )
-from rollout.tasks.task import Problem, Task, longest_above
+from rollout.tasks.task import Problem, Task, longer_than, rows_of, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,10 +25,12 @@ __all__ = [
     "first_problem",
     "generate_sft_examples",
     "load_task",
-    "longest_above",
+    "longer_than",
     "read_pairs",
+    "rows_of",
     "survey_pairs",
     "survey_task_file",
+    "without",
 ]
 
 FILE_LOADERS = {Gsm8kTask: load_gsm8k, JsonlTask: load_jsonl}

@@ -77,7 +77,12 @@ def _load_file_task(
             problems, task=name, to_problem=lambda problem: problem, encode=encode, where=where
         )
 
-    task = Task(name=name, train=prompts(config.train_path), heldout=prompts(config.heldout_path))
+    task = Task(
+        name=name,
+        train=prompts(config.train_path),
+        heldout=prompts(config.heldout_path),
+        heldout_sets={of: prompts(path) for of, path in config.heldout_sets.items()},
+    )
     _ = task.train[0]  # a missing chat template shows now, not after the engines have started
     return task
 

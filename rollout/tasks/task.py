@@ -1,7 +1,7 @@
 """A task: prompts to train on and prompts to measure on, tokenised on access."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, overload
 
 from rollout.records import Prompt
@@ -50,10 +50,7 @@ class LazyPrompts(Sequence[Prompt]):
     def __getitem__(self, index: slice) -> "LazyPrompts": ...
     def __getitem__(self, index):
         if isinstance(index, slice):
-            items = self._items[index]
-            return LazyPrompts(
-                items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where
-            )
+            return self._of(self._items[index])
         problem, place = self._to_problem(self._items[index]), None
         if self._where is not None and problem.number is not None:
             place = self._where(problem.number)
@@ -67,8 +64,9 @@ class LazyPrompts(Sequence[Prompt]):
             place=place,
         )
 
-    def may_exceed(self, num_tokens: int) -> Iterator[Prompt]:
-        """Every prompt of more than ``num_tokens`` tokens, and maybe others. Short texts are not tokenised.
+    def may_exceed(self, num_tokens: int) -> Iterator[tuple[int, Prompt]]:
+        """Index and prompt of each that has more than ``num_tokens`` tokens, and maybe of others. Short texts are not
+        tokenised.
 
         The tokens around a text (chat template, system prompt, special tokens) are at most as many as those
         of the whole first prompt.
@@ -76,7 +74,19 @@ class LazyPrompts(Sequence[Prompt]):
         around = len(self[0].token_ids) if self._items else 0
         for index, item in enumerate(self._items):
             if around + most_tokens(self._to_problem(item).text) > num_tokens:
-                yield self[index]
+                yield index, self[index]
+
+    def without(self, indices: Collection[int]) -> "LazyPrompts":
+        return self._of([item for index, item in enumerate(self._items) if index not in indices])
+
+    def rows(self) -> list[Mapping[str, Any] | None]:
+        """The records of the prompts, without tokenising any."""
+        return [self._to_problem(item).row for item in self._items]
+
+    def _of(self, items: Sequence) -> "LazyPrompts":
+        return LazyPrompts(
+            items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where
+        )
 
 
 def most_tokens(text: str) -> int:
@@ -88,17 +98,33 @@ def most_tokens(text: str) -> int:
     return len(text) if text.isascii() else len(text) + 11 * len(text.encode())
 
 
-def longest_above(prompts: Sequence[Prompt], num_tokens: int) -> Prompt | None:
-    """The longest of the prompts with more than ``num_tokens`` tokens; None if there is none."""
-    candidates = prompts.may_exceed(num_tokens) if isinstance(prompts, LazyPrompts) else prompts
-    too_long = (prompt for prompt in candidates if len(prompt.token_ids) > num_tokens)
-    return max(too_long, key=lambda prompt: len(prompt.token_ids), default=None)
+def longer_than(prompts: Sequence[Prompt], num_tokens: int) -> dict[int, Prompt]:
+    """The prompts of more than ``num_tokens`` tokens, by their indices."""
+    candidates = prompts.may_exceed(num_tokens) if isinstance(prompts, LazyPrompts) else enumerate(prompts)
+    return {index: prompt for index, prompt in candidates if len(prompt.token_ids) > num_tokens}
+
+
+def rows_of(prompts: Sequence[Prompt]) -> list[Mapping[str, Any] | None]:
+    """The records of the data file that the prompts come from, as far as they were kept."""
+    return prompts.rows() if isinstance(prompts, LazyPrompts) else [prompt.row for prompt in prompts]
+
+
+def without(prompts: Sequence[Prompt], indices: Collection[int]) -> Sequence[Prompt]:
+    """The prompts at other indices, in their order; lazy ones stay lazy."""
+    if isinstance(prompts, LazyPrompts):
+        return prompts.without(indices)
+    return [prompt for index, prompt in enumerate(prompts) if index not in indices]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """``train`` and ``heldout``, which may be empty, are in a fixed order that is not shuffled here."""
+    """The prompts are in a fixed order that is not shuffled here."""
 
     name: str
     train: Sequence[Prompt]
     heldout: Sequence[Prompt]
+    """May be empty."""
+    heldout_sets: Mapping[str, Sequence[Prompt]] = field(default_factory=dict)
+    """Further held-out prompts, by the names of their sets."""
+    num_left_out: int = 0
+    """Prompts to train on that are not in ``train``, since they are too long."""

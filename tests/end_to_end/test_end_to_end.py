@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from configs.loader import load_config
-from rollout.sampling.sampler import epoch_order
+from rollout.sampling.order import epoch_order
 from rollout.tasks import load_task
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer

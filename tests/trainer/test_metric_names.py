@@ -120,13 +120,14 @@ def whole_step() -> StepMetrics:
         reward_parts={"format": 1.0},
     )
     group = Group(group_id=0, prompt_id="p", trajectories=[sample])
+    evaluated = replace(EVALUATION, pass_at={2: 0.7}, greedy=EVALUATION)
     return step_metrics(
         sampled=Sampled(groups=[group], stats=SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)),
         batch=step,
         measured=measured,
         updates=[Update(metrics=per_minibatch(metrics)) for metrics in updates],
         sync=SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
-        evaluation=replace(EVALUATION, pass_at={2: 0.7}, greedy=EVALUATION),
+        evaluation=replace(evaluated, sets={"hard": evaluated}),
         seconds=dict.fromkeys(("step", *TIME_PARTS), 1.0),
         mode="decoupled",
         group=None,

@@ -106,7 +106,7 @@ PICTURES = (
             ),
             Lines(
                 title="Held-out accuracy",
-                metrics={"eval/accuracy": "accuracy"},
+                metrics={"eval/accuracy": "accuracy", "eval/set/*/accuracy": "*"},
                 sparse=True,
                 bounds=(0, None),
             ),

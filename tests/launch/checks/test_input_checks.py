@@ -300,6 +300,38 @@ def test_everything_is_said_at_once():
     ]
 
 
+def test_prompts_that_are_left_out_are_counted_before_a_start(capsys):
+    long = {"prompt": "1" * 230, "answer": "1"}
+    write_jsonl("train.jsonl", {"prompt": "1", "answer": "1"}, long, long | {"prompt": "1" * 240})
+    leave_out = ("task.apply_chat_template=false", "task.too_long_prompts=leave_out")
+    assert problems(*leave_out) == []
+    assert (
+        "# task.train_path: at least 2 of 3 prompts have more than 200 tokens and are left out; the longest, "
+        "train.jsonl:line 3, has 240"
+    ) in capsys.readouterr().out
+    write_jsonl("train.jsonl", long)
+    (problem,) = problems(*leave_out)
+    assert problem.field.startswith("task.train_path") and "230 tokens" in problem.error
+
+
+def test_every_heldout_set_is_checked_like_the_first(capsys):
+    sets = ("task.heldout_sets.hard=hard.jsonl",)
+    assert [(p.field, p.error) for p in problems(*sets)] == [
+        ("task.heldout_sets.hard", f"no such file: {Path('hard.jsonl').absolute()}")
+    ]
+    write_jsonl("hard.jsonl", {"prompt": "3 + 3", "answer": "6"}, {"prompt": "7"})
+    assert [problem.field for problem in problems(*sets)] == ["task.heldout_sets.hard"]
+    write_jsonl("hard.jsonl", {"prompt": "3 + 3", "answer": "6"})
+    assert problems(*sets) == []
+    assert (
+        "# task.heldout_sets.hard: 1 of the 1 held-out prompts are trained on too" in capsys.readouterr().out
+    )
+    (problem,) = problems(*sets, "task.heldout_path=null")
+    assert problem.field == "task.heldout_sets, task.heldout_path" and "name one of the files" in (
+        problem.fix or ""
+    )
+
+
 def test_what_is_rarely_meant_is_said(capsys):
     row = {"prompt": "1", "answer": "1"}
     write_jsonl("train.jsonl", row, row, row)

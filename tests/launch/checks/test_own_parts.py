@@ -29,6 +29,9 @@ def advantage(rewards_S, group_ids_S):
 def weight(log_ratio_N):
     return log_ratio_N.clamp(-20, 20).exp()
 
+def order(num_prompts, seed, epoch):
+    return range(num_prompts)
+
 def hangs(current_logprobs_T, old_logprobs_T, advantages_T):
     while True:
         pass
@@ -72,7 +75,7 @@ def test_a_module_that_cannot_be_used_is_refused(folder, content, message, capfd
 
 def test_a_function_that_hangs_is_killed_and_its_line_named():
     ((_, error),) = problems("good:hangs", check_timeout_s=4.0)
-    assert "trying good:hangs on made batches took longer than check_timeout_s=4, at good.py:" in error
+    assert "trying good:hangs on made data took longer than check_timeout_s=4, at good.py:" in error
     assert "in hangs; make it faster" in error
 
 
@@ -111,3 +114,10 @@ def test_a_dry_run_tries_the_three_of_them_without_torch_in_its_own_process(fold
     assert done.returncode == 2
     assert "the gradient of loss_T to current_logprobs_T is 0 on every token" in done.stderr
     assert "correction.weight.function" in done.stderr and "it must take (log_ratio_N)" in done.stderr
+
+
+def test_an_order_of_the_prompts_is_tried_too(folder):
+    assert problems("good:order", field="sampler") == []
+    (folder / "broken.py").write_text("def order(num_prompts, seed, epoch): return [0]")
+    ((field, error),) = problems("broken:order", field="sampler")
+    assert field == "sampler.function" and "it returned 1 indices" in error

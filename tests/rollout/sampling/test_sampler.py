@@ -32,10 +32,11 @@ from rollout.sampling.messages import (
     decode_reply,
     encode,
 )
+from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
-from rollout.sampling.role import check_prompt_lengths, check_vocabulary, run_sample_role, serve
-from rollout.sampling.sampler import GroupSampler, choose_heldout, epoch_order, pass_at
-from rollout.tasks import Problem, Task, longest_above
+from rollout.sampling.role import check_vocabulary, run_sample_role, serve, task_that_fits
+from rollout.sampling.sampler import GroupSampler, choose_heldout, pass_at
+from rollout.tasks import Problem, Task, longer_than, without
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
@@ -95,6 +96,8 @@ def make_sampler(
     seed=0,
     num_train=5,
     num_heldout=4,
+    heldout_sets=None,
+    order=None,
     group_size=3,
     evaluation=None,
     **rollout,
@@ -102,12 +105,18 @@ def make_sampler(
     scorer = scorer or LengthScorer()
     return GroupSampler(
         client=engine or FakeEngine(),
-        task=Task(name="toy", train=make_prompts(num_train), heldout=make_prompts(num_heldout, "h")),
+        task=Task(
+            name="toy",
+            train=make_prompts(num_train),
+            heldout=make_prompts(num_heldout, "h"),
+            heldout_sets=heldout_sets or {},
+        ),
         samples=single_turns(tokenizer, scorer, max_new_tokens=6),
         scorer=scorer,
         rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout),
         evaluation=evaluation or EvaluationConfig(),
         seed=seed,
+        order=order,
     )
 
 
@@ -577,6 +586,36 @@ def test_greedy_answers_are_one_for_each_problem_and_change_nothing_else(tokeniz
     assert decode_reply(encode(Evaluated(result))) == Evaluated(result)
 
 
+def test_a_sampler_takes_its_prompts_in_the_order_and_a_resumed_one_goes_on_there(tokenizer):
+    def order(epoch: int) -> list[int]:
+        return [4, 4, 1, 0, 3] if epoch == 0 else [2, 2, 2, 2, 2]
+
+    def taken(sampler, count):
+        groups, _ = next_groups(sampler, count)
+        return [group.prompt_id for group in groups]
+
+    whole = taken(make_sampler(tokenizer, order=order), 7)
+    assert whole == [make_prompts(5)[i].prompt_id for i in [*order(0), *order(1)[:2]]]
+    first, second = make_sampler(tokenizer, order=order), make_sampler(tokenizer, order=order)
+    begun = taken(first, 3)
+    asyncio.run(second.load_state(first.state))
+    assert begun + taken(second, 4) == whole
+
+
+@pytest.mark.parametrize("greedy", [False, True])
+def test_each_heldout_set_is_evaluated_as_if_it_were_the_only_one(tokenizer, greedy):
+    evaluation = EvaluationConfig(samples_per_prompt=2, greedy=greedy, max_prompts=3)
+    sets = {"b": make_prompts(2, "b"), "c": make_prompts(5, "c")}
+    whole = asyncio.run(make_sampler(tokenizer, heldout_sets=sets, evaluation=evaluation).evaluate())
+    assert replace(whole, sets={}) == asyncio.run(make_sampler(tokenizer, evaluation=evaluation).evaluate())
+    for name, prompts in sets.items():
+        sampler = make_sampler(tokenizer, evaluation=evaluation)
+        sampler._task = replace(sampler._task, heldout=prompts)
+        assert whole.sets[name] == asyncio.run(sampler.evaluate())
+    assert [result.count for result in (whole, *whole.sets.values())] == [6, 4, 6]
+    assert decode_reply(encode(Evaluated(whole))) == Evaluated(whole)
+
+
 def test_without_heldout_prompts_nothing_is_evaluated(tokenizer):
     assert asyncio.run(make_sampler(tokenizer, num_heldout=0).evaluate()) is None
 
@@ -621,8 +660,10 @@ def task_of(*, train, heldout=()) -> Task:
 
 
 def test_prompts_that_fit_exactly_are_accepted():
-    check_prompt_lengths(task_of(train=[60, 3], heldout=[88]), run_config(), max_positions=128)
-    check_prompt_lengths(task_of(train=[60], heldout=[9999]), run_config(), max_positions=None)
+    task = task_of(train=[60, 3], heldout=[88])
+    assert task_that_fits(task, run_config(), max_positions=128) == task
+    task = task_of(train=[60], heldout=[9999])
+    assert task_that_fits(task, run_config(), max_positions=None) == task
 
 
 @pytest.mark.parametrize(
@@ -642,7 +683,36 @@ def test_prompts_that_fit_exactly_are_accepted():
 def test_a_prompt_without_room_for_its_answer_is_named_with_the_limits_and_the_fix(task, limits, message):
     changes = {name: value for name, value in limits.items() if name != "max_positions"}
     with pytest.raises(ValueError, match=message):
-        check_prompt_lengths(task, run_config(**changes), max_positions=limits.get("max_positions", 128))
+        task_that_fits(task, run_config(**changes), max_positions=limits.get("max_positions", 128))
+
+
+LEAVES_OUT = {
+    "type": "jsonl",
+    "train_path": "p.jsonl",
+    "heldout_path": "h.jsonl",
+    "too_long_prompts": "leave_out",
+}
+
+
+def test_too_long_prompts_are_left_out_and_counted_where_the_config_says_so():
+    task = replace(
+        task_of(train=[7, 65, 60, 61], heldout=[90, 88]), heldout_sets={"b": task_of(train=[89, 3]).train}
+    )
+    kept = task_that_fits(task, run_config(task=LEAVES_OUT), max_positions=128)
+    ids = [
+        [prompt.prompt_id for prompt in prompts]
+        for prompts in (kept.train, kept.heldout, kept.heldout_sets["b"])
+    ]
+    assert ids == [["train7", "train60"], ["heldout88"], ["train3"]]
+    assert kept.num_left_out == 2
+
+
+@pytest.mark.parametrize("task", [task_of(train=[61, 62]), task_of(train=[7], heldout=[89])])
+def test_a_file_of_which_nothing_would_be_left_is_refused(task):
+    with pytest.raises(
+        ValueError, match=r"(train62|heldout89) has .* more than \d+ tokens, have them left out"
+    ):
+        task_that_fits(task, run_config(task=LEAVES_OUT), max_positions=128)
 
 
 def write_problems(path: Path, texts: list[str]) -> Path:
@@ -711,7 +781,7 @@ alphabets = st.one_of(st.text(st.sampled_from("0123 +="), max_size=30), st.text(
     limit=st.integers(0, 60),
     around=st.integers(0, 3),
 )
-def test_lazy_prompts_tell_the_longest_as_if_all_were_tokenised(texts, limit, around):
+def test_lazy_prompts_tell_the_longer_ones_as_if_all_were_tokenised(texts, limit, around):
     """The reference tokenises everything: one token per byte, the most that a tokenizer makes of a text, and
     some around it."""
     encoded = []
@@ -723,10 +793,11 @@ def test_lazy_prompts_tell_the_longest_as_if_all_were_tokenised(texts, limit, ar
     items = [Problem(prompt_id=str(i), text=text, reference="") for i, text in enumerate(texts)]
     prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
     lengths = [around + len(text.encode()) for text in texts]
-    found = longest_above(prompts, limit)
-    assert (None if max(lengths) <= limit else max(lengths)) == (
-        None if found is None else len(found.token_ids)
-    )
+    found = longer_than(prompts, limit)
+    longer = {index: length for index, length in enumerate(lengths) if length > limit}
+    assert {index: len(prompt.token_ids) for index, prompt in found.items()} == longer
+    ids = [prompt.prompt_id for prompt in without(prompts, found)]
+    assert ids == [str(index) for index in range(len(texts)) if index not in longer]
 
 
 def test_short_texts_are_not_tokenised_to_know_that_they_fit():
@@ -738,7 +809,7 @@ def test_short_texts_are_not_tokenised_to_know_that_they_fit():
 
     items = [Problem(prompt_id=str(i), text="x" * (1 + i % 50), reference="") for i in range(20_000)]
     prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
-    assert longest_above(prompts, 51) is None
+    assert longer_than(prompts, 51) == {}
     assert len(encoded) == 1  # the first, for what stands around a text
 
 

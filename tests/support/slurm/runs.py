@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from configs.loader import load_config
-from rollout.sampling.sampler import epoch_order
+from rollout.sampling.order import epoch_order
 from rollout.tasks import load_task
 from rollout.tokenization import load_tokenizer
 from tests.support.slurm.cluster import ROOT, Cluster

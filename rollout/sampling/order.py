@@ -1,0 +1,145 @@
+"""The order of the training prompts in an epoch. It follows from the seed and the epoch alone, so that a resumed run
+goes on where it was, and takes as many prompts as there are:
+
+    shuffle      a random permutation
+    sequential   the order of the data
+    function     f(num_prompts, seed, epoch, **settings) -> num_prompts indices, of which some may repeat and others miss.
+                 A parameter ``rows`` gets the records of the data file, by index.
+
+``serve`` tries a function before a start, in a process of its own (``launch/checks/own_parts.py`` is the other end of its
+pipe).
+"""
+
+import faulthandler
+import inspect
+import operator
+import random
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from configs.schema.own_function import OwnFunction
+from configs.schema.sampler import FileOrder, SamplerConfig, ShuffledOrder
+from rollout.rewards.function import describe, import_named, place_of
+
+Order = Callable[[int], Sequence[int]]
+"""Indices of the prompts of an epoch, in their order."""
+Rows = Sequence[Mapping[str, Any] | None]
+GIVEN, FURTHER = ("num_prompts", "seed", "epoch"), "rows"
+TRIED_PROMPTS, TRIED_EPOCHS = 8, 3
+
+
+def prompt_order(config: SamplerConfig, num_prompts: int, *, seed: int, rows: Callable[[], Rows]) -> Order:
+    """The order that ``config`` names. ``rows``: the records of the prompts; called for functions that want them.
+
+    Raises ValueError where a function cannot be imported; the order raises it where a function does not keep to its
+    contract.
+    """
+    match config:
+        case ShuffledOrder():
+            return lambda epoch: epoch_order(num_prompts, seed=seed, epoch=epoch)
+        case FileOrder():
+            return lambda epoch: range(num_prompts)
+    function = load(config)
+    further = {FURTHER: rows()} if _wants_rows(function) else {}
+    return lambda epoch: _ordered(config, function, num_prompts, seed, epoch, further)
+
+
+def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
+    """The shuffled order of an epoch."""
+    order = list(range(num_prompts))
+    random.Random(f"tandem prompt order {seed} {epoch}").shuffle(order)
+    return order
+
+
+def load(own: OwnFunction) -> Callable:
+    """Raises ValueError where the function cannot be imported or called with its arguments."""
+    function = import_named("sampler function", own.function, "module:function, e.g. my_order:easy_first")
+    if not callable(function):
+        raise ValueError(
+            f"sampler function {own.function!r} is a {type(function).__name__}, not a function; name something callable"
+        )
+    if taken := sorted(own.settings.keys() & {*GIVEN, FURTHER}):
+        raise _broken(
+            own, function, f"settings hold {', '.join(taken)}, which Tandem gives itself; rename it"
+        )
+    further = {FURTHER: ()} if _wants_rows(function) else {}
+    try:
+        inspect.signature(function).bind(*GIVEN, **further, **own.settings)
+    except TypeError as error:
+        must = f"must take ({', '.join(GIVEN)}) and its settings ({', '.join(own.settings) or 'none'})"
+        raise _broken(own, function, f"it {must}, and beside them at most {FURTHER}: {error}") from error
+    except ValueError:  # some C functions have no signature; the first call checks them
+        pass
+    return function
+
+
+def _wants_rows(function: Callable) -> bool:
+    try:
+        return FURTHER in inspect.signature(function).parameters
+    except ValueError:
+        return False
+
+
+def _ordered(
+    own: OwnFunction, function: Callable, num_prompts: int, seed: int, epoch: int, further: Mapping[str, Rows]
+) -> list[int]:
+    about = f"for {num_prompts} prompts in epoch {epoch}"
+    try:
+        order = [
+            operator.index(index) for index in function(num_prompts, seed, epoch, **further, **own.settings)
+        ]
+    except (Exception, SystemExit) as error:  # the user's code may raise anything, or exit()
+        raise _broken(own, function, f"{about}, it raised {describe(error)}; correct it") from error
+    if len(order) != num_prompts:
+        fix = "return one index for each prompt; an index may repeat in place of another"
+        raise _broken(own, function, f"{about}, it returned {len(order)} indices; {fix}")
+    wrong = next((index for index in order if not 0 <= index < num_prompts), None)
+    if wrong is not None:
+        raise _broken(own, function, f"{about}, it returned the index {wrong}; return 0 to {num_prompts - 1}")
+    return order
+
+
+def _broken(own: OwnFunction, function: Callable, what: str) -> ValueError:
+    return ValueError(f"sampler function {own.function!r} ({place_of(function)}): {what}")
+
+
+def serve(descriptor: int) -> None:
+    """Main function of the trial's process, which says None once it is up. A job is ("import" or "call", fields of the
+    function, the first record of the data); its answer is None, or what is wrong."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
+    faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
+    with Connection(descriptor) as connection:
+        connection.send(None)
+        while True:
+            try:
+                what, fields, row = connection.recv()
+            except EOFError:
+                return
+            own = TypeAdapter(OwnFunction).validate_python(fields)
+            try:
+                function = load(own)
+                if what == "call":
+                    _try(own, function, row)
+            except ValueError as error:
+                connection.send(str(error))
+            else:
+                connection.send(None)
+
+
+def _try(own: OwnFunction, function: Callable, row: Mapping[str, Any] | None) -> None:
+    """Raises ValueError where the function does not keep to its contract on made data."""
+    further = {FURTHER: [row] * TRIED_PROMPTS} if _wants_rows(function) else {}
+    for epoch in range(TRIED_EPOCHS):
+        first, again = (_ordered(own, function, TRIED_PROMPTS, 0, epoch, further) for _ in range(2))
+        if first != again:
+            raise _broken(
+                own,
+                function,
+                f"two calls for epoch {epoch} gave different orders, but a resumed run calls again and must get the same; draw random "
+                "numbers from random.Random(f'{seed} {epoch}')",
+            )
+    _ordered(own, function, 1, 0, 0, {name: rows[:1] for name, rows in further.items()})
