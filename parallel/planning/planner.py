@@ -20,17 +20,15 @@ room that it makes counts, or where minibatches have too few sequences for dp.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
-from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import Architecture, fitting_layouts, read_architecture, rollout_sizes
 from parallel.planning.memory import (
-    BYTES,
     GIB,
     USABLE_SHARE,
     LearnerMemory,
@@ -38,11 +36,10 @@ from parallel.planning.memory import (
     Work,
     rollout_memory,
     size_text,
-    stage_layers,
-    stage_parameters,
     work_of,
     worst_stage,
 )
+from parallel.planning.traffic import Traffic, traffic
 
 AMPLE = 0.3
 """Share of a GPU that is free on either side, for longer responses than planned. More decides nothing."""
@@ -104,44 +101,6 @@ class Cluster:
         """Numbers of GPUs that the servers may take: any within one node, whole nodes of several."""
         step = 1 if self.num_gpus <= self.gpus_per_node else self.gpus_per_node
         return list(range(step, self.num_gpus, step))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Bytes that one rank of the learner's busiest stage sends in one step.
-
-    N = prompts_per_step group_size max_new_tokens / (dp cp) tokens on each rank (responses at full length, without
-    prompts), f forward passes of each (the update's, and those of ``old`` and ``ref`` if the run has them), r
-    = 1 if layers are computed again, else 0, k experts per token. In rings all-reduce sends 2 (n - 1) / n of
-    its bytes; reduce-scatter, all-gather and all-to-all send (n - 1) / n.
-
-    - tensor: two all-reduces of b H N per dense layer (one per layer with experts) and pass, forward f + r
-      times, backward once. Sequence parallelism sends as much in two halves, and in backward gathers the
-      input of each once more: half as much again.
-    - pipeline: b H N / (t under sequence parallelism) per boundary, forward f times, backward once.
-    - context: keys and values of all cp N tokens gathered, 2 b D K / t each (at least one head), per layer and
-      pass, forward f + r times; their gradients reduce-scattered once.
-    - data: per optimizer step, gradients 4 P reduce-scattered and weights b P gathered (distributed
-      optimizer; else 4 P all-reduced), P the rank's trained parameters, over its cp dp copies; experts over
-      tp cp dp / ep.
-    - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts and
-      pass, f + r + 1 times.
-    - transfer: the stage's whole weights to the servers, once, from its sending rank.
-
-    A critic's own traffic is left out: its layout is the policy's, so that it adds to all layouts in about
-    the same proportion.
-    """
-
-    tensor: int
-    context: int
-    pipeline: int
-    data: int
-    expert: int
-    transfer: int
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,49 +281,6 @@ def _rollout_free(memory: RolloutMemory, tokens: int, gpu_bytes: int) -> float:
     """``Plan.rollout_free`` for ``tokens`` in flight."""
     used = tokens * memory.kv_bytes_per_token
     return (memory.kv_cache - used) / gpu_bytes if used <= memory.kv_cache else memory.kv_cache / used - 1
-
-
-def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig) -> Traffic:
-    """See ``Traffic``, which has the formulas."""
-    a, t, b, rollout = architecture, layout.tp, BYTES[config.model.dtype], config.rollout
-    ranks = layout.cp * layout.dp_size
-    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens // ranks
-    hidden = b * a.hidden_size * tokens
-    keys_values = 2 * b * a.head_dim * max(1, a.num_kv_heads // t) * tokens * layout.cp
-    rank_hidden = hidden // t if layout.sp else hidden
-    forwards = 1 + config.scores_old + (config.kl.coefficient > 0)
-    again = config.learner.recompute == "full"
-    layers = stage_layers(a, layout, 0)
-    sparse = sum(a.experts.is_sparse[layer] for layer in layers) if a.experts else 0
-    shared, expert = (
-        max(sizes) for sizes in zip(*(stage_parameters(a, layout, s) for s in range(layout.pp)), strict=True)
-    )
-    backward = 1.5 if layout.sp else 1.0
-    distributed = config.learner.optimizer.distributed
-    update = config.learner.minibatches * (4 + b if distributed else 8)
-    copies, expert_copies = ranks, t * ranks // layout.ep
-    lora = config.learner.lora
-    trained, trained_experts = (shared, expert) if lora is None else (adapter_parameters(a, layout, lora), 0)
-    of_data = trained * (copies - 1) / copies + trained_experts * (expert_copies - 1) / expert_copies
-    chosen = a.experts.experts_per_token if a.experts else 0
-    return Traffic(
-        tensor=int((2 * len(layers) - sparse) * 2 * hidden * (t - 1) / t * (forwards + again + backward)),
-        context=len(layers) * keys_values * (layout.cp - 1) // layout.cp * (forwards + again + 1),
-        pipeline=rank_hidden * (forwards + 1) if layout.pp > 1 else 0,
-        data=int(update * of_data),
-        expert=int(sparse * 2 * chosen * rank_hidden * (layout.ep - 1) / layout.ep * (forwards + again + 1)),
-        transfer=BYTES[config.rollout.dtype] * (shared * t + expert * layout.ep),
-    )
-
-
-def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) -> list[int]:
-    """Bytes that the sender of each pipeline stage broadcasts to the servers: all tensors of the stage, whole
-    and without padding. The last stage's copy of a tied embedding is not sent."""
-    whole = LayoutConfig(pp=layout.pp, vpp=layout.vpp)
-    numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
-    if architecture.tied and layout.pp > 1:
-        numbers[-1] -= architecture.vocab_size * architecture.hidden_size
-    return [BYTES[dtype] * count for count in numbers]
 
 
 def _nothing_fits_text(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> str:
