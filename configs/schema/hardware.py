@@ -75,6 +75,8 @@ class HardwareConfig(Schema):
 
     name: Annotated[str, Field(min_length=1)]
     """What tables call it."""
+    source: Annotated[str, Field(min_length=1)]
+    """Where its figures come from, for whoever reads an estimate."""
     memory_gib: PositiveFloat
     """Memory of one device. GiB (2^30 bytes)."""
     peak_tflops: PeakRates

@@ -12,7 +12,10 @@ at a time come last: they would hardly use their GPUs, whatever the mismatch. Al
    does not hold all responses that its server samples at once, the missing share counts, in negative tenths.
 3. bytes that a learner rank sends per step (``Traffic``).
 
-vpp is always 1: interleaving costs memory and traffic for a shorter bubble, which this ranking does not model.
+With a description of the hardware (``Timing``) the estimated seconds of a step, to two significant digits, come between
+1 and 2 (``time.py``).
+
+vpp is always 1: interleaving costs memory and traffic for a shorter bubble.
 cp is tried in ``CONTEXT_SIZES``. It sends more than as many data-parallel ranks would, so it comes first where the
 room that it makes counts, or where minibatches have too few sequences for dp.
 """
@@ -39,6 +42,7 @@ from parallel.planning.memory import (
     work_of,
     worst_stage,
 )
+from parallel.planning.time import Estimator, Lengths, Machine, StepTime, seconds_text, two_digits
 from parallel.planning.traffic import Traffic, traffic
 
 AMPLE = 0.3
@@ -104,6 +108,14 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """What decides the seconds of a step, beside model, config and layouts."""
+
+    machine: Machine
+    lengths: Lengths
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A pair of layouts that fits, with the values that rank it."""
 
@@ -126,6 +138,8 @@ class Plan:
     held: int
     """Responses at full length for which a server's cache has room."""
     traffic: Traffic
+    time: StepTime | None = None
+    """None without a description of the hardware."""
 
     @property
     def has_few(self) -> bool:
@@ -149,11 +163,17 @@ class Plan:
         return math.floor(10 * min(self.free, AMPLE) + 1e-9)
 
     @property
+    def shown_seconds(self) -> float:
+        """Of a step, as tables show them; 0 without an estimate."""
+        return 0.0 if self.time is None else two_digits(self.time.total)
+
+    @property
     def rank_key(self) -> tuple:
         """The order of the ranking, in which no two pairs are equal."""
         return (
             self.has_few,
             self.mismatch_key,
+            self.shown_seconds,
             -self.free_tenths,
             self.traffic.total,
             layout_text(self.learner),
@@ -168,9 +188,10 @@ def plan(
     *,
     critic: Mapping[str, Any] | None = None,
     measured: Measured = NO_TABLE,
+    timing: Timing | None = None,
 ) -> list[Plan]:
     """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json. The config's
-    own layout is ignored.
+    own layout is ignored. ``timing``: None for plans without seconds.
 
     Tensor-parallel groups stay within a node. A pair fits if the fullest learner rank takes at most
     ``USABLE_SHARE`` of a GPU, a server has room for its weights and for one sequence of a micro-batch's length,
@@ -182,18 +203,25 @@ def plan(
     if config.critic is not None:
         critic_architecture = read_architecture(critic) if critic is not None else architecture
     work = work_of(config, "cuda", critic_architecture)
-    plans = sorted(
-        _fitting_plans(architecture, config, cluster, work, measured), key=lambda plan: plan.rank_key
-    )
+    found = _fitting_plans(architecture, config, cluster, work, measured, timing)
+    plans = sorted(found, key=lambda plan: plan.rank_key)
     if not plans:
         raise NothingFits(_nothing_fits_text(architecture, config, cluster, work))
     return plans
 
 
 def _fitting_plans(
-    architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work, measured: Measured
+    architecture: Architecture,
+    config: RunConfig,
+    cluster: Cluster,
+    work: Work,
+    measured: Measured,
+    timing: Timing | None,
 ) -> Iterator[Plan]:
     longest = _longest_sequence(architecture, config)
+    estimator = None
+    if timing is not None:
+        estimator = Estimator(architecture, config, timing.lengths, timing.machine, critic=work.critic)
     servers = [pair for pair in _possible_servers(architecture, config, cluster) if pair[1].tokens >= longest]
     for num_rollout in cluster.rollout_sizes():
         fitting = [(tp, memory) for tp, memory in servers if num_rollout % tp == 0]
@@ -219,6 +247,7 @@ def _fitting_plans(
                     in_flight=in_flight,
                     held=server_memory.tokens // config.rollout.max_new_tokens,
                     traffic=traffic(architecture, config, layout),
+                    time=estimator and estimator.step(layout, tp=tp, replicas=replicas, memory=server_memory),
                 )
 
 
@@ -337,7 +366,7 @@ def _possible_changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[st
 
 def _would_fit(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> bool:
     changed = work_of(config, work.device, work.critic)
-    return next(_fitting_plans(architecture, config, cluster, changed, NO_TABLE), None) is not None
+    return next(_fitting_plans(architecture, config, cluster, changed, NO_TABLE, None), None) is not None
 
 
 def read_measured(path: Path) -> Measured:
@@ -381,7 +410,8 @@ def reasons(plans: list[Plan]) -> list[str]:
 
 def _merits_text(plan: Plan) -> str:
     free = f"{plan.free:.0%} of a GPU free on the fuller side" if plan.free >= 0 else _cache_text(plan)
-    return f"{_mismatch_text(plan)}; {free}; {size_text(plan.traffic.total)} sent per rank and step"
+    time = "" if plan.time is None else f"; {seconds_text(plan.time.total)} s a step"
+    return f"{_mismatch_text(plan)}{time}; {free}; {size_text(plan.traffic.total)} sent per rank and step"
 
 
 def _cache_text(plan: Plan) -> str:
@@ -401,6 +431,8 @@ def _difference_text(better: Plan, worse: Plan) -> str:
         return f"servers hardly used: {_cache_text(worse)}"
     if better.mismatch_key != worse.mismatch_key:
         return f"more mismatch expected{_source_text(better, worse)}: {_mismatch_text(worse)}"
+    if better.time is not None and worse.time is not None and better.shown_seconds != worse.shown_seconds:
+        return f"slower: {_slower_text(better.time, worse.time)}"
     if better.free_tenths != worse.free_tenths and worse.free < 0:
         return f"less room: {_cache_text(worse)}"
     if better.free_tenths != worse.free_tenths:
@@ -409,6 +441,14 @@ def _difference_text(better: Plan, worse: Plan) -> str:
     if better.traffic.total == worse.traffic.total:
         return "equal in all of this; ordered by name"
     return f"more sent: {size_text(worse.traffic.total)} per rank and step"
+
+
+def _slower_text(better: StepTime, worse: StepTime) -> str:
+    """The seconds, and the part of the step that takes most of the difference."""
+    parts, before = worse.shares(), better.shares()
+    name = max(parts, key=lambda part: parts[part] - before[part])
+    now, then = seconds_text(parts[name]), seconds_text(before[name])
+    return f"{seconds_text(worse.total)} s a step" + (f", {name} {now} for {then}" if now != then else "")
 
 
 def _source_text(better: Plan, worse: Plan) -> str:
