@@ -38,7 +38,7 @@ TIME_COLORS = {
     "transfer": "#009e73", WAITS: "#eeeeee",
 }  # fmt: skip
 MEMORY_COLORS = dict(zip(LEARNER_PARTS, (*COLORS, "#8c6d31", "#b0b0b0"), strict=True)) | {
-    "weights": COLORS[0],
+    "weights": "#08306b",
     "cache": "#9ecae1",
     "reserved": "#dddddd",
 }
@@ -87,7 +87,8 @@ def write_page(
         ),
         (
             "Mismatch against time",
-            f"All {len(plans)} pairs that fit. The star is the first pair. Pale: servers with room for few responses.",
+            f"All {len(plans)} pairs that fit. The star is the first pair: seconds that agree to two digits count as equal. "
+            "Pale: servers with room for few responses.",
             draw_choices(plans),
         ),
     ]

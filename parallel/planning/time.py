@@ -134,7 +134,7 @@ class Decoder:
     pair_s: float
 
     def seconds(self, responses: int, cached: float) -> float:
-        reading, computing = self._sides(responses)
+        reading, computing = self.sides(responses)
         longer = max(reading + self.read_s * cached, computing + self.pair_s * cached)
         return self.fixed_s + self.each_s * responses + longer
 
@@ -143,7 +143,7 @@ class Decoder:
 
         Both sides of the maximum rise along a line, so that they cross once at most.
         """
-        reading, computing = self._sides(responses)
+        reading, computing = self.sides(responses)
         read, pair = self.read_s, self.pair_s
         ahead = reading + read * cached - computing - pair * cached  # of the first step
         change = (read - pair) * responses  # of each next one
@@ -160,7 +160,7 @@ class Decoder:
             total += count * (base + slope * start) + slope * responses * count * (count - 1) / 2
         return total
 
-    def _sides(self, responses: int) -> tuple[float, float]:
+    def sides(self, responses: int) -> tuple[float, float]:
         """Seconds of reading and of computing, without the cache."""
         touched = self.experts_s * (1 - (1 - self.chosen) ** responses)
         return self.weights_s + touched, self.product_s * responses

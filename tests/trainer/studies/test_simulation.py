@@ -7,8 +7,10 @@ import pytest
 
 from configs.schema import RunConfig
 from launch.commands.simulate import planned
+from parallel.planning.flops import forward_flops, update_flops, whole_samples
 from parallel.planning.layout import padded_vocab_size, read_architecture, read_hf_config
 from parallel.planning.simulated import Part, SimulatedRank
+from parallel.planning.traffic import scored_passes
 from tests.launch.studies.simulated import DENSE, small_config, small_model
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.moe_workers import make_moe_model
@@ -114,7 +116,7 @@ def test_memory_of_what_stays_is_the_plans_and_the_peak_is_near(number, simulate
     assert rank.parts["sync"].peak <= plan.lasting + plan.transfer
 
 
-def test_flops_of_an_update_are_those_of_its_products(simulated):
+def test_flops_of_an_update_are_those_of_its_products(simulated, configs):
     """With recomputation each matrix of a layer is multiplied by the tokens four times, 2 FLOPs a number: forward, again,
     and twice backward. Of the output layer: logits of response tokens, again, and twice backward. Attention: two products
     over all pairs of a query and a key forward and again, five backward."""
@@ -127,9 +129,31 @@ def test_flops_of_an_update_are_those_of_its_products(simulated):
     attention = 2 * 2 * heads * dim * pairs
     layers = d["num_hidden_layers"] * (8 * layer * step.tokens + attention * 2 + attention * 5 // 2)
     output = padded_vocab_size(d["vocab_size"], 1) * d["hidden_size"]
-    assert rank.parts["update"].flops == step.microbatches * (
-        layers + 8 * output * step.samples * step.response
-    )
+    by_hand = step.microbatches * (layers + 8 * output * step.samples * step.response)
+    assert rank.parts["update"].flops == by_hand == planned_flops(configs["dense"], rank)["update"]
+
+
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [*((name, rank) for name in LAYOUTS for rank in (0, 1)), ("large", 0), ("large", 4), ("experts", 0)],
+)
+def test_flops_of_every_layout_are_the_plans(name, number, simulated, configs):
+    """FLOP for FLOP: tensor, sequence, pipeline, data, context and expert parallelism, with and without recomputation."""
+    rank = simulated[name, number]
+    for part, flops in planned_flops(configs[name], rank).items():
+        assert rank.parts[part].flops == flops, part
+
+
+def planned_flops(config: RunConfig, rank: SimulatedRank) -> dict[str, int]:
+    """Those of the passes before the update, and of the update."""
+    architecture, step = read_architecture(read_hf_config(config.model.path)), rank.step
+    load = whole_samples(step.samples, step.places, step.response)
+    forward = forward_flops(architecture, config.layout, rank.stage, load)
+    update = update_flops(architecture, config.layout, rank.stage, load, recompute=config.learner.recompute)
+    return {
+        "logprobs": step.microbatches * forward.total * scored_passes(config),
+        "update": step.microbatches * update.total,
+    }
 
 
 def test_nothing_of_a_micro_batch_stays_after_it(simulated):
