@@ -74,7 +74,7 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         critic_hf_config = read_hf_config(critic.path) if critic is not None else None
         hf_config = read_hf_config(config.model.path)
         architecture = read_architecture(hf_config)
-        timing = _timing(config, architecture, options, hardware)
+        timing = timing_of(config, architecture, options, hardware)
         plans = plan(hf_config, config, cluster, critic=critic_hf_config, measured=table, timing=timing)
     except ValueError as error:
         raise BadInput(f"{config_path}: {error}") from error
@@ -137,10 +137,13 @@ def _cluster(options: PlanOptions, hardware: HardwareConfig | None) -> Cluster:
     return Cluster(num_gpus=options.num_gpus, gpu_bytes=int(gib * memory.GIB), gpus_per_node=nodes)
 
 
-def _timing(
+def timing_of(
     config: RunConfig, architecture: Architecture, options: PlanOptions, hardware: HardwareConfig | None
 ) -> Timing | None:
-    """Raises BadInput for lengths that the run cannot have, and for a precision that the hardware lacks."""
+    """What decides the seconds of a step; None without a description of the hardware.
+
+    Raises BadInput for lengths that the run cannot have, and for a precision that the hardware lacks.
+    """
     if hardware is None:
         return None
     if config.rollout.quantization == "fp8" and hardware.peak_tflops.fp8 is None:
