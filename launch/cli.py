@@ -145,7 +145,10 @@ def schema(
         typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="[FIELD]"),
     ] = None,
     kind: Annotated[
-        Literal["train", "sft"], typer.Option(help="Of a config: an RL run, or a supervised warm start.")
+        Literal["train", "sft", "hardware"],
+        typer.Option(
+            help="Of a config: an RL run, or a supervised warm start; or of a description of GPUs, for `tandem plan --gpu`."
+        ),
     ] = "train",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON Schema, as editors read it.")] = False,
 ) -> None:
