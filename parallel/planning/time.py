@@ -301,9 +301,7 @@ def sampling_time(
     prompts = rollout.prompts_per_step * together
     own = mixed(sorted(lengths.of(prompts * rollout.group_size), reverse=True)[::replicas])
     count = len(own)
-    is_kept = not rollout.server_args.get(
-        "disable_radix_cache", rollout.server_args.get("disable-radix-cache", False)
-    )
+    is_kept = keeps_prompts(config)
     of_prompt = lengths.prompt / rollout.group_size if is_kept else lengths.prompt
     tokens = (
         memory.tokens if rollout.max_total_tokens is None else min(memory.tokens, rollout.max_total_tokens)
@@ -326,13 +324,18 @@ def sampling_time(
     )
 
 
-def server_flops(architecture: Architecture, tp: int) -> tuple[int, int]:
-    """FLOPs of one token in a server's rank: (products with weights, logits included; products with one token of the
-    cache)."""
+def keeps_prompts(config: RunConfig) -> bool:
+    """Whether a server's prefix cache keeps a prompt for its siblings."""
+    flags = {name.replace("_", "-"): value for name, value in config.rollout.server_args.items()}
+    return not flags.get("disable-radix-cache", False)
+
+
+def server_flops(architecture: Architecture, tp: int) -> Flops:
+    """FLOPs of one token in a server's rank, to which it attends alone."""
     layout = LayoutConfig(tp=tp, sp=architecture.experts is not None and tp > 1, dp=1)
     # Rows over t ranks: of t tokens each rank of a model with experts takes one.
     flops = forward_flops(architecture, layout, 0, Load(tokens=tp, pairs=tp, predicted=tp))
-    return (flops.matrices + flops.output) // tp, flops.attention // tp
+    return Flops(matrices=flops.matrices // tp, attention=flops.attention // tp, output=flops.output // tp)
 
 
 def decoder_of(
@@ -341,7 +344,7 @@ def decoder_of(
     """The decoder of a server's rank. Weights are read whole but for the embedding, of which a token reads a row; an
     untied model's output layer is another table."""
     a, over, rollout = architecture, machine.hardware.overheads, config.rollout
-    products, pair = server_flops(a, tp)
+    of_token = server_flops(a, tp)
     matmul, attention = _server_rates(config, machine)
     size = BYTES[rollout.dtype]
     table = 0 if a.tied else padded_vocab_size(a.vocab_size, tp) // tp * a.hidden_size * size
@@ -360,23 +363,25 @@ def decoder_of(
         experts_s=machine.memory_seconds(experts),
         chosen=chosen,
         read_s=machine.memory_seconds(memory.kv_bytes_per_token),
-        product_s=products / matmul,
-        pair_s=pair / attention,
+        product_s=(of_token.matrices + of_token.output) / matmul,
+        pair_s=of_token.attention / attention,
     )
 
 
 def prefill_seconds(
     architecture: Architecture, config: RunConfig, machine: Machine, tp: int, tokens: int, count: int
 ) -> float:
-    """A server's passes over ``count`` sequences of ``tokens`` tokens each: FLOPs, collectives, and its layers' overhead once
-    for each pass."""
-    products, pair = server_flops(architecture, tp)
+    """A server's passes over ``count`` sequences of ``tokens`` tokens each: FLOPs, with logits of the last tokens alone,
+    collectives, and its layers' overhead once for each pass."""
+    of_token = server_flops(architecture, tp)
     matmul, attention = _server_rates(config, machine)
     passes = -(-count * tokens // PREFILL_TOKENS)
     sent = _server_sent(architecture, tp, count * tokens, config.rollout.dtype)
     over = machine.hardware.overheads
     of_passes = passes * (architecture.num_layers * over.decode_layer_s + machine.call_seconds(sent.calls))
-    computing = count * (tokens * products / matmul + tokens * (tokens + 1) / 2 * pair / attention)
+    products = tokens * of_token.matrices + of_token.output
+    pairs = tokens * (tokens + 1) / 2
+    computing = count * (products / matmul + pairs * of_token.attention / attention)
     return computing + machine.link_seconds(sent.bytes, tp) + of_passes
 
 

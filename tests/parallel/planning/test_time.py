@@ -257,13 +257,15 @@ def sampled(config: RunConfig, lengths: Lengths = ALIKE, machine: Machine = ROUN
 
 def test_sampling_by_hand():
     """8 responses of 100 tokens to 4 prompts of 10, all at once. Decoding: 99 steps of 8 with 88, 96, ... tokens in the
-    cache. A prompt is computed once, 10 tokens and 55 pairs; without the radix cache it is for each response."""
+    cache. A prompt is computed once, 10 tokens, logits of the last and 55 pairs; without the radix cache it is for each
+    response."""
     found = sampled(run_config())
     decoder = decoder_of(DENSE, run_config(), ROUND, 1, server(DENSE))
     assert found.decode == close(sum(decoder.seconds(8, 88 + 8 * i) for i in range(99)))
     assert (found.running, found.requests) == (8, 0)
-    assert found.prefill == close(4 * (10 * decoder.product_s + 55 * decoder.pair_s))
-    whole = sampled(run_config(rollout={"server_args": {"disable_radix_cache": True}}))
+    layers, logits = 2 * 4 * 589_824 / 50e12, 2 * 256_000 / 50e12
+    assert found.prefill == close(4 * (10 * layers + logits + 55 * decoder.pair_s))
+    whole = sampled(run_config(rollout={"server_args": {"disable-radix-cache": True}}))
     assert whole.prefill == close(2 * found.prefill)
     assert sampled(run_config(), replicas=2).prefill == close(found.prefill / 2)
 
@@ -296,7 +298,8 @@ def test_sampling_ahead_fills_the_tail_and_computes_interrupted_responses_again(
     assert sampled(ahead, spread).decode < sampled(config, spread).decode
     assert sampled(ahead, spread).decode == sampled(drained, spread).decode
     decoder = decoder_of(DENSE, config, ROUND, 1, server(DENSE))
-    again = 8 * (35 * decoder.product_s + 35 * 36 / 2 * decoder.pair_s)
+    layers, logits = 2 * 4 * 589_824 / 50e12, 2 * 256_000 / 50e12
+    again = 8 * (35 * layers + logits + 35 * 36 / 2 * decoder.pair_s)
     assert sampled(ahead, spread).prefill - sampled(drained, spread).prefill == close(again)
 
 
