@@ -41,7 +41,7 @@ def read_hardware(given: str) -> HardwareConfig:
     try:
         return HardwareConfig.model_validate_json(json.dumps(tree.plain()), strict=True)
     except ValidationError as error:
-        raise ConfigError(problems_of(error, tree, Shape.of(HardwareConfig))) from error
+        raise ConfigError([*problems_of(error, tree, Shape.of(HardwareConfig))]) from error
 
 
 def _text_of(path: Path) -> str:

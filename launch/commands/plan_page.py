@@ -297,8 +297,10 @@ def _some(values: Sequence[T]) -> list[T]:
 
 
 def _figure(rows: int) -> "tuple[Figure, Axes]":
+    from matplotlib.ticker import AutoLocator
+
     figure, (axes,) = new_figure(1, "", size=(WIDTH, 1.3 + 0.36 * rows))
-    axes.xaxis.get_major_locator().set_params(integer=False)
+    axes.xaxis.set_major_locator(AutoLocator())  # not whole steps
     return figure, axes
 
 

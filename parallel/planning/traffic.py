@@ -36,7 +36,10 @@ def forward_sent(
       in two halves each.
     - context: keys and values of all C N tokens gathered, 2 b D K / t each (at least one head), per layer.
     - pipeline: b H N / (t under sequence parallelism) to the next stage.
-    - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts.
+    - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts. A third call has
+      the router's weights.
+
+    Left out: the embedding's all-reduce and that of the logits' gradient, one each of the first and the last stage.
     """
     a, t, b = architecture, layout.tp, BYTES[dtype]
     layers = stage_layers(a, layout, stage)
@@ -56,7 +59,7 @@ def forward_sent(
         "pipeline": Sent(
             bytes=rank_hidden * layout.vpp if layout.pp > 1 else 0, calls=_calls(layout.pp, layout.vpp)
         ),
-        "expert": Sent(bytes=exchanged, calls=_calls(layout.ep, 2 * sparse)),
+        "expert": Sent(bytes=exchanged, calls=_calls(layout.ep, 3 * sparse)),
     }
 
 
@@ -80,7 +83,9 @@ def again_sent(
     architecture: Architecture, layout: LayoutConfig, stage: int, tokens: int, dtype: str
 ) -> dict[Group, Sent]:
     """The same of layers that are computed again: a forward pass that sends nothing to the next stage."""
-    return forward_sent(architecture, layout, stage, tokens, dtype) | {"pipeline": Sent()}
+    sent = forward_sent(architecture, layout, stage, tokens, dtype)
+    sent["pipeline"] = Sent()
+    return sent
 
 
 def data_bytes(

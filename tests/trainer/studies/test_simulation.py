@@ -10,7 +10,7 @@ from launch.commands.simulate import planned
 from parallel.planning.flops import forward_flops, update_flops, whole_samples
 from parallel.planning.layout import padded_vocab_size, read_architecture, read_hf_config
 from parallel.planning.simulated import Part, SimulatedRank
-from parallel.planning.traffic import scored_passes
+from parallel.planning.traffic import again_sent, backward_sent, data_bytes, forward_sent, scored_passes
 from tests.launch.studies.simulated import DENSE, small_config, small_model
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.moe_workers import make_moe_model
@@ -150,6 +150,51 @@ def test_flops_of_every_layout_are_the_plans(name, ranks, simulated, configs):
     together = [simulated[name, rank] for rank in ranks]
     for part, flops in planned_flops(configs[name], together[0]).items():
         assert sum(rank.parts[part].flops for rank in together) == len(together) * flops, part
+
+
+OF_PLAN = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "CONTEXT_PARALLEL_GROUP": "context",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "EXPERT_MODEL_PARALLEL_GROUP": "expert",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "above"),
+    [
+        ("tp2 sp", "tensor", 0.15),  # two layers: the embedding and the logits count
+        ("large", "tensor", 0.08),
+        ("experts", "tensor", 0.15),
+        ("pp2", "pipeline", 0.01),
+        ("large", "pipeline", 0.01),
+        ("cp2", "context", 0.01),
+        ("experts ep2", "expert", 0.02),  # the router's weights
+        ("experts", "expert", 0.02),
+        ("dp2", "data", 0.03),  # padding
+        ("cp2", "data", 0.03),
+        ("large", "data", 0.001),
+    ],
+)
+def test_what_a_rank_sends_is_the_plans_and_a_little_more(name, group, above, simulated, configs):
+    """Bytes on the wire: in rings all-reduce sends 2 (n - 1) / n of a tensor, gathers and exchanges (n - 1) / n. A stage of two
+    sends in one direction and receives in the other."""
+    config, rank = configs[name], simulated[name, 0]
+    found = 0.0
+    for (family, of), size in sent(rank.parts["update"]).items():
+        if OF_PLAN.get(of) == group:
+            found += size * {"allreduce": 1.0, "send": 1.0, "recv": 1.0}.get(family, 0.5)
+    architecture = read_architecture(read_hf_config(config.model.path))
+    if group == "data":
+        plan = data_bytes(architecture, config, config.layout, rank.stage)
+    else:
+        tokens = rank.step.tokens // config.layout.cp
+        of = (architecture, config.layout, rank.stage, tokens, config.model.dtype)
+        passes = [forward_sent(*of), backward_sent(*of)]
+        passes += [again_sent(*of)] if config.learner.recompute == "full" else []
+        plan = rank.step.microbatches * sum(each[group].bytes for each in passes)
+    assert plan <= found <= (1 + above) * plan
 
 
 def planned_flops(config: RunConfig, rank: SimulatedRank) -> dict[str, int]:
