@@ -11,7 +11,7 @@ setup(
         include=[f"{name}*" for name in ("configs", "launch", "numerics", "parallel", "rollout", "trainer")]
     ),
     package_data={
-        "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml"],
+        "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml", "hardware/*.yaml"],
         "rollout": ["cpu_stand_ins/**/*.py", "sglang_plugin/**/*"],
         "trainer.report": ["*.html"],
         "launch": ["*.sh", "requirements/*.txt"],

@@ -67,8 +67,8 @@ def main() -> None:
     write(result, given.json)
 
 
-def make_long_model(folder: Path) -> Path:
-    """A random model with the same probability of the end after every token."""
+def make_long_model(folder: Path, mean: float = LONG_MEAN) -> Path:
+    """A random model with the same probability of the end after every token: 1 / mean."""
     import math
 
     import torch
@@ -83,7 +83,7 @@ def make_long_model(folder: Path) -> Path:
     # A value that all tokens share dominates the last norm, so hidden states have about sqrt(width) there: the
     # logit of the end is lower by that times what its row lacks.
     rows[:, 0] = 1.0
-    gap = math.log(LONG_MEAN / len(rows)) / math.sqrt(rows.shape[1])
+    gap = math.log(mean / len(rows)) / math.sqrt(rows.shape[1])
     for end in end_token_ids(load_tokenizer(folder), folder):
         rows[end, 0] = torch.tensor(1.0 - gap)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -123,12 +123,12 @@ def _spread(values: list[float]) -> dict | None:
     }
 
 
-def run(model: Path, folder: Path, settings: list[str]) -> list[dict]:
-    """One run; the rows of its steps."""
+def run(model: Path, folder: Path, settings: list[str], *, bound: bool = True) -> list[dict]:
+    """One run; the rows of its steps. bound: a learner of one rank has a core of its own."""
     folder.mkdir()
     fixed = [
         f"model.path={model}",
-        "layout.dp=1",
+        *(["layout.dp=1"] if bound else []),
         "evaluation.every=0",
         "evaluation.at_ends=false",
         "checkpoint.every=0",
@@ -156,7 +156,8 @@ def run(model: Path, folder: Path, settings: list[str]) -> list[dict]:
         while process.poll() is None:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{folder.name}: no end after {DEADLINE_S:g} s; see {folder}/log.txt")
-            bind_to_cores(process.pid)
+            if bound:
+                bind_to_cores(process.pid)
             time.sleep(0.5)
     finally:
         if process.poll() is None:

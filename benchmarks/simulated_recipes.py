@@ -2,9 +2,10 @@
 estimate, on the first, a middle and the last pipeline stage.
 
     python benchmarks/simulated_recipes.py [--only qwen3] [--json FILE]
+    python benchmarks/simulated_recipes.py --times              # estimated seconds of a step instead, without simulation
 
-Nothing here is timed on a device: memory, FLOPs and bytes are counted (``parallel/simulation/``). Of the models there is
-config.json alone.
+Nothing here is timed on a device: memory, FLOPs and bytes are counted (``parallel/simulation/``), and seconds are
+estimated (``parallel/planning/time.py``). Of the models there is config.json alone.
 """
 
 import argparse
@@ -17,12 +18,17 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from configs.loader import load_config  # noqa: E402
+from configs.reading.hardware import read_hardware  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import layout_text  # noqa: E402
+from launch.checks.device_memory import critic_architecture  # noqa: E402
+from launch.commands.plan import PlanOptions, timing_of  # noqa: E402
 from launch.commands.simulate import planned  # noqa: E402
 from launch.studies.simulate import ranks_of_stages, simulate_ranks  # noqa: E402
 from parallel.planning.layout import read_architecture, read_hf_config  # noqa: E402
-from parallel.planning.memory import size_text  # noqa: E402
+from parallel.planning.memory import GIB, rollout_memory, size_text  # noqa: E402
+from parallel.planning.planner import static_share  # noqa: E402
+from parallel.planning.time import Estimator, seconds_text  # noqa: E402
 
 RECIPES = ROOT / "configs/recipes"
 MODELS = ROOT / "tests/model_configs"
@@ -32,6 +38,20 @@ TITLES = (
     "recipe", "layout", "stage", "micro-batches", "peak", "in", "planned", "peak / planned", "update, TFLOP",
     "largest collectives of the update", "seconds",
 )  # fmt: skip
+GPUS = ("h100", "h200")
+TIME_TITLES = (
+    "recipe",
+    "layout",
+    "servers",
+    "samples",
+    "on",
+    "s a step",
+    "sampling",
+    "score",
+    "update",
+    "rest",
+    "transfer",
+)
 
 
 def recipes() -> list[str]:
@@ -56,7 +76,11 @@ def main() -> None:
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--only", default="", help="recipes whose name has this text")
     options.add_argument("--json", type=Path)
+    options.add_argument("--times", action="store_true", help="estimate seconds of a step, simulate nothing")
     given = options.parse_args()
+    if given.times:
+        print_times([name for name in recipes() if given.only in name])
+        return
     print(f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
     rows, off = [], []
     for name in recipes():
@@ -87,6 +111,47 @@ def main() -> None:
     )
     if given.json is not None:
         given.json.write_text(json.dumps(rows, indent=1))
+
+
+def print_times(names: list[str]) -> None:
+    """A row for each recipe and kind of GPU: the recipe's own layouts, lengths as ``tandem plan`` takes them where nothing is
+    said."""
+    print(f"| {' | '.join(TIME_TITLES)} |\n|{'---|' * len(TIME_TITLES)}")
+    for name in names:
+        config = read_recipe(name)
+        architecture = read_architecture(read_hf_config(config.model.path))
+        for gpu in GPUS:
+            hardware = read_hardware(gpu)
+            options = PlanOptions(num_gpus=config.layout.world_size, gpu=gpu)
+            timing = timing_of(config, architecture, options, hardware)
+            assert timing is not None
+            critic = critic_architecture(config, architecture)
+            estimator = Estimator(architecture, config, timing.lengths, timing.machine, critic=critic)
+            rollout = config.rollout
+            memory = rollout_memory(
+                architecture,
+                rollout.tp,
+                dtype=rollout.dtype,
+                gpu_bytes=int(hardware.memory_gib * GIB),
+                static_share=static_share(config),
+                quantization=rollout.quantization,
+            )
+            step = estimator.step(config.layout, tp=rollout.tp, replicas=rollout.replicas, memory=memory)
+            training = step.training
+            update = training.compute + training.collectives + training.bubble
+            parts = (
+                step.sampling.total,
+                training.score,
+                update,
+                training.optimizer + training.rest,
+                step.transfer,
+            )
+            cells = (
+                name, layout_text(config.layout), f"tp={rollout.tp} x {rollout.replicas}",
+                f"{rollout.prompts_per_step} x {rollout.group_size} of {timing.lengths.response:,} (at most {rollout.max_new_tokens:,})",
+                gpu, f"**{seconds_text(step.total)}**", *map(seconds_text, parts),
+            )  # fmt: skip
+            print(f"| {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

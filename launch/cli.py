@@ -145,7 +145,10 @@ def schema(
         typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="[FIELD]"),
     ] = None,
     kind: Annotated[
-        Literal["train", "sft"], typer.Option(help="Of a config: an RL run, or a supervised warm start.")
+        Literal["train", "sft", "hardware"],
+        typer.Option(
+            help="Of a config: an RL run, or a supervised warm start; or of a description of GPUs, for `tandem plan --gpu`."
+        ),
     ] = "train",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON Schema, as editors read it.")] = False,
 ) -> None:
@@ -538,23 +541,62 @@ def plan(
     gpus: Annotated[
         int, typer.Option(min=2, max=100_000, help="The number of GPUs, of learner and servers together.")
     ],
-    gpu_memory: Annotated[float, typer.Option(min=1, max=1_000_000, help="The memory of one GPU, in GiB.")],
     overrides: Overrides = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(min=1, max=1_000_000, help="The memory of one GPU, in GiB. Left out: that of --gpu."),
+    ] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="The kind of GPU, for seconds of a step: h100, h200, a100, or a description FILE.yaml."
+        ),
+    ] = None,
     gpus_per_node: Annotated[
         int, typer.Option(min=1, max=1024, help="GPUs of a node, within which tensor-parallel groups stay.")
     ] = 8,
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a prompt. Left out: 256, as far as there is room.")
+    ] = None,
+    response_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Tokens of a response in the mean. Left out: half of rollout.max_new_tokens."
+        ),
+    ] = None,
+    response_spread: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=5,
+            help="Spread of the responses' lengths: the standard deviation of their logarithm. Left out: 0.5; 0: all are alike.",
+        ),
+    ] = None,
     measured: Annotated[
         Path | None, typer.Option(help="A table of `tandem mismatch`; it decides first.")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Print this many pairs.")] = 10,
+    report: Annotated[
+        Path | None, typer.Option(help="With --gpu: write a page with pictures, OUT.html.")
+    ] = None,
 ) -> None:
-    """Find layouts of learner and rollout that fit on some GPUs, ranked by expected mismatch. The model's
-    config.json is enough."""
-    from launch.commands.plan import print_plans
-    from parallel.planning.planner import Cluster
+    """Find layouts of learner and rollout that fit on some GPUs, ranked by expected mismatch, then (--gpu) by the
+    estimated seconds of a step. The model's config.json is enough."""
+    from launch.commands.plan import PlanOptions, print_plans
 
-    cluster = Cluster(num_gpus=gpus, gpu_bytes=int(gpu_memory * 2**30), gpus_per_node=gpus_per_node)
-    print_plans(config, overrides or [], cluster, measured=measured, count=top)
+    options = PlanOptions(
+        num_gpus=gpus,
+        gpus_per_node=gpus_per_node,
+        gpu_memory=gpu_memory,
+        measured=measured,
+        count=top,
+        gpu=gpu,
+        prompt_tokens=prompt_tokens,
+        response_tokens=response_tokens,
+        response_spread=response_spread,
+        report=report,
+    )
+    print_plans(config, overrides or [], options)
 
 
 @app.command()

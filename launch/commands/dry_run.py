@@ -31,7 +31,7 @@ from launch.tables import aligned
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.memory import size_text, stage_parameters
-from parallel.planning.planner import bytes_to_send
+from parallel.planning.traffic import bytes_to_send
 from rollout.servers import kept_sets
 from rollout.servers.routing import bytes_per_token
 

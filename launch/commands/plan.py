@@ -1,62 +1,177 @@
-"""``tandem plan``: pairs of layouts as a table, and the best as YAML."""
+"""``tandem plan``: pairs of layouts as a table, and the best as YAML. With a description of the GPUs also the seconds of a
+step, and a page with pictures."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from configs.loader import load_config
+from configs.reading.hardware import hardware_names, read_hardware
 from configs.schema import RunConfig
+from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
 from launch.checks.config import BadInput
+from launch.processes.run_folder import check_can_be_made
 from launch.tables import print_table
 from parallel.planning import memory
-from parallel.planning.layout import read_hf_config
-from parallel.planning.planner import NO_TABLE, Cluster, Plan, plan, read_measured, reasons
+from parallel.planning.layout import Architecture, read_architecture, read_hf_config
+from parallel.planning.planner import NO_TABLE, Cluster, Plan, Timing, plan, read_measured, reasons
+from parallel.planning.time import PROMPT_TOKENS, SPREAD, Lengths, Machine, assumptions, seconds_text
 
 WIDTH = 170
 """Width of the table where the output is no terminal."""
 
 
-def print_plans(
-    config_path: Path, overrides: list[str], cluster: Cluster, *, measured: Path | None, count: int
-) -> None:
-    """The ``count`` best pairs with their reasons, then the best as YAML. Raises BadInput where nothing fits."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """The options of the command. None: left out."""
+
+    num_gpus: int
+    gpus_per_node: int = 8
+    gpu_memory: float | None = None
+    """GiB."""
+    measured: Path | None = None
+    count: int = 10
+    """Pairs to print."""
+    gpu: str | None = None
+    """A description of hardware, by its name or as a file."""
+    prompt_tokens: int | None = None
+    response_tokens: int | None = None
+    response_spread: float | None = None
+    report: Path | None = None
+
+    def of_time(self) -> dict[str, Any]:
+        """The options that need ``gpu``, those that were given."""
+        values = {
+            "--prompt-tokens": self.prompt_tokens,
+            "--response-tokens": self.response_tokens,
+            "--response-spread": self.response_spread,
+            "--report": self.report,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -> None:
+    """The best pairs with their reasons, then the best as YAML. Raises BadInput where nothing fits."""
     # The config's own layout is replaced: it may not even fit, such as a dp that does not divide the minibatches.
     config = load_config(config_path, [*overrides, *as_overrides(ONE_PROCESS)])
     if not isinstance(config, RunConfig):
         raise BadInput(
             f"{config_path}: kind: {config.kind} has no rollout to plan for; this command takes kind: train"
         )
-    if cluster.num_gpus > cluster.gpus_per_node and cluster.num_gpus % cluster.gpus_per_node:
-        raise BadInput(
-            f"--gpus {cluster.num_gpus} fills no whole nodes of --gpus-per-node {cluster.gpus_per_node}; use a multiple of it"
-        )
+    hardware = _hardware(options)
+    if options.report is not None:
+        _check_page(options.report)
+    cluster = _cluster(options, hardware)
     critic = config.critic.model if config.critic is not None else None
     try:
-        table = read_measured(measured) if measured is not None else NO_TABLE
+        table = read_measured(options.measured) if options.measured is not None else NO_TABLE
     except ValueError as error:
         raise BadInput(str(error)) from error
     try:
         critic_hf_config = read_hf_config(critic.path) if critic is not None else None
         hf_config = read_hf_config(config.model.path)
-        plans = plan(hf_config, config, cluster, critic=critic_hf_config, measured=table)
+        architecture = read_architecture(hf_config)
+        timing = timing_of(config, architecture, options, hardware)
+        plans = plan(hf_config, config, cluster, critic=critic_hf_config, measured=table, timing=timing)
     except ValueError as error:
         raise BadInput(f"{config_path}: {error}") from error
-    _print_table(plans, count)
+    _print_table(plans, options.count)
     if table.values:
         least = "the least measured value of all pairs that the rule ranks equal or worse"
         print(f"\n# a pair that was not measured is expected to have {least}")
         if table.step:
             rounding = f"the same multiple of {table.step:.2g}, two standard errors"
             print(f"# measured values that round to {rounding}, count as equal")
+    if timing is not None:
+        print("\n# seconds are estimated, from:")
+        print("\n".join(f"#   {line}" for line in assumptions(config, timing.lengths, timing.machine)))
+        print(f"# a step of the first, in seconds: {parts_text(plans[0])}")
     held = memory.describe(plans[0].learner_memory)
     print(f"\n# the first of {len(plans)}; its fullest learner rank holds {held}")
     print(f"# each server rank: {server_text(plans[0].rollout_memory)}")
     print(to_yaml(plans[0], config), end="")
+    if options.report is not None and timing is not None:
+        from launch.commands.plan_page import write_page  # matplotlib takes a second to import
+
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        critic_architecture = None if critic_hf_config is None else read_architecture(critic_hf_config)
+        write_page(
+            options.report, config_path, config, architecture, plans, cluster, timing, critic_architecture
+        )
+        print(f"# pictures: {options.report}")
+
+
+def _check_page(page: Path) -> None:
+    if page.suffix != ".html" or page.is_dir():
+        raise BadInput(f"--report: {page} is not the name of a page; name a file that ends with .html")
+    try:
+        check_can_be_made("--report", page.parent)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+
+
+def _hardware(options: PlanOptions) -> HardwareConfig | None:
+    if options.gpu is not None:
+        return read_hardware(options.gpu)
+    if given := options.of_time():
+        names = ", ".join(hardware_names())
+        raise BadInput(f"{next(iter(given))} is of an estimate of seconds; add --gpu ({names}, or FILE.yaml)")
+    return None
+
+
+def _cluster(options: PlanOptions, hardware: HardwareConfig | None) -> Cluster:
+    nodes = options.gpus_per_node
+    if options.num_gpus > nodes and options.num_gpus % nodes:
+        raise BadInput(
+            f"--gpus {options.num_gpus} fills no whole nodes of --gpus-per-node {nodes}; use a multiple of it"
+        )
+    gib = options.gpu_memory if hardware is None or options.gpu_memory is not None else hardware.memory_gib
+    if gib is None:
+        names = ", ".join(hardware_names())
+        raise BadInput(
+            f"the memory of a GPU is missing; add --gpu-memory GiB, or --gpu ({names}, or FILE.yaml)"
+        )
+    return Cluster(num_gpus=options.num_gpus, gpu_bytes=int(gib * memory.GIB), gpus_per_node=nodes)
+
+
+def timing_of(
+    config: RunConfig, architecture: Architecture, options: PlanOptions, hardware: HardwareConfig | None
+) -> Timing | None:
+    """What decides the seconds of a step; None without a description of the hardware.
+
+    Raises BadInput for lengths that the run cannot have, and for a precision that the hardware lacks.
+    """
+    if hardware is None:
+        return None
+    if config.rollout.quantization == "fp8" and hardware.peak_tflops.fp8 is None:
+        raise BadInput(
+            f"rollout.quantization=fp8, but --gpu {options.gpu} has no rate of FP8 products (peak_tflops.fp8); give one, or set none"
+        )
+    longest = config.rollout.max_new_tokens
+    response = options.response_tokens or max(1, longest // 2)
+    if response > longest:
+        raise BadInput(
+            f"--response-tokens {response} is above rollout.max_new_tokens={longest}, the cut; lower the one, or raise the other"
+        )
+    room = min(config.learner.token_budget, architecture.max_positions) - longest
+    prompt = options.prompt_tokens or max(1, min(PROMPT_TOKENS, room))
+    if prompt > 1 and prompt > room:
+        raise BadInput(
+            f"--prompt-tokens {prompt}: with rollout.max_new_tokens={longest} a sample has more tokens than the {room + longest} that "
+            "learner.token_budget and the model's positions allow; lower it"
+        )
+    spread = SPREAD if options.response_spread is None else options.response_spread
+    lengths = Lengths(prompt=prompt, response=response, longest=longest, spread=spread)
+    return Timing(machine=Machine(hardware=hardware, gpus_per_node=options.gpus_per_node), lengths=lengths)
 
 
 def _print_table(plans: list[Plan], count: int) -> None:
     titles = ["", "learner", "rollout", "learner rank", "cache of a server", "sent per rank and step"]
+    if plans[0].time is not None:
+        titles.append("s a step")
     rows = []
     for i, (pair, reason) in enumerate(zip(plans[:count], reasons(plans[:count]), strict=True), 1):
         rows.append([
@@ -66,9 +181,25 @@ def _print_table(plans: list[Plan], count: int) -> None:
             f"{memory.size_text(pair.learner_memory.total)}, {pair.learner_free:.0%} free",
             f"{pair.rollout_memory.tokens:,} tokens",
             memory.size_text(pair.traffic.total),
+            *([] if pair.time is None else [step_text(pair)]),
             reason,
         ])  # fmt: skip
     print_table([*titles, "why it stands here"], rows, width=WIDTH)
+
+
+def step_text(pair: Plan) -> str:
+    """The seconds of a step and of its three parts."""
+    assert pair.time is not None
+    parts = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in pair.time.shares().items())
+    return f"{seconds_text(pair.time.total)}: {parts}"
+
+
+def parts_text(pair: Plan) -> str:
+    """All parts of the step that take time."""
+    assert pair.time is not None
+    return ", ".join(
+        f"{name} {seconds_text(seconds)}" for name, seconds in pair.time.parts().items() if seconds
+    )
 
 
 def to_yaml(best: Plan, config: RunConfig) -> str:

@@ -1,5 +1,5 @@
-"""``tandem schema``: every field of a config with its type, default, unit and meaning, as text for people and
-as JSON Schema for editors."""
+"""``tandem schema``: every field of a config, or of a description of hardware, with its type, default, unit and meaning:
+text for people, JSON Schema for editors."""
 
 import json
 import textwrap
@@ -9,9 +9,10 @@ from typing import Any
 from configs.errors import did_you_mean
 from configs.presets import DESCRIPTIONS
 from configs.schema import RunConfig, SftConfig
+from configs.schema.hardware import HardwareConfig
 from launch.checks.config import BadInput
 
-KINDS = {"train": RunConfig, "sft": SftConfig}
+KINDS = {"train": RunConfig, "sft": SftConfig, "hardware": HardwareConfig}
 TYPES = dict(integer="whole number", number="number", string="text", boolean="true or false", null="null")
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WIDTH = 120
@@ -22,6 +23,8 @@ def json_schema(kind: str) -> dict[str, Any]:
     """JSON Schema of a config file of this kind, with the keys that the loader reads beside the fields:
     ``extends`` and short corrections."""
     schema = KINDS[kind].model_json_schema()
+    if kind == "hardware":
+        return schema
     path = {"type": "string"}
     schema["properties"]["extends"] = {
         "description": "A config file, or several, that this one changes; a relative path starts at this file's folder.",

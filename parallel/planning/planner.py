@@ -12,7 +12,10 @@ at a time come last: they would hardly use their GPUs, whatever the mismatch. Al
    does not hold all responses that its server samples at once, the missing share counts, in negative tenths.
 3. bytes that a learner rank sends per step (``Traffic``).
 
-vpp is always 1: interleaving costs memory and traffic for a shorter bubble, which this ranking does not model.
+With a description of the hardware (``Timing``) the estimated seconds of a step, to two significant digits, come between
+1 and 2 (``time.py``).
+
+vpp is always 1: interleaving costs memory and traffic for a shorter bubble.
 cp is tried in ``CONTEXT_SIZES``. It sends more than as many data-parallel ranks would, so it comes first where the
 room that it makes counts, or where minibatches have too few sequences for dp.
 """
@@ -20,17 +23,15 @@ room that it makes counts, or where minibatches have too few sequences for dp.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
-from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import Architecture, fitting_layouts, read_architecture, rollout_sizes
 from parallel.planning.memory import (
-    BYTES,
     GIB,
     USABLE_SHARE,
     LearnerMemory,
@@ -38,11 +39,11 @@ from parallel.planning.memory import (
     Work,
     rollout_memory,
     size_text,
-    stage_layers,
-    stage_parameters,
     work_of,
     worst_stage,
 )
+from parallel.planning.time import Estimator, Lengths, Machine, StepTime, seconds_text, two_digits
+from parallel.planning.traffic import Traffic, traffic
 
 AMPLE = 0.3
 """Share of a GPU that is free on either side, for longer responses than planned. More decides nothing."""
@@ -107,41 +108,11 @@ class Cluster:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Bytes that one rank of the learner's busiest stage sends in one step.
+class Timing:
+    """What decides the seconds of a step, beside model, config and layouts."""
 
-    N = prompts_per_step group_size max_new_tokens / (dp cp) tokens on each rank (responses at full length, without
-    prompts), f forward passes of each (the update's, and those of ``old`` and ``ref`` if the run has them), r
-    = 1 if layers are computed again, else 0, k experts per token. In rings all-reduce sends 2 (n - 1) / n of
-    its bytes; reduce-scatter, all-gather and all-to-all send (n - 1) / n.
-
-    - tensor: two all-reduces of b H N per dense layer (one per layer with experts) and pass, forward f + r
-      times, backward once. Sequence parallelism sends as much in two halves, and in backward gathers the
-      input of each once more: half as much again.
-    - pipeline: b H N / (t under sequence parallelism) per boundary, forward f times, backward once.
-    - context: keys and values of all cp N tokens gathered, 2 b D K / t each (at least one head), per layer and
-      pass, forward f + r times; their gradients reduce-scattered once.
-    - data: per optimizer step, gradients 4 P reduce-scattered and weights b P gathered (distributed
-      optimizer; else 4 P all-reduced), P the rank's trained parameters, over its cp dp copies; experts over
-      tp cp dp / ep.
-    - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts and
-      pass, f + r + 1 times.
-    - transfer: the stage's whole weights to the servers, once, from its sending rank.
-
-    A critic's own traffic is left out: its layout is the policy's, so that it adds to all layouts in about
-    the same proportion.
-    """
-
-    tensor: int
-    context: int
-    pipeline: int
-    data: int
-    expert: int
-    transfer: int
-
-    @property
-    def total(self) -> int:
-        return sum(getattr(self, f.name) for f in fields(self))
+    machine: Machine
+    lengths: Lengths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +138,8 @@ class Plan:
     held: int
     """Responses at full length for which a server's cache has room."""
     traffic: Traffic
+    time: StepTime | None = None
+    """None without a description of the hardware."""
 
     @property
     def has_few(self) -> bool:
@@ -190,11 +163,17 @@ class Plan:
         return math.floor(10 * min(self.free, AMPLE) + 1e-9)
 
     @property
+    def shown_seconds(self) -> float:
+        """Of a step, as tables show them; 0 without an estimate."""
+        return 0.0 if self.time is None else two_digits(self.time.total)
+
+    @property
     def rank_key(self) -> tuple:
         """The order of the ranking, in which no two pairs are equal."""
         return (
             self.has_few,
             self.mismatch_key,
+            self.shown_seconds,
             -self.free_tenths,
             self.traffic.total,
             layout_text(self.learner),
@@ -209,9 +188,10 @@ def plan(
     *,
     critic: Mapping[str, Any] | None = None,
     measured: Measured = NO_TABLE,
+    timing: Timing | None = None,
 ) -> list[Plan]:
     """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json. The config's
-    own layout is ignored.
+    own layout is ignored. ``timing``: None for plans without seconds.
 
     Tensor-parallel groups stay within a node. A pair fits if the fullest learner rank takes at most
     ``USABLE_SHARE`` of a GPU, a server has room for its weights and for one sequence of a micro-batch's length,
@@ -223,18 +203,25 @@ def plan(
     if config.critic is not None:
         critic_architecture = read_architecture(critic) if critic is not None else architecture
     work = work_of(config, "cuda", critic_architecture)
-    plans = sorted(
-        _fitting_plans(architecture, config, cluster, work, measured), key=lambda plan: plan.rank_key
-    )
+    found = _fitting_plans(architecture, config, cluster, work, measured, timing)
+    plans = sorted(found, key=lambda plan: plan.rank_key)
     if not plans:
         raise NothingFits(_nothing_fits_text(architecture, config, cluster, work))
     return plans
 
 
 def _fitting_plans(
-    architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work, measured: Measured
+    architecture: Architecture,
+    config: RunConfig,
+    cluster: Cluster,
+    work: Work,
+    measured: Measured,
+    timing: Timing | None,
 ) -> Iterator[Plan]:
     longest = _longest_sequence(architecture, config)
+    estimator = None
+    if timing is not None:
+        estimator = Estimator(architecture, config, timing.lengths, timing.machine, critic=work.critic)
     servers = [pair for pair in _possible_servers(architecture, config, cluster) if pair[1].tokens >= longest]
     for num_rollout in cluster.rollout_sizes():
         fitting = [(tp, memory) for tp, memory in servers if num_rollout % tp == 0]
@@ -260,6 +247,7 @@ def _fitting_plans(
                     in_flight=in_flight,
                     held=server_memory.tokens // config.rollout.max_new_tokens,
                     traffic=traffic(architecture, config, layout),
+                    time=estimator and estimator.step(layout, tp=tp, replicas=replicas, memory=server_memory),
                 )
 
 
@@ -324,49 +312,6 @@ def _rollout_free(memory: RolloutMemory, tokens: int, gpu_bytes: int) -> float:
     return (memory.kv_cache - used) / gpu_bytes if used <= memory.kv_cache else memory.kv_cache / used - 1
 
 
-def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig) -> Traffic:
-    """See ``Traffic``, which has the formulas."""
-    a, t, b, rollout = architecture, layout.tp, BYTES[config.model.dtype], config.rollout
-    ranks = layout.cp * layout.dp_size
-    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens // ranks
-    hidden = b * a.hidden_size * tokens
-    keys_values = 2 * b * a.head_dim * max(1, a.num_kv_heads // t) * tokens * layout.cp
-    rank_hidden = hidden // t if layout.sp else hidden
-    forwards = 1 + config.scores_old + (config.kl.coefficient > 0)
-    again = config.learner.recompute == "full"
-    layers = stage_layers(a, layout, 0)
-    sparse = sum(a.experts.is_sparse[layer] for layer in layers) if a.experts else 0
-    shared, expert = (
-        max(sizes) for sizes in zip(*(stage_parameters(a, layout, s) for s in range(layout.pp)), strict=True)
-    )
-    backward = 1.5 if layout.sp else 1.0
-    distributed = config.learner.optimizer.distributed
-    update = config.learner.minibatches * (4 + b if distributed else 8)
-    copies, expert_copies = ranks, t * ranks // layout.ep
-    lora = config.learner.lora
-    trained, trained_experts = (shared, expert) if lora is None else (adapter_parameters(a, layout, lora), 0)
-    of_data = trained * (copies - 1) / copies + trained_experts * (expert_copies - 1) / expert_copies
-    chosen = a.experts.experts_per_token if a.experts else 0
-    return Traffic(
-        tensor=int((2 * len(layers) - sparse) * 2 * hidden * (t - 1) / t * (forwards + again + backward)),
-        context=len(layers) * keys_values * (layout.cp - 1) // layout.cp * (forwards + again + 1),
-        pipeline=rank_hidden * (forwards + 1) if layout.pp > 1 else 0,
-        data=int(update * of_data),
-        expert=int(sparse * 2 * chosen * rank_hidden * (layout.ep - 1) / layout.ep * (forwards + again + 1)),
-        transfer=BYTES[config.rollout.dtype] * (shared * t + expert * layout.ep),
-    )
-
-
-def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) -> list[int]:
-    """Bytes that the sender of each pipeline stage broadcasts to the servers: all tensors of the stage, whole
-    and without padding. The last stage's copy of a tied embedding is not sent."""
-    whole = LayoutConfig(pp=layout.pp, vpp=layout.vpp)
-    numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
-    if architecture.tied and layout.pp > 1:
-        numbers[-1] -= architecture.vocab_size * architecture.hidden_size
-    return [BYTES[dtype] * count for count in numbers]
-
-
 def _nothing_fits_text(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> str:
     """The least needs of learner and servers on these GPUs, and of each kind of change the first that helps."""
     usable = size_text(int(USABLE_SHARE * cluster.gpu_bytes))
@@ -421,7 +366,7 @@ def _possible_changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[st
 
 def _would_fit(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> bool:
     changed = work_of(config, work.device, work.critic)
-    return next(_fitting_plans(architecture, config, cluster, changed, NO_TABLE), None) is not None
+    return next(_fitting_plans(architecture, config, cluster, changed, NO_TABLE, None), None) is not None
 
 
 def read_measured(path: Path) -> Measured:
@@ -465,7 +410,8 @@ def reasons(plans: list[Plan]) -> list[str]:
 
 def _merits_text(plan: Plan) -> str:
     free = f"{plan.free:.0%} of a GPU free on the fuller side" if plan.free >= 0 else _cache_text(plan)
-    return f"{_mismatch_text(plan)}; {free}; {size_text(plan.traffic.total)} sent per rank and step"
+    time = "" if plan.time is None else f"; {seconds_text(plan.time.total)} s a step"
+    return f"{_mismatch_text(plan)}{time}; {free}; {size_text(plan.traffic.total)} sent per rank and step"
 
 
 def _cache_text(plan: Plan) -> str:
@@ -485,6 +431,8 @@ def _difference_text(better: Plan, worse: Plan) -> str:
         return f"servers hardly used: {_cache_text(worse)}"
     if better.mismatch_key != worse.mismatch_key:
         return f"more mismatch expected{_source_text(better, worse)}: {_mismatch_text(worse)}"
+    if better.time is not None and worse.time is not None and better.shown_seconds != worse.shown_seconds:
+        return f"slower: {_slower_text(better.time, worse.time)}"
     if better.free_tenths != worse.free_tenths and worse.free < 0:
         return f"less room: {_cache_text(worse)}"
     if better.free_tenths != worse.free_tenths:
@@ -493,6 +441,14 @@ def _difference_text(better: Plan, worse: Plan) -> str:
     if better.traffic.total == worse.traffic.total:
         return "equal in all of this; ordered by name"
     return f"more sent: {size_text(worse.traffic.total)} per rank and step"
+
+
+def _slower_text(better: StepTime, worse: StepTime) -> str:
+    """The seconds, and the part of the step that takes most of the difference."""
+    parts, before = worse.shares(), better.shares()
+    name = max(parts, key=lambda part: parts[part] - before[part])
+    now, then = seconds_text(parts[name]), seconds_text(before[name])
+    return f"{seconds_text(worse.total)} s a step" + (f", {name} {now} for {then}" if now != then else "")
 
 
 def _source_text(better: Plan, worse: Plan) -> str:

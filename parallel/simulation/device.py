@@ -205,8 +205,9 @@ class SimulatedDevice(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.is_meta:
                 self.memory.hold(tensor)
-        if func._overloadpacket in flop_registry:
-            self.flops += flop_registry[func._overloadpacket](*args, **kwargs, out_val=result)
+        formula = _flop_formula(func)
+        if formula is not None:
+            self.flops += formula(*args, **kwargs, out_val=result)
 
     def _learn(self, func, args, kwargs, tensors: list[Tensor], result) -> None:
         """Keep the numbers of the result where all numbers that it comes from are known."""
@@ -238,6 +239,12 @@ class SimulatedDevice(TorchDispatchMode):
             for place, value in zip(tree_leaves(result), tree_leaves(numbers), strict=True):
                 if isinstance(place, Tensor):
                     self.know(place, value)
+
+
+def _flop_formula(func) -> Callable[..., int] | None:
+    """torch's formula of an operation, or of the one that it does in place (``addmm_``), which torch leaves out."""
+    name = func._overloadpacket.__name__.removesuffix("_")
+    return flop_registry.get(func._overloadpacket) or flop_registry.get(getattr(aten, name, None))
 
 
 def _require_one_device(func, tensors: list[Tensor]) -> None:

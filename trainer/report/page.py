@@ -102,7 +102,7 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
             path.unlink(missing_ok=True)
             continue
         figure.savefig(path, dpi=120, metadata={"Software": None})
-        shown.append({"title": title, "about": about, "images": [_as_svg(panel) for panel in panels]})
+        shown.append({"title": title, "about": about, "images": [as_svg(panel) for panel in panels]})
     _note_the_data(run)
     samples = shown_samples(run_dir, run.config.model.path)
     run.notes += samples.notes
@@ -153,8 +153,8 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
         left_out=left_out,
     )
     _, panels = comparison.draw({label: run.recorded for label, run in labelled.items()}, runs[0].config)
-    shown = {"title": "Curves", "about": comparison.ABOUT, "images": [_as_svg(panel) for panel in panels]}
-    template = _environment().get_template("comparison.html")
+    shown = {"title": "Curves", "about": comparison.ABOUT, "images": [as_svg(panel) for panel in panels]}
+    template = environment().get_template("comparison.html")
     text = template.render(
         count=len(runs), notes=left_out, compared=_sections(found.results, found.settings), figures=[shown]
     )
@@ -317,7 +317,7 @@ def _labelled(runs: Sequence[_Run]) -> dict[str, _Run]:
     )
 
 
-def _as_svg(figure: "Figure") -> str:
+def as_svg(figure: "Figure") -> str:
     """The figure for the page, in base64: sharp at every width, and a few kilobytes."""
     from matplotlib import rc_context
 
@@ -358,7 +358,7 @@ def _render(
     run: _Run, others: Sequence[_Run], figures: Sequence[Mapping[str, str]], samples: ShownSamples
 ) -> str:
     return (
-        _environment()
+        environment()
         .get_template("template.html")
         .render(
             name=run.config.name,
@@ -379,7 +379,8 @@ def _render(
     )
 
 
-def _environment() -> "jinja2.Environment":
+def environment() -> "jinja2.Environment":
+    """The templates of this folder."""
     import jinja2
 
     return jinja2.Environment(

@@ -26,7 +26,7 @@ from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.memory import GIB, rollout_memory, size_text, work_of, worst_stage
-from parallel.planning.planner import bytes_to_send
+from parallel.planning.traffic import bytes_to_send
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.configs.test_broken_configs import BASE, MODELS
 from tests.support.model_folders import make_model_folder

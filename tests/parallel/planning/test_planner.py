@@ -40,8 +40,8 @@ from parallel.planning.planner import (
     plan,
     read_measured,
     reasons,
-    traffic,
 )
+from parallel.planning.traffic import traffic
 from parallel.weights.hf_names import hf_shapes
 from tests.support.command import tandem
 from tests.support.model_folders import write_tokenizer, write_weights

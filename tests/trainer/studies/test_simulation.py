@@ -7,8 +7,10 @@ import pytest
 
 from configs.schema import RunConfig
 from launch.commands.simulate import planned
+from parallel.planning.flops import forward_flops, update_flops, whole_samples
 from parallel.planning.layout import padded_vocab_size, read_architecture, read_hf_config
 from parallel.planning.simulated import Part, SimulatedRank
+from parallel.planning.traffic import again_sent, backward_sent, data_bytes, forward_sent, scored_passes
 from tests.launch.studies.simulated import DENSE, small_config, small_model
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.moe_workers import make_moe_model
@@ -114,7 +116,7 @@ def test_memory_of_what_stays_is_the_plans_and_the_peak_is_near(number, simulate
     assert rank.parts["sync"].peak <= plan.lasting + plan.transfer
 
 
-def test_flops_of_an_update_are_those_of_its_products(simulated):
+def test_flops_of_an_update_are_those_of_its_products(simulated, configs):
     """With recomputation each matrix of a layer is multiplied by the tokens four times, 2 FLOPs a number: forward, again,
     and twice backward. Of the output layer: logits of response tokens, again, and twice backward. Attention: two products
     over all pairs of a query and a key forward and again, five backward."""
@@ -127,9 +129,84 @@ def test_flops_of_an_update_are_those_of_its_products(simulated):
     attention = 2 * 2 * heads * dim * pairs
     layers = d["num_hidden_layers"] * (8 * layer * step.tokens + attention * 2 + attention * 5 // 2)
     output = padded_vocab_size(d["vocab_size"], 1) * d["hidden_size"]
-    assert rank.parts["update"].flops == step.microbatches * (
-        layers + 8 * output * step.samples * step.response
-    )
+    by_hand = step.microbatches * (layers + 8 * output * step.samples * step.response)
+    assert rank.parts["update"].flops == by_hand == planned_flops(configs["dense"], rank)["update"]
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        *((name, (0,)) for name in LAYOUTS if name != "cp2"),
+        ("cp2", (0, 1)),
+        ("large", (0,)),
+        ("large", (4,)),
+        ("experts", (0,)),
+    ],
+)
+def test_flops_of_every_layout_are_the_plans(name, ranks, simulated, configs):
+    """FLOP for FLOP: tensor, sequence, pipeline, data, context and expert parallelism, in float32 and bfloat16. Of tensor
+    parallelism the first rank, which has no padding rows of the vocabulary. Context parallelism gives one rank more of a
+    sample's response and another more of its prompt: there the sum of all ranks."""
+    together = [simulated[name, rank] for rank in ranks]
+    for part, flops in planned_flops(configs[name], together[0]).items():
+        assert sum(rank.parts[part].flops for rank in together) == len(together) * flops, part
+
+
+OF_PLAN = {
+    "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
+    "CONTEXT_PARALLEL_GROUP": "context",
+    "PIPELINE_MODEL_PARALLEL_GROUP": "pipeline",
+    "EXPERT_MODEL_PARALLEL_GROUP": "expert",
+    "DATA_PARALLEL_GROUP_WITH_CP": "data",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "above"),
+    [
+        ("tp2 sp", "tensor", 0.15),  # two layers: the embedding and the logits count
+        ("large", "tensor", 0.08),
+        ("experts", "tensor", 0.15),
+        ("pp2", "pipeline", 0.01),
+        ("large", "pipeline", 0.01),
+        ("cp2", "context", 0.01),
+        ("experts ep2", "expert", 0.02),  # the router's weights
+        ("experts", "expert", 0.02),
+        ("dp2", "data", 0.03),  # padding
+        ("cp2", "data", 0.03),
+        ("large", "data", 0.001),
+    ],
+)
+def test_what_a_rank_sends_is_the_plans_and_a_little_more(name, group, above, simulated, configs):
+    """Bytes on the wire: in rings all-reduce sends 2 (n - 1) / n of a tensor, gathers and exchanges (n - 1) / n. A stage of two
+    sends in one direction and receives in the other."""
+    config, rank = configs[name], simulated[name, 0]
+    found = 0.0
+    for (family, of), size in sent(rank.parts["update"]).items():
+        if OF_PLAN.get(of) == group:
+            found += size * {"allreduce": 1.0, "send": 1.0, "recv": 1.0}.get(family, 0.5)
+    architecture = read_architecture(read_hf_config(config.model.path))
+    if group == "data":
+        plan = data_bytes(architecture, config, config.layout, rank.stage)
+    else:
+        tokens = rank.step.tokens // config.layout.cp
+        of = (architecture, config.layout, rank.stage, tokens, config.model.dtype)
+        passes = [forward_sent(*of), backward_sent(*of)]
+        passes += [again_sent(*of)] if config.learner.recompute == "full" else []
+        plan = rank.step.microbatches * sum(each[group].bytes for each in passes)
+    assert plan <= found <= (1 + above) * plan
+
+
+def planned_flops(config: RunConfig, rank: SimulatedRank) -> dict[str, int]:
+    """Those of the passes before the update, and of the update."""
+    architecture, step = read_architecture(read_hf_config(config.model.path)), rank.step
+    load = whole_samples(step.samples, step.places, step.response)
+    forward = forward_flops(architecture, config.layout, rank.stage, load)
+    update = update_flops(architecture, config.layout, rank.stage, load, recompute=config.learner.recompute)
+    return {
+        "logprobs": step.microbatches * forward.total * scored_passes(config),
+        "update": step.microbatches * update.total,
+    }
 
 
 def test_nothing_of_a_micro_batch_stays_after_it(simulated):

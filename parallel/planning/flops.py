@@ -1,0 +1,119 @@
+"""FLOPs of a learner rank: arithmetic on an architecture, a layout and the tokens of packed samples. No torch.
+
+A product of an m x k by a k x n matrix is 2 m k n. The numbers are those that ``tandem simulate`` counts
+(``parallel/simulation/``); a test compares the two, FLOP for FLOP. Norms, activations and the softmax over the
+vocabulary are not counted on either side.
+
+Legend: as in ``memory.py``; R response tokens, which alone get logits; k experts of a token.
+"""
+
+from dataclasses import dataclass
+
+from configs.schema.layout import LayoutConfig
+from configs.schema.learner import LoraConfig
+from parallel.planning.layout import Architecture, padded_vocab_size
+from parallel.planning.memory import row_counts, stage_layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """What of packed samples decides their FLOPs, of all ranks of a copy of the model together. Sums over
+    micro-batches are the load of all of them."""
+
+    tokens: int
+    """T."""
+    pairs: int
+    """Pairs of a token and one that it attends to, itself included: n (n + 1) / 2 of a sample of n tokens."""
+    predicted: int
+    """R."""
+
+    def divided(self, parts: int) -> "Load":
+        """An equal share, rounded up: the fullest of ``parts`` ranks."""
+        return Load(
+            tokens=-(-self.tokens // parts),
+            pairs=-(-self.pairs // parts),
+            predicted=-(-self.predicted // parts),
+        )
+
+
+def whole_samples(samples: int, places: int, response: int) -> Load:
+    """The load of samples of one length that share no prompt. places: tokens of each that the model computes."""
+    return Load(
+        tokens=samples * places,
+        pairs=samples * (places * (places + 1) // 2),
+        predicted=samples * response,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flops:
+    """Of one rank."""
+
+    matrices: int
+    """Products with weights."""
+    attention: int
+    """Products between tokens."""
+    output: int
+    """The logits."""
+
+    @property
+    def total(self) -> int:
+        return self.matrices + self.attention + self.output
+
+
+def forward_flops(
+    architecture: Architecture, layout: LayoutConfig, stage: int, load: Load, *, output: bool = True
+) -> Flops:
+    """FLOPs of a forward pass of a stage on its fullest rank. ``output=False``: a critic, without logits.
+
+    A layer: qkv and projection 2 T (H (A + 2 K) D + A D H) / t; an MLP 2 T 3 H I / t, or, of the rank's own rows, a
+    router 2 T H E and 2 T k 3 H I of the chosen experts, spread evenly over the ranks, so that it does as much for
+    others as they do for it. Attention: two products of 2 D for each pair and query head, 4 D A / t. Logits: 2 R H V / t.
+    Context parallelism divides all by C.
+    """
+    a, t = architecture, layout.tp
+    rows, tokens = row_counts(layout, load.tokens)
+    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
+    projections = (a.hidden_size * heads + a.num_heads * a.head_dim * a.hidden_size) // t
+    layers = stage_layers(a, layout, stage)
+    sparse = sum(a.experts.is_sparse[layer] for layer in layers) if a.experts else 0
+    matrices = 2 * tokens * len(layers) * projections
+    matrices += 2 * tokens * (len(layers) - sparse) * (3 * a.hidden_size * a.intermediate_size // t)
+    if a.experts and sparse:
+        chosen = a.experts.experts_per_token * 3 * a.hidden_size * a.experts.intermediate_size
+        matrices += 2 * rows * sparse * (a.hidden_size * a.experts.num_experts + chosen)
+    attention = len(layers) * 4 * a.head_dim * (a.num_heads // t) * load.pairs // layout.cp
+    logits = 0
+    if output and stage == layout.pp - 1:
+        # The first rank's rows of the vocabulary; padding takes no part.
+        vocabulary = min(padded_vocab_size(a.vocab_size, t) // t, a.vocab_size)
+        logits = 2 * -(-load.predicted // layout.cp) * a.hidden_size * vocabulary
+    return Flops(matrices=matrices, attention=attention, output=logits)
+
+
+def update_flops(
+    architecture: Architecture,
+    layout: LayoutConfig,
+    stage: int,
+    load: Load,
+    *,
+    recompute: str,
+    lora: LoraConfig | None = None,
+    output: bool = True,
+) -> Flops:
+    """FLOPs of forward and backward passes, and of layers that are computed again (``recompute: full``).
+
+    Backward has two products for each of forward, for the gradients of input and weight, and five in place of
+    attention's two. Logits are computed again, whatever ``recompute`` says. A frozen weight has no gradient: one product
+    fewer, also of an output layer beside adapters; merged adapters take that of the merged weight all the same. The
+    adapters' own products are left out.
+    """
+    forward = forward_flops(architecture, layout, stage, load, output=output)
+    again = 1 if recompute == "full" else 0
+    backward = 1 if lora is not None and lora.forward == "factored" else 2
+    of_output = 3 if lora is not None else 4
+    return Flops(
+        matrices=forward.matrices * (1 + again + backward),
+        attention=forward.attention * (1 + again) + forward.attention * 5 // 2,
+        output=forward.output * of_output,
+    )

@@ -1,0 +1,179 @@
+"""Bytes that ranks of a learner send, by process group: arithmetic on an architecture and a layout. No torch.
+
+Legend: b bytes of a number in the model's dtype, H hidden size, N tokens on each rank, t, C tensor- and context-parallel
+sizes, D head dimension, K key/value heads, k experts of a token. In rings all-reduce sends 2 (n - 1) / n of its bytes;
+reduce-scatter, all-gather and all-to-all send (n - 1) / n.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from configs.schema.layout import LayoutConfig
+from configs.schema.run import RunConfig
+from parallel.planning.adapters import adapter_parameters
+from parallel.planning.layout import Architecture
+from parallel.planning.memory import BYTES, stage_layers, stage_parameters
+
+Group = Literal["tensor", "context", "pipeline", "expert"]
+"""The groups that a pass sends in. Data-parallel ranks send once per optimizer step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sent:
+    """What one rank sends in a process group."""
+
+    bytes: int = 0
+    calls: int = 0
+    """Collectives of one micro-batch."""
+
+
+def forward_sent(
+    architecture: Architecture, layout: LayoutConfig, stage: int, tokens: int, dtype: str
+) -> dict[Group, Sent]:
+    """What a rank sends in a forward pass of a stage over ``tokens`` tokens of its own (N).
+
+    - tensor: two all-reduces of b H N per dense layer, one per layer with experts. Sequence parallelism sends as much
+      in two halves each.
+    - context: keys and values of all C N tokens gathered, 2 b D K / t each (at least one head), per layer.
+    - pipeline: b H N / (t under sequence parallelism) to the next stage.
+    - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts. A third call has
+      the router's weights.
+
+    Left out: the embedding's all-reduce and that of the logits' gradient, one each of the first and the last stage.
+    """
+    a, t, b = architecture, layout.tp, BYTES[dtype]
+    layers = stage_layers(a, layout, stage)
+    sparse = sum(a.experts.is_sparse[layer] for layer in layers) if a.experts else 0
+    chosen = a.experts.experts_per_token if a.experts else 0
+    hidden = b * a.hidden_size * tokens
+    rank_hidden = hidden // t if layout.sp else hidden
+    reduced = 2 * len(layers) - sparse
+    keys_values = 2 * b * a.head_dim * max(1, a.num_kv_heads // t) * tokens * layout.cp
+    exchanged = 2 * sparse * chosen * rank_hidden * (layout.ep - 1) // layout.ep
+    return {
+        "tensor": Sent(bytes=reduced * 2 * hidden * (t - 1) // t, calls=_calls(t, reduced * (1 + layout.sp))),
+        "context": Sent(
+            bytes=len(layers) * keys_values * (layout.cp - 1) // layout.cp,
+            calls=_calls(layout.cp, len(layers)),
+        ),
+        "pipeline": Sent(
+            bytes=rank_hidden * layout.vpp if layout.pp > 1 else 0, calls=_calls(layout.pp, layout.vpp)
+        ),
+        "expert": Sent(bytes=exchanged, calls=_calls(layout.ep, 3 * sparse)),
+    }
+
+
+def _calls(ranks: int, calls: int) -> int:
+    return calls if ranks > 1 else 0
+
+
+def backward_sent(
+    architecture: Architecture, layout: LayoutConfig, stage: int, tokens: int, dtype: str
+) -> dict[Group, Sent]:
+    """The same of a backward pass: as much, for the gradients. Sequence parallelism gathers the input of each
+    all-reduce once more: half as much again."""
+    sent = forward_sent(architecture, layout, stage, tokens, dtype)
+    if layout.sp:
+        tensor = sent["tensor"]
+        sent["tensor"] = Sent(bytes=tensor.bytes * 3 // 2, calls=tensor.calls * 3 // 2)
+    return sent
+
+
+def again_sent(
+    architecture: Architecture, layout: LayoutConfig, stage: int, tokens: int, dtype: str
+) -> dict[Group, Sent]:
+    """The same of layers that are computed again: a forward pass that sends nothing to the next stage."""
+    sent = forward_sent(architecture, layout, stage, tokens, dtype)
+    sent["pipeline"] = Sent()
+    return sent
+
+
+def data_bytes(
+    architecture: Architecture, config: RunConfig, layout: LayoutConfig, stage: int, *, output: bool = True
+) -> int:
+    """What a rank sends to the other copies of its parameters in one optimizer step.
+
+    Gradients 4 P reduce-scattered and weights b P gathered (distributed optimizer; else 4 P all-reduced), P the rank's
+    trained parameters, over its cp dp copies; experts over tp cp dp / ep. ``output=False``: a critic, trained whole.
+    """
+    shared, expert = stage_parameters(architecture, layout, stage, output=output)
+    lora = config.learner.lora if output else None
+    if lora is not None:
+        shared, expert = adapter_parameters(architecture, layout, lora), 0
+    copies = layout.cp * layout.dp_size
+    expert_copies = layout.tp * copies // layout.ep
+    of_data = shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies
+    distributed = config.learner.optimizer.distributed
+    return int((4 + BYTES[config.model.dtype] if distributed else 8) * of_data)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Bytes that one rank of the learner's busiest stage sends in one step.
+
+    N = prompts_per_step group_size max_new_tokens / (dp cp): responses at full length, without prompts. A step has f
+    forward passes of each (the update's, and those of ``old`` and ``ref`` if the run has them), one more of layers
+    that are computed again, and one backward. data: of all its optimizer steps. transfer: the stage's whole weights to
+    the servers, once, from its sending rank.
+
+    A critic's own traffic is left out: its layout is the policy's, so that it adds to all layouts in about
+    the same proportion.
+    """
+
+    tensor: int
+    context: int
+    pipeline: int
+    data: int
+    expert: int
+    transfer: int
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, f.name) for f in fields(self))
+
+
+def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig) -> Traffic:
+    """See ``Traffic``."""
+    rollout, dtype, stages = config.rollout, config.model.dtype, range(layout.pp)
+    samples = rollout.prompts_per_step * rollout.group_size
+    tokens = samples * rollout.max_new_tokens // (layout.cp * layout.dp_size)
+    forward = forward_sent(architecture, layout, 0, tokens, dtype)
+    again = again_sent(architecture, layout, 0, tokens, dtype) if config.learner.recompute == "full" else {}
+    backward = backward_sent(architecture, layout, 0, tokens, dtype)
+    weights = (
+        shared * layout.tp + expert * layout.ep
+        for shared, expert in (stage_parameters(architecture, layout, stage) for stage in stages)
+    )
+    passed = {
+        group: forward_passes(config) * sent.bytes + again.get(group, Sent()).bytes + backward[group].bytes
+        for group, sent in forward.items()
+    }
+    return Traffic(
+        tensor=passed["tensor"],
+        context=passed["context"],
+        pipeline=passed["pipeline"],
+        expert=passed["expert"],
+        data=config.learner.minibatches
+        * max(data_bytes(architecture, config, layout, stage) for stage in stages),
+        transfer=BYTES[config.rollout.dtype] * max(weights),
+    )
+
+
+def scored_passes(config: RunConfig) -> int:
+    """Forward passes of the policy's size before the update: those of ``old`` and ``ref``."""
+    return config.scores_old + (config.kl.coefficient > 0)
+
+
+def forward_passes(config: RunConfig) -> int:
+    """All forward passes of a token in a step."""
+    return 1 + scored_passes(config)
+
+
+def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) -> list[int]:
+    """Bytes that the sender of each pipeline stage broadcasts to the servers: all tensors of the stage, whole
+    and without padding. The last stage's copy of a tied embedding is not sent."""
+    whole = LayoutConfig(pp=layout.pp, vpp=layout.vpp)
+    numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
+    if architecture.tied and layout.pp > 1:
+        numbers[-1] -= architecture.vocab_size * architecture.hidden_size
+    return [BYTES[dtype] * count for count in numbers]

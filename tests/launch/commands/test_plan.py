@@ -1,0 +1,212 @@
+"""``tandem plan --gpu`` as a user meets it: seconds in table and ranking, the page, and wrong arguments."""
+
+import base64
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from configs.loader import load_config
+from configs.reading.hardware import FOLDER, hardware_names, read_hardware
+from configs.schema import RunConfig
+from launch.commands.plan import PlanOptions
+from launch.commands.plan_page import at_its_peak, lanes
+from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.memory import learner_memory, work_of
+from parallel.planning.planner import Cluster, Timing, plan
+from parallel.planning.time import Lengths, Machine
+from tests.support.command import tandem
+
+ROOT = Path(__file__).resolve().parents[3]
+MODEL = ROOT / "tests" / "model_configs" / "Qwen2.5-7B-Instruct"
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    content = {
+        "model": {"path": str(MODEL)},
+        "task": {"type": "countdown"},
+        "rollout": {"prompts_per_step": 64, "group_size": 8, "max_new_tokens": 4096},
+        "learner": {"token_budget": 16384, "recompute": "full"},
+    }
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    return tmp_path / "run.yaml"
+
+
+def run(config: Path, *arguments: str, gpus: int = 8):
+    return tandem("plan", config.name, "--gpus", str(gpus), *arguments, cwd=config.parent)
+
+
+def timed(config: Path, *overrides: str, gpus: int = 16, gpu: str = "h100"):
+    loaded = load_config(config, [*overrides, "layout.dp=1"])
+    assert isinstance(loaded, RunConfig)
+    lengths = Lengths(prompt=256, response=2048, longest=4096, spread=0.5)
+    timing = Timing(machine=Machine(hardware=read_hardware(gpu), gpus_per_node=8), lengths=lengths)
+    cluster = Cluster(num_gpus=gpus, gpu_bytes=80 * 2**30)
+    return plan(read_hf_config(MODEL), loaded, cluster, timing=timing), loaded
+
+
+def test_the_table_has_seconds_and_the_assumptions_follow(config):
+    done = run(config, "--gpu", "h100", "--top", "3")
+    assert done.returncode == 0, done.stderr
+    assert "s a step" in done.stdout and "sampling " in done.stdout
+    for part in (
+        "h100: peaks of the data sheet; shares and overheads are assumptions, which were compared with no GPU",
+        "prompts of 256 tokens; responses of 2,048 tokens in the mean",
+        "rewards and environments take no time",
+        "# a step of the first, in seconds: prefill ",
+    ):
+        assert part in done.stdout, part
+    pasted = yaml.safe_load(done.stdout[done.stdout.index("layout:") :])
+    assert set(pasted) == {"layout", "rollout", "learner"}
+
+
+def test_without_a_description_there_are_no_seconds(config):
+    done = run(config, "--gpu-memory", "80")
+    assert done.returncode == 0, done.stderr
+    assert "s a step" not in done.stdout and "estimated" not in done.stdout
+
+
+def test_the_memory_is_the_descriptions_unless_it_is_given(config):
+    small = run(config, "--gpu", "h100", "--gpu-memory", "20")
+    assert small.returncode == 2 and "nothing fits on 8 GPUs of 20.0 GiB" in small.stderr
+    larger = run(config, "--gpu", "h200", "--top", "1")
+    assert "% free" in larger.stdout
+    missing = run(config)
+    assert missing.returncode == 2
+    assert (
+        "the memory of a GPU is missing; add --gpu-memory GiB, or --gpu (a100, h100, h200" in missing.stderr
+    )
+
+
+def test_lengths_are_taken(config):
+    given = ["--gpu", "a100", "--prompt-tokens", "17", "--response-tokens", "1000", "--response-spread", "0"]
+    done = run(config, *given)
+    assert "prompts of 17 tokens; responses of 1,000 tokens each" in done.stdout, done.stderr
+
+
+def test_a_description_of_ones_own_is_taken(config):
+    content = yaml.safe_load((FOLDER / "h100.yaml").read_text()) | {"name": "mine", "source": "measured"}
+    (config.parent / "mine.yaml").write_text(yaml.safe_dump(content))
+    done = run(config, "--gpu", "mine.yaml")
+    assert done.returncode == 0 and "mine: measured" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--gpu", "h10"], ["--gpu", "h10", "did you mean `h100`?", "a100, h100, h200"]),
+        (["--gpu", "none.yaml"], ["none.yaml", "cannot be read", "a100, h100, h200"]),
+        (["--gpu", "wrong.yaml"], ["memory_gib", "-1", "peak_tflop", "did you mean `peak_tflops`", "required"]),
+        (["--gpu", "list.yaml"], ["list.yaml", "a mapping of keys"]),
+        (["--gpu", "."], ["--gpu", "no description of hardware has this name"]),
+        (["--gpu", "./"], ["no regular file"]),
+        (["--gpu", "h100", "--response-tokens", "5000"], ["--response-tokens 5000", "max_new_tokens=4096", "lower"]),
+        (["--gpu", "h100", "--response-tokens", "0"], ["--response-tokens"]),
+        (["--gpu", "h100", "--prompt-tokens", "16000"], ["--prompt-tokens 16000", "token_budget", "lower it"]),
+        (["--gpu", "h100", "--response-spread", "-1"], ["--response-spread"]),
+        (["--gpu", "h100", "--report", "page.txt"], ["--report", "page.txt", ".html"]),
+        (["--gpu-memory", "80", "--report", "page.html"], ["--report", "add --gpu (a100, h100, h200"]),
+        (["--gpu-memory", "80", "--response-tokens", "9"], ["--response-tokens", "add --gpu"]),
+        (["--gpu", "a100", "rollout.quantization=fp8"], ["rollout.quantization=fp8", "peak_tflops.fp8"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_estimated_is_refused(config, arguments, said):
+    wrong = yaml.safe_load((FOLDER / "h100.yaml").read_text()) | {"memory_gib": -1}
+    wrong["peak_tflop"] = wrong.pop("peak_tflops")
+    (config.parent / "wrong.yaml").write_text(yaml.safe_dump(wrong))
+    (config.parent / "list.yaml").write_text("[1, 2]\n")
+    done = run(config, *arguments)
+    assert done.returncode == 2, done.stdout
+    assert "Traceback" not in done.stderr
+    for part in said:
+        assert part in done.stderr, done.stderr
+    assert not (config.parent / "page.html").exists()
+
+
+@pytest.mark.parametrize("gpu", hardware_names())
+def test_mismatch_decides_first_then_time(config, gpu):
+    plans, _ = timed(config, gpu=gpu)
+    assert [p.has_few for p in plans] == sorted(p.has_few for p in plans)
+    keys = [(p.has_few, p.mismatch_key, p.shown_seconds) for p in plans]
+    assert keys == sorted(keys)
+    assert len({p.shown_seconds for p in plans}) > 5
+    best = min((p for p in plans if not p.has_few), key=lambda p: p.mismatch_key)
+    assert plans[0].mismatch_key == best.mismatch_key
+
+
+def test_time_moves_a_slow_pair_behind_a_fast_one_of_the_same_mismatch(config):
+    """Without seconds the pair that sends least is first; with them, one that gives the slower side more GPUs."""
+    plans, loaded = timed(config)
+    alike = [p for p in plans if p.mismatch_key == plans[0].mismatch_key and not p.has_few]
+    assert alike[0].shown_seconds == min(p.shown_seconds for p in alike)
+    bare = plan(read_hf_config(MODEL), loaded, Cluster(num_gpus=16, gpu_bytes=80 * 2**30))
+    assert {p.rank_key[4:] for p in bare} <= {p.rank_key[4:] for p in plans} and len(bare) == len(plans)
+
+
+def pictures(page: str) -> list[str]:
+    found = re.findall(r"data:image/svg\+xml;base64,([A-Za-z0-9+/=]+)", page)
+    return [base64.b64decode(text).decode() for text in found]
+
+
+def test_a_page_with_pictures_is_written(config):
+    done = run(config, "--gpu", "h100", "--report", "out/page.html", gpus=16)
+    assert done.returncode == 0, done.stderr
+    page = (config.parent / "out" / "page.html").read_text()
+    memory, step, running, choices = pictures(page)
+    for part in ("learner, stage 0", "a server's rank", "optimizer", "cache"):
+        assert part in memory, part
+    for part in ("servers", "decode", "update", "waits"):
+        assert part in step, part
+    assert "responses" in running
+    assert "same TP" in choices and "seconds of a step" in choices
+    assert "A plan for 16 GPUs" in page and "compared with no GPU" in page
+    assert "http" not in re.sub(r"base64,[^\"]*", "", page), "nothing is fetched"
+    rows = page.split("<table>")[1].count("<tr>")
+    assert rows > 5
+
+
+def test_a_page_shows_a_measured_table(config):
+    pairs = [
+        {"learner": "tp=1", "rollout": "tp=1", "max_mean": 0.25},
+        {"learner": "tp=2", "rollout": "tp=1", "max_mean": 0.5},
+    ]
+    (config.parent / "measured.json").write_text(json.dumps({"pairs": pairs}))
+    done = run(config, "--gpu", "h100", "--measured", "measured.json", "--report", "page.html")
+    assert done.returncode == 0, done.stderr
+    assert "mismatch, measured or expected" in pictures((config.parent / "page.html").read_text())[3]
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_every_lane_fills_the_step(config, staleness):
+    """No gap, no overlap: what a lane does begins where the one before ends, and the last ends with the step."""
+    plans, _ = timed(config, f"rollout.max_staleness={staleness}")
+    for each in [p for p in plans if p.learner.pp > 1][:5]:
+        assert each.time is not None
+        found = lanes(each.time)
+        assert len(found) == 1 + each.learner.pp
+        for blocks in found.values():
+            now = 0.0
+            for block in blocks:
+                assert block.start == pytest.approx(now, abs=1e-6)
+                now = block.start + block.seconds
+            assert now == pytest.approx(each.time.total)
+            assert blocks[-1].name == "transfer"
+
+
+def test_the_bars_of_memory_sum_to_the_plans_total(config):
+    plans, loaded = timed(config)
+    architecture = read_architecture(read_hf_config(MODEL))
+    for each in plans[:20]:
+        for stage in range(each.learner.pp):
+            held = learner_memory(architecture, each.learner, work_of(loaded, "cuda"), stage)
+            assert sum(at_its_peak(held).values()) == held.total
+
+
+def test_options_that_need_a_description_are_those_of_the_estimate():
+    assert [*PlanOptions(num_gpus=8, prompt_tokens=1, report=Path("x.html")).of_time()] == [
+        "--prompt-tokens",
+        "--report",
+    ]
