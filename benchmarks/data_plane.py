@@ -108,9 +108,7 @@ def make_inputs(folder: Path, given: argparse.Namespace) -> None:
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, problems)))
     lengths = response_lengths(PREPARED, mean=given.mean, longest=given.longest, seed=0)
     corpus = tokenizer.encode("\n".join(texts))
-    prepare(
-        folder, lengths, corpus=corpus, end=end, longest=given.longest, text_of=tokenizer.decode, seed=0
-    )
+    prepare(folder, lengths, corpus=corpus, end=end, longest=given.longest, text_of=tokenizer.decode, seed=0)
 
 
 def _tokenizer(texts: Sequence[str]) -> Any:
@@ -145,7 +143,13 @@ def measure(folder: Path, given: argparse.Namespace, staleness: int) -> dict:
         servers, urls = [], []
         for first in range(0, given.servers, given.per_process):
             number = min(given.per_process, given.servers - first)
-            command = ["simulated_servers.py", str(folder), str(number), str(given.tokens_per_s), str(given.slots)]
+            command = [
+                "simulated_servers.py",
+                str(folder),
+                str(number),
+                str(given.tokens_per_s),
+                str(given.slots),
+            ]
             process = ending.enter_context(started(command))
             servers.append(process.pid)
             urls += json.loads(process.stdout.readline())
@@ -420,22 +424,24 @@ def _bytes(trajectory: Any) -> int:
 
 
 def hand_over(groups: Any, plan: dict, version: int) -> Any:
-    import torch.distributed as dist
+    """As ``Learner.receive``, for a layout without Megatron's groups: ranks with the same share are neighbours."""
+    from trainer.batch.sharing_out import split_groups
+    from trainer.batch.step_batch import step_batch
+    from trainer.ranks.scattering import scatter
 
-    from trainer.batch.step_batch import split_groups, step_batch
-
-    mine: list = [None]
-    batches = None
+    shares = None
     if groups is not None:
         shares = split_groups(
-            groups, num_minibatches=1, dp_size=plan["ranks"] // plan["copies"],
-            token_budget=max(32768, 2 * plan["longest"]), needs_siblings=True, shares_prompts=plan["digests"],
+            groups,
+            num_minibatches=1,
+            dp_size=plan["ranks"] // plan["copies"],
+            token_budget=max(32768, 2 * plan["longest"]),
+            needs_siblings=True,
+            shares_prompts=plan["digests"],
         )
-        newest = version if plan["staleness"] else None
-        packed = [step_batch(share, newest=newest, share_prompts=plan["digests"]) for share in shares]
-        batches = [packed[rank // plan["copies"]] for rank in range(plan["ranks"])]
-    dist.scatter_object_list(mine, batches, src=0)
-    return mine[0]
+    share = scatter(shares, lambda rank: rank // plan["copies"])
+    newest = version if plan["staleness"] else None
+    return step_batch(share, newest=newest, share_prompts=plan["digests"])
 
 
 if __name__ == "__main__":

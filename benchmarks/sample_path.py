@@ -125,7 +125,8 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     from rollout.sampling.messages import Groups, SamplingStats, decode_reply, encode
     from rollout.sampling.sampler import _check_versions, _make_group
     from rollout.servers.client import Sent, _collection_paused, read_answer
-    from trainer.batch.step_batch import split_groups, step_batch
+    from trainer.batch.sharing_out import split_groups
+    from trainer.batch.step_batch import step_batch
 
     clock, groups, num_tokens = Clock(), [], 0
     while num_tokens < given.tokens:

@@ -37,7 +37,9 @@ def decoder_of(tokenizer: "PreTrainedTokenizerBase") -> Decode:
     def by_table(token_ids: np.ndarray) -> str:
         if not len(token_ids):
             return ""
-        if token_ids.min() < 0 or token_ids.max() >= len(table):  # a model may have more ids than its tokenizer
+        if token_ids.min() < 0 or token_ids.max() >= len(
+            table
+        ):  # a model may have more ids than its tokenizer
             return by_tokenizer(token_ids)
         return b"".join(map(table.__getitem__, token_ids.tolist())).decode("utf-8", errors="replace")
 
@@ -64,7 +66,11 @@ def alphabet() -> list[str]:
 
     Source: ``bytes_to_unicode`` of GPT-2 (github.com/openai/gpt-2, encoder.py).
     """
-    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    printable = {
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    }
     others = [value for value in range(256) if value not in printable]
     return [chr(value if value in printable else 256 + others.index(value)) for value in range(256)]
 
@@ -86,4 +92,6 @@ def _cleans_up(tokenizer: "PreTrainedTokenizerFast") -> bool:
     """Whether spaces before punctuation go. ``transformers`` 5 leaves them to BPE, unless it is asked in these words."""
     name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
-    return bool(tokenizer.clean_up_tokenization_spaces) and not (is_bpe and not getattr(tokenizer, name, False))
+    return bool(tokenizer.clean_up_tokenization_spaces) and not (
+        is_bpe and not getattr(tokenizer, name, False)
+    )

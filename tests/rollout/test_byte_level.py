@@ -14,7 +14,10 @@ from rollout.environments.context import Texts
 from rollout.records import TOKEN_IDS
 from tests.support.chat_tokenizer import chat_tokenizer
 
-SENTENCES = ["Die Größe ist 4 m². Ĝi estas ĉi tie 🙂🙂 日本語", "\x00\x7f\xad\xa0 it isn't 1,234.5 ####  72\n\n"]
+SENTENCES = [
+    "Die Größe ist 4 m². Ĝi estas ĉi tie 🙂🙂 日本語",
+    "\x00\x7f\xad\xa0 it isn't 1,234.5 ####  72\n\n",
+]
 SIZE = 330
 
 
@@ -31,7 +34,9 @@ def made_tokenizer(decoder: decoders.Decoder, **options) -> PreTrainedTokenizerF
     # The first has spaces and the second letters outside of the alphabet: both stand for their own UTF-8.
     tokenizer.add_tokens(["two words", "日本", "Ġfirst", "é"])
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", **{"clean_up_tokenization_spaces": False} | options
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        **{"clean_up_tokenization_spaces": False} | options,
     )
 
 
