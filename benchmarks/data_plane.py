@@ -428,6 +428,7 @@ def hand_over(groups: Any, plan: dict, version: int) -> Any:
     from trainer.batch.sharing_out import split_groups
     from trainer.batch.step_batch import step_batch
     from trainer.ranks.scattering import scatter
+    from trainer.ranks.totals import on_all_ranks
 
     shares = None
     if groups is not None:
@@ -441,7 +442,7 @@ def hand_over(groups: Any, plan: dict, version: int) -> Any:
         )
     share = scatter(shares, lambda rank: rank // plan["copies"])
     newest = version if plan["staleness"] else None
-    return step_batch(share, newest=newest, share_prompts=plan["digests"])
+    return on_all_ranks(lambda: step_batch(share, newest=newest, share_prompts=plan["digests"]))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.own_parts import load_own_parts
 from trainer.algorithm.policy_loss import policy_loss
-from trainer.batch.exact_turns import TurnsDiffer
 from trainer.batch.plan import Routing
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import StepBatch, step_batch
@@ -36,7 +35,7 @@ from trainer.ranks.metrics import (
     scale_losses,
 )
 from trainer.ranks.scattering import scatter
-from trainer.ranks.totals import total_over
+from trainer.ranks.totals import on_all_ranks, total_over
 
 
 class Scored(NamedTuple):
@@ -140,21 +139,12 @@ class Learner:
         shares = None if groups is None else self._shares_of(groups)
         # Tensor-, context- and pipeline-parallel siblings need the same share.
         share = scatter(shares, self.groups.dp_rank_of)
-        batch, difference = None, None
-        try:
-            newest = self.version if self._config.rollout.max_staleness else None
-            batch = step_batch(
+        newest = self.version if self._config.rollout.max_staleness else None
+        return on_all_ranks(
+            lambda: step_batch(
                 share, newest=newest, routing=self._routing(), share_prompts=self._shares_prompts
             )
-        except TurnsDiffer as error:
-            difference = error
-        differences: list[TurnsDiffer | None] = [None] * self.groups.world_size
-        dist.all_gather_object(differences, difference)
-        for difference in differences:
-            if difference is not None:
-                raise difference
-        assert batch is not None
-        return batch
+        )
 
     def _shares_of(self, groups: Sequence[Group]) -> list[Share]:
         config = self._config
