@@ -38,6 +38,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
+
 TARGET_US = 1.0
 FULL = {"prompts": 128, "mean": 8192.0, "longest": 16384}
 """1024 responses of 8k tokens."""
@@ -68,6 +70,9 @@ def main() -> None:
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--copies", type=int, default=1, help="ranks with the same share")
     options.add_argument("--digests", action="store_true", help="shared prompts: learner.share_prompts")
+    options.add_argument(
+        "--parts", action="store_true", help="instead: single parts, as they are and as they were"
+    )
     options.add_argument("--full", action="store_true", help="1024 responses of 8k tokens a step")
     given = options.parse_args()
     if given.quick:
@@ -81,6 +86,9 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder), given)
+        if given.parts:
+            tell_parts(Path(folder))
+            return
         for staleness in given.staleness:
             results.append({"staleness": staleness} | measure(Path(folder), given, staleness))
             tell(results[-1], given)
@@ -220,6 +228,38 @@ def tell(result: dict, given: argparse.Namespace) -> None:
 def _spread(values: Sequence[float], form: str) -> str:
     low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
     return f"{middle} ({low} - {high})"
+
+
+# Single parts
+
+
+def tell_parts(folder: Path) -> None:
+    """Print CPU time per token of what was mended, on the prepared answers: the least of several rounds."""
+    from benchmarks.simulated_servers import Answers
+    from rollout.byte_level import decoder_of
+    from rollout.records import TOKEN_IDS
+    from rollout.rewards.math_answers import NUMBER, _last_number
+    from rollout.tokenization import load_tokenizer
+
+    tokenizer, answers = load_tokenizer(folder / "model"), Answers.read(folder)
+    replies = [json.loads(content + b"}}") for content in answers.contents]
+    ids = [np.array(reply["output_ids"], dtype=TOKEN_IDS) for reply in replies]
+    by_table = decoder_of(tokenizer)
+    texts = [by_table(one) for one in ids]
+    parts = {
+        "text, by the tokenizer": lambda: [tokenizer.decode(one.tolist()) for one in ids],
+        "text, by the table": lambda: [by_table(one) for one in ids],
+        "last number, of all of them": lambda: [list(NUMBER.finditer(text))[-1:] for text in texts],
+        "last number, from the end": lambda: [_last_number(text) for text in texts],
+    }
+    for name, part in parts.items():
+        seconds = []
+        for _ in range(7):
+            began = time.process_time()
+            part()
+            seconds.append(time.process_time() - began)
+        micros = [1e6 * s / sum(answers.lengths) for s in seconds]
+        print(f"{name:<30} {min(micros):.4f} µs/token   (median {statistics.median(micros):.4f})")
 
 
 # Processes
