@@ -9,9 +9,9 @@ computes: the learner's update takes ``--update-s`` seconds.
 
 For each ``--staleness`` it prints, over the steps after the first:
 
-- CPU of each process, microseconds per response token (all threads). Its inverse is what the process can carry alone on a
-  core: the least of these is the next limit, and divided by a server's rate it is the knee: so many servers keep that
-  process busy, and more of them wait.
+- CPU of each process, microseconds per response token of the step, all threads; of the simulated servers all together. Its
+  inverse is what the process can carry on a core of its own. The least of these is the next limit, and divided by a server's
+  rate it is the knee: so many servers keep that process busy, and more of them wait.
 - tokens per second by the clock, and the idle share of the servers' slots.
 - memory: peak of each process above what it had when it was ready, against the bytes of a step's samples.
 
@@ -214,7 +214,7 @@ def tell(result: dict, given: argparse.Namespace) -> None:
             f"  {name:<16} {_spread(micros, '{:.3f}')} µs/token   peak {peak:.0f} MiB, {over:.0f} of them "
             f"({over / result['sample_mib']:.1f} x the samples) since it was ready"
         )
-    own = {name: sum(cpu_s) for name, cpu_s in result["cpu_s"].items() if name != "servers"}
+    own = {name: sum(cpu_s) for name, cpu_s in result["cpu_s"].items() if name != "servers"}  # a process each
     slowest = max(own, key=own.__getitem__)
     micros = 1e6 * own[slowest] / sum(result["tokens_of_steps"])
     knee = f", {1e6 / micros / given.tokens_per_s:.0f} such servers" if given.tokens_per_s else ""
@@ -378,7 +378,7 @@ class Rank:
         )
         self._pids: list[Any] = [None] * plan["ranks"]
         dist.all_gather_object(self._pids, os.getpid())
-        self._all_pids = peers["pids"] | {"rank 0": self._pids[:1], "other ranks": self._pids[1:]}
+        self._all_pids = peers["pids"] | {f"rank {i}": [pid] for i, pid in enumerate(self._pids)}
         remote, self._control = None, None
         if rank == 0:
             key = run_key(run / "key.yaml")
