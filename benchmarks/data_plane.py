@@ -391,13 +391,13 @@ class Rank:
         import gc
 
         gc.freeze()
-        self._step(last=False)  # warm: imports, connections, the tokenizer's table
+        processes = Processes(self._all_pids)
+        self._step(last=False)  # warm: imports, connections
         if self._rank:
             for _ in range(self._plan["steps"]):
                 self._step(last=False)
             self._sampler.stop()
             return
-        processes = Processes(self._all_pids)
         rows = []
         for step in range(self._plan["steps"]):
             began, before, slots = time.perf_counter(), processes.cpu_s(), self._slots()
