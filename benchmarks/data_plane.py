@@ -7,7 +7,7 @@ computes: the learner's update takes ``--update-s`` seconds.
 
     simulated servers, ``--per-process`` each   sample role   rank 0 ... rank R - 1, gloo
 
-For each ``--staleness`` it prints, over the steps after the first:
+For each ``--staleness`` k it prints, over the steps after the first 1 + k, in which each process does a step's work per step:
 
 - CPU of each process, microseconds per response token of the step, all threads; of the simulated servers all together. Its
   inverse is what the process can carry on a core of its own. The least of these is the next limit, and divided by a server's
@@ -65,7 +65,7 @@ def main() -> None:
     options.add_argument("--tokens-per-s", type=float, default=0.0, help="of a full server; 0: at once")
     options.add_argument("--slots", type=int, default=64, help="samples at once in a server")
     options.add_argument("--staleness", type=int, nargs="+", default=[0])
-    options.add_argument("--steps", type=int, default=4, help="measured; one more comes before")
+    options.add_argument("--steps", type=int, default=4, help="measured, after 1 + staleness others")
     options.add_argument("--update-s", type=float, default=0.0, help="time of the learner's update")
     options.add_argument("--ranks", type=int, default=2)
     options.add_argument("--copies", type=int, default=1, help="ranks with the same share")
@@ -392,16 +392,16 @@ class Rank:
 
         gc.freeze()
         processes = Processes(self._all_pids)
-        self._step(last=False)  # warm: imports, connections
+        for _ in range(1 + self._plan["staleness"]):  # until as much is sampled in a step as is handed out
+            self._step()
         if self._rank:
             for _ in range(self._plan["steps"]):
-                self._step(last=False)
-            self._sampler.stop()
+                self._step()
             return
         rows = []
-        for step in range(self._plan["steps"]):
+        for _ in range(self._plan["steps"]):
             began, before, slots = time.perf_counter(), processes.cpu_s(), self._slots()
-            groups = self._step(last=step == self._plan["steps"] - 1)
+            groups = self._step()
             rows.append(
                 {
                     "wall_s": time.perf_counter() - began,
@@ -427,14 +427,14 @@ class Rank:
         self._sampler.stop()
         self._control.close()
 
-    def _step(self, *, last: bool) -> Any:
+    def _step(self) -> Any:
         """Returns the step's groups on rank 0."""
         plan = self._plan
         sampled = self._sampler.next_groups(
             plan["prompts"],
             newest=self._version,
             max_staleness=plan["staleness"],
-            ahead=0 if last else plan["staleness"],
+            ahead=plan["staleness"],
         )
         batch = hand_over(sampled.groups, plan, self._version)
         assert batch.packed.num_tokens
