@@ -6,7 +6,7 @@ replayed until ``--tokens`` response tokens have gone through the product's own 
 - answer to trajectory: ``read_answer``, the group's trajectories, the check of their versions. This is what the
   sample role does per token, without decoding the text for the reward.
 - message: encoded by the sample role, decoded by the learner's rank 0.
-- trajectory to batch: the plan, each rank's packed tensors, and their pickles for the other ranks.
+- trajectory to batch: the plan, the bytes of all shares, what one of the ranks reads of its own, and its packed tensors.
 
 Targets, microseconds per token: at most 0.5 from answer to trajectory, at most 0.15 from trajectory to batch; the
 same at 2 and at 16 million tokens. ``--load`` adds a process that keeps a core busy.
@@ -15,7 +15,6 @@ same at 2 and at 16 million tokens. ``--load`` adds a process that keeps a core 
 import argparse
 import gc
 import json
-import pickle
 import resource
 import subprocess
 import sys
@@ -39,7 +38,7 @@ GROUP_SIZE, RANKS, PROMPT_TOKENS = 8, 2, 200
 PARTS = {
     "answer to trajectory": ("read", "group", "versions"),
     "message": ("encode", "decode"),
-    "trajectory to batch": ("split", "pack", "pickle", "unpickle one"),
+    "trajectory to batch": ("split", "send", "receive one", "pack one"),
 }
 TARGETS = {"answer to trajectory": 0.5, "trajectory to batch": 0.15}
 
@@ -125,7 +124,9 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     from rollout.sampling.messages import Groups, SamplingStats, decode_reply, encode
     from rollout.sampling.sampler import _check_versions, _make_group
     from rollout.servers.client import Sent, _collection_paused, read_answer
-    from trainer.batch.step_batch import split_groups, step_batch
+    from trainer.batch.sharing_out import split_groups
+    from trainer.batch.step_batch import step_batch
+    from trainer.ranks.scattering import _end_to_end, _joined, _taken_apart
 
     clock, groups, num_tokens = Clock(), [], 0
     while num_tokens < given.tokens:
@@ -134,8 +135,8 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
             prompt_id=str(number), token_ids=[4] * PROMPT_TOKENS, text="", task="countdown", reference=""
         )
         with clock("read"), _collection_paused():
-            sent = Sent.of(prompt.token_ids)
-            completions = read_answer(answers[number % len(answers)], GROUP_SIZE, "", sent)
+            asked = Sent.of(prompt.token_ids)
+            completions = read_answer(answers[number % len(answers)], GROUP_SIZE, "", asked)
         with clock("group"):
             samples = [
                 single_turn(TokenSequence.of_single_turn(prompt.token_ids, c), Score(value=float(i % 2)))
@@ -153,12 +154,12 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
         groups = decode_reply(message).groups
     with clock("split"):
         shares = split_groups(groups, num_minibatches=1, dp_size=RANKS, token_budget=32768)
-    with clock("pack"):
-        batches = [step_batch(share) for share in shares]
-    with clock("pickle"):
-        pickles = [pickle.dumps(batch) for batch in batches]
-    with clock("unpickle one"):
-        pickle.loads(pickles[0])
+    with clock("send"):
+        sent = [(header, _end_to_end(header.sizes, buffers)) for header, buffers in map(_taken_apart, shares)]
+    with clock("receive one"):
+        share = _joined(*sent[0])
+    with clock("pack one"):
+        step_batch(share)
     return {name: seconds / num_tokens * 1e6 for name, seconds in clock.seconds.items()}
 
 

@@ -22,9 +22,9 @@ from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.own_parts import load_own_parts
 from trainer.algorithm.policy_loss import policy_loss
-from trainer.batch.exact_turns import TurnsDiffer
 from trainer.batch.plan import Routing
-from trainer.batch.step_batch import StepBatch, split_groups, step_batch
+from trainer.batch.sharing_out import Share, split_groups
+from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.critic import Critic, CriticUpdate
 from trainer.ranks.metrics import (
     Metric,
@@ -34,7 +34,8 @@ from trainer.ranks.metrics import (
     per_minibatch,
     scale_losses,
 )
-from trainer.ranks.totals import total_over
+from trainer.ranks.scattering import scatter
+from trainer.ranks.totals import on_all_ranks, total_over
 
 
 class Scored(NamedTuple):
@@ -130,21 +131,24 @@ class Learner:
 
     def receive(self, groups: Sequence[Group] | None) -> StepBatch:
         """This rank's balanced share of the groups, with the scalars of the whole step. Rank 0 passes the groups,
-        the others None.
+        the others None. Each rank packs its own share, and compares it with what was sampled.
 
         Raises:
             TurnsDiffer: on all ranks, where a turn is not what was sampled.
         """
-        mine: list = [None]
-        batches = None if groups is None else self._batches_of_ranks(groups)
-        dist.scatter_object_list(mine, batches, src=0)
-        if isinstance(mine[0], TurnsDiffer):
-            raise mine[0]
-        return mine[0]
+        shares = None if groups is None else self._shares_of(groups)
+        # Tensor-, context- and pipeline-parallel siblings need the same share.
+        share = scatter(shares, self.groups.dp_rank_of)
+        newest = self.version if self._config.rollout.max_staleness else None
+        return on_all_ranks(
+            lambda: step_batch(
+                share, newest=newest, routing=self._routing(), share_prompts=self._shares_prompts
+            )
+        )
 
-    def _batches_of_ranks(self, groups: Sequence[Group]) -> list[StepBatch | TurnsDiffer]:
+    def _shares_of(self, groups: Sequence[Group]) -> list[Share]:
         config = self._config
-        by_dp_rank = split_groups(
+        return split_groups(
             groups,
             num_minibatches=config.learner.minibatches,
             dp_size=self.groups.dp_size,
@@ -154,17 +158,6 @@ class Learner:
             credits_turns=config.credits_turns,
             shares_prompts=self._shares_prompts,
         )
-        newest = self.version if config.rollout.max_staleness else None
-        try:
-            # Packed here: a rank's tensors travel many times faster than its lists.
-            packed = [
-                step_batch(share, newest=newest, routing=self._routing(), share_prompts=self._shares_prompts)
-                for share in by_dp_rank
-            ]
-        except TurnsDiffer as error:
-            return [error] * self.groups.world_size
-        # Tensor-, context- and pipeline-parallel siblings need the same share.
-        return [packed[self.groups.dp_rank_of(rank)] for rank in range(self.groups.world_size)]
 
     @property
     def _shares_prompts(self) -> bool:

@@ -4,7 +4,7 @@ The environment variable ``TANDEM_SIMULATED`` must be set before anything of ``p
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,6 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
         (dist, "new_group", fake_group),
         # What another rank would send is not known. A rank has what it has itself.
         (dist, "broadcast_object_list", lambda objects, *args, **kwargs: None),
-        (dist, "scatter_object_list", _scatter_object_list),
         # torch's own asks for the device's backend, to send messages together.
         (dist, "batch_isend_irecv", lambda messages: [m.op(m.tensor, m.peer, m.group) for m in messages]),
         (hf_conversion, "HuggingFaceWeights", WeightsWithoutNumbers),
@@ -71,12 +70,6 @@ def _tensor(make: Callable[..., Tensor], data: Any, **kwargs) -> Tensor:
     """``torch.tensor``, which reads numbers past the device's dispatch."""
     read = tree_map_only(Tensor, lambda x: x.item() if x.is_meta and not x.dim() else x, data)
     return make(read, **kwargs)
-
-
-def _scatter_object_list(output: list, objects: Sequence[Any] | None, src: int = 0, group=None) -> None:
-    """Every rank of a simulation has the objects of all."""
-    assert objects is not None
-    output[0] = objects[dist.get_rank(group)]
 
 
 class WeightsWithoutNumbers(HuggingFaceWeights):

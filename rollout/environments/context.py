@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rollout.byte_level import Decode, decoder_of
 from rollout.client import GenerationClient, Session
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
@@ -38,16 +39,19 @@ class Texts:
     """Tokens that end a response; they are no part of its text."""
     vocab_size: int
     """Token ids are below it."""
+    _text_of: Decode = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_text_of", decoder_of(self.tokenizer))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: np.ndarray) -> str:
         # Only the end token is dropped. Special tokens in the middle stay, or `1<pad>+2` would score as `1+2`.
-        ids = token_ids.tolist()
-        if ids and ids[-1] in self.end_token_ids:
-            ids.pop()
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+        if len(token_ids) and int(token_ids[-1]) in self.end_token_ids:
+            token_ids = token_ids[:-1]
+        return self._text_of(token_ids)
 
 
 @dataclass(slots=True)

@@ -13,6 +13,11 @@ ANSWER_MARK = "####"
 NUMBER = re.compile(
     r"(?P<minus>(?<![\w)])-)?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
+_DIGIT = re.compile("[0-9]")
+_OF_NUMBERS = frozenset("0123456789,.$-")
+"""All characters that NUMBER can match. It looks at one more before them, which may be any."""
+_LAST_CHARACTERS = 64
+"""Of a response, in which the last number is looked for first."""
 
 
 def gsm8k_reference(answer: str) -> str:
@@ -50,12 +55,28 @@ def gsm8k_reward(reference: str, response_text: str) -> Score:
 
 
 def _first_number(text: str) -> Decimal | None:
-    return _to_decimal(NUMBER.search(text))
+    digit = _DIGIT.search(text)  # many times faster than the whole pattern, and responses are long
+    return None if digit is None else _to_decimal(NUMBER.search(text, _run_start(text, digit.start())))
 
 
 def _last_number(text: str) -> Decimal | None:
-    matches = list(NUMBER.finditer(text))
-    return _to_decimal(matches[-1] if matches else None)
+    """The last number of a scan of the whole text, by scans of ever longer ends of it. A scan may begin wherever no
+    number lies across: it then finds what the whole one finds from there on."""
+    start, size = len(text), _LAST_CHARACTERS
+    while start > 0:
+        start = _run_start(text, max(0, len(text) - size))
+        if _DIGIT.search(text, start):
+            *_, last = NUMBER.finditer(text, start)
+            return _to_decimal(last)
+        size = 4 * (len(text) - start)
+    return None
+
+
+def _run_start(text: str, place: int) -> int:
+    """The beginning of the run of characters of numbers that reaches up to ``place``."""
+    while place > 0 and text[place - 1] in _OF_NUMBERS:
+        place -= 1
+    return place
 
 
 def _to_decimal(match: re.Match[str] | None) -> Decimal | None:

@@ -156,7 +156,7 @@ def decode_request(content: bytes) -> Request:
     return msgspec.msgpack.decode(content, type=Request, dec_hook=_to_array)
 
 
-def decode_reply(content: bytes) -> Reply:
+def decode_reply(content: bytes | memoryview) -> Reply:
     """Raises as ``decode_request``, for what is no reply."""
     return msgspec.msgpack.decode(content, type=Reply, dec_hook=_to_array)
 

@@ -237,7 +237,11 @@ async def serve(
                 except Exception as error:  # a defect: report it to the learner, then end
                     await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
                     raise
-                await channel.send(encode(reply))
+                content = encode(reply)
+                # The learner trains for minutes on what it gets: nothing of a step stays here meanwhile.
+                del reply
+                await channel.send(content, copy=False)
+                del content
                 if isinstance(request, Stop):
                     return
     finally:

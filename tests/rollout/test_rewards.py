@@ -45,6 +45,7 @@ from rollout.rewards.arithmetic import (
     format_problem,
     parse_problem,
 )
+from rollout.rewards.math_answers import NUMBER, _first_number, _last_number, _to_decimal
 from rollout.rewards.scorer import default_num_workers
 from rollout.tasks import Problem
 
@@ -245,6 +246,37 @@ def test_gsm8k_finds_its_own_numbers_however_written(number, form):
     written = form.format(f"{number:,}")
     assert gsm8k_reward(str(number), written).value == 1
     assert gsm8k_reward(str(number + 1), written).value == 0
+
+
+TEXTS = st.text(alphabet="0123456789,.$-#) x٣", max_size=200) | st.text(max_size=30)
+
+
+@given(TEXTS, st.integers(0, 300))
+@example("1,234", 1)
+@example("12,345,6789", 0)
+@example("x-.5-", 70)
+@example("-" * 100, 100)
+@example("0" * 63 + ",000", 0)
+def test_numbers_are_those_of_a_scan_of_the_whole_text(text, behind):
+    """The first and the last of all matches from left to right, by the same pattern; ``behind`` characters without a
+    number may follow, before which a search from the end must come back."""
+    for whole in (text, text + "y" * behind, text + " ," * behind):
+        matches = [_to_decimal(match) for match in NUMBER.finditer(whole)]
+        assert _last_number(whole) == (matches[-1] if matches else None)
+        assert _first_number(whole) == (matches[0] if matches else None)
+
+
+def test_the_last_number_of_a_long_response_is_found_at_its_end():
+    text = "so 1,234 - 5 is 1,229. " * 10_000
+
+    def seconds() -> float:
+        began = time.process_time()
+        assert _last_number(text) == 1229
+        return time.process_time() - began
+
+    began = time.process_time()
+    assert list(NUMBER.finditer(text))
+    assert min(seconds() for _ in range(3)) < (time.process_time() - began) / 20
 
 
 def test_gsm8k_needs_a_number_to_compare_with():

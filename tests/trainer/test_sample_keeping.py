@@ -23,7 +23,8 @@ from tests.trainer.batch.test_step_batch import (
     make_groups,
     scores,
 )
-from trainer.batch.step_batch import Share, split_groups, step_batch
+from trainer.batch.sharing_out import Share, split_groups
+from trainer.batch.step_batch import step_batch
 from trainer.learner import Update
 from trainer.sample_keeping import SampleKeeper
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps

@@ -1,8 +1,8 @@
 """Small sums over data-parallel ranks, as functions to pass to the mathematics, and calls that rank 0 makes for
-all ranks."""
+all ranks, or all ranks make together."""
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -50,3 +50,19 @@ def on_first_rank(ask: Callable[[], T]) -> T | None:
     if shared[0] is not None:
         raise shared[0]
     return answer
+
+
+def on_all_ranks(work: Callable[[], T]) -> T:
+    """The result of this rank's ``work()``. A collective: an interruption of any rank is raised on all ranks, that of the
+    lowest rank where there are several."""
+    result, interruption = None, None
+    try:
+        result = work()
+    except INTERRUPTIONS as error:
+        interruption = error
+    interruptions: list[Exception | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(interruptions, interruption)
+    for interruption in interruptions:
+        if interruption is not None:
+            raise interruption
+    return cast("T", result)

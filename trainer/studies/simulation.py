@@ -8,14 +8,16 @@ The step is shorter than the run's: its micro-batches are as many as fill the pi
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+import trainer.learner
 from configs.schema import RunConfig
 from configs.schema.rollout import Precision
 from parallel.checkpoints.checkpoint import optimizer_parts
@@ -23,10 +25,12 @@ from parallel.engine import MegatronEngine, ValueEngine
 from parallel.planning.memory import row_counts
 from parallel.planning.simulated import START, Collective, MadeStep, Part, SimulatedRank, made_step
 from parallel.simulation.device import Memory, SimulatedDevice
+from parallel.simulation.kernels import replaced
 from parallel.simulation.ranks import Collectives
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.records import LOGPROBS, MASK, TOKEN_IDS, VERSIONS, FinishReason, Group, Trajectory, Turn, digest
 from trainer.batch.plan import packed_length
+from trainer.batch.sharing_out import Share
 from trainer.checkpointing import Checkpointer
 from trainer.learner import Learner
 from trainer.loop import Run, train
@@ -102,7 +106,8 @@ def simulate(
         ledger=None,
         doing=watch.doing,
     )
-    train(run)
+    with replaced(trainer.learner, "scatter", _own_share):
+        train(run)
     watch.end()
     return SimulatedRank(
         rank=learner.groups.rank,
@@ -112,6 +117,11 @@ def simulate(
         parts=watch.parts,
         buckets=tuple(sync.buckets),
     )
+
+
+def _own_share(shares: Sequence[Share], share_of: Callable[[int], int]) -> Share:
+    """Every rank of a simulation has the samples of all."""
+    return shares[share_of(dist.get_rank())]
 
 
 def _short(config: RunConfig) -> RunConfig:

@@ -22,7 +22,8 @@ from rollout.records import FinishReason, Group, Prompt, Score, Status
 from tests.support.fake_engine import FakeEngine, fake_tokens
 from tests.support.records import completion
 from trainer.batch.exact_turns import TurnsDiffer
-from trainer.batch.step_batch import split_groups, step_batch
+from trainer.batch.sharing_out import split_groups
+from trainer.batch.step_batch import step_batch
 from trainer.step_metrics import turn_metrics
 
 STOP, VOCAB, LARGEST = 0, 20, 2**20

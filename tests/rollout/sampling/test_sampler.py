@@ -8,6 +8,8 @@ import json
 import logging
 import math
 import threading
+import time
+import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -866,6 +868,24 @@ def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
     remote.load_state(state)
     assert remote.next_groups(2, newest=0, max_staleness=0)[0] == again == next_groups(local, 2)[0]
     assert remote.evaluate().accuracy == asyncio.run(local.evaluate()).accuracy
+
+
+def test_the_role_keeps_nothing_of_a_step_while_the_learner_trains_on_it(tokenizer, served, monkeypatch):
+    sampler, arrays = make_sampler(tokenizer), []
+    sample = sampler.next_groups
+
+    async def watched(*args, **options):
+        groups, stats = await sample(*args, **options)
+        arrays.extend(weakref.ref(t.token_ids) for group in groups for t in group.trajectories)
+        return groups, stats
+
+    monkeypatch.setattr(sampler, "next_groups", watched)
+    groups, _ = served(sampler).next_groups(3, newest=0, max_staleness=0)
+    assert len(arrays) == sum(len(group.trajectories) for group in groups)
+    deadline = time.monotonic() + 20
+    while any(array() is not None for array in arrays):
+        assert time.monotonic() < deadline, "the role still has samples"
+        time.sleep(0.01)
 
 
 def test_a_learner_that_begins_anew_gets_the_first_groups_again(tokenizer, served):

@@ -13,7 +13,8 @@ from configs.schema.objective import GaeAdvantage, GrpoAdvantage, ReinforcePlusP
 from rollout.records import Group, Trajectory
 from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
-from trainer.batch.step_batch import split_groups, step_batch
+from trainer.batch.sharing_out import split_groups
+from trainer.batch.step_batch import step_batch
 
 TURN = {"credit": "turn"}
 GRPO = GrpoAdvantage(**TURN)

@@ -55,7 +55,8 @@ from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
 from trainer.batch.farthest_token import Measure, farthest_token
-from trainer.batch.step_batch import Share, StepBatch, split_groups, step_batch
+from trainer.batch.sharing_out import Share, split_groups
+from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.ranks.metrics import merge_over_ranks, values
 from trainer.ranks.totals import total_over
 from trainer.step_metrics import reward_metrics_of, sample_metrics

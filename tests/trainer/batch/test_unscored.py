@@ -20,7 +20,8 @@ from rollout.records import Group
 from tests.trainer.batch.test_step_batch import make_groups
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
-from trainer.batch.step_batch import split_groups, step_batch
+from trainer.batch.sharing_out import split_groups
+from trainer.batch.step_batch import step_batch
 from trainer.ranks.totals import alone
 
 ADVANTAGES = {

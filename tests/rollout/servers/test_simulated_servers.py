@@ -1,0 +1,116 @@
+"""The benchmark's simulated servers against the real client and control of servers."""
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+
+import pytest
+
+from benchmarks.simulated_servers import (
+    Answers,
+    SimulatedServer,
+    prepare,
+    response_lengths,
+    start,
+)
+from rollout.records import FinishReason
+from rollout.servers.client import SGLangClient
+from rollout.servers.control import SGLangControl
+
+END, LONGEST = 99, 40
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory) -> Answers:
+    folder = tmp_path_factory.mktemp("answers")
+    texts = {"text_of": lambda ids: " ".join(map(str, ids))}
+    prepare(folder, [5, LONGEST, 20], corpus=range(60), end=END, longest=LONGEST, seed=0, **texts)
+    return Answers.read(folder)
+
+
+@asynccontextmanager
+async def served(answers: Answers, **options):
+    server = SimulatedServer(answers, **{"tokens_per_s": 0.0, "slots": 8} | options)
+    runner, url = await start(server)
+    try:
+        async with SGLangClient([url], max_concurrency=64, timeout_s=20.0, max_retries=0) as client:
+            yield server, url, client
+    finally:
+        await runner.cleanup()
+
+
+def ask(client: SGLangClient, count: int):
+    return client.generate_group(
+        [1, 2, 3], max_new_tokens=LONGEST, temperature=1.0, stop_token_ids=[END], seeds=range(count)
+    )
+
+
+def test_the_client_reads_what_was_prepared(answers):
+    async def scenario():
+        async with served(answers) as (server, _, client):
+            server.version = 3
+            return server, await ask(client, 3)
+
+    server, completions = asyncio.run(scenario())
+    assert sorted(len(c.token_ids) for c in completions) == [5, 20, LONGEST]
+    for completion in completions:
+        is_cut = len(completion.token_ids) == LONGEST
+        assert completion.finish_reason is (FinishReason.LENGTH if is_cut else FinishReason.STOP)
+        assert is_cut or completion.token_ids[-1] == END
+        assert (completion.token_versions == 3).all() and (completion.rollout_logprobs <= 0).all()
+    assert server.tokens == 5 + 20 + LONGEST
+
+
+def test_an_answer_takes_the_time_of_its_longest_sample_and_waits_for_slots(answers):
+    """Steps of 2 slots / 400 tokens/s = 5 ms. Three samples in two slots: at least (5 + 20 + 40) / 2 steps, and at least 40."""
+
+    async def scenario():
+        async with served(answers, tokens_per_s=400.0, slots=2) as (server, _, client):
+            began = time.monotonic()
+            await ask(client, 3)
+            return server.busy_s, time.monotonic() - began
+
+    busy_s, wall_s = asyncio.run(scenario())
+    assert wall_s >= 0.2
+    assert busy_s >= 0.999 * 65 * 0.005
+
+
+def test_an_update_in_the_middle_is_seen_in_the_versions_of_tokens(answers):
+    """By the real calls of a pause, new weights and a continuation."""
+
+    def update(url: str) -> list[int]:
+        with SGLangControl([url], tensor_parallel=1, timeout_s=10.0) as control:
+            control.group_name = "simulated"
+            control.open_update().wait()
+            control.receive_bucket(names=["w"], dtype="bfloat16", shapes=[[1]], version=1).wait()
+            versions = control.close_update()
+            time.sleep(0.1)  # a paused server samples nothing
+            control.resume()
+            return versions
+
+    async def scenario():
+        async with served(answers, tokens_per_s=1600.0) as (server, url, client):
+            sampling = asyncio.create_task(ask(client, 3))
+            await asyncio.sleep(0.06)
+            assert await asyncio.to_thread(update, url) == [1]
+            return await sampling, server.busy_s
+
+    completions, busy_s = asyncio.run(scenario())
+    longest = max(completions, key=lambda c: len(c.token_ids)).token_versions.tolist()
+    assert set(longest) == {0, 1} and longest == sorted(longest)
+    assert busy_s < 65 * 0.005 + 0.1
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(1, 40), (20.0, 40), (40, 40), (2048.0, 8192)])
+def test_lengths_have_the_mean_that_was_asked_for(mean, longest):
+    lengths = response_lengths(64, mean=mean, longest=longest, seed=0)
+    assert sum(lengths) / 64 == pytest.approx(mean, rel=0.02)
+    assert min(lengths) >= 1 and max(lengths) <= longest
+    if 1 < mean < longest:
+        assert len(set(lengths)) > 10
+    assert lengths == response_lengths(64, mean=mean, longest=longest, seed=0)
+
+
+def test_lengths_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="from 1 to the longest"):
+        response_lengths(4, mean=41, longest=40, seed=0)
