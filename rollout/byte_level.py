@@ -37,9 +37,8 @@ def decoder_of(tokenizer: "PreTrainedTokenizerBase") -> Decode:
     def by_table(token_ids: np.ndarray) -> str:
         if not len(token_ids):
             return ""
-        if token_ids.min() < 0 or token_ids.max() >= len(
-            table
-        ):  # a model may have more ids than its tokenizer
+        # A model may have more ids than its tokenizer.
+        if token_ids.min() < 0 or token_ids.max() >= len(table):
             return by_tokenizer(token_ids)
         return b"".join(map(table.__getitem__, token_ids.tolist())).decode("utf-8", errors="replace")
 
