@@ -366,6 +366,8 @@ class Rank:
     def __init__(self, run: Path, plan: dict, rank: int) -> None:
         import torch.distributed as dist
 
+        import trainer.batch.step_batch
+        import trainer.ranks.scattering  # noqa: F401 - before memory is counted
         from rollout.run_key import run_key
         from rollout.sampling.remote import RemoteSampler
         from rollout.servers.control import SGLangControl

@@ -12,12 +12,12 @@ U+FFFD, as in Unicode's recommended practice (section 3.9), which Python follows
 
 import json
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 Decode = Callable[[np.ndarray], str]
 """Text of token ids [n], special tokens included."""
@@ -37,9 +37,8 @@ def decoder_of(tokenizer: "PreTrainedTokenizerBase") -> Decode:
     def by_table(token_ids: np.ndarray) -> str:
         if not len(token_ids):
             return ""
-        if token_ids.min() < 0 or token_ids.max() >= len(
-            table
-        ):  # a model may have more ids than its tokenizer
+        # A model may have more ids than its tokenizer.
+        if token_ids.min() < 0 or token_ids.max() >= len(table):
             return by_tokenizer(token_ids)
         return b"".join(map(table.__getitem__, token_ids.tolist())).decode("utf-8", errors="replace")
 
@@ -49,7 +48,7 @@ def decoder_of(tokenizer: "PreTrainedTokenizerBase") -> Decode:
 def bytes_of_ids(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
     """The bytes of each id; none for an id without a token."""
     by_character = {character: value for value, character in enumerate(alphabet())}
-    backend = tokenizer.backend_tokenizer
+    backend: Any = tokenizer.backend_tokenizer
 
     def bytes_of(token: str | None) -> bytes:
         try:
@@ -88,7 +87,7 @@ def _is_plain(tokenizer: "PreTrainedTokenizerBase") -> bool:
     return json.loads(backend.decoder.__getstate__())["type"] == "ByteLevel"
 
 
-def _cleans_up(tokenizer: "PreTrainedTokenizerFast") -> bool:
+def _cleans_up(tokenizer: Any) -> bool:
     """Whether spaces before punctuation go. ``transformers`` 5 leaves them to BPE, unless it is asked in these words."""
     name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"

@@ -12,7 +12,7 @@ rank's, list), once more for each sibling.
 import pickle
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -71,7 +71,7 @@ def _taken_apart(share: object) -> tuple[_Header, list[np.ndarray]]:
     return _Header(objects, [len(array) for array in arrays]), arrays
 
 
-def _joined(header: _Header, content: Tensor) -> object:
+def _joined(header: _Header, content: Tensor) -> Any:
     whole = content.numpy()
     buffers = [
         whole[start : start + size] for start, size in zip(_starts(header.sizes), header.sizes, strict=True)
