@@ -10,10 +10,10 @@ from tracing.recorder import MAIN
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of one process's steps. Parts of one ``depth`` do not overlap, but for those of a family."""
+    """A part of one process's steps. Parts of the main row that lie in the same one do not overlap."""
 
-    name: str
-    depth: int
+    path: tuple[str, ...]
+    """The names of the spans around it, and its own; of a family, its name in brackets."""
     seconds: float
     """A step's, as a mean over the steps. Of a family: the time in which at least one of its spans is open."""
     share: float
@@ -53,15 +53,17 @@ def _parts(process: Process, trace: Trace) -> Parts | None:
         if s.row != MAIN:
             families[s.row.rpartition(" ")[0]].append(s)
 
-    def part(name: str, depth: int, spans: Sequence[Recorded]) -> Part | None:
+    def part(path: tuple[str, ...], spans: Sequence[Recorded]) -> Part | None:
         inside = [s for s in spans if any(s.end > begin and s.begin < end for begin, end in times)]
         taken = sum(union_ns(spans, begin, end) for begin, end in times)
-        return Part(name, depth, taken / count / 1e9, taken / wall, len(inside) / count) if inside else None
+        return Part(path, taken / count / 1e9, taken / wall, len(inside) / count) if inside else None
 
-    found = [part(path[-1], len(path) - 1, spans) for path, spans in _by_tree(tree)]
-    found += [part(f"{family} (any)", 0, spans) for family, spans in families.items()]
+    found = [part(path, spans) for path, spans in _by_tree(tree)]
+    found += [part((f"[{family}]",), spans) for family, spans in families.items()]
     covered = sum(union_ns(main, begin, end) for begin, end in times)
-    return Parts(process, wall / count / 1e9, [p for p in found if p is not None], (wall - covered) / count / 1e9)
+    return Parts(
+        process, wall / count / 1e9, [p for p in found if p is not None], (wall - covered) / count / 1e9
+    )
 
 
 def _with_paths(spans: Sequence[Recorded]) -> Iterator[tuple[tuple[str, ...], Recorded]]:
@@ -81,5 +83,6 @@ def _by_tree(
     first = {path: spans[0].begin for path, spans in tree.items()}
     # A path begins with the beginnings of those around it.
     yield from sorted(
-        tree.items(), key=lambda item: [(first[item[0][:n]], item[0][n - 1]) for n in range(1, len(item[0]) + 1)]
+        tree.items(),
+        key=lambda item: [(first[item[0][:n]], item[0][n - 1]) for n in range(1, len(item[0]) + 1)],
     )

@@ -129,7 +129,9 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
         label = f"{process.title} ({process.host}, pid {process.pid})"
         events.append(_about("process_name", number, 0, {"name": label}))
         events.append(_about("process_sort_index", number, 0, {"sort_index": number}))
-        rows = {row: place for place, row in enumerate(sorted({s.row for s in process.spans}, key=_row_order), 1)}
+        rows = {
+            row: place for place, row in enumerate(sorted({s.row for s in process.spans}, key=_row_order), 1)
+        }
         for row, place in rows.items():
             events.append(_about("thread_name", number, place, {"name": row}))
             events.append(_about("thread_sort_index", number, place, {"sort_index": place}))

@@ -49,7 +49,9 @@ class Window:
 class Recorder:
     """Writes the spans of this process into ``folder`` while the step is in the window."""
 
-    def __init__(self, folder: Path, who: str, window: Window, *, clock: Callable[[], int] = time.monotonic_ns):
+    def __init__(
+        self, folder: Path, who: str, window: Window, *, clock: Callable[[], int] = time.monotonic_ns
+    ):
         self._folder, self._who, self._window, self.clock = folder, who, window, clock
         self._file: TextIO | None = None
         self._rows: dict[str, _Rows] = defaultdict(_Rows)

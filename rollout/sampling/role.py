@@ -54,6 +54,7 @@ from rollout.servers.router import generation_client
 from rollout.servers.routing import Experts
 from rollout.tasks import Task, load_task, longest_above
 from rollout.tokenization import check_vocabulary_size, end_token_ids, load_tokenizer
+from tracing import at_step, span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -195,7 +196,9 @@ async def serve(
             while True:
                 doing("waiting for the learner")
                 try:
-                    request = decode_request(await channel.recv())
+                    with span("wait for the learner"):
+                        message = await channel.recv()
+                    request = decode_request(message)
                 # The client has proved the key: such a message comes from another version of Tandem.
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     logger.error("a message that is no request was refused: %s", error)
@@ -203,12 +206,15 @@ async def serve(
                     await channel.send(encode(failure))
                     continue
                 doing(type(request).__name__)
-                try:
-                    reply = await _answer_request(sampler, request)
-                except Exception as error:  # a defect: report it to the learner, then end
-                    await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
-                    raise
-                await channel.send(encode(reply))
+                if isinstance(request, NextGroups):
+                    at_step(request.newest + 1)  # each step makes one version
+                with span(type(request).__name__):
+                    try:
+                        reply = await _answer_request(sampler, request)
+                    except Exception as error:  # a defect: report it to the learner, then end
+                        await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
+                        raise
+                    await channel.send(encode(reply))
                 if isinstance(request, Stop):
                     return
     finally:
