@@ -13,7 +13,7 @@ class Part:
     """A part of one process's steps. Parts of the main row that lie in the same one do not overlap."""
 
     path: tuple[str, ...]
-    """The names of the spans around it, and its own; of a family, its name in brackets."""
+    """The names of the spans around it, and its own; of a family ``NAME (any)``."""
     seconds: float
     """A step's, as a mean over the steps. Of a family: the time in which at least one of its spans is open."""
     share: float
@@ -59,7 +59,7 @@ def _parts(process: Process, trace: Trace) -> Parts | None:
         return Part(path, taken / count / 1e9, taken / wall, len(inside) / count) if inside else None
 
     found = [part(path, spans) for path, spans in _by_tree(tree)]
-    found += [part((f"[{family}]",), spans) for family, spans in families.items()]
+    found += [part((f"{family} (any)",), spans) for family, spans in families.items()]
     covered = sum(union_ns(main, begin, end) for begin, end in times)
     return Parts(
         process, wall / count / 1e9, [p for p in found if p is not None], (wall - covered) / count / 1e9

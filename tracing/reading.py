@@ -85,7 +85,7 @@ def read_trace(run: Path) -> Trace:
         if about is None:
             continue  # its first line is being written
         try:
-            pair = (about["wall_ns"], about["wall_ns"] - about["clock_ns"])
+            pair = (about["clock_ns"], about["wall_ns"] - about["clock_ns"])
             offsets[about["boot"]] = min(offsets.get(about["boot"], pair), pair)
             spans = [Recorded(*line) for line in lines if isinstance(line, list)]
             found.append((about["boot"], Process(about["who"], about["host"], about["pid"], spans)))

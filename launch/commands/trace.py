@@ -24,7 +24,7 @@ def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
     rows = [*table_rows(parts_of(found))]
     widths = [max(map(len, column)) + 3 for column in zip(COLUMNS, *rows, strict=True)]
     print_table(COLUMNS, rows, width=sum(widths) + 1)
-    print(f"steps {_listed(found)}; [family]: at least one of its spans is open")
+    print(f"steps {_listed(found)}; (any): at least one of them is open")
     print(f"trace: {out}; open it in https://ui.perfetto.dev, which keeps it on this machine", flush=True)
     if profiles := sorted(folder.trace.glob("torch-rank-*.json")):
         print(f"torch's profiler, on a clock of its own: {', '.join(map(str, profiles))}", flush=True)
