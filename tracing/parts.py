@@ -13,7 +13,7 @@ class Part:
     """A part of one process's steps. Parts of the main row that lie in the same one do not overlap."""
 
     path: tuple[str, ...]
-    """The names of the spans around it, and its own; of a family ``NAME (any)``."""
+    """The names of the spans around it, and its own; the outermost ones of a family are ``FAMILY (any)``."""
     seconds: float
     """A step's, as a mean over the steps. Of a family: the time in which at least one of its spans is open."""
     share: float
@@ -44,22 +44,27 @@ def _parts(process: Process, trace: Trace) -> Parts | None:
     wall, count = sum(end - begin for begin, end in times), len(times)
     if not wall:
         return None
-    main = [s for s in process.spans if s.row == MAIN and s.name != STEP]
+    by_row: dict[str, list[Recorded]] = defaultdict(list)
+    for s in process.spans:
+        if s.name != STEP:
+            by_row[s.row].append(s)
+    main = by_row.pop(MAIN, [])
     tree: dict[tuple[str, ...], list[Recorded]] = defaultdict(list)
+    families: dict[tuple[str, ...], list[Recorded]] = defaultdict(list)
     for path, s in _with_paths(main):
         tree[path].append(s)
-    families: dict[str, list[Recorded]] = defaultdict(list)
-    for s in process.spans:
-        if s.row != MAIN:
-            families[s.row.rpartition(" ")[0]].append(s)
+    for row, spans in by_row.items():
+        for path, s in _with_paths(spans):
+            families[f"{row.rpartition(' ')[0]} (any)", *path[1:]].append(s)
+    for spans in families.values():
+        spans.sort(key=lambda s: s.begin)
 
     def part(path: tuple[str, ...], spans: Sequence[Recorded]) -> Part | None:
         inside = [s for s in spans if any(s.end > begin and s.begin < end for begin, end in times)]
         taken = sum(union_ns(spans, begin, end) for begin, end in times)
         return Part(path, taken / count / 1e9, taken / wall, len(inside) / count) if inside else None
 
-    found = [part(path, spans) for path, spans in _by_tree(tree)]
-    found += [part((f"{family} (any)",), spans) for family, spans in families.items()]
+    found = [part(path, spans) for path, spans in (*_by_tree(tree), *_by_tree(families))]
     covered = sum(union_ns(main, begin, end) for begin, end in times)
     return Parts(
         process, wall / count / 1e9, [p for p in found if p is not None], (wall - covered) / count / 1e9

@@ -49,5 +49,6 @@ def write_run(run: Path) -> Path:
     requests = [
         part("request", b, e, f"requests {n}", samples=4) for n, b, e in ((1, 0, 2), (2, 1, 3), (1, 10, 11))
     ]
+    requests.append(part("generate", 1.5, 2.5, "requests 2"))
     write_process(run, "sample", [part("NextGroups", 0, 4), *requests, part("late", 20, 21)], pid=9)
     return run

@@ -60,7 +60,7 @@ def test_the_chrome_trace_has_a_row_for_each_row_and_microseconds_from_the_first
     titles = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     assert titles[1] == "sample role (h, pid 9)" and titles[2] == "learner rank 0 (h, pid 7)"
     spans = [e for e in events if e["ph"] == "X"]
-    assert len(spans) == 7 + 3 + 5
+    assert len(spans) == 7 + 3 + 6
     assert {names[e["pid"], e["tid"]] for e in spans} == {"main", "requests 1", "requests 2"}
     second = next(e for e in spans if e["name"] == "request" and names[1, e["tid"]] == "requests 2")
     assert (second["ts"], second["dur"], second["args"]) == (1e6, 2e6, {"samples": 4})
@@ -92,6 +92,7 @@ def test_parts_by_role(tmp_path):
     assert {p.path: (p.seconds, p.count) for p in sample.parts} == {
         ("NextGroups",): (2.0, 0.5),
         ("requests (any)",): (pytest.approx((3 + 1 + 1) / 2), 1.5),
+        ("requests (any)", "generate"): (0.5, 0.5),
     }
 
 

@@ -28,6 +28,7 @@ def test_the_table_has_each_role_and_its_shares_of_the_wall_time(run):
         ["sample role", "the whole", "8.500", "100.0%", "", ""],
         ["", "NextGroups", "2.000", "23.5%", "0.5", ""],
         ["", "requests (any)", "2.500", "29.4%", "1.5", ""],
+        ["", "generate", "0.500", "5.9%", "0.5", ""],
         ["", "outside of the parts", "6.500", "76.5%", "", ""],
         ["learner rank 0", "the whole", "8.000", "100.0%", "", "8.000 to 8.000"],
         ["", "sampling", "3.000", "37.5%", "1", "2.500 to 3.000"],
@@ -37,7 +38,7 @@ def test_the_table_has_each_role_and_its_shares_of_the_wall_time(run):
     ]
     assert f"trace: {run}/trace.json; open it in https://ui.perfetto.dev" in done.stdout
     events = json.loads((run / "trace.json").read_text())["traceEvents"]
-    assert sum(event["ph"] == "X" for event in events) == 15
+    assert sum(event["ph"] == "X" for event in events) == 16
 
 
 def test_the_last_steps_into_a_file_of_ones_own(run):
