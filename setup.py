@@ -8,7 +8,10 @@ setup(
     description="RL post-training with a Megatron-Core learner and SGLang rollouts, honest about their mismatch",
     python_requires=">=3.11,<3.13",
     packages=find_packages(
-        include=[f"{name}*" for name in ("configs", "launch", "numerics", "parallel", "rollout", "trainer")]
+        include=[
+            f"{name}*"
+            for name in ("configs", "launch", "numerics", "parallel", "rollout", "tracing", "trainer")
+        ]
     ),
     package_data={
         "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml", "hardware/*.yaml"],

@@ -59,7 +59,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-OUR_PACKAGES = ("configs", "numerics", "rollout", "parallel", "trainer", "launch")
+OUR_PACKAGES = ("configs", "numerics", "rollout", "parallel", "tracing", "trainer", "launch")
 ConfigPath = Annotated[
     Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")
 ]
@@ -338,6 +338,42 @@ def samples(
     if last and step is not None:
         raise BadInput("--last and --step exclude each other; give one of them")
     show_samples(existing_run(run), step=step, group=group, sibling=sibling, tokens=tokens)
+
+
+@app.command()
+def trace(
+    run: RunPath,
+    steps: Annotated[
+        int | None,
+        typer.Option(min=1, help="The last N steps that were traced; all if left out.", metavar="N"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--out", "-o", help="The file to write; RUN/trace.json if left out.", metavar="FILE.json"
+        ),
+    ] = None,
+) -> None:
+    """Say where the time of the traced steps (tracking.trace) went, by role, and write a Chrome trace of all roles on one
+    clock, which opens in Perfetto."""
+    from launch.commands.trace import trace as write_trace
+    from launch.roles.start import existing_run
+
+    write_trace(existing_run(run), steps=steps, out=out)
+
+
+@app.command()
+def watch(
+    run: RunPath,
+    once: Annotated[bool, typer.Option("--once", help="Print one picture and end.")] = False,
+    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 2.0,
+) -> None:
+    """Show a run in the terminal while it goes on: curves, the parts of a step, the roles, the newest samples. Ctrl-C
+    ends the view alone."""
+    from launch.commands.watch import watch as watch_run
+    from launch.roles.start import existing_run
+
+    watch_run(existing_run(run), once=once, every_s=every)
 
 
 @app.command("check-cluster")

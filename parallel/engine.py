@@ -56,6 +56,7 @@ from parallel.planning.layout import Architecture, read_architecture, read_hf_co
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.peft_adapter import save_adapter
+from tracing import laps, span
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, any output).
@@ -263,7 +264,9 @@ class _Engine:
         if grad_scale is not None:
             self._scale_gradients(grad_scale(outputs))
         loss_scale = float(self._optimizer.get_loss_scale())
-        if self._optimizer.prepare_grads():
+        with span("prepare gradients"):
+            is_not_finite = self._optimizer.prepare_grads()
+        if is_not_finite:
             if loss_scale <= LEAST_LOSS_SCALE:
                 raise NonFiniteError(
                     f"the gradient is not finite at a loss scale of {loss_scale}{self._bad_parameters()}; nothing was updated"
@@ -275,9 +278,9 @@ class _Engine:
                 f"the gradient's norm is {grad_norm}{self._bad_parameters()}; nothing was updated"
             )
         skipped = False if self.dtype == torch.float16 else None
-        return UpdateResult(
-            grad_norm=grad_norm, lr=self._optimizer_step(grad_norm), outputs=outputs, skipped=skipped
-        )
+        with span("optimizer step"):
+            lr = self._optimizer_step(grad_norm)
+        return UpdateResult(grad_norm=grad_norm, lr=lr, outputs=outputs, skipped=skipped)
 
     def _accumulate_gradient(
         self, microbatches: Sequence[PackedBatch], forward: _Forward, loss_fn: Callable
@@ -337,22 +340,26 @@ class _Engine:
         chunks: list[Any] = self._trained or self.chunks
 
         def forward_step(batches: Iterator[PackedBatch], chunk):
-            batch = next(batches).to(platform.device())
+            batch = next(batches)
+            lap(tokens=batch.num_tokens)
+            batch = batch.to(platform.device())
             output = forward(getattr(chunk, "module", chunk), batch)
             if attach_loss is None and isinstance(output, tuple):
                 output = torch.stack(output)  # Megatron reads output.device for a model with experts
             return output, attach_loss(batch) if attach_loss else (lambda result, non_loss_data: result)
 
-        return get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=[iter(microbatches) for _ in chunks],
-            model=chunks,
-            num_microbatches=len(microbatches),
-            seq_length=max(batch.num_tokens for batch in microbatches),
-            micro_batch_size=1,
-            forward_only=attach_loss is None,
-            collect_non_loss_data=attach_loss is None,
-        )
+        # A lap ends where the next forward pass begins. In a pipeline it also has the backward pass of an earlier one.
+        with laps("micro-batch") as lap:
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=[iter(microbatches) for _ in chunks],
+                model=chunks,
+                num_microbatches=len(microbatches),
+                seq_length=max(batch.num_tokens for batch in microbatches),
+                micro_batch_size=1,
+                forward_only=attach_loss is None,
+                collect_non_loss_data=attach_loss is None,
+            )
 
     def _check_losses(self, losses: Sequence[Tensor]) -> None:
         """Raise NonFiniteError on all ranks if any of them has a loss that is not finite."""

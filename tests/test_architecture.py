@@ -11,10 +11,11 @@ ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
     "configs": {"configs"},
     "numerics": {"numerics"},
-    "rollout": {"rollout", "configs", "numerics"},
-    "parallel": {"parallel", "configs", "numerics"},
-    "trainer": {"trainer", "rollout", "parallel", "configs"},
-    "launch": {"launch", "trainer", "rollout", "parallel", "configs"},
+    "tracing": {"tracing"},
+    "rollout": {"rollout", "configs", "numerics", "tracing"},
+    "parallel": {"parallel", "configs", "numerics", "tracing"},
+    "trainer": {"trainer", "rollout", "parallel", "configs", "tracing"},
+    "launch": {"launch", "trainer", "rollout", "parallel", "configs", "tracing"},
 }
 ENGINE_HOMES = {
     "megatron": (
@@ -68,10 +69,11 @@ LIGHT = (
     "launch.commands.train", "launch.commands.plan", "launch.commands.dry_run",
     "configs.reading.hardware", "launch.commands.plan_page", "parallel.planning.flops", "parallel.planning.time",
     "parallel.planning.traffic",
-    "launch.commands.clean", "launch.commands.simulate", "launch.commands.stop", "launch.commands.sweep", "parallel.planning.simulated",
+    "launch.commands.clean", "launch.commands.simulate", "launch.commands.stop", "launch.commands.sweep", "launch.commands.trace",
+    "launch.commands.watch", "parallel.planning.simulated",
     "parallel.planning.layout", "parallel.planning.memory", "parallel.planning.planner",
     "rollout.environments.agent_template", "rollout.environments.processes", "rollout.rewards",
-    "rollout.servers.fleet", "rollout.tasks",
+    "rollout.servers.fleet", "rollout.tasks", "tracing",
 )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from parallel.megatron.lora import Lora
 from parallel.packing import PackedBatch, pack_sequences
 from rollout.records import Completion, Group
 from rollout.sglang_plugin.tandem_routed_experts import wire_type
+from tracing import span
 from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.mismatch import routing_metrics
@@ -189,11 +190,14 @@ class Learner:
         if self._config.correction.mode == "bypass":
             batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
         elif self._config.scores_old or batch.episode_ids_S is not None or not before_update:
-            batch = batch.with_fields(**self._score_old(batch))
+            with span("score old"):
+                batch = batch.with_fields(**self._score_old(batch))
         if self._config.kl.coefficient > 0:
-            batch = batch.with_fields(ref_logprobs_T=self._ref_logprobs(batch))
+            with span("score ref"):
+                batch = batch.with_fields(ref_logprobs_T=self._ref_logprobs(batch))
         if self.critic is not None:
-            batch = batch.with_fields(values_T=batch.scattered(self.critic.score(batch.microbatches())))
+            with span("score values"):
+                batch = batch.with_fields(values_T=batch.scattered(self.critic.score(batch.microbatches())))
         return batch
 
     def _score_old(self, batch: StepBatch) -> dict[str, Tensor]:
@@ -234,9 +238,11 @@ class Learner:
         """
         critic_metrics: dict[str, Metric] = {}
         if self.critic is not None:
-            result = self.critic.update(minibatch)
+            with span("update critic"):
+                result = self.critic.update(minibatch)
             critic_metrics = per_minibatch(result.metrics) | _optimizer_metrics("critic", result)
-        update = self._update_policy(minibatch) if policy else Update()
+        with span("update policy"):
+            update = self._update_policy(minibatch) if policy else Update()
         return replace(update, metrics=update.metrics | critic_metrics)
 
     def _update_policy(self, minibatch: Sequence[PackedBatch]) -> Update:

@@ -13,7 +13,7 @@ With ``rollout.max_staleness: 0`` every token of a step is sampled by the weight
 k >= 1 the sample role goes on with the groups of the next k steps while this page trains: a token is then at most
 k versions older, by the rule in ``rollout/sampling/pool.py``, and each keeps its version and its log-prob. All
 ranks run this page; asking, tracking and writing do nothing but on rank 0. Where learner and servers share
-devices they take turns (``trainer/turns.py``).
+devices they take turns (``trainer/turns.py``). Clock and spans say where the time goes (``trainer/step_clock.py``).
 
 An interruption (a request to stop, a failure of the rollout side) reaches all ranks together. While a step
 waits for groups, nothing has moved, and the step is dropped. Once its weights have moved, the step is
@@ -21,13 +21,13 @@ complete, even if the servers did not take them: it is recorded, and then the ru
 for an evaluation that was missed.
 """
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 from configs.schema import RunConfig
+from tracing import span
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
 from trainer.batch.farthest_token import Measure, farthest_token
@@ -38,28 +38,13 @@ from trainer.ranks.interruption import INTERRUPTIONS, Postponed
 from trainer.recording import Recorder
 from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import Sampled, SharedSampler
+from trainer.step_clock import StepClock, clocked
 from trainer.step_metrics import evaluation_metrics, learner_logprobs, step_metrics
 from trainer.tracking.alarms import check_alarms
 from trainer.tracking.ledger import Ledger
 from trainer.tracking.tracker import Tracker
 from trainer.turns import OwnDevices
 from trainer.weight_sync import WeightSync
-
-
-@dataclass(slots=True)
-class Clock:
-    """Seconds per part of a step."""
-
-    doing: Callable[[str], None] = lambda part: None
-    """Called with each part as it begins."""
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def time(self, part: str):
-        started = time.perf_counter()
-        self.doing(part)
-        yield
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,28 +67,32 @@ class Run:
     """Whether the step before the first lacks its evaluation."""
     doing: Callable[[str], None] = lambda part: None
     """Called with the part of the step that this rank is in."""
+    profiled: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
+    """Gives what a traced step runs in."""
 
 
 def train(run: Run) -> None:
     """Raises StopRequested or RolloutError, after the last complete step."""
     config, learner, sampler = run.config, run.learner, run.sampler
     rollout = config.rollout
-    for step in range(run.first_step, config.steps + 1):
-        clock, rest, trains_policy = Clock(run.doing), Postponed(), step > config.critic_warmup_steps
-        with clock.time("step"):
-            with clock.time("sampling"):
-                sampled = sampler.next_groups(
-                    rollout.prompts_per_step,
-                    newest=learner.version,
-                    max_staleness=rollout.max_staleness,
-                    ahead=min(rollout.max_staleness, config.steps - step),
-                )
+    for step, clock in clocked(range(run.first_step, config.steps + 1), run.doing, run.profiled):
+        rest, trains_policy = Postponed(), step > config.critic_warmup_steps
+        with clock.time("sampling"):
+            sampled = sampler.next_groups(
+                rollout.prompts_per_step,
+                newest=learner.version,
+                max_staleness=rollout.max_staleness,
+                ahead=min(rollout.max_staleness, config.steps - step),
+            )
+            with span("receive"):
                 batch = learner.receive(sampled.groups)
-            tell_of_failed_rewards(run, step, sampled)
-            with clock.time("logprobs"):
-                run.turns.learners()
-                batch = learner.score(batch, before_update=trains_policy)
+        tell_of_failed_rewards(run, step, sampled)
+        with clock.time("logprobs"):
+            run.turns.learners()
+            batch = learner.score(batch, before_update=trains_policy)
+        with span("correction"):
             correction = correct(batch.packed, config.correction, learner.total)
+        with span("advantages"):
             penalty_T, kl_metrics = learner.kl_in_reward.penalty(
                 batch.packed, num_samples=batch.num_episodes, total=learner.total
             )
@@ -121,40 +110,41 @@ def train(run: Run) -> None:
             batch = batch.with_loss_weights(
                 correction, config.aggregation, config.correction.denominator, learner.total
             )
+        with span("record batch"):
             run.recorder.record(step, batch, learner)
-            with clock.time("update"):
-                updates = [
-                    learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()
-                ]
+        with clock.time("update"):
+            updates = [learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()]
+        with span("keep samples"):
             run.samples.keep(step, sampled.groups, batch, updates, learner)
-            with clock.time("sampling"):
-                rest.attempt(lambda: sampler.drain(rollout.drain_s))
-            with clock.time("sync"):
-                sync = rest.attempt(run.weight_sync.publish)
-
+        with clock.time("sampling"):
+            rest.attempt(lambda: sampler.drain(rollout.drain_s))
+        with clock.time("sync"):
+            sync = rest.attempt(run.weight_sync.publish)
+        clock.end_step()
         with clock.time("evaluation"):
             evaluation = rest.attempt(sampler.evaluate) if is_evaluation_step(step, config) else None
-        metrics = step_metrics(
-            sampled=sampled,
-            batch=batch,
-            measured=[kl_metrics, advantages.metrics, correction.metrics],
-            updates=updates,
-            sync=sync,
-            evaluation=evaluation,
-            seconds=clock.seconds,
-            mode=config.correction.mode,
-            group=learner.groups.dp_group,
-        )
-        if run.tracker is not None:
-            run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
-        if run.ledger is not None and sampled.stats is not None:
-            run.ledger.enter(step, sampled.stats)
-        run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
-        run.doing("checkpoint")
-        evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
-        run.checkpointer.after_step(
-            step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
-        )
+        with span("metrics"):
+            metrics = step_metrics(
+                sampled=sampled,
+                batch=batch,
+                measured=[kl_metrics, advantages.metrics, correction.metrics],
+                updates=updates,
+                sync=sync,
+                evaluation=evaluation,
+                seconds=clock.seconds,
+                mode=config.correction.mode,
+                group=learner.groups.dp_group,
+            )
+            if run.tracker is not None:
+                run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
+            if run.ledger is not None and sampled.stats is not None:
+                run.ledger.enter(step, sampled.stats)
+            run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
+        with clock.time("checkpoint"):
+            evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
+            run.checkpointer.after_step(
+                step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
+            )
         rest.release()
 
 
@@ -178,7 +168,7 @@ def evaluate_before(run: Run) -> None:
     is_due = run.evaluation_owed or (run.first_step == 1 and run.config.evaluation.at_ends)
     if not is_due:
         return
-    clock = Clock(run.doing)
+    clock = StepClock(run.doing)
     with clock.time("evaluation"):
         evaluation = run.sampler.evaluate()
     evaluated = {} if evaluation is None else evaluation_metrics(evaluation)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from parallel.megatron import platform
 from rollout.servers.control import SGLangControl
+from tracing import span
 from trainer.learner import Learner
 from trainer.ranks.interruption import Postponed
 from trainer.ranks.totals import on_first_rank
@@ -110,7 +111,8 @@ class SharedDevices(OwnDevices):
             self._learner.restore()
 
     def _ask_servers(self, work: Callable[[SGLangControl], None]) -> None:
-        on_first_rank(lambda: work(self._control))
+        with span("servers' memory"):
+            on_first_rank(lambda: work(self._control))
 
 
 def make_room(control: SGLangControl, *tags: str) -> None:

@@ -56,6 +56,7 @@ from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.control import Pending, SGLangControl
 from rollout.sglang_plugin.tandem_process_memory import let_others_read
+from tracing import span
 from trainer.algorithm.mismatch import SampledGap
 from trainer.batch.farthest_token import Measure
 from trainer.learner import Learner
@@ -307,11 +308,16 @@ class WeightSync:
         groups = self._learner.groups
         self._turns.both()
         self._meet_servers()
-        opening = self._control.open_update() if self._control is not None else None
         by_stage: list[SentByRank] = [SentByRank()] * groups.pp_size
-        # Rank 0's pipeline group has all senders.
-        dist.all_gather_object(by_stage, self._send_stage(version, opening), group=groups.pp_group)
-        on_first_rank(lambda: self._close_update(version, by_stage))
+        with span("servers paused", servers=self._num_servers):
+            opening = self._control.open_update() if self._control is not None else None
+            with span("send") as sending:
+                sent = self._send_stage(version, opening)
+                sending.note(bytes=sent.bytes)
+            with span("wait for stages"):
+                # Rank 0's pipeline group has all senders.
+                dist.all_gather_object(by_stage, sent, group=groups.pp_group)
+            on_first_rank(lambda: self._close_update(version, by_stage))
         self._turns.servers()
         is_probed = not (self._samples_are_probes or self._samples_ahead)
         gap = self.probe(self._rollout.temperature) if is_probed else None
@@ -350,11 +356,13 @@ class WeightSync:
 
     def _close_update(self, version: int, by_stage: Sequence[SentByRank]) -> None:
         _raise_first([sent.failure for sent in by_stage])
-        served = self._servers.close_update()
+        with span("verify"):
+            served = self._servers.close_update()
         if set(served) != {version}:
             raise WeightSyncError(f"sent weight version {version}, but the servers report {served}")
         if not self._turns.are_shared:  # else it is not the servers' turn yet
-            self._servers.resume()
+            with span("resume"):
+                self._servers.resume()
 
     def probe(self, temperature: float) -> float:
         """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt,

@@ -59,6 +59,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     yield from _of_lora(config)
     yield from _of_truncation(config)
     yield from _of_best_checkpoint(config)
+    yield from _of_trace(config)
 
 
 def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
@@ -420,3 +421,21 @@ def _of_best_checkpoint(config: "RunConfig") -> Iterator[Contradiction]:
             f"checkpoint.keep_best={metric} is of answers at temperature 0, which evaluation.greedy=false does not ask for",
             "set evaluation.greedy=true, or use eval/accuracy",
         )
+
+
+def _of_trace(config: "RunConfig") -> Iterator[Contradiction]:
+    trace = config.tracking.trace
+    if trace.steps and trace.first > config.steps:
+        yield Contradiction(
+            ("tracking.trace.first", "steps"),
+            f"tracking.trace.first={trace.first} begins behind steps={config.steps}, so that nothing would be traced",
+            f"use at most {config.steps}",
+        )
+    if trace.profile_rank is not None and config.layout.dp != "auto":
+        size = config.layout.world_size
+        if trace.profile_rank >= size:
+            yield Contradiction(
+                ("tracking.trace.profile_rank", "layout"),
+                f"tracking.trace.profile_rank={trace.profile_rank} is no rank of a learner of {size}, which count from 0",
+                f"use at most {size - 1}",
+            )

@@ -16,6 +16,7 @@ from configs.schema.base import (
     Seconds,
     Siblings,
     Temperature,
+    at_most,
 )
 
 
@@ -148,8 +149,36 @@ class LaunchConfig(Schema):
         return 0.9 * self.collective_timeout_s
 
 
+class TraceConfig(Schema):
+    """The steps of which every role records where its time goes, for ``tandem trace`` and the report."""
+
+    steps: Annotated[NonNegativeInt, at_most(1000, "the files would be larger than anyone can look at")] = 0
+    """Number of steps, from ``first`` on; 0: none, and tracing costs nothing. A step takes about 150 bytes per span: per
+    request, reward and micro-batch."""
+    first: PositiveInt = 2
+    """The first of them. Step 1 of a run also warms up caches and buffers."""
+    profile_rank: NonNegativeInt | None = None
+    """The learner rank on which torch's profiler also records these steps, each into a Chrome trace of its own. It slows
+    the steps, and takes memory for each operation. None: no rank."""
+
+    @property
+    def end(self) -> int:
+        """The step behind the last one."""
+        return self.first + self.steps
+
+    @model_validator(mode="after")
+    def _profiles_traced_steps(self):
+        if self.profile_rank is not None and not self.steps:
+            raise Contradiction(
+                ("profile_rank", "steps"),
+                f"profile_rank={self.profile_rank} profiles the traced steps, but steps=0 traces none",
+                "set steps=1, or remove profile_rank",
+            )
+        return self
+
+
 class TrackingConfig(Schema):
-    """Where MLflow records the run, and how many samples are kept to look at."""
+    """Where MLflow records the run, how many samples are kept to look at, and which steps are traced."""
 
     experiment: str = "tandem"
     """Name of the MLflow experiment, in which runs can be compared."""
@@ -160,6 +189,7 @@ class TrackingConfig(Schema):
     sample_groups: NonNegativeInt = 2
     """Groups of each step whose samples are kept in the run folder, for ``tandem samples`` and the report; 0: none.
     About 25 bytes per sampled token."""
+    trace: TraceConfig = TraceConfig()
 
 
 class EvaluationConfig(Schema):

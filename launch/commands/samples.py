@@ -50,7 +50,7 @@ def show_samples(
     except ValueError as error:
         raise BadInput(f"--step {step}: {error}") from error
     chosen = _chosen(_chosen(samples, "group", group), "sibling", sibling)
-    decode, problem = find_decode(_model_path(folder), folder.path)
+    decode, problem = find_decode(model_path(folder), folder.path)
     console = Console(highlight=False, markup=False, emoji=False)
     if problem is not None:
         console.print(Text(visible(problem), style="red"), soft_wrap=True)
@@ -88,7 +88,7 @@ def _chosen(samples: list[Sample], name: str, number: int | None) -> list[Sample
     return [sample for sample in samples if number in (None, getattr(sample, name))]
 
 
-def _model_path(folder: RunFolder) -> Path:
+def model_path(folder: RunFolder) -> Path:
     try:
         return Path(yaml.safe_load(folder.config.read_text())["model"]["path"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:

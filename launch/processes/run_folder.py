@@ -14,6 +14,7 @@ adapter/           the trained adapters, in peft's format            export-adap
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
 ledger.jsonl       the fate of every group of responses, one line per step
 samples/           samples of a few groups of each step, for `tandem samples` and the report
+trace/             spans of every role, for `tandem trace` and the report (tracing/); torch's profiles
 batches/           recorded steps, for `tandem replay`               replay/                       what it asks and finds
 request.json       the request of `tandem eval`, `mismatch`, ...     metrics.lost.jsonl            of an attempt without a checkpoint
 """
@@ -74,6 +75,10 @@ class RunFolder:
     @property
     def samples(self) -> Path:
         return self.path / "samples"
+
+    @property
+    def trace(self) -> Path:
+        return self.path / "trace"
 
     @property
     def hf(self) -> Path:

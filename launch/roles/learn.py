@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import shutil
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +43,10 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     gc.enable()
     listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
     run = replace(build_run(folder, config, listener.reason), doing=doing)
+    if int(os.environ.get("RANK", "0")) == config.tracking.trace.profile_rank:
+        from trainer.profiling import profiled
+
+        run = replace(run, profiled=partial(profiled, folder.path, config.tracking.trace.profile_rank))
     if run.learner.is_first_rank:
         folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
     # Objects of the start-up live as long as the run: each collection would spend a tenth of a second on them.
@@ -126,6 +131,7 @@ def build_run(
     recorder = Recorder(folder.batches, config.record_batches, config.correction)
     if learner.is_first_rank:
         forget_lost_steps(folder, recorder, resumed_from)
+        forget_trace(folder, config, resumed_from)
     # The tracker comes last: an error after it is open would leave it open.
     tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
     ledger = Ledger(folder.ledger, keep_until=resumed_from or 0) if learner.is_first_rank else None
@@ -160,6 +166,13 @@ def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int
     forget_samples_after(folder.samples, resumed_from or 0)
     if resumed_from is None:
         folder.put_metrics_aside()
+
+
+def forget_trace(folder: RunFolder, config: RunConfig, resumed_from: int | None) -> None:
+    """Remove the trace of an earlier attempt if this one records, or does its steps again: a step has one trace. No
+    process has come to a step yet."""
+    if resumed_from is None or config.tracking.trace.end > resumed_from + 1:
+        shutil.rmtree(folder.trace, ignore_errors=True)
 
 
 def compare_engines(run: "Run") -> None:

@@ -35,6 +35,7 @@ from parallel.checkpoints.files import step_folder, step_folders
 from parallel.planning.layout import Experts, read_architecture, read_hf_config
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.watched_process import guard_session
+from tracing import Recorder, Window, install
 
 INTERRUPTED = 130
 Config = TypeVar("Config", RunConfig, SftConfig)
@@ -193,6 +194,8 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
             # Slurm sends SIGTERM to everything at once, while the learner still needs this role to finish its
             # step. The job's supervisor ends it.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if isinstance(config, RunConfig) and name in ("sample", "learn"):
+        install(recorder_of(folder, config, beat))
     try:
         with Pulse(folder, beat, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
             run(folder, config, **({"doing": pulse.doing} if name in SIDES else {}))
@@ -205,6 +208,14 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
                 traceback.print_exc()
         finally:
             exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
+
+
+def recorder_of(folder: RunFolder, config: RunConfig, who: str) -> Recorder | None:
+    """None where no step is traced. The sample role begins a step before the learner: samples of the first traced step
+    may be under way by then (``rollout.max_staleness``)."""
+    trace = config.tracking.trace
+    window = Window(trace.first - (who == "sample"), trace.end)
+    return Recorder(folder.trace, who, window) if trace.steps else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from rollout.rewards.math_answers import gsm8k_reward
 from rollout.rewards.model import RewardModel
 from rollout.rewards.trial import try_function
 from rollout.rewards.worker import MATH_VERIFY, START_TIMEOUT_S, Job, WorkerPool
+from tracing import span
 
 if TYPE_CHECKING:
     from rollout.tasks.task import Problem
@@ -213,7 +214,8 @@ class Scorer:
         if finish_reason is FinishReason.LENGTH:
             num_tokens = self._max_new_tokens  # the model's positions may have cut it off earlier
         response = _Response(text=response_text, num_tokens=num_tokens, finish_reason=finish_reason)
-        results = await asyncio.gather(*(reward(prompt, response) for reward in self._rewards.values()))
+        with span("reward", family="rewards"):
+            results = await asyncio.gather(*(reward(prompt, response) for reward in self._rewards.values()))
         scores = dict(zip(self._rewards, results, strict=True))
         for field, score in scores.items():
             if score.error is not None:

@@ -57,6 +57,7 @@ from rollout.servers.router import generation_client
 from rollout.servers.routing import Experts
 from rollout.tasks import Task, load_task, longer_than, rows_of, without
 from rollout.tokenization import check_vocabulary_size, end_token_ids, load_tokenizer
+from tracing import at_step, span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -224,7 +225,9 @@ async def serve(
             while True:
                 doing("waiting for the learner")
                 try:
-                    request = decode_request(await channel.recv())
+                    with span("wait for the learner"):
+                        message = await channel.recv()
+                    request = decode_request(message)
                 # The client has proved the key: such a message comes from another version of Tandem.
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     logger.error("a message that is no request was refused: %s", error)
@@ -232,16 +235,19 @@ async def serve(
                     await channel.send(encode(failure))
                     continue
                 doing(type(request).__name__)
-                try:
-                    reply = await _answer_request(sampler, request)
-                except Exception as error:  # a defect: report it to the learner, then end
-                    await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
-                    raise
-                content = encode(reply)
-                # The learner trains for minutes on what it gets: nothing of a step stays here meanwhile.
-                del reply
-                await channel.send(content, copy=False)
-                del content
+                if isinstance(request, NextGroups):
+                    at_step(request.newest + 1)  # each step makes one version
+                with span(type(request).__name__):
+                    try:
+                        reply = await _answer_request(sampler, request)
+                    except Exception as error:  # a defect: report it to the learner, then end
+                        await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
+                        raise
+                    content = encode(reply)
+                    # The learner trains for minutes on what it gets: nothing of a step stays here meanwhile.
+                    del reply
+                    await channel.send(content, copy=False)
+                    del content
                 if isinstance(request, Stop):
                     return
     finally:

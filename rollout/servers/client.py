@@ -4,7 +4,7 @@ import asyncio
 import gc
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +25,7 @@ from rollout.servers import kept_sets
 from rollout.servers.command import NO_WEIGHT_VERSION
 from rollout.servers.kept_sets import Truncation, decode_kept
 from rollout.servers.routing import Experts, decode_experts
+from tracing import span
 
 REUSE_S = 4.0
 """Idle connections are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
@@ -230,8 +231,13 @@ class SGLangClient:
         if sent.truncation is not None:
             request |= kept_sets.REQUEST
         body = orjson.dumps(request)
-        async with self._places.take(count):
-            await self._is_open.wait()
+        async with AsyncExitStack() as stack:
+            stack.enter_context(
+                span("request", family="requests", samples=count, prompt_tokens=len(prompt_ids))
+            )
+            with span("wait for admission"):
+                await stack.enter_async_context(self._places.take(count))
+                await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
             while True:
                 try:
@@ -272,6 +278,12 @@ class SGLangClient:
         )
 
     async def _attempt(self, url: str, body: bytes, count: int, sent: "Sent") -> list[Completion]:
+        with span("generate", server=url) as generating:
+            completions = await self._answered(url, body, count, sent)
+            generating.note(tokens=sum(len(completion.token_ids) for completion in completions))
+        return completions
+
+    async def _answered(self, url: str, body: bytes, count: int, sent: "Sent") -> list[Completion]:
         async with self._session.post(
             f"{url}/generate", data=body, headers={"Content-Type": "application/json"}
         ) as response:
@@ -512,14 +524,14 @@ def _versions_per_token(meta: Mapping, num_tokens: int) -> np.ndarray:
     A response has several spans where a pause for new weights fell into it.
     """
     spans, end = meta["weight_versions"], 0
-    for span in spans:
-        if span["start"] != end or span["end"] < end:
+    for part in spans:
+        if part["start"] != end or part["end"] < end:
             raise GenerationError(f"weight version spans leave a gap: {spans}")
-        end = span["end"]
+        end = part["end"]
     if end != num_tokens:
         raise GenerationError(f"weight version spans {spans} do not cover {num_tokens} tokens")
-    versions = np.array([_version_number(span["version"]) for span in spans], dtype=VERSIONS)
-    return versions.repeat([span["end"] - span["start"] for span in spans])
+    versions = np.array([_version_number(part["version"]) for part in spans], dtype=VERSIONS)
+    return versions.repeat([part["end"] - part["start"] for part in spans])
 
 
 def _version_number(version: str) -> int:

@@ -1023,3 +1023,22 @@ def test_contradictions_name_fields_of_the_block_that_finds_them():
 def test_a_run_may_get_a_server_back_that_is_its_own(settings, may):
     config = load_config(Path(__file__).parents[2] / "configs/recipes/countdown_tiny.yaml", settings)
     assert config.servers_may_restart is may
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ("{steps: 2, first: 61}", r"tracking.trace.first=61 begins behind steps=60"),
+        ("{profile_rank: 0}", r"profile_rank=0 profiles the traced steps, but steps=0 traces none"),
+        ("{steps: 1, profile_rank: 2}", r"profile_rank=2 is no rank of a learner of 2"),
+        ("{steps: 1001}", "larger than anyone can look at"),
+        ("{steps: 1, first: 0}", "tracking.trace.first"),
+    ],
+)
+def test_a_trace_of_nothing_is_refused(settings, told):
+    recipe = Path(__file__).parents[2] / "configs/recipes/countdown_tiny.yaml"
+    given = ["steps=60", "layout.dp=2", "layout.tp=1"]
+    with pytest.raises(ConfigError, match=told):
+        load_config(recipe, [*given, f"tracking.trace={settings}"])
+    trace = load_config(recipe, [*given, "tracking.trace={steps: 2, profile_rank: 1}"]).tracking.trace
+    assert (trace.first, trace.end) == (2, 4)

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from configs.schema import RunConfig, SftConfig
 from tests.docs.pages import DOCS, OUTSIDE, ROOT, prose_files
 
-PACKAGES = ("configs", "numerics", "rollout", "parallel", "trainer", "launch")
+PACKAGES = ("configs", "numerics", "rollout", "parallel", "tracing", "trainer", "launch")
 
 
 def build(folder: Path, site: Path) -> subprocess.CompletedProcess:

@@ -34,6 +34,8 @@ from tests.support.whole_runs import (
     steps_of,
     wait_for,
 )
+from tracing.parts import parts_of
+from tracing.reading import Trace, read_trace
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.recording import read_batch
 from trainer.weight_sync import EXACT_TOLERANCE
@@ -237,12 +239,14 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
     make_tiny_countdown_model(folder / "experts", seed=0, family="qwen3_moe")
     settings += ["model.path=experts", "learner.routing=rollout"]
     # The last step is saved, though it is no multiple of three.
-    pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=3", "steps=2"]
+    pipeline = ["layout.pp=2", "layout.vpp=2", "checkpoint.every=3", "steps=2", "tracking.trace.steps=1"]
     run("train", RECIPE, *settings, *pipeline, cwd=folder)
+    assert_traced(folder, steps=[2])
     colocated = [
         "launch.placement=colocated",
         "rollout.server_args.log_level_http=info",
         "checkpoint.every=2",
+        "tracking.trace={first: 4, steps: 2, profile_rank: 1}",
     ]
     tensor = ["layout.tp=2", "layout.sp=true", "steps=5", "resume=runs/latest"]
     run("train", RECIPE, *settings, *tensor, *colocated, cwd=folder)
@@ -268,6 +272,11 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         "a reference of its own"
     )
     path = folder / "runs" / "latest"
+    assert_traced(folder, steps=[4, 5])
+    for step in (4, 5):
+        profile = json.loads((path / "trace" / f"torch-rank-1-step-{step}.json").read_text())
+        assert any("aten::" in event.get("name", "") for event in profile["traceEvents"])
+    assert (path / "figures" / "timeline.png").stat().st_size > 5_000
     assert_credit_of_turns(path, step=4)
     saved = json.loads((path / "checkpoints" / "step_000004" / "extra.json").read_text())
     assert saved["version"] == 4
@@ -278,6 +287,38 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
     assert control_calls(path / "logs" / "sglang-0.log") == [
         *first, *BESIDE, *STEP, *STEP, *BESIDE, *STEP, *BESIDE, *STEP[:2]
     ]  # fmt: skip
+
+
+def assert_traced(folder: Path, steps: list[int]) -> None:
+    """The parts of each traced step add up to its wall time on each of two learner ranks, and the sample role's requests
+    lie within the learner's waits."""
+    trace = read_trace(folder / "runs" / "latest")
+    assert [p.who for p in trace.processes] == ["sample", "rank-0", "rank-1"] and [*trace.steps] == steps
+    sample, *ranks = trace.processes
+    for number, times in trace.steps.items():
+        for parts in parts_of(Trace(ranks, {number: times})):
+            assert 0 <= parts.outside_s <= 0.05 * parts.wall_s, (number, parts)
+            assert 0.95 <= sum(part.share for part in parts.parts if len(part.path) == 1) <= 1.0 + 1e-9
+            names = {part.path[-1] for part in parts.parts}
+            assert names >= {
+                "sampling", "receive", "logprobs", "score old", "score ref", "correction", "advantages", "update", "micro-batch",
+                "optimizer step", "keep samples", "sync", "servers paused", "send", "metrics", "checkpoint",
+            }  # fmt: skip
+    waits = [s for s in ranks[0].spans if s.name == "sampling"]
+    requests = [s for s in sample.spans if s.name == "request"]
+    in_time = [r for r in requests if any(w.begin <= r.begin and r.end <= w.end for w in waits)]
+    # Each sample asks twice, and those that fork once more. The role records from a step before the learner.
+    assert len(in_time) >= 2 * 16 * len(steps)
+    answered = [s for s in sample.spans if s.name == "generate"]
+    assert len(answered) >= len(requests) and all(s.notes["tokens"] > 0 for s in answered)
+    assert {s.notes["server"].split(":")[0] for s in answered} == {"http"}
+    assert sum(s.name == "reward" for s in sample.spans) >= 16 * len(steps)
+    written = run("trace", "runs/latest", "--steps", "1", cwd=folder)
+    assert f"steps {steps[-1]};" in written and "learner rank 0" in written
+    events = json.loads((folder / "runs" / "latest" / "trace.json").read_text())["traceEvents"]
+    assert {e["args"]["name"].split(" (")[0] for e in events if e["name"] == "process_name"} == {
+        "sample role", "learner rank 0", "learner rank 1",
+    }  # fmt: skip
 
 
 def assert_credit_of_turns(path: Path, step: int) -> None:

@@ -23,7 +23,7 @@ from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from configs.schema.model import ModelConfig
 from trainer.metric_names import TIME_PARTS, known
-from trainer.report import comparison
+from trainer.report import comparison, timeline
 from trainer.report.drawing import (
     ALONE,
     COLORS,
@@ -44,6 +44,8 @@ from trainer.tracking.tracker import duration, flatten, read_metrics
 if TYPE_CHECKING:
     import jinja2
     from matplotlib.figure import Figure
+
+    from tracing.reading import Trace
 
 _FEWEST_FLAT = 5
 _HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
@@ -309,6 +311,18 @@ def _draw_all(
     title = "Where the time of a step goes"
     whole, alone = _draw_step_time(run, title, None), _draw_step_time(run, "", ALONE)
     yield "step_time", title, about, whole, [] if alone is None else [alone]
+    traced = _traced_step(run)
+    whole = traced and timeline.draw_timeline(traced, timeline.TITLE, width=11)
+    alone = [timeline.draw_timeline(traced, "", width=2 * ALONE[0])] if traced else []
+    yield "timeline", timeline.TITLE, timeline.ABOUT, whole, alone
+
+
+def _traced_step(run: _Run) -> "Trace | None":
+    try:
+        return timeline.last_step(run.folder)
+    except ValueError as error:
+        run.notes.append(f"The trace was left out: {error}.")
+        return None
 
 
 def _labelled(runs: Sequence[_Run]) -> dict[str, _Run]:

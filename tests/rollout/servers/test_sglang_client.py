@@ -20,6 +20,8 @@ from rollout.servers import client as client_module
 from rollout.servers.client import Sent, SGLangClient, parse_completion
 from rollout.servers.kept_sets import Truncation
 from tests.support.records import completion
+from tracing import Recorder, Window, at_step, install
+from tracing.reading import read_trace
 
 
 def answer(ids=(5, 6), *, spans=None, finish="stop", logprob_ids=None, logprobs=None) -> dict:
@@ -109,6 +111,45 @@ async def ask_group(client, seeds: Sequence[int]) -> list[Completion]:
 async def ask(client) -> Completion:
     (completion,) = await ask_group(client, [11])
     return completion
+
+
+def test_requests_are_spans_with_their_wait_their_attempts_and_tokens(tmp_path):
+    """The first attempt fails. Of three groups of two samples the third waits for a place."""
+    install(Recorder(tmp_path / "trace", "sample", Window(1, 2)))
+    at_step(1)
+
+    async def scenario():
+        async with (
+            LocalServer(lambda n: (503, {}) if n == 0 else answer()) as server,
+            make_client(server, max_concurrency=4) as client,
+        ):
+            await asyncio.gather(*(ask_group(client, [seed, seed + 1]) for seed in (1, 3, 5)))
+            return server.url
+
+    try:
+        url = asyncio.run(scenario())
+    finally:
+        install(None)
+    (sample,) = read_trace(tmp_path).processes
+    by_row: dict[str, list] = {}
+    for span in sample.spans:
+        by_row.setdefault(span.row, []).append(span)
+    assert by_row.keys() == {"requests 1", "requests 2", "requests 3"}
+    attempts = []
+    for request, wait, *generating in by_row.values():
+        assert [request.name, wait.name] == ["request", "wait for admission"]
+        assert request.notes == {"samples": 2, "prompt_tokens": 3}
+        assert (
+            request.begin <= wait.begin
+            and wait.end <= generating[0].begin
+            and generating[-1].end <= request.end
+        )
+        attempts += [span.notes for span in generating]
+    failed = [notes for notes in attempts if "error" in notes]
+    assert failed == [{"server": url, "error": "AttemptFailed"}]
+    assert [notes for notes in attempts if notes not in failed] == [{"server": url, "tokens": 4}] * 3
+    waited = sorted((wait.end, wait.seconds) for _, wait, *_ in by_row.values())[-1]
+    assert waited[0] >= min(request.end for request, *_ in by_row.values()), "until a place was free"
 
 
 def test_experts_are_asked_for_and_dropped_where_the_server_computed_the_prompt_again():

@@ -20,7 +20,8 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from rollout.sampling.sampler import accuracy_error
-from trainer.report import comparison
+from tests.tracing.made import write_run as write_trace
+from trainer.report import comparison, timeline
 from trainer.report.drawing import Recorded, Series, draw, smooth
 from trainer.report.page import alarm_histories, changed_settings, write_report
 from trainer.report.pictures import PICTURES, Lines
@@ -229,6 +230,34 @@ def test_one_step_runs(tmp_path, steps):
     assert written >= {"step_time", "reward"}
     if steps == [1]:
         assert "Accuracy before not measured" in Page(path).text
+
+
+def test_a_traced_step_is_drawn_on_one_clock(tmp_path):
+    folder = make_run(tmp_path / "run", range(1, 4))
+    write_trace(folder)
+    path = write_report(folder)
+    assert (path.parent / "figures" / "timeline.png").stat().st_size > 5_000
+    assert "One step on one clock" in Page(path).text
+    trace = timeline.last_step(folder)
+    (axes,) = timeline.draw_timeline(trace, "", width=8).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [
+        "learner rank 0",
+        "learner rank 1",
+        "requests (≤ 1)",
+    ]
+    assert axes.get_xlim() == (0, 6) and axes.get_xlabel() == "seconds from the begin of step 3"
+    bars = [path.get_extents() for bar in axes.collections[:2] for path in bar.get_paths()]
+    assert [(bar.x0, bar.x1) for bar in bars] == [(0, 2), (2, 6)], "sampling and update of rank 0"
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["sampling", "update"]
+
+
+def test_a_trace_that_cannot_be_read_is_left_out_with_a_note(tmp_path):
+    folder = make_run(tmp_path / "run", range(1, 4))
+    write_trace(folder)
+    (folder / "trace" / "rank-0-7.jsonl").write_text("{}\n")
+    path = write_report(folder)
+    assert "The trace was left out:" in Page(path).text
+    assert not (path.parent / "figures" / "timeline.png").exists()
 
 
 def test_run_without_a_step_yet(tmp_path):

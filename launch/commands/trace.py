@@ -1,0 +1,83 @@
+"""``tandem trace``: where the time of a run's traced steps went, as a table, and as one Chrome trace of all roles."""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launch.checks.config import BadInput
+from launch.processes.run_folder import RunFolder, write_text
+from launch.tables import print_table
+from tracing.parts import Part, Parts, parts_of
+from tracing.reading import Trace, chrome_trace, read_trace
+
+COLUMNS = ("role", "part", "s a step", "of its time", "spans", "all ranks, s")
+
+
+def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
+    """Write the Chrome trace of the last ``steps`` that were traced (None: of all) into ``out`` (None:
+    ``RUN/trace.json``), and print the parts of a step by role."""
+    found = recorded(folder, steps)
+    out = out or folder.path / "trace.json"
+    if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
+        raise BadInput(f"--out: {out} is not the name of a file to write; name one that ends with .json")
+    write_text(out, json.dumps(chrome_trace(found)) + "\n")
+    rows = [*table_rows(parts_of(found))]
+    widths = [max(map(len, column)) + 3 for column in zip(COLUMNS, *rows, strict=True)]
+    print_table(COLUMNS, rows, width=sum(widths) + 1)
+    print(f"steps {_listed(found)}; (any): at least one of them is open")
+    print(f"trace: {out}; open it in https://ui.perfetto.dev, which keeps it on this machine", flush=True)
+    if profiles := sorted(folder.trace.glob("torch-rank-*.json")):
+        print(f"torch's profiler, on a clock of its own: {', '.join(map(str, profiles))}", flush=True)
+
+
+def recorded(folder: RunFolder, steps: int | None) -> Trace:
+    """Raises BadInput where nothing was recorded, or fewer steps."""
+    try:
+        found = read_trace(folder.path)
+    except ValueError as error:
+        raise BadInput(f"RUN: {error}") from error
+    if not found.steps:
+        state = "has traced no whole step yet" if found.processes else "has no trace"
+        raise BadInput(
+            f"RUN: {folder.path} {state}; a run records steps 2 and 3 with `tandem train CONFIG tracking.trace.steps=2`, and one that "
+            "goes on with `tandem resume RUN tracking.trace.first=STEP tracking.trace.steps=2`"
+        )
+    if steps is not None and steps > len(found.steps):
+        raise BadInput(f"--steps {steps}: {folder.path} has traced {len(found.steps)}: {_listed(found)}")
+    return found if steps is None else found.last(steps)
+
+
+def _listed(found: Trace) -> str:
+    return ", ".join(map(str, found.steps))
+
+
+def table_rows(found: Sequence[Parts]) -> Iterator[tuple[str, ...]]:
+    """Of each role without ranks, and of the learner's first rank; the last column has the least and the greatest of all
+    ranks."""
+    ranks = [parts for parts in found if parts.process.who.startswith("rank-")]
+    for parts in [*(parts for parts in found if parts not in ranks), *ranks[:1]]:
+        others = ranks if parts in ranks else []
+        yield (
+            parts.process.title,
+            "the whole",
+            *_numbers(parts.wall_s, 1.0, None),
+            _range([o.wall_s for o in others]),
+        )
+        for part in parts.parts:
+            same = [p.seconds for o in others for p in o.parts if p.path == part.path]
+            yield ("", _name(part), *_numbers(part.seconds, part.share, part.count), _range(same))
+        share = parts.outside_s / parts.wall_s
+        outside = [other.outside_s for other in others]
+        yield ("", "outside of the parts", *_numbers(parts.outside_s, share, None), _range(outside))
+
+
+def _name(part: Part) -> str:
+    return "  " * len(part.path) + part.path[-1]
+
+
+def _numbers(seconds: float, share: float, count: float | None) -> tuple[str, str, str]:
+    return f"{seconds:.3f}", f"{share:.1%}", "" if count is None else f"{count:g}"
+
+
+def _range(values: Sequence[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}" if len(values) > 1 else ""

@@ -1,0 +1,150 @@
+"""``tandem watch``: a run in the terminal while it goes on, or behind its end. Curves, the parts of the last step, what
+the roles do, and the newest samples.
+
+Like ``tandem status`` it reads the folder alone, and disturbs nothing.
+"""
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import pairwise
+
+from rich.console import Console, Group, RenderableType
+from rich.layout import Layout
+from rich.live import Live
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from launch.checks.config import BadInput
+from launch.commands.samples import model_path, transcript
+from launch.commands.status import status
+from launch.processes.run_folder import RunFolder
+from launch.tables import aligned
+from trainer.metric_names import TIME_PARTS, known
+from trainer.tracking import tracker
+from trainer.tracking.samples import read_samples, sample_file, sampled_steps
+from trainer.tracking.tracker import read_metrics
+from trainer.tracking.transcripts import Decode, find_decode
+
+CURVES = tuple(
+    (title, known(name), form)
+    for title, name, form in (
+        ("reward", "reward/mean", ".3f"),
+        ("held out", "eval/accuracy", ".1%"),
+        ("|Δp| max", "mismatch/abs_prob_max", ".1e"),
+        ("ESS", "mismatch/ess", ".3f"),
+        ("staleness", "staleness/mean", ".2f"),
+        ("entropy", "policy/entropy", ".3f"),
+        ("length", "response/length_mean", ".1f"),
+        ("tokens/s", "throughput/tokens_per_s", ".0f"),
+        ("s a step", "time/step", ".2f"),
+    )
+)
+"""(title, metric, format); those that were not recorded are left out."""
+BARS = "▁▂▃▄▅▆▇█"
+WIDTH = 48
+"""Characters of a curve and of the bar of a step."""
+MOST_SAMPLES = 4
+
+
+def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
+    """Show the run until Ctrl-C; with ``once`` print one picture."""
+    logging.getLogger(tracker.__name__).setLevel(logging.ERROR)  # its last line may be being written
+    console, decode = Console(highlight=False), cache(lambda: find_decode(model_path(folder), folder.path)[0])
+    if once:
+        for title, part in _parts(folder, decode):
+            console.print(Panel(part, title=title, title_align="left"))
+        return
+    if not console.is_terminal:
+        raise BadInput("watch needs a terminal; add --once to print one picture into a file or a pipe")
+    with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(_screen(_parts(folder, decode)), refresh=True)
+            time.sleep(every_s)
+
+
+def _parts(folder: RunFolder, decode: Callable[[], Decode]) -> list[tuple[str, RenderableType]]:
+    """(title, content) of the panels. Each is read anew."""
+    file = folder.path / "metrics.jsonl"
+    rows = read_metrics(file) if file.exists() else []
+    found = status(folder)
+    lines = aligned([("state", found.state), *found.lines])
+    return [
+        ("run", Text("\n".join(lines), no_wrap=True, overflow="ellipsis")),
+        ("curves", curves(rows)),
+        ("the last step", last_step(rows)),
+        ("newest samples", _samples(folder, decode)),
+    ]
+
+
+def _screen(parts: Sequence[tuple[str, RenderableType]]) -> Layout:
+    """The panels one below the other, as high as they are; the samples take what is left, and are cut there."""
+    layout = Layout()
+    heights = [None if title == "newest samples" else _height(part) + 2 for title, part in parts]
+    layout.split_column(
+        *(
+            Layout(Panel(part, title=title, title_align="left"), size=height)
+            for (title, part), height in zip(parts, heights, strict=True)
+        )
+    )
+    return layout
+
+
+def _height(part: RenderableType) -> int:
+    return part.row_count if isinstance(part, Table) else str(part).count("\n") + 1
+
+
+def curves(rows: Sequence[dict]) -> RenderableType:
+    """A curve over the steps for each quantity that was recorded, with its last, least and greatest value."""
+    table = Table.grid(padding=(0, 2))
+    for title, metric, form in CURVES:
+        values = [row[metric] for row in rows if row.get(metric) is not None]
+        if values:
+            bounds = f"{min(values):{form}} to {max(values):{form}}"
+            table.add_row(title, Text(sparkline(values), style="cyan"), f"{values[-1]:{form}}", bounds)
+    return table if table.row_count else Text("no step yet")
+
+
+def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
+    """A character per value or, where they are more than ``width``, per mean of neighbours; the lowest bar is the least
+    of them, the highest the greatest."""
+    finite = [value for value in values if math.isfinite(value)]
+    count = min(width, len(finite))
+    cuts = [len(finite) * place // count for place in range(count + 1)] if count else []
+    means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+
+
+def last_step(rows: Sequence[dict]) -> RenderableType:
+    """The parts of the newest trained step, as ``time/*`` has them."""
+    trained = [row for row in rows if row.get("time/step")]
+    if not trained:
+        return Text("no step yet")
+    row = trained[-1]
+    parts = {part: row.get(f"time/{part}") or 0.0 for part in TIME_PARTS}
+    parts["other"] = max(row["time/step"] - sum(parts.values()) + parts["evaluation"], 0.0)
+    whole = sum(parts.values()) or 1.0
+    table = Table.grid(padding=(0, 2))
+    for part, seconds in parts.items():
+        if seconds:
+            bar = Text("█" * max(round(WIDTH * seconds / whole), 1), style="cyan")
+            table.add_row(part, f"{seconds:.2f} s", f"{seconds / whole:.0%}", bar)
+    return table
+
+
+def _samples(folder: RunFolder, decode: Callable[[], Decode]) -> RenderableType:
+    """The first samples of the newest step that kept any."""
+    steps = sampled_steps(folder.samples)
+    if not steps:
+        return Text("none yet")
+    try:
+        samples = read_samples(sample_file(folder.samples, steps[-1]))
+    except ValueError as error:  # a resumed run may remove it
+        return Text(str(error))
+    return Group(*transcript(samples[:MOST_SAMPLES], decode(), tokens=False))

@@ -1,0 +1,10 @@
+"""Spans of time of every process of a run, on one clock: recorded, read, and merged into one Chrome trace.
+
+recorder.py   a process writes its spans, a line each, into RUN/trace/
+reading.py    the spans of all processes of a run folder, and their Chrome trace
+parts.py      the parts of a step by role, and what they leave of its wall time
+"""
+
+from tracing.recorder import Recorder, Span, Window, at_step, install, laps, span
+
+__all__ = ["Recorder", "Span", "Window", "at_step", "install", "laps", "span"]

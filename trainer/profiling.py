@@ -1,0 +1,27 @@
+"""torch's profiler on one rank, for the steps that are traced: ``RUN/trace/torch-rank-0-step-2.json``.
+
+Chrome traces of their own: operations and kernels, which a span of the host's time does not show. Their clock is not
+that of ``tandem trace``.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tracing.recorder import FOLDER
+
+
+@contextmanager
+def profiled(run: Path, rank: int, step: int) -> Iterator[None]:
+    """The file is written behind the step, whose time it does not count for. A full disk costs the file alone."""
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
+    with profile(activities=activities, record_shapes=True) as profiler:
+        yield
+    file = run / FOLDER / f"torch-rank-{rank}-step-{step}.json"
+    try:
+        profiler.export_chrome_trace(str(file))
+    except (OSError, RuntimeError) as error:
+        print(f"trace: {file} cannot be written ({error})", flush=True)

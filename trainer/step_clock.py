@@ -1,0 +1,45 @@
+"""The clock of a step: the seconds of its parts, for the metrics, and the same parts as spans, for the trace.
+
+Parts are named in ``loop.py`` alone. What is inside of a part, such as a micro-batch, is a span of the file that does it.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+from tracing import at_step, span
+from tracing.reading import STEP
+
+
+class StepClock:
+    """Seconds per part of a step, and from its begin to ``end_step``."""
+
+    def __init__(self, doing: Callable[[str], None] = lambda part: None):
+        """doing: called with each part as it begins."""
+        self._doing, self._began = doing, time.perf_counter()
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def time(self, part: str) -> Iterator[None]:
+        started = time.perf_counter()
+        self._doing(part)
+        with span(part):
+            yield
+        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+
+    def end_step(self) -> None:
+        """What follows, such as an evaluation, is no part of ``time/step``."""
+        self.seconds["step"] = time.perf_counter() - self._began
+
+
+def clocked(
+    steps: Iterable[int],
+    doing: Callable[[str], None] = lambda part: None,
+    profiled: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext(),
+) -> Iterator[tuple[int, StepClock]]:
+    """Each step with its clock. The body of the loop over them is a span of the trace.
+
+    profiled: gives what each traced step runs in."""
+    for step in steps:
+        with profiled(step) if at_step(step) else nullcontext(), span(STEP, step=step):
+            yield step, StepClock(doing)
