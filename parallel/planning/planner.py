@@ -115,8 +115,8 @@ class Traffic:
     = 1 if layers are computed again, else 0, k experts per token. In rings all-reduce sends 2 (n - 1) / n of
     its bytes; reduce-scatter, all-gather and all-to-all send (n - 1) / n.
 
-    - tensor: two all-reduces of b H N per dense layer (one per layer with experts) and pass, forward f + r
-      times, backward once. Sequence parallelism sends as much in two halves, and in backward gathers the
+    - tensor: two all-reduces of b H N per dense layer (one per layer with experts, two beside a shared expert) and
+      pass, forward f + r times, backward once. Sequence parallelism sends as much in two halves, and in backward gathers the
       input of each once more: half as much again.
     - pipeline: b H N / (t under sequence parallelism) per boundary, forward f times, backward once.
     - context: keys and values of all cp N tokens gathered, 2 b D K / t each (at least one head), per layer and
@@ -347,8 +347,11 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
     trained, trained_experts = (shared, expert) if lora is None else (adapter_parameters(a, layout, lora), 0)
     of_data = trained * (copies - 1) / copies + trained_experts * (expert_copies - 1) / expert_copies
     chosen = a.experts.experts_per_token if a.experts else 0
+    without_mlp = 0 if a.experts and a.experts.shared_size else sparse
     return Traffic(
-        tensor=int((2 * len(layers) - sparse) * 2 * hidden * (t - 1) / t * (forwards + again + backward)),
+        tensor=int(
+            (2 * len(layers) - without_mlp) * 2 * hidden * (t - 1) / t * (forwards + again + backward)
+        ),
         context=len(layers) * keys_values * (layout.cp - 1) // layout.cp * (forwards + again + 1),
         pipeline=rank_hidden * (forwards + 1) if layout.pp > 1 else 0,
         data=int(update * of_data),
@@ -364,7 +367,15 @@ def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) 
     numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
     if architecture.tied and layout.pp > 1:
         numbers[-1] -= architecture.vocab_size * architecture.hidden_size
-    return [BYTES[dtype] * count for count in numbers]
+    a = architecture
+    biases = [0] * layout.pp
+    if a.experts and a.experts.has_bias:  # float32 in any dtype
+        sparse = [
+            sum(a.experts.is_sparse[layer] for layer in stage_layers(a, layout, stage))
+            for stage in range(layout.pp)
+        ]
+        biases = [4 * a.experts.num_experts * count for count in sparse]
+    return [BYTES[dtype] * count + bias for count, bias in zip(numbers, biases, strict=True)]
 
 
 def _nothing_fits_text(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> str:
