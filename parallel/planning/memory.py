@@ -184,9 +184,10 @@ def stage_parameters(
 
     A layer: qkv H (A + 2 K) D / t, with a bias (A + 2 K) D / t in Qwen2; projection A D H / t; two norms 2 H;
     norms of queries and keys 2 D in Qwen3; an MLP 3 H I / t, or a router H E and E / ep whole experts of 3 H
-    I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not counted. The first
-    stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied model shares with the embedding if both are on one stage. ``output=False``: a critic, whose
-    output layer is a head of H.
+    I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not counted. The
+    first stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied
+    model shares with the embedding if both are on one stage. ``output=False``: a critic, whose output layer is a
+    head of H.
     """
     a, t = architecture, layout.tp
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim

@@ -292,7 +292,9 @@ def test_a_replay_of_the_routers_own_choice_changes_no_bit_and_another_one_does(
     alone_T = logprobs_of(engine, batch)
     assert torch.equal(logprobs_of(engine, own), alone_T)
     ((recorded_T, ids_TLK),) = engine.logprobs_and_experts([batch], temperature=0.7, dtype=torch.uint8)
-    assert torch.equal(recorded_T, alone_T) and torch.equal(ids_TLK, own.experts_TLK)
+    assert torch.equal(recorded_T, alone_T)
+    # A router with a bias writes them down in another order than that of their weights.
+    assert torch.equal(ids_TLK.sort(-1).values, own.experts_TLK.sort(-1).values)
     ((_, wide_TLK),) = engine.logprobs_and_experts([batch], temperature=0.7, dtype=torch.int16)
     assert wide_TLK.dtype == torch.int16 and torch.equal(wide_TLK, ids_TLK)
     nothing = replace(random, is_replayed_T=torch.zeros_like(random.is_replayed_T))

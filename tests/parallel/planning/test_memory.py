@@ -94,7 +94,8 @@ TWO_RANKS = [
     Case({"cp": 2}, dtype="bfloat16", recompute="full"), Case({"cp": 2}, kind="qwen3_moe"),
     Case({"tp": 2}, lora=ALL), Case({"tp": 2, "sp": True}, dtype="bfloat16", lora=ALL), Case({"dp": 2}, dtype="bfloat16", lora=ALL),
     Case({"pp": 2}, lora=ALL, forward="factored"), Case({"cp": 2}, lora=ALL),
-    Case({"tp": 2, "sp": True, "ep": 2}, kind="glm4_moe"), Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
+    Case({"tp": 2, "sp": True, "ep": 2}, kind="glm4_moe"),
+    Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 
 
