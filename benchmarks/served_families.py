@@ -8,11 +8,12 @@ Of each family of ``parallel/planning/families.py`` a tiny model with random wei
 
     python benchmarks/served_families.py --folder /tmp/families [FAMILY ...]
 
-A family that the folder has a row of is not run again: the table is of all rows.
+What the folder has already is not run again: the table is of all families that were run.
 """
 
 import argparse
 import json
+import math
 import subprocess
 import sys
 import time
@@ -22,7 +23,6 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from parallel.planning.families import SUPPORTED  # noqa: E402
-from parallel.planning.layout import read_architecture, read_hf_config  # noqa: E402
 from parallel.weights.hf_headers import read_headers  # noqa: E402
 from trainer.tracking.tracker import read_metrics  # noqa: E402
 
@@ -31,8 +31,9 @@ TIMEOUT_S = 600
 STEPS = 2
 FEW = (
     "layout.dp=1", f"steps={STEPS}", "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_total_tokens=4096",
-    "evaluation.every=0", "evaluation.at_ends=false", "checkpoint.every=0",
+    "evaluation.every=0", "evaluation.at_ends=false", "checkpoint.every=0", "entropy.coefficient=0.05",
 )  # fmt: skip
+"""A random model gets no reward: the entropy alone has a gradient."""
 SPREAD = 0.1
 """Standard deviation of the random weights: the answers depend on the prompt."""
 
@@ -49,64 +50,53 @@ def tandem(log: Path, *arguments: str) -> str:
     return "" if code == 0 else f"exit code {code}: {lines[-1] if lines else 'no output'}"
 
 
-def newest(runs: Path) -> Path:
-    folders = [path for path in runs.iterdir() if path.is_dir() and not path.is_symlink()]
-    return max(folders, key=lambda path: path.stat().st_mtime)
-
-
 def row_of(family: str, folder: Path) -> dict:
     from rollout.tiny_model import make_tiny_countdown_model
 
     began, model = time.monotonic(), folder / "model"
-    make_tiny_countdown_model(model, seed=0, family=family, initializer_range=SPREAD)
+    if not model.exists():
+        make_tiny_countdown_model(model, seed=0, family=family, initializer_range=SPREAD)
     headers = read_headers(model)
-    parameters = sum(_numbers(header.shape) for header in headers.values())
-    row = {"family": family, "parameters": parameters, "tensors": len(headers)}
-    read_architecture(read_hf_config(model))
-    common = [str(RECIPE), f"model.path={model}", *FEW]
-    row["verify"] = tandem(
-        folder / "verify.log", "verify-sync", *common, f"launch.runs_dir={folder / 'verify'}"
-    )
-    result = newest(folder / "verify") / "result.json" if (folder / "verify").is_dir() else None
-    if result is not None and result.exists():
-        (finding,) = json.loads(result.read_text())["findings"]
-        row |= {
-            "export": finding["export"],
-            "served": [part for parts in finding["served"].values() for part in parts],
-        }
-    row["train"] = tandem(folder / "train.log", "train", *common, f"launch.runs_dir={folder / 'train'}")
-    metrics = newest(folder / "train") / "metrics.jsonl" if (folder / "train").is_dir() else None
-    if metrics is not None and metrics.exists():
-        steps = [step for step in read_metrics(metrics) if "optim/grad_norm" in step]
-        row["steps"] = len(steps)
-        row["gradients"] = [step["optim/grad_norm"] for step in steps]
-        row["gap"] = max((step["mismatch/logprob_gap_max"] for step in steps), default=None)
-    row["seconds"] = round(time.monotonic() - began)
-    return row
+    row = {"family": family, "tensors": len(headers)}
+    row["parameters"] = sum(math.prod(header.shape) for header in headers.values())
+    for command, file in (("verify-sync", "result.json"), ("train", "metrics.jsonl")):
+        runs = folder / command
+        if not list(runs.glob(f"*/{file}")):
+            arguments = [str(RECIPE), f"model.path={model}", *FEW, f"launch.runs_dir={runs}"]
+            row[command] = tandem(folder / f"{command}.log", command, *arguments)
+        for found in list(runs.glob(f"*/{file}"))[:1]:
+            row |= findings(found) if command == "verify-sync" else steps(found)
+    return row | {"seconds": round(time.monotonic() - began)}
 
 
-def _numbers(shape: tuple[int, ...]) -> int:
-    return shape[0] * (shape[1] if len(shape) == 2 else 1)
+def findings(file: Path) -> dict:
+    (finding,) = json.loads(file.read_text())["findings"]
+    served = [part for parts in finding["served"].values() for part in parts]
+    return {"export": finding["export"], "served": served}
+
+
+def steps(file: Path) -> dict:
+    rows = [row for row in read_metrics(file) if "optim/grad_norm" in row]
+    gaps = [row["mismatch/logprob_gap_max"] for row in rows]
+    return {"gradients": [row["optim/grad_norm"] for row in rows], "gap": max(gaps, default=None)}
 
 
 def line(row: dict) -> list[str]:
     def of_parts(name: str) -> str:
         if name not in row:
-            return f"failed ({row['verify']})"
+            return f"failed ({row['verify-sync']})"
         return f"{len(row[name])} differ" if row[name] else "to the bit"
 
-    trained = f"{row.get('steps', 0)} steps" if not row["train"] else f"failed ({row['train']})"
-    gap = row.get("gap")
-    gradients = ", ".join(f"{norm:.2f}" for norm in row.get("gradients", ()))
+    gradients, gap = row.get("gradients", []), row.get("gap")
+    trained = f"{len(gradients)} steps" if not row.get("train") else f"failed ({row['train']})"
     return [
         f"`{row['family']}`", f"{row['parameters'] / 1e6:.2f} M, {row['tensors']} tensors", of_parts("export"), of_parts("served"),
-        trained, gradients, "" if gap is None else f"{gap:.1e}", str(row["seconds"]),
+        trained, ", ".join(f"{norm:.3f}" for norm in gradients), "" if gap is None else f"{gap:.1e}",
     ]  # fmt: skip
 
 
 HEAD = [
     "family", "tiny model", "loaded and exported", "served and verified", "trained", "gradient norms", "greatest log-prob gap, nats",
-    "s",
 ]  # fmt: skip
 
 
@@ -126,7 +116,7 @@ def main() -> None:
     for family in given.families or SUPPORTED:
         file = folder / family / "row.json"
         if not file.exists():
-            file.parent.mkdir(parents=True)
+            file.parent.mkdir(parents=True, exist_ok=True)
             row = row_of(family, file.parent)
             file.write_text(json.dumps(row, indent=2))
             print(line(row), flush=True)
