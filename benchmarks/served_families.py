@@ -27,7 +27,7 @@ from parallel.weights.hf_headers import read_headers  # noqa: E402
 from trainer.tracking.tracker import read_metrics  # noqa: E402
 
 RECIPE = ROOT / "configs" / "recipes" / "countdown_tiny.yaml"
-TIMEOUT_S = 600
+TIMEOUT_S = 1800
 STEPS = 2
 FEW = (
     "layout.dp=1", f"steps={STEPS}", "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_total_tokens=4096",
