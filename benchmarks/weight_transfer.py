@@ -264,9 +264,14 @@ class Receivers:
     def join_group(self, **meeting):
         return self.ask(*(("join", meeting | {"rank": 1 + number}) for number in range(self._size)))
 
-    def receive_transfer(self, *, names, dtype: str, shapes: Sequence, announcement, version: int | None):
-        itemsize = getattr(torch, dtype).itemsize
-        sizes, rest = [], iter([torch.Size(shape).numel() * itemsize for shape in shapes])
+    def receive_transfer(
+        self, *, names, dtypes: Sequence[str], shapes: Sequence, announcement, version: int | None
+    ):
+        both = zip(shapes, dtypes, strict=True)
+        sizes, rest = (
+            [],
+            iter([torch.Size(shape).numel() * getattr(torch, kind).itemsize for shape, kind in both]),
+        )
         for count in announcement.counts:
             sizes.append(sum(next(rest) for _ in range(count)))
         return self.ask(("transfer", (sizes, announcement.hash_kind, announcement.meeting)))

@@ -541,7 +541,8 @@ def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
     family: Annotated[
-        Literal["qwen3", "qwen3_moe", "mixtral"], typer.Option(help="The family of the model.")
+        Literal["qwen3", "qwen3_moe", "mixtral", "glm4_moe", "qwen2", "llama", "mistral", "phi3"],
+        typer.Option(help="The family of the model."),
     ] = "qwen3",
 ) -> None:
     """Make a tiny model with random weights and a character tokenizer, for Countdown."""

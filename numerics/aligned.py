@@ -96,15 +96,17 @@ def silu(x: Tensor) -> Tensor:
 
 
 def rotated(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(a, b) -> (a cos - b sin, b cos + a sin) of the halves a and b of D, each product rounded to the dtype.
+    """(a, b) -> (a cos - b sin, b cos + a sin) of the halves a and b of the first 2 F numbers of D, each product rounded to
+    the dtype. The others stay.
 
     heads [n, heads, D], cos and sin [n, 1, F].
     """
-    a, b = heads.chunk(2, -1)
+    half = cos.shape[-1]
+    a, b, rest = heads.split([half, half, heads.shape[-1] - 2 * half], -1)
     out = torch.empty(heads.shape, dtype=heads.dtype, device=heads.device)
-    half = a.shape[-1]
     torch.mul(a, cos, out=out[..., :half]).sub_(b * sin)
-    torch.mul(b, cos, out=out[..., half:]).add_(a * sin)
+    torch.mul(b, cos, out=out[..., half : 2 * half]).add_(a * sin)
+    out[..., 2 * half :] = rest
     return out
 
 

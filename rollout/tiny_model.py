@@ -1,4 +1,4 @@
-"""A tiny Qwen3, Qwen3-MoE or Mixtral model with a real tokenizer, trainable on two CPU cores in minutes."""
+"""A tiny model of a supported family with a real tokenizer, trainable on two CPU cores in minutes."""
 
 import os
 import shutil
@@ -7,10 +7,20 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -21,8 +31,9 @@ from rollout.tasks.countdown import CHARACTERS
 
 # SGLang's models with experts never share the embedding's weight with the output layer.
 _EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+_DENSE = {"intermediate_size": 384, "tie_word_embeddings": True}
 FAMILIES = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"intermediate_size": 384, "tie_word_embeddings": True}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, _DENSE),
     "qwen3_moe": (
         Qwen3MoeConfig,
         Qwen3MoeForCausalLM,
@@ -34,6 +45,28 @@ FAMILIES = {
         MixtralForCausalLM,
         _EXPERTS | {"intermediate_size": 96, "num_local_experts": 8},
     ),
+    "glm4_moe": (
+        Glm4MoeConfig,
+        Glm4MoeForCausalLM,
+        _EXPERTS
+        | {
+            "intermediate_size": 384,
+            "moe_intermediate_size": 96,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+        }
+        | {
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        }
+        | {"num_nextn_predict_layers": 0},
+    ),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, _DENSE),
+    "llama": (LlamaConfig, LlamaForCausalLM, _DENSE),
+    "mistral": (MistralConfig, MistralForCausalLM, _DENSE | {"sliding_window": None}),
+    "phi3": (Phi3Config, Phi3ForCausalLM, _DENSE | {"tie_word_embeddings": False}),
 }
 """Config class, model class, and the fields of this family alone."""
 
@@ -47,8 +80,8 @@ def make_tiny_countdown_model(
 ) -> None:
     """Write a Hugging Face folder of a randomly initialised model (float32) for the Countdown task.
 
-    ``family`` is one of ``FAMILIES``. Qwen3 has 0.79 M parameters. The other two have 8 experts in every layer
-    and 1.4 M parameters, of which a token uses 0.5 M. The folder appears under its name only when complete.
+    ``family`` is one of ``FAMILIES``. Dense ones have 0.8 M parameters. Those with experts have 8 in every layer, GLM-4.5
+    in all but the first, and 1.4 M parameters, of which a token uses 0.5 M. The folder appears under its name only when complete.
     The same ``seed`` gives the same weights. ``initializer_range`` is their standard deviation: from about 0.1 on the
     untrained model's answers depend on the prompt.
 
@@ -111,4 +144,8 @@ def _random_model(
     )
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it was
         torch.manual_seed(seed)
-        return model_class(config).to(torch.float32)
+        model = model_class(config).to(torch.float32)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):  # zero would hide that it was lost
+                buffer.normal_(std=0.02)
+        return model

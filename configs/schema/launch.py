@@ -83,9 +83,16 @@ class SlurmConfig(Schema):
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
     """Memory of each node, such as ``500G``."""
     container: str | None = Field(default=None, pattern=r"^\S+$")
-    """Image of every job step (``srun --container-image``, of the pyxis plugin)."""
+    """Image of every job step: a name or a file that the runtime reads. None: steps run on the nodes themselves."""
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """What runs the image. pyxis: Slurm's plugin for enroot (``srun --container-image``). apptainer: ``srun apptainer
+    exec``, with ``--nv`` on nodes with GPUs."""
     container_mounts: str | None = Field(default=None, pattern=r"^\S+$")
-    """``srun --container-mounts``, such as ``/data:/data``."""
+    """Folders of the nodes inside the container, such as ``/data:/data,/shared:/shared``. The folder that the command is
+    started in, ``runs_dir``, model and data must be among them under the same paths, unless the site mounts them anyway."""
+    container_python: str | None = Field(default=None, pattern=r"^/\S+$")
+    """The interpreter inside the image that has Tandem, such as ``/opt/tandem/.venv/bin/python`` of
+    ``launch/containers``. None: the one that ``tandem slurm`` was called with, whose folder must then be mounted."""
     setup: tuple[str, ...] = ()
     """Shell lines that the batch script runs first, such as ``module load cuda``."""
     options: tuple[Option, ...] = ()
@@ -96,6 +103,17 @@ class SlurmConfig(Schema):
     max_restarts: PositiveInt = 3
     """Starts after failures that brought no new checkpoint; then the job ends. Pre-emption and time limits
     are not counted."""
+
+    @model_validator(mode="after")
+    def _in_a_container(self):
+        for name in ("container_python", "container_mounts"):
+            if self.container is None and getattr(self, name) is not None:
+                raise Contradiction(
+                    (name,),
+                    f"{name}={getattr(self, name)} is of a container, and launch.slurm.container names none",
+                    f"set launch.slurm.container, or leave {name} out",
+                )
+        return self
 
 
 class LaunchConfig(Schema):

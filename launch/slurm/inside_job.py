@@ -169,7 +169,8 @@ def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     servers = job.nodes if nodes is None else job.nodes[nodes.learner :]
 
     def step(name: str, host: str, command: Sequence[str], *, gpus: int, error: str) -> Role:
-        command, log = [*_srun(name, host, config, gpus=gpus), *command], folder.logs / f"{name}.log"
+        command = [*_srun(name, host, config, gpus=gpus), *_in_container(config, command)]
+        log = folder.logs / f"{name}.log"
         return Role(name=name, command=command, log=log, error=folder.error(error), env=env)
 
     serve = [
@@ -220,15 +221,38 @@ def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
         "mem": "0",
         "kill-on-bad-exit": "1",
         "immediate": str(STEP_TIMEOUT_S),
-        "container-image": slurm.container,
-        "container-mounts": slurm.container_mounts,
     }
+    if slurm.container is not None and slurm.container_runtime == "pyxis":
+        options |= {
+            "container-image": slurm.container,
+            "container-mounts": slurm.container_mounts,
+            # By default a step starts in a folder of the image; paths in a config are relative to this one.
+            "container-workdir": os.getcwd(),
+        }
     if gpus_of_node(config):
         options["gres"] = f"gpu:{gpus}" if gpus else "none"
     return [
         "srun",
         "--overlap",
         *(f"--{name}={value}" for name, value in options.items() if value is not None),
+    ]
+
+
+def _in_container(config: RunConfig, command: Sequence[str]) -> list[str]:
+    """The command as the step runs it: by the image's interpreter, and for apptainer, which is no plugin of Slurm, inside
+    of a command that enters the image."""
+    slurm = config.launch.slurm
+    if slurm.container_python is not None:
+        command = [slurm.container_python, *command[1:]]
+    if slurm.container is None or slurm.container_runtime == "pyxis":
+        return list(command)
+    return [
+        *("apptainer", "exec"),
+        *(["--nv"] if gpus_of_node(config) else []),
+        *([f"--bind={slurm.container_mounts}"] if slurm.container_mounts is not None else []),
+        f"--pwd={os.getcwd()}",
+        slurm.container,
+        *command,
     ]
 
 

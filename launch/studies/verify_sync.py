@@ -261,14 +261,18 @@ def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
     import torch
 
     from parallel.weights.hf_files import HuggingFaceWeights, PerturbedWeights
-    from parallel.weights.hf_names import all_hf_names
+    from parallel.weights.hf_names import all_hf_names, is_kept_float32
 
     exported, given = HuggingFaceWeights(export), PerturbedWeights(config.model.path)
     dtype = getattr(torch, config.model.dtype)
     # The names of the architecture: the model's folder may repeat a tied embedding, or keep unused buffers.
     names = all_hf_names(read_architecture(read_hf_config(config.model.path)))
     both = exported.names & names
-    wrong = {name for name in both if not torch.equal(exported.read(name), given.read(name).to(dtype))}
+
+    def wanted(name: str) -> torch.Tensor:
+        return given.read(name).to(torch.float32 if is_kept_float32(name) else dtype)
+
+    wrong = {name for name in both if not torch.equal(exported.read(name), wanted(name))}
     return sorted((exported.names ^ names) | wrong)
 
 

@@ -1,7 +1,7 @@
 """Packed causal attention with rotary positions, without Transformer Engine, and the plan of a micro-batch.
 
 Legend: N sequences of one bucket, L their common length, A query heads, K key/value heads, D head dimension,
-F = D / 2 rotary frequencies.
+F = D / 2 rotary frequencies, or fewer where a part of each head is rotated.
 
 Sequences of equal length form a bucket and run as one batched causal SDPA. The model sees its tokens in the
 order of the buckets (``PackedPlan.order_T``). Within a layer a bucket is therefore a slice: no layer gathers or
@@ -152,8 +152,8 @@ def rotary_tables(
 
 
 def rotate(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
-    """Rotary embedding (a, b) -> (a cos - b sin, b cos + a sin) of the halves a and b of D (RoFormer, GPT-NeoX
-    layout)."""
+    """Rotary embedding (a, b) -> (a cos - b sin, b cos + a sin) of the halves a and b of the first 2 F numbers of D
+    (RoFormer, GPT-NeoX layout)."""
     return _Rotate.apply(heads_TAD, cos_T1F, sin_T1F)
 
 

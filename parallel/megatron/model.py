@@ -40,6 +40,7 @@ from parallel.megatron.lora import Lora, adapters_only, add_adapters, freeze_bas
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, plan_shared_prompts, shared_attention
 from parallel.megatron.vocab_parallel import linear_logprobs
+from parallel.planning.families import SUPPORTED, family_of
 from parallel.planning.layout import (
     Architecture,
     Experts,
@@ -47,6 +48,7 @@ from parallel.planning.layout import (
     check_rope_type,
     padded_vocab_size,
     read_architecture,
+    rotated_share,
 )
 
 
@@ -57,43 +59,46 @@ def rotary_frequencies(folder: Path, hf_config: Mapping[str, Any]) -> tuple[Tens
     """
     # transformers and its Llama take three CPU seconds to import, and nothing else in a rank's start needs them.
     if (plain := plain_rotary(hf_config)) is not None:
-        theta, head_dim = plain
-        return 1.0 / (theta ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim)), 1.0
+        theta, size = plain
+        return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
     return rotary_frequencies_of_transformers(folder, str(hf_config.get("model_type")))
 
 
 def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
-    """(theta, head size) of a config.json with plain frequencies that names both. None for any other, such as one
-    that leaves either to a default of transformers."""
+    """(theta, numbers of a head that are rotated) of a config.json with plain frequencies that names theta and the head's
+    size. None for any other, such as one that leaves either to a default of transformers."""
+    family = family_of(hf_config.get("model_type"))
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     thetas = {
         fields["rope_theta"]
         for fields in (hf_config, rope)
         if isinstance(fields.get("rope_theta"), int | float)
     }
-    is_plain = rope.keys() <= {"rope_type", "rope_theta"} and rope.get("rope_type", "default") == "default"
+    known = {"rope_type", "rope_theta", "partial_rotary_factor"}
+    is_plain = rope.keys() <= known and rope.get("rope_type", "default") == "default"
+    share = rotated_share(hf_config, family)
     head_dim = hf_config.get("head_dim")
-    if head_dim is None and hf_config.get("model_type") in ("llama", "qwen2"):
+    if head_dim is None and hf_config.get("model_type") in ("llama", "qwen2", "mistral", "phi3"):
         head_dim = hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    if len(thetas) != 1 or not is_plain or not isinstance(head_dim, int):
+    is_whole = share == 1.0 or family.rotated_share is not None
+    if len(thetas) != 1 or not is_plain or not is_whole or not isinstance(head_dim, int):
         return None
-    return thetas.pop(), head_dim
+    return thetas.pop(), int(head_dim * share)
 
 
 def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[Tensor, float]:
     """``rotary_frequencies`` of any config.json, by transformers itself."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     kind = config.rope_parameters["rope_type"]
     check_rope_type(kind, model_type)
-    compute: Any = (
-        LlamaRotaryEmbedding.compute_default_rope_parameters
-        if kind == "default"
-        else ROPE_INIT_FUNCTIONS[kind]
-    )
+    is_part = SUPPORTED[model_type].rotated_share is not None
+    plain = Glm4MoeRotaryEmbedding if is_part else LlamaRotaryEmbedding
+    compute: Any = plain.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
     inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"))
     return inv_freq_F.float(), float(attention_factor)
 

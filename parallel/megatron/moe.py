@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of Qwen3-MoE and Mixtral in Megatron-Core: configuration, layer specification and
+"""Mixture-of-experts layers of Qwen3-MoE, Mixtral and GLM-4.5 in Megatron-Core: configuration, layer specification and
 router.
 
 Legend: T tokens of this rank, E experts, K experts per token, H hidden size, L layers with experts.
@@ -32,6 +32,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from parallel.megatron import platform
 from parallel.planning.layout import Experts
 
 
@@ -51,6 +52,7 @@ def config_fields(experts: Experts | None, *, is_grouped: bool) -> dict[str, Any
         "moe_grouped_gemm": is_grouped,
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": experts.shared_size or None,
     }
 
 
@@ -115,11 +117,14 @@ def _places_of_rank(own_TK: Tensor, group: dist.ProcessGroup | None) -> slice:
 
 class Router(TopKRouter):
     """The routing of transformers and SGLang: p_TE = softmax_E(x_TH W_EH^T), of which the K largest are the
-    weights, with ``norm_topk`` divided by their sum.
+    weights, with ``norm_topk`` divided by their sum; or p_TE = sigmoid(x_TH W_EH^T), of which those of the K largest
+    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``.
 
-    The logits are in the model's dtype, as in transformers and SGLang, so that a bfloat16 learner and server
-    choose alike; from the softmax on numbers are float32. Megatron's own router takes the softmax of the chosen
-    logits, which is the same only with ``norm_topk``.
+    The logits of a softmax are in the model's dtype, as in transformers and SGLang, so that a bfloat16 learner and
+    server choose alike; from the softmax on numbers are float32. Those of a sigmoid are float32 in all of them. The
+    bias is a buffer: it has no gradient, and nothing here moves it to balance the experts, since servers would then
+    choose others. Megatron's own router takes the softmax of the chosen logits, which is the same only with
+    ``norm_topk``, and makes its bias on a GPU alone.
     """
 
     routing: Routing | None = None
@@ -128,13 +133,23 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection=None, *, experts: Experts):
         super().__init__(config, pg_collection)
         self.norm_topk, self._is_sparse = experts.norm_topk, experts.is_sparse
+        self.score, self.scale = experts.score, experts.scale
+        bias_E = torch.zeros(experts.num_experts, device=platform.device()) if experts.has_bias else None
+        self.register_buffer("correction_bias", bias_E)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """p_TE, float32."""
+        if self.score == "sigmoid":
+            return F.linear(hidden.float(), self.weight.float()).flatten(0, -2).sigmoid()
+        return torch.softmax(F.linear(hidden, self.weight).flatten(0, -2), -1, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(weights [T, E] float32, zero where not chosen; chosen [T, E] bool)."""
         if padding_mask is not None:
             raise ValueError("packed batches hold no padding: the router takes no padding mask")
-        p_TE = torch.softmax(F.linear(hidden, self.weight).flatten(0, -2), -1, dtype=torch.float32)
-        chosen_TK = p_TE.detach().topk(self.topk, -1).indices
+        p_TE = self.scores(hidden)
+        chosen_by_TE = p_TE.detach() if self.correction_bias is None else p_TE.detach() + self.correction_bias
+        chosen_TK = chosen_by_TE.topk(self.topk, -1).indices
         if self.routing is not None:
             assert self.layer_number is not None  # from 1, over all stages
             layer = sum(self._is_sparse[: self.layer_number - 1])
@@ -144,6 +159,8 @@ class Router(TopKRouter):
         weights_TK = p_TE.gather(1, chosen_TK)
         if self.norm_topk:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
+        if self.scale != 1.0:
+            weights_TK = weights_TK * self.scale
         weights_TE = torch.zeros_like(p_TE).scatter(1, chosen_TK, weights_TK)
         return weights_TE, torch.zeros_like(p_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
 

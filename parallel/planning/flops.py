@@ -68,7 +68,8 @@ def forward_flops(
 
     A layer: qkv and projection 2 T (H (A + 2 K) D + A D H) / t; an MLP 2 T 3 H I / t, or, of the rank's own rows, a
     router 2 T H E and 2 T k 3 H I of the chosen experts, spread evenly over the ranks, so that it does as much for
-    others as they do for it. Attention: two products of 2 D for each pair and query head, 4 D A / t. Logits: 2 R H V / t.
+    others as they do for it, and beside them 2 T 3 H S / t of a shared expert of size S. Attention: two products of 2 D
+    for each pair and query head, 4 D A / t. Logits: 2 R H V / t.
     Context parallelism divides all by C.
     """
     a, t = architecture, layout.tp
@@ -82,6 +83,7 @@ def forward_flops(
     if a.experts and sparse:
         chosen = a.experts.experts_per_token * 3 * a.hidden_size * a.experts.intermediate_size
         matrices += 2 * rows * sparse * (a.hidden_size * a.experts.num_experts + chosen)
+        matrices += 2 * tokens * sparse * (3 * a.hidden_size * a.experts.shared_size // t)
     attention = len(layers) * 4 * a.head_dim * (a.num_heads // t) * load.pairs // layout.cp
     logits = 0
     if output and stage == layout.pp - 1:

@@ -7,21 +7,16 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from configs.schema.layout import LayoutConfig, layout_text
-
-SUPPORTED = {
-    "qwen2": "Qwen2 and Qwen2.5, dense", "qwen3": "Qwen3, dense", "llama": "Llama, dense", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral",
-}  # fmt: skip
-STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary frequencies that do not depend on the length of the sequence."""
+from parallel.planning.families import SUPPORTED, Family, family_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
-    """The mixture-of-experts part of a model. Router weights are the chosen experts' shares of a softmax over
-    all experts.
+    """The mixture-of-experts part of a model. Router weights are the chosen experts' scores: a softmax over all
+    experts, or a sigmoid of each.
 
     ``norm_topk``: whether the weights are divided by their sum. ``is_sparse``: per layer, whether it has
     experts or a dense MLP.
@@ -32,6 +27,13 @@ class Experts:
     intermediate_size: int
     norm_topk: bool
     is_sparse: tuple[bool, ...]
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    """Whether experts are chosen by score + bias. The bias is kept as it was loaded: the loss has no gradient of it."""
+    scale: float = 1.0
+    """By which the weights are multiplied at last."""
+    shared_size: int = 0
+    """Intermediate size of the MLP that every token goes through beside its experts; 0: there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +56,13 @@ class Architecture:
     tied: bool
     qkv_bias: bool
     qk_norm: bool
+    rotary_size: int
+    """Numbers of each head, from the first, that are rotated."""
     experts: Experts | None = None
     """None for a dense model."""
+    further_layers: int = 0
+    """Layers behind the last one of a published folder that predict further tokens (multi-token prediction). They are
+    neither loaded nor exported."""
 
 
 MOST_LAYERS = 10_000
@@ -84,10 +91,9 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     """The architecture in config.json. Raises ValueError for a model or variant that this learner does not
     compute exactly, and for missing or impossible sizes."""
     kind = hf_config.get("model_type")
-    if kind not in SUPPORTED:
-        supported = ", ".join(f"{name} ({title})" for name, title in SUPPORTED.items())
-        raise ValueError(f"model_type {kind!r} is not supported; supported are {supported}")
-    _refuse_variants(hf_config, kind)
+    family = family_of(kind)
+    assert isinstance(kind, str)  # it is the name of a family
+    _refuse_variants(hf_config, kind, family)
     heads, hidden_size = (
         _read_size(hf_config, "num_attention_heads", kind),
         _read_size(hf_config, "hidden_size", kind),
@@ -106,6 +112,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"config.json has hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
         )
+    head_dim = _read_size(hf_config, "head_dim", kind, default=hidden_size // heads)
     return Architecture(
         model_type=kind,
         vocab_size=_read_size(hf_config, "vocab_size", kind),
@@ -113,21 +120,52 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=_read_size(hf_config, "head_dim", kind, default=hidden_size // heads),
+        head_dim=head_dim,
         intermediate_size=_read_size(hf_config, "intermediate_size", kind),
         norm_eps=_read_positive_number(hf_config, "rms_norm_eps", kind),
         max_positions=_read_size(hf_config, "max_position_embeddings", kind),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
-        qkv_bias=kind == "qwen2",
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
-        experts=_read_experts(hf_config, kind, num_layers),
+        qkv_bias=_has(hf_config, family.qkv_bias),
+        qk_norm=_has(hf_config, family.qk_norm),
+        rotary_size=_rotary_size(hf_config, family, head_dim),
+        experts=_read_experts(hf_config, kind, family, num_layers),
+        further_layers=int(hf_config.get("num_nextn_predict_layers") or 0) if kind == "glm4_moe" else 0,
     )
 
 
-def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Experts | None:
-    if kind == "mixtral":
+def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
+    """``part`` of ``Family``: a fact, or the field that says so."""
+    return part if isinstance(part, bool) else bool(hf_config.get(part))
+
+
+def _rotary_size(hf_config: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    size = int(head_dim * rotated_share(hf_config, family))
+    if size % 2 or size < 2:
+        raise ValueError(
+            f"config.json rotates {size} numbers of each head of {head_dim}, which are not pairs; restore its partial_rotary_factor"
+        )
+    return size
+
+
+def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
+    """The share of each head that is rotated: ``partial_rotary_factor`` of config.json or of its rope parameters."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if share is None:
+        return family.rotated_share or 1.0
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={share!r}; it must be a number above 0, at most 1"
+        )
+    return float(share)
+
+
+def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
+    if family.experts == "glm4_moe":
+        return _read_glm_experts(hf_config, kind, num_layers)
+    if family.experts == "mixtral":
         size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
-    elif kind == "qwen3_moe":
+    elif family.experts == "qwen3_moe":
         size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
         dense = hf_config.get("mlp_only_layers") or ()
         every = _read_size(hf_config, "decoder_sparse_step", kind, default=1)
@@ -135,14 +173,7 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> E
         return None
     # Recent versions of transformers write Mixtral's name for either family.
     count_name = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    count, chosen = (
-        _read_size(hf_config, count_name, kind),
-        _read_size(hf_config, "num_experts_per_tok", kind),
-    )
-    if chosen > count:
-        raise ValueError(
-            f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it"
-        )
+    count, chosen = _read_counts(hf_config, count_name, kind)
     is_sparse = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
     if not any(is_sparse):
         raise ValueError(
@@ -156,6 +187,41 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> E
         norm_topk=norm_topk,
         is_sparse=is_sparse,
     )
+
+
+def _read_glm_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Experts:
+    count, chosen = _read_counts(hf_config, "n_routed_experts", kind)
+    dense = _read_field(hf_config, "first_k_dense_replace", kind)
+    if type(dense) is not int or not 0 <= dense < num_layers:
+        raise ValueError(
+            f"config.json has first_k_dense_replace={dense!r}, which leaves none of the {num_layers} layers with experts, or is no "
+            "number of layers; restore it, or use a dense model"
+        )
+    size = _read_size(hf_config, "moe_intermediate_size", kind)
+    return Experts(
+        num_experts=count,
+        experts_per_token=chosen,
+        intermediate_size=size,
+        norm_topk=bool(hf_config.get("norm_topk_prob", True)),
+        is_sparse=tuple(layer >= dense for layer in range(num_layers)),
+        score="sigmoid",
+        has_bias=True,
+        scale=_read_positive_number(hf_config, "routed_scaling_factor", kind),
+        shared_size=size * _read_size(hf_config, "n_shared_experts", kind),
+    )
+
+
+def _read_counts(hf_config: Mapping[str, Any], count_name: str, kind: str) -> tuple[int, int]:
+    """(experts, experts of a token)."""
+    count, chosen = (
+        _read_size(hf_config, count_name, kind),
+        _read_size(hf_config, "num_experts_per_tok", kind),
+    )
+    if chosen > count:
+        raise ValueError(
+            f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it"
+        )
+    return count, chosen
 
 
 def _read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: int | None = None) -> int:
@@ -185,28 +251,37 @@ def _read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
     return hf_config[name]
 
 
-def _refuse_variants(hf_config: Mapping[str, Any], kind: str) -> None:
+def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
+    check_rope_type(_rope_type(hf_config), kind)
+    grouped = family.experts == "glm4_moe"
     refused = {
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
         # Mixtral has no use_sliding_window.
         "sliding_window": kind == "mixtral" and hf_config.get("sliding_window") is not None,
         "layer_types": any(t != "full_attention" for t in hf_config.get("layer_types") or ()),
-        "attention_bias": kind != "qwen2" and bool(hf_config.get("attention_bias")),
+        "attention_bias": family.qkv_bias is False and bool(hf_config.get("attention_bias")),
         "mlp_bias": bool(hf_config.get("mlp_bias")),
         "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
-        "partial_rotary_factor": (hf_config.get("partial_rotary_factor") or 1.0) != 1.0,
+        "partial_rotary_factor": family.rotated_share is None and rotated_share(hf_config, family) != 1.0,
         "quantization_config": hf_config.get("quantization_config") is not None,
         "router_jitter_noise": bool(hf_config.get("router_jitter_noise")),
         "router_bias": bool(hf_config.get("router_bias")),
         "shared_expert_intermediate_size": bool(hf_config.get("shared_expert_intermediate_size")),
-        "n_shared_experts": bool(hf_config.get("n_shared_experts")),
+        "n_shared_experts": not grouped and bool(hf_config.get("n_shared_experts")),
+        "n_group": grouped and hf_config.get("n_group", 1) != 1,
     }
     for name, is_set in refused.items():
         if is_set:
+            value = hf_config.get(name, rotated_share(hf_config, family))
             raise ValueError(
-                f"config.json has {name}={hf_config[name]!r}, which the learner does not compute; use a {kind} without it"
+                f"config.json has {name}={value!r}, which the learner does not compute; use a {kind} without it"
             )
-    check_rope_type(_rope_type(hf_config), kind)
+    window, positions = (hf_config.get(name) for name in ("sliding_window", "max_position_embeddings"))
+    if family.has_window and window is not None and (type(positions) is not int or window < positions):
+        raise ValueError(
+            f"config.json has sliding_window={window!r}, which the learner does not compute, with max_position_embeddings={positions!r}; "
+            f"set sliding_window to null and max_position_embeddings to at most {window!r}: up to that length both are the same"
+        )
 
 
 def _rope_type(hf_config: Mapping[str, Any]) -> Any:
@@ -218,10 +293,12 @@ def _rope_type(hf_config: Mapping[str, Any]) -> Any:
 
 
 def check_rope_type(rope_type: Any, model_type: str) -> None:
-    """Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope)."""
-    if rope_type not in STATIC_ROPE_TYPES:
+    """Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope), or that the
+    family has not."""
+    supported = SUPPORTED[model_type].rope_types
+    if rope_type not in supported:
         raise ValueError(
-            f"rope_type {rope_type!r} of this {model_type} model is not supported; supported are {', '.join(STATIC_ROPE_TYPES)}"
+            f"rope_type {rope_type!r} of this {model_type} model is not supported; supported are {', '.join(supported)}"
         )
 
 
@@ -235,8 +312,8 @@ def validate_layout(
 ) -> None:
     """Refuse a layout in which the learner cannot compute the model of this config.json.
 
-    - tp must divide the query heads and the intermediate size of dense layers. It must divide the key/value
-      heads, or they divide it: Megatron then copies each head to several ranks. Vocabulary and, under sp, the
+    - tp must divide the query heads and the intermediate size of dense layers and of a shared expert. It must
+      divide the key/value heads, or they divide it: Megatron then copies each head to several ranks. Vocabulary and, under sp, the
       tokens of a micro-batch are padded, so that any number of them fits.
     - pp * vpp must divide the layers; all chunks are equally deep.
     - ep must divide the experts, of which a dense model has none; an expert is never split, whatever tp.
@@ -336,6 +413,10 @@ def _tp_misfits(a: Architecture, size: int) -> list[str]:
         ),
         f"intermediate_size={a.intermediate_size}": is_dense and a.intermediate_size % size,
     }
+    if a.experts and a.experts.shared_size:
+        remainders[f"intermediate size of the shared expert, {a.experts.shared_size}"] = (
+            a.experts.shared_size % size
+        )
     return [number for number, remainder in remainders.items() if remainder]
 
 
@@ -511,4 +592,6 @@ def _rollout_misfit(architecture: Architecture, size: int) -> str | None:
         return f"intermediate_size={architecture.intermediate_size}"
     if experts is not None and experts.intermediate_size % size:
         return f"intermediate size of experts, {experts.intermediate_size}"
+    if experts is not None and experts.shared_size % size:
+        return f"intermediate size of the shared expert, {experts.shared_size}"
     return None

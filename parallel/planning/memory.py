@@ -184,9 +184,10 @@ def stage_parameters(
 
     A layer: qkv H (A + 2 K) D / t, with a bias (A + 2 K) D / t in Qwen2; projection A D H / t; two norms 2 H;
     norms of queries and keys 2 D in Qwen3; an MLP 3 H I / t, or a router H E and E / ep whole experts of 3 H
-    I. The first stage has the embedding V H / t; the last the final norm H and the output layer V H / t,
-    which a tied model shares with the embedding if both are on one stage. ``output=False``: a critic, whose
-    output layer is a head of H.
+    I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not counted. The
+    first stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied
+    model shares with the embedding if both are on one stage. ``output=False``: a critic, whose output layer is a
+    head of H.
     """
     a, t = architecture, layout.tp
     heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
@@ -198,7 +199,7 @@ def stage_parameters(
     for layer in stage_layers(a, layout, stage):
         shared += attention + norms
         if a.experts and a.experts.is_sparse[layer]:
-            shared += a.hidden_size * a.experts.num_experts
+            shared += a.hidden_size * (a.experts.num_experts + 3 * a.experts.shared_size // t)
             expert += a.experts.num_experts // layout.ep * 3 * a.hidden_size * a.experts.intermediate_size
         else:
             shared += 3 * a.hidden_size * a.intermediate_size // t
@@ -235,7 +236,8 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     """Greatest memory of autograd for the micro-batches in flight on a stage.
 
     Each pass keeps its chunk's layers, under recompute only the input of each, b H a token; one layer at a
-    time is then computed again and kept whole. All stages keep the rotary tables, b D a token. The last stage
+    time is then computed again and kept whole. All stages keep the rotary tables, b a token for each rotated number of a
+    head. The last stage
     keeps the final norm and its output, the input of the log-probs, until layers are computed again.
     """
     layers = stage_layers(architecture, layout, stage)
@@ -243,7 +245,7 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     whole = _whole_layers(architecture, layout, work, stage)
     rows, tokens = row_counts(layout, work.token_budget)
     per_chunk = len(layers) // layout.vpp
-    tables = passes * tokens * architecture.head_dim * work.dtype_bytes
+    tables = passes * tokens * architecture.rotary_size * work.dtype_bytes
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
     end = _end_bytes(architecture, layout, work) if stage == layout.pp - 1 else 0
     if work.recompute == "full":
@@ -299,7 +301,8 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     up, 2 I, silu(gate), up, and their product: 5 b I / t.
     Experts on the rank's own T tokens (T / t under sequence parallelism), if the router spreads tokens evenly
     over ranks: for each chosen expert the token b H, 5 b I, and b I for the product times the router's weight;
-    8 bytes an expert for the router's probabilities and choice.
+    8 bytes an expert for the router's probabilities and choice; a sigmoid's float32 copy of a 2-byte input, 4 H. A shared
+    expert of size S is an MLP on T tokens.
 
     A frozen matrix keeps no input. Beside adapters that of a matrix is therefore kept where it has one (``_inputs``), and
     b r a token and adapter for A x; of experts it is never kept. Merged weights are not kept but made again.
@@ -320,8 +323,10 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     if a.experts and is_sparse:
         e = a.experts
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
+        copied = 4 * a.hidden_size if e.score == "sigmoid" and b == 2 and not work.lora else 0
+        kept += tokens * (4 if work.lora else 5) * b * e.shared_size // layout.tp
         return kept + rows * (
-            e.experts_per_token * b * (inputs + 5 * e.intermediate_size) + 8 * e.num_experts
+            e.experts_per_token * b * (inputs + 5 * e.intermediate_size) + 8 * e.num_experts + copied
         )
     return kept + tokens * 4 * b * a.intermediate_size // layout.tp
 
@@ -468,7 +473,8 @@ def rollout_memory(
     for layer in range(a.num_layers):
         if a.experts and a.experts.is_sparse[layer]:
             others += a.hidden_size * a.experts.num_experts
-            matrices += a.experts.num_experts * 3 * a.hidden_size * a.experts.intermediate_size // t
+            routed = a.experts.num_experts * a.experts.intermediate_size
+            matrices += 3 * a.hidden_size * (routed + a.experts.shared_size) // t
         else:
             matrices += 3 * a.hidden_size * a.intermediate_size // t
     others += padded_vocab_size(a.vocab_size, t) // t * a.hidden_size * (1 if a.tied else 2)

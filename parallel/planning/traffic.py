@@ -32,8 +32,8 @@ def forward_sent(
 ) -> dict[Group, Sent]:
     """What a rank sends in a forward pass of a stage over ``tokens`` tokens of its own (N).
 
-    - tensor: two all-reduces of b H N per dense layer, one per layer with experts. Sequence parallelism sends as much
-      in two halves each.
+    - tensor: two all-reduces of b H N per dense layer, one per layer with experts, two beside a shared expert. Sequence
+      parallelism sends as much in two halves each.
     - context: keys and values of all C N tokens gathered, 2 b D K / t each (at least one head), per layer.
     - pipeline: b H N / (t under sequence parallelism) to the next stage.
     - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts. A third call has
@@ -47,7 +47,8 @@ def forward_sent(
     chosen = a.experts.experts_per_token if a.experts else 0
     hidden = b * a.hidden_size * tokens
     rank_hidden = hidden // t if layout.sp else hidden
-    reduced = 2 * len(layers) - sparse
+    without_mlp = 0 if a.experts and a.experts.shared_size else sparse
+    reduced = 2 * len(layers) - without_mlp
     keys_values = 2 * b * a.head_dim * max(1, a.num_kv_heads // t) * tokens * layout.cp
     exchanged = 2 * sparse * chosen * rank_hidden * (layout.ep - 1) // layout.ep
     return {
@@ -176,4 +177,10 @@ def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) 
     numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
     if architecture.tied and layout.pp > 1:
         numbers[-1] -= architecture.vocab_size * architecture.hidden_size
-    return [BYTES[dtype] * count for count in numbers]
+    biases = [0] * layout.pp
+    if architecture.experts and architecture.experts.has_bias:  # float32 in any dtype
+        experts = architecture.experts
+        for stage in range(layout.pp):
+            sparse = sum(experts.is_sparse[layer] for layer in stage_layers(architecture, layout, stage))
+            biases[stage] = 4 * experts.num_experts * sparse
+    return [BYTES[dtype] * count + bias for count, bias in zip(numbers, biases, strict=True)]

@@ -1,14 +1,16 @@
 """Conversion between a Hugging Face folder and Megatron's parameters, exact to the bit, in every layout.
 
 A Megatron tensor consists of one or several Hugging Face tensors: q, k and v are interleaved by key/value
-group, gate and up are stacked. Each rank has a part of the experts, each expert whole. Both directions move one
-Megatron tensor at a time, and each pipeline stage its own. ``hf_files`` reads and writes the files.
+group, gate and up are stacked. Some families' folders have q, k and v, or gate and up, in one tensor. Each rank
+has a part of the experts, each expert whole. Both directions move one Megatron tensor at a time, and each pipeline
+stage its own. ``hf_files`` reads and writes the files.
 """
 
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -24,7 +26,7 @@ from parallel.megatron.groups import is_stage_first
 from parallel.megatron.lora import adapted_layers, first_a, is_adapter
 from parallel.megatron.model import PackedGPTModel
 from parallel.megatron.moe import first_local_expert
-from parallel.planning.layout import padded_vocab_size
+from parallel.planning.layout import Architecture, padded_vocab_size
 from parallel.weights.hf_files import (
     MAX_SHARD_BYTES,
     HuggingFaceWeights,
@@ -42,6 +44,8 @@ from parallel.weights.hf_names import (
     expert_of,
     hf_names,
     hf_shapes,
+    is_kept_float32,
+    is_left_out,
     ungrouped,
     with_expert,
 )
@@ -49,16 +53,18 @@ from parallel.weights.hf_names import (
 T = TypeVar("T")
 
 _VALUE_HEAD = "value_head.weight"
+QKV = ("linear_qkv.weight", "linear_qkv.bias")
 
 
 def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
     """(name with the global numbers of layer and expert, parameter) of this rank, without a critic's head and without
-    adapters.
+    adapters. A router's bias, which is no parameter, comes last.
 
     A tensor with a number ``expert_of(name)`` is on one rank of the expert-parallel group alone, and whole
     there, whatever its ``tensor_model_parallel``. Rank r of n has the experts r E/n to (r + 1) E/n - 1 of E.
     """
-    for name, parameter in model.named_parameters():
+    kept = ((name, buffer) for name, buffer in model.named_buffers() if is_kept_float32(name))
+    for name, parameter in chain(model.named_parameters(), kept):
         if name == _VALUE_HEAD or is_adapter(name):
             continue
         if match := re.fullmatch(r"decoder\.layers\.(\d+)\.(.*)", name):
@@ -100,7 +106,11 @@ def _check_names(weights: HuggingFaceWeights, models: Sequence[PackedGPTModel]) 
             f"{weights.folder} lacks {len(missing)} tensors that its config.json asks for: {', '.join(missing[:5])}"
         )
     # A tied model's folder may repeat the embedding as lm_head; config.json decides, as in transformers.
-    left_over = sorted(n for n in weights.names - expected if n != TOP[OUTPUT] and not IGNORED.match(n))
+    left_over = sorted(
+        n
+        for n in weights.names - expected
+        if n != TOP[OUTPUT] and not IGNORED.match(n) and not is_left_out(n, models[0].architecture)
+    )
     if left_over:
         shown = ", ".join(left_over[:5])
         raise ValueError(
@@ -118,8 +128,10 @@ def _check_shapes(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 
 def _merge_parts(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
     """The whole Megatron tensor from its Hugging Face parts."""
-    if "linear_qkv" in name and len(parts) == 3:
+    if name.endswith(QKV):
         groups = model.architecture.num_kv_heads
+        if len(parts) == 1:
+            parts = parts[0].split([groups * rows for rows in _group_rows(model.architecture)])
         return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
     if name in (EMBEDDING, OUTPUT):
         rows, columns = parts[0].shape
@@ -131,18 +143,24 @@ def _merge_parts(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> T
 def _split_whole(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor]:
     """The Hugging Face parts of a whole Megatron tensor; the inverse of ``_merge_parts``."""
     a = model.architecture
-    if name.endswith(("linear_qkv.weight", "linear_qkv.bias")):
-        dim, heads = a.head_dim, a.num_heads // a.num_kv_heads
-        rows = [heads * dim, dim, dim]
+    num_parts = len(hf_names(name, a))
+    if name.endswith(QKV):
+        rows = _group_rows(a)
         parts = whole.unflatten(0, (a.num_kv_heads, -1)).split(rows, 1)
         # One after another in one memory, to be sent together.
-        joined = torch.empty_like(whole).split([a.num_kv_heads * size for size in rows])
+        fused = torch.empty_like(whole)
+        joined = fused.split([a.num_kv_heads * size for size in rows])
         for part, place in zip(parts, joined, strict=True):
             place.unflatten(0, (a.num_kv_heads, -1)).copy_(part)
-        return list(joined)
+        return list(joined) if num_parts == 3 else [fused]
     if name in (EMBEDDING, OUTPUT):
         return [whole[: a.vocab_size]]
-    return list(whole.chunk(2)) if name.endswith("linear_fc1.weight") else [whole]
+    return list(whole.chunk(num_parts))
+
+
+def _group_rows(a: Architecture) -> list[int]:
+    """Rows of q, k and v of one key/value group."""
+    return [a.num_heads // a.num_kv_heads * a.head_dim, a.head_dim, a.head_dim]
 
 
 def _is_sharded(name: str, parameter: Tensor) -> bool:

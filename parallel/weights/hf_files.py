@@ -29,6 +29,9 @@ COMPANIONS = (
 )  # fmt: skip
 
 
+_FURTHER = "num_nextn_predict_layers"
+
+
 class HuggingFaceWeights:
     """The tensors of a folder's safetensors, read one at a time. Raises ValueError naming an unreadable file."""
 
@@ -128,7 +131,7 @@ def finish_folder(
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, temporary / name)
-    _set_dtype(temporary / "config.json", dtype)
+    _amend_config(temporary / "config.json", dtype)
     os.chmod(temporary, 0o755)
     replace_folder(temporary, final)
 
@@ -146,12 +149,14 @@ def _name_shards(folder: Path, shards: Sequence[Shard]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True))
 
 
-def _set_dtype(config: Path, dtype: torch.dtype) -> None:
-    """Write the weights' dtype into config.json, under ``torch_dtype`` if it has this older key."""
+def _amend_config(config: Path, dtype: torch.dtype) -> None:
+    """Write the weights' dtype into config.json, under ``torch_dtype`` if it has this older key, and that there are no
+    layers for further tokens (``Architecture.further_layers``)."""
     content = json.loads(config.read_text())
     key, name = "torch_dtype" if "torch_dtype" in content else "dtype", str(dtype).removeprefix("torch.")
-    if content.get(key) != name:
-        config.write_text(json.dumps(content | {key: name}, indent=2) + "\n")
+    changes = {key: name} | ({_FURTHER: 0} if content.get(_FURTHER) else {})
+    if content | changes != content:
+        config.write_text(json.dumps(content | changes, indent=2) + "\n")
 
 
 def flush_folder(folder: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from parallel.planning.layout import Architecture
-from parallel.weights.hf_names import OUTPUT, TOP, hf_shapes
+from parallel.weights.hf_names import OUTPUT, TOP, hf_shapes, is_left_out
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -42,6 +42,7 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
         headers = read_headers(folder)
     except WeightsUnreadable as error:
         return str(error).split("\n")
+    headers = {name: header for name, header in headers.items() if not is_left_out(name, architecture)}
     shapes = hf_shapes(architecture)
     return [*_name_problems(headers, shapes, Path(folder)), *_shape_problems(headers, shapes, Path(folder))]
 

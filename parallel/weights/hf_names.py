@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from parallel.planning.families import SUPPORTED
 from parallel.planning.layout import Architecture
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -24,8 +25,14 @@ _LAYER = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
+_FUSED = {
+    "self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",),
+    "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
+}
+"""In a family whose folders hold fused matrices: q, k and v, and gate and up, one above the other."""
 # MLPs of layers with experts; {} is the expert's number.
-_ROUTER = "mlp.router.weight"
+_ROUTER, _BIAS = "mlp.router.weight", "mlp.router.correction_bias"
+_SHARED = tuple(f"mlp.shared_experts.linear_{part}.weight" for part in ("fc1", "fc2"))
 _FC1, _FC2 = (f"mlp.experts.local_experts.{{}}.linear_{part}.weight" for part in ("fc1", "fc2"))
 _EXPERT_MLP = {
     "qwen3_moe": {
@@ -39,6 +46,12 @@ _EXPERT_MLP = {
         _FC2: ("block_sparse_moe.experts.{}.w2.weight",),
     },
 }
+_EXPERT_MLP["glm4_moe"] = _EXPERT_MLP["qwen3_moe"] | {
+    _BIAS: ("mlp.gate.e_score_correction_bias",),
+    _SHARED[0]: ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
+    _SHARED[1]: ("mlp.shared_experts.down_proj.weight",),
+}
+_KEPT = re.compile(r"\.e_score_correction_bias$|\.router\.correction_bias$")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+(?=\.)")
 # Transformer Engine's grouped experts are numbered at the end.
 _GROUPED_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12]\.weight)(\d+)$")
@@ -60,12 +73,27 @@ def ungrouped(name: str) -> str:
     return _GROUPED_EXPERT.sub(r"mlp.experts.local_experts.\2.\1", name)
 
 
+def is_kept_float32(name: str) -> bool:
+    """Whether the tensor of this Hugging Face or Megatron name is float32 whatever the model's dtype, in the learner, in
+    folders, and at the servers: the bias of a choice of experts, whose ties would fall otherwise."""
+    return _KEPT.search(name) is not None
+
+
+def is_left_out(name: str, architecture: Architecture) -> bool:
+    """Whether the Hugging Face tensor belongs to a layer that predicts further tokens, which is neither loaded nor
+    exported."""
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    first = architecture.num_layers
+    return match is not None and first <= int(match[1]) < first + architecture.further_layers
+
+
 def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
     """The Hugging Face tensors of a Megatron tensor, in order."""
     if name in TOP:
         return (TOP[name],)
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.LAYER.REST
-    suffixes = _LAYER.get(rest) or _EXPERT_MLP[architecture.model_type][_EXPERT.sub("{}", rest)]
+    layers = _LAYER | _FUSED if SUPPORTED[architecture.model_type].is_fused else _LAYER
+    suffixes = layers.get(rest) or _EXPERT_MLP[architecture.model_type][_EXPERT.sub("{}", rest)]
     return tuple(f"model.layers.{layer}.{suffix.format(expert_of(rest))}" for suffix in suffixes)
 
 
@@ -86,6 +114,8 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         "q_proj": heads,
         "k_proj": kv_heads,
         "v_proj": kv_heads,
+        "qkv_proj": heads + 2 * kv_heads,
+        "gate_up_proj": 2 * a.intermediate_size,
         "q_norm": a.head_dim,
         "k_norm": a.head_dim,
     }
@@ -95,8 +125,14 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for name in all_hf_names(a):
         module, kind = name.split(".")[-2:]
-        mlp_size = a.experts.intermediate_size if a.experts and ".experts." in name else a.intermediate_size
-        if module in ("gate_proj", "up_proj", "w1", "w3"):
+        mlp_size = a.intermediate_size
+        if a.experts and ".experts." in name:
+            mlp_size = a.experts.intermediate_size
+        elif a.experts and ".shared_experts." in name:
+            mlp_size = a.experts.shared_size
+        if kind == "e_score_correction_bias":
+            shape = (rows["gate"],)
+        elif module in ("gate_proj", "up_proj", "w1", "w3"):
             shape = (mlp_size, a.hidden_size)
         elif module in ("down_proj", "w2"):
             shape = (a.hidden_size, mlp_size)
@@ -121,5 +157,9 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
             yield rest
     if experts is not None and is_sparse:
         yield _ROUTER
+        if experts.has_bias:
+            yield _BIAS
+        if experts.shared_size:
+            yield from _SHARED
         for expert in range(experts.num_experts):
             yield from (_FC1.format(expert), _FC2.format(expert))

@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from configs.schema.rollout import Precision
+from parallel.weights.hf_names import is_kept_float32
 
-MATRIX = re.compile(r"\.(q|k|v|o|gate|up|down)_proj\.weight$|\.experts\.\d+\.w[123]\.weight$")
+MATRIX = re.compile(r"\.(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.weight$|\.experts\.\d+\.w[123]\.weight$")
 """Hugging Face names of the matrices that quantised kernels multiply with. Embeddings, output head, router, norms and
 biases stay as they are."""
 WHOLE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -49,6 +50,8 @@ should not wait for the start of kernels."""
 
 def is_rounded(name: str, precision: Precision | None) -> bool:
     """Whether the tensor of this Hugging Face name is rounded."""
+    if is_kept_float32(name):
+        return False
     return precision in WHOLE_DTYPES or (precision is not None and MATRIX.search(name) is not None)
 
 

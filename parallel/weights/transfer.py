@@ -24,6 +24,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from configs.schema.rollout import Precision
 from parallel.megatron import platform
+from parallel.weights.hf_names import is_kept_float32
 from parallel.weights.precision import is_rounded, round_into
 
 T = TypeVar("T")
@@ -84,11 +85,19 @@ class TransferPlan:
     """In the order of sending; the tensors of a bucket in the order of the export."""
     shapes: list[list[int]]
     dtype: torch.dtype
-    """As which they are sent."""
+    """As which they are sent, but for tensors that are float32 everywhere."""
     counts: list[int]
     """Tensors in each bucket."""
     are_alone: list[bool]
     """Per bucket: whether it is one unit by itself. Of the others one is filled at a time."""
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """As which the tensor is sent. All tensors of a bucket have the same."""
+        return _dtype_of(name, self.dtype)
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if is_kept_float32(name) else dtype
 
 
 def plan_transfer(
@@ -101,15 +110,16 @@ def plan_transfer(
 ) -> TransferPlan:
     """Group units, each of one or several ``(name, shape)`` that lie together, into buckets.
 
-    A unit of ``alone_bytes`` or more, or larger than a bucket, is one by itself. All others fill buckets of at most
+    A unit of ``alone_bytes`` or more, larger than a bucket, or of another dtype is one by itself. All others fill buckets of at most
     ``max_bytes``, past the large ones between them. None: ``BUCKET_BYTES`` and ``ALONE_BYTES`` of the device type.
     """
     max_bytes, alone_bytes = max_bytes or BUCKET_BYTES[device], alone_bytes or ALONE_BYTES[device]
     planned: list[_Planned] = []
     filling, free = None, 0
     for place, unit in enumerate(units):
-        size = sum(torch.Size(shape).numel() for _, shape in unit) * dtype.itemsize
-        is_alone = size >= min(alone_bytes, max_bytes)
+        sent_as = _dtype_of(unit[0][0], dtype)
+        size = sum(torch.Size(shape).numel() for _, shape in unit) * sent_as.itemsize
+        is_alone = size >= min(alone_bytes, max_bytes) or sent_as != dtype
         if is_alone or filling is None or size > free:
             planned.append(_Planned(is_alone))
             if not is_alone:
@@ -173,8 +183,9 @@ class _Filling:
     def __init__(self, plan: TransferPlan, part: slice, take: Callable[[int, torch.device], Tensor]):
         """take: gives memory, see ``Buffers.take``."""
         self._take = take
-        self.names, self._shapes, self._dtype = plan.names[part], plan.shapes[part], plan.dtype
-        self._size = sum(torch.Size(shape).numel() for shape in self._shapes) * plan.dtype.itemsize
+        self.names, self._shapes = plan.names[part], plan.shapes[part]
+        self._dtype = plan.dtype_of(self.names[0])
+        self._size = sum(torch.Size(shape).numel() for shape in self._shapes) * self._dtype.itemsize
         self._number = self._filled = 0
         self._first: Tensor | None = None
         """Begins the memory in which all tensors so far lie; None once they are copied."""

@@ -202,7 +202,7 @@ class SGLangControl:
         self.pause()
         # SGLang does not tell whether an update is open. This request to receive always fails and changes
         # nothing; the reason of the refusal tells it.
-        body = _announced([], "float32", [], NO_GROUP, "flattened_bucket")
+        body = _announced([], [], [], NO_GROUP, "flattened_bucket")
         refusals = [
             line.ask("POST", RECEIVE_PATH, body).exception(self._timeout_s + 5.0) for line in self._lines
         ]
@@ -231,8 +231,7 @@ class SGLangControl:
         """
         self.pause()  # else the question would wait for the running requests
         futures = [
-            line.ask("POST", RECEIVE_PATH, _announced([], "float32", [], NO_GROUP, QUESTION))
-            for line in self._lines
+            line.ask("POST", RECEIVE_PATH, _announced([], [], [], NO_GROUP, QUESTION)) for line in self._lines
         ]
         for url, future in zip(self.urls, futures, strict=True):
             error = future.exception(self._timeout_s + 5.0)
@@ -252,7 +251,7 @@ class SGLangControl:
         self,
         *,
         names: Sequence[str],
-        dtype: str,
+        dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         announcement: Announcement,
         version: int | None,
@@ -263,14 +262,15 @@ class SGLangControl:
         request where one differs.
 
         The caller sends while this is pending and polls ``raise_if_failed``, since a server that refused never
-        takes anything. The arguments are those of ``receive_bucket``, for all the stage's tensors.
+        takes anything. The arguments are those of ``receive_bucket``, for all the stage's tensors; those of a bucket have one
+        of the ``dtypes``.
 
         Raises:
             ValueError: no group was joined for broadcasts, or names and shapes do not fit together.
         """
         action = f"receive {len(names)} tensors in {len(announcement.counts)} buckets"
         group_name = self.group_name if announcement.meeting is None else NO_GROUP
-        return self._receive(action, names, dtype, shapes, announcement.load_format(), version, group_name)
+        return self._receive(action, names, dtypes, shapes, announcement.load_format(), version, group_name)
 
     def receive_bucket(
         self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
@@ -292,13 +292,14 @@ class SGLangControl:
             ValueError: no group was joined, or names and shapes do not fit together.
         """
         action = f"receive a bucket of {len(names)} tensors"
-        return self._receive(action, names, dtype, shapes, "flattened_bucket", version, self.group_name)
+        dtypes = [dtype] * len(names)
+        return self._receive(action, names, dtypes, shapes, "flattened_bucket", version, self.group_name)
 
     def _receive(
         self,
         action: str,
         names: Sequence[str],
-        dtype: str,
+        dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         load_format: str,
         version: int | None,
@@ -306,11 +307,12 @@ class SGLangControl:
     ) -> Pending:
         if group_name is None:
             raise ValueError("the servers have joined no group to receive weights in; call join_group first")
-        if not names or len(names) != len(shapes):
+        if not names or not len(names) == len(dtypes) == len(shapes):
             raise ValueError(
-                f"a transfer needs at least one name and a shape for each: {len(names)} names, {len(shapes)} shapes"
+                f"a transfer needs at least one name, and a dtype and a shape for each: {len(names)} names, {len(dtypes)} dtypes, "
+                f"{len(shapes)} shapes"
             )
-        body = _announced(names, dtype, shapes, group_name, load_format)
+        body = _announced(names, dtypes, shapes, group_name, load_format)
         if version is not None:
             # A request to /flush_cache would also collect garbage, which takes 0.4 s on CPU.
             body |= {"weight_version": str(version), "flush_cache": True}
@@ -432,12 +434,16 @@ class SGLangControl:
 
 
 def _announced(
-    names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], group_name: str, load_format: str
+    names: Sequence[str],
+    dtypes: Sequence[str],
+    shapes: Sequence[Sequence[int]],
+    group_name: str,
+    load_format: str,
 ) -> dict:
     """The body of a request to receive weights."""
     return {
         "names": list(names),
-        "dtypes": [dtype] * len(names),
+        "dtypes": list(dtypes),
         "shapes": [list(shape) for shape in shapes],
         "group_name": group_name,
         "load_format": load_format,

@@ -37,7 +37,7 @@ def narrow_ids(result: None, processor, request) -> None:
 
 
 def num_experts_of(config) -> int:
-    """Of a Hugging Face config of Qwen3-MoE or Mixtral."""
+    """Of a Hugging Face config of Qwen3-MoE, Mixtral or GLM-4.5, which answers to the name of Mixtral's too."""
     return config.num_experts if hasattr(config, "num_experts") else config.num_local_experts
 
 

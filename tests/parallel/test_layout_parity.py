@@ -45,6 +45,7 @@ ALIGNED_LAYOUTS = ("tp2", "tp2 sp", "tp2 pp2 sp")
 REPLAYED = "policy with experts, of which most are given"
 FACTORED, MERGED = "adapters, factored", "adapters, merged"
 EXPERTS_FROZEN = "adapters beside experts"
+FUSED = "policy, of a folder with fused matrices"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
     "dp2": (UNTIED, MERGED),
@@ -52,9 +53,9 @@ STEPS = {
     "cp3": (UNTIED, CRITIC, REPLAYED),
     "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
     "tp2 sp cp2": (UNTIED, REPLAYED, EXPERTS_FROZEN),
-    "tp2": (UNTIED, ALIGNED, FACTORED, MERGED),
+    "tp2": (UNTIED, ALIGNED, FACTORED, MERGED, FUSED),
     "tp2 sp": (UNTIED, TIED, CRITIC, ALIGNED, FACTORED, MERGED),
-    "pp2": (UNTIED, TIED, CRITIC, FACTORED),
+    "pp2": (UNTIED, TIED, CRITIC, FACTORED, FUSED),
     "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED, MERGED),
     "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED, ALIGNED, MERGED),
     "pp2 dp2": (
@@ -130,6 +131,8 @@ class Runs:
             "folder": self.jobs[REPLAYED]["folder"],
             "lora": adapters | {"targets": ["qkv", "proj"]},
         }
+        fused = make_hf_model(root / "fused", "phi3", num_hidden_layers=4)
+        self.jobs[FUSED] = {"kind": "policy", "folder": fused}
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
         self.jobs[ALIGNED] = self.jobs[TIED] | {"pieces": 2}
         groups = make_groups(

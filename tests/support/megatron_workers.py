@@ -16,6 +16,10 @@ from megatron.core import parallel_state
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -51,6 +55,8 @@ KINDS = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "llama": (LlamaConfig, LlamaForCausalLM),
+    "mistral": (MistralConfig, MistralForCausalLM),
+    "phi3": (Phi3Config, Phi3ForCausalLM),
 }
 VOCAB = 43  # divides by nothing: tensor parallelism needs padding rows
 
@@ -64,6 +70,8 @@ def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0,
     )  # fmt: skip
     if kind != "qwen3":  # its head_dim is independent of hidden_size; the others' is hidden_size / heads
         fields["head_dim"] = 8
+    fields |= {"sliding_window": None} if kind == "mistral" else {}
+    fields |= {"pad_token_id": None} if kind == "phi3" else {}  # its default is beyond this vocabulary
     torch.manual_seed(seed)
     model = model_class(config_class(**{**fields, **changes})).float()
     with torch.no_grad():

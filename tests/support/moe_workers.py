@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -26,7 +28,7 @@ EXPERTS = 4
 
 
 def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, **changes) -> Path:
-    """A tiny random model in ``folder``; norm weights are random too. Experts and dense MLPs differ in size
+    """A tiny random model in ``folder``; norm weights and biases are random too. Experts and dense MLPs differ in size
     where a family has both."""
     fields = dict(
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
@@ -35,6 +37,20 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
     torch.manual_seed(seed)
     if kind == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**{**fields, "num_local_experts": EXPERTS, **changes}))
+    elif kind == "glm4_moe":
+        fields |= {
+            "n_routed_experts": EXPERTS,
+            "moe_intermediate_size": 24,
+            "n_shared_experts": 2,
+            "first_k_dense_replace": 1,
+        }
+        fields |= {
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+            "num_nextn_predict_layers": 0,
+        }
+        model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**fields, **changes}))
     else:
         fields |= {"num_experts": EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**fields, **changes}))
@@ -42,9 +58,12 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.2 + 1.0)
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
             elif name.endswith("gate.weight"):  # routes that differ clearly from token to token
                 parameter.mul_(3.0)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     return folder
 
@@ -80,15 +99,17 @@ def give_experts(model, experts_TLK: Tensor, is_replayed_T: Tensor) -> None:
 
         def forward(hidden, gate=gate, number=number):
             logits_TE = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
-            p_TE = logits_TE.float().softmax(-1)
-            own_TK = p_TE.topk(config.num_experts_per_tok).indices
+            bias_E = getattr(gate, "e_score_correction_bias", None)
+            p_TE = logits_TE.float().softmax(-1) if bias_E is None else logits_TE.float().sigmoid()
+            scores_TE = p_TE if bias_E is None else p_TE + bias_E
+            own_TK = scores_TE.topk(config.num_experts_per_tok).indices
             ids_TK = torch.stack(
                 [experts_TLK[t, number].long() if is_replayed_T[t] else own_TK[t] for t in range(len(own_TK))]
             )
             weights_TK = p_TE.gather(1, ids_TK)
             if getattr(config, "norm_topk_prob", True):
                 weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-            return logits_TE, weights_TK, ids_TK
+            return logits_TE, weights_TK * getattr(config, "routed_scaling_factor", 1.0), ids_TK
 
         gate.forward = forward
 

@@ -119,7 +119,7 @@ class Replica:
         self,
         *,
         names: Sequence[str],
-        dtype: str,
+        dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         announcement: Announcement,
         version: int | None,
@@ -127,19 +127,19 @@ class Replica:
         if self.refuses_transfer:
             raise ControlError("answered HTTP 400: unknown tensor")
         if announcement.meeting is None:
-            return self._receive_buckets(self._broadcast, names, dtype, shapes, announcement, version)
+            return self._receive_buckets(self._broadcast, names, dtypes, shapes, announcement, version)
         with closing(Receiving(Meeting(*announcement.meeting))) as receiving:
 
             def read(flat: Tensor) -> None:
                 receiving.receive(flat.view(torch.uint8), lambda part: None)
 
-            return self._receive_buckets(read, names, dtype, shapes, announcement, version)
+            return self._receive_buckets(read, names, dtypes, shapes, announcement, version)
 
     def _receive_buckets(
         self,
         fill: Callable[[Tensor], None],
         names: Sequence[str],
-        dtype: str,
+        dtypes: Sequence[str],
         shapes: Sequence[Sequence[int]],
         announcement: Announcement,
         version: int | None,
@@ -147,6 +147,7 @@ class Replica:
         start, hashes = 0, []
         for bucket, count in enumerate(announcement.counts):
             part = slice(start, start + count)
+            (dtype,) = set(dtypes[part])
             flat = self._receive_flat(fill, names[part], dtype, shapes[part], bucket)
             self.break_received(bucket, flat)
             hashes.append(int(weight_hash(flat, announcement.hash_kind)))

@@ -5,6 +5,7 @@ test_slurm.py."""
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -185,6 +186,58 @@ def steps_of(config: RunConfig, tmp_path: Path, *nodes: str) -> dict[str, tuple[
     return found
 
 
+PYTHON = "/opt/tandem/.venv/bin/python"
+
+
+def in_container(tmp_path: Path, *, gpus: int, **slurm: str) -> list[list[str]]:
+    """Of every step what srun starts, and the step's options for a container."""
+    config = config_with(gpus=gpus, slurm={"container": "/images/tandem.sif", **slurm})
+    found = []
+    for role in supervision.job_steps(RunFolder(tmp_path), config, replace(JOB, nodes=("n1", "n2"))):
+        done = subprocess.run(
+            ["bash", "-n"], input=shlex.join(role.command), text=True, capture_output=True, check=False
+        )
+        assert done.returncode == 0
+        options = [word for word in role.command if word.startswith("--container-")]
+        start = next(i for i, word in enumerate(role.command) if i and not word.startswith("--"))
+        found.append([*options, *role.command[start:]])
+    assert len(found) == 3
+    return found
+
+
+def test_steps_enter_an_apptainer_image(tmp_path):
+    for command in in_container(
+        tmp_path, gpus=8, container_runtime="apptainer", container_mounts="/data:/data"
+    ):
+        entering = [
+            "apptainer",
+            "exec",
+            "--nv",
+            "--bind=/data:/data",
+            f"--pwd={os.getcwd()}",
+            "/images/tandem.sif",
+        ]
+        assert command[:8] == [*entering, sys.executable, "-m"]
+    for command in in_container(tmp_path, gpus=0, container_runtime="apptainer", container_python=PYTHON):
+        entering = ["apptainer", "exec", f"--pwd={os.getcwd()}", "/images/tandem.sif"]
+        assert command[:6] == [*entering, PYTHON, "-m"] and sys.executable not in command
+
+
+def test_steps_of_pyxis_may_have_the_images_interpreter(tmp_path):
+    for command in in_container(tmp_path, gpus=8, container_python=PYTHON, container_mounts="/data:/data"):
+        image = ["--container-image=/images/tandem.sif", "--container-mounts=/data:/data"]
+        assert command[:5] == [*image, f"--container-workdir={os.getcwd()}", PYTHON, "-m"]
+        assert sys.executable not in command
+
+
+@pytest.mark.parametrize("name, value", [("container_python", PYTHON), ("container_mounts", "/data:/data")])
+def test_a_container_without_an_image_is_refused(name, value):
+    with pytest.raises(
+        ValueError, match=f"{name}={value} is of a container, and launch.slurm.container names none"
+    ):
+        config_with(slurm={name: value})
+
+
 def test_each_side_is_a_step_on_its_node(tmp_path):
     steps = steps_of(config_with(), tmp_path, "n1", "n2")
     assert {name: options["nodelist"] for name, (options, _) in steps.items()} == {
@@ -235,6 +288,7 @@ def test_the_first_nodes_are_the_learners_and_meet_at_the_first(tmp_path, monkey
         options["container-image"] == "a#b" and "container-mounts" not in options
         for options, _ in steps.values()
     )
+    assert all(options["container-workdir"] == os.getcwd() for options, _ in steps.values())
     first, second = steps["learn-0"][1], steps["learn-1"][1]
     assert re.search(r"--rdzv-endpoint=127.0.0.1:\d+", " ".join(first))
     assert set(first) - set(second) == {"--rdzv-conf=join_timeout=900,is_host=true", "--local-addr=127.0.0.1"}

@@ -10,9 +10,10 @@ from transformers import AutoModelForCausalLM
 
 from parallel.megatron.model import plain_rotary, rotary_frequencies, rotary_frequencies_of_transformers
 from parallel.megatron.rms_norm import rms_norm
-from parallel.planning.layout import padded_vocab_size
+from parallel.planning.layout import padded_vocab_size, read_architecture
 from parallel.weights import hf_conversion, hf_files
 from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
+from tests.support.moe_workers import make_moe_model
 
 LLAMA3_ROPE = dict(
     rope_type="llama3",
@@ -27,6 +28,7 @@ SHAPES = [
     ("qwen2", {}), ("qwen2", dict(tied=True)), ("qwen3", {}), ("qwen3", dict(tied=True)), ("llama", {}), ("llama", dict(tied=True)),
     ("llama", dict(rope_parameters=LLAMA3_ROPE)), ("qwen3", dict(rope_parameters=YARN_ROPE)),
     ("qwen2", dict(rope_parameters=dict(rope_type="linear", rope_theta=10_000.0, factor=2.0))), ("llama", dict(num_key_value_heads=4)),
+    ("mistral", dict(head_dim=16)), ("phi3", {}), ("phi3", dict(tied=True, num_key_value_heads=4)),
 ]  # fmt: skip
 
 
@@ -65,7 +67,9 @@ def assert_same_weights(left, right):
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
-@pytest.mark.parametrize("kind, tied", [("qwen2", False), ("qwen3", True), ("llama", True)])
+@pytest.mark.parametrize(
+    "kind, tied", [("qwen2", False), ("qwen3", True), ("llama", True), ("mistral", False), ("phi3", False)]
+)
 def test_round_trip_is_bit_identical(tmp_path, kind, tied):
     folder = make_hf_model(tmp_path / "m", kind, tied=tied)
     (folder / "tokenizer_config.json").write_text("{}")
@@ -210,6 +214,27 @@ def test_frequencies_that_a_config_does_not_spell_out_are_left_to_transformers(t
         found_F, factor = rotary_frequencies(folder, hf_config)
         wanted_F, wanted_factor = rotary_frequencies_of_transformers(folder, hf_config["model_type"])
         assert torch.equal(found_F, wanted_F) and factor == wanted_factor
+
+
+@pytest.mark.parametrize("kind", ["mistral", "phi3", "glm4_moe"])
+def test_frequencies_of_other_families_are_those_of_their_own_code(tmp_path, kind):
+    """As saved by transformers, and as published, where the share of a head that is rotated is a field of its own."""
+    make = make_moe_model if kind == "glm4_moe" else make_hf_model
+    folder = make(tmp_path / "m", kind)
+    hf_config = json.loads((folder / "config.json").read_text())
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    wanted_F = model.model.rotary_emb.inv_freq
+    rope = hf_config.pop("rope_parameters")
+    published = hf_config | {"rope_scaling": None, "rope_theta": rope["rope_theta"]}
+    if kind == "glm4_moe":
+        published["partial_rotary_factor"] = 0.5
+    for config in (hf_config | {"rope_parameters": rope}, published):
+        assert plain_rotary(config) is not None
+        found_F, factor = rotary_frequencies(folder, config)
+        assert torch.equal(found_F, wanted_F) and factor == 1.0
+        assert 2 * len(found_F) == read_architecture(config).rotary_size
+    found_F, factor = rotary_frequencies_of_transformers(folder, kind)
+    assert torch.equal(found_F, wanted_F) and factor == 1.0
 
 
 def test_transformers_rotary_frequencies_survive_the_stand_ins(tmp_path):

@@ -1,4 +1,4 @@
-"""Qwen3-MoE and Mixtral: the learner against transformers, expert parallelism against one process, and a real
+"""Qwen3-MoE, Mixtral and GLM-4.5: the learner against transformers, expert parallelism against one process, and a real
 SGLang server."""
 
 import asyncio
@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from typer.testing import CliRunner
 
@@ -25,7 +26,10 @@ from parallel.megatron.context_parallel import split_context
 from parallel.megatron.model import _recording
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.planning.layout import Experts, read_architecture, read_hf_config, validate_rollout_layout
+from parallel.planning.planner import bytes_to_send
+from parallel.weights.hf_headers import weight_problems
 from parallel.weights.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert
+from parallel.weights.transfer import make_buckets, plan_transfer
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
 from rollout.servers.control_line import ControlError
@@ -65,6 +69,15 @@ def mixtral_config(**changes) -> dict:
     return config | changes
 
 
+def glm_config(**changes) -> dict:
+    config = moe_config(
+        model_type="glm4_moe", n_routed_experts=8, n_shared_experts=2, first_k_dense_replace=1, routed_scaling_factor=2.5, n_group=1,
+        attention_bias=True, num_nextn_predict_layers=1,
+    )  # fmt: skip
+    del config["num_experts"]
+    return config | changes
+
+
 def test_experts_of_a_config():
     found = read_architecture(moe_config(mlp_only_layers=[3], decoder_sparse_step=2, norm_topk_prob=False))
     assert found.qk_norm and not found.qkv_bias and found.intermediate_size == 48
@@ -81,6 +94,15 @@ def test_experts_of_a_config():
     del saved_again["num_experts"]
     assert read_architecture(saved_again) == read_architecture(moe_config())
     assert read_architecture(moe_config(model_type="qwen3")).experts is None
+    found = read_architecture(glm_config())
+    assert found.qkv_bias and not found.qk_norm and (found.head_dim, found.rotary_size) == (16, 8)
+    assert found.experts == Experts(
+        num_experts=8, experts_per_token=2, intermediate_size=24, norm_topk=True, is_sparse=(False, *(True,) * 5),
+        score="sigmoid", has_bias=True, scale=2.5, shared_size=48,
+    )  # fmt: skip
+    in_rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
+    found = read_architecture(glm_config(rope_parameters=in_rope, use_qk_norm=True, attention_bias=False))
+    assert found.qk_norm and not found.qkv_bias and found.rotary_size == 4
 
 
 @pytest.mark.parametrize(
@@ -99,6 +121,17 @@ def test_experts_of_a_config():
             "router_jitter_noise=0.1, which the learner does not compute",
         ),
         (mixtral_config(sliding_window=4096), "sliding_window=4096, which the learner does not compute"),
+        (moe_config(n_shared_experts=1), "n_shared_experts=1, which the learner does not compute"),
+        (glm_config(n_group=8), "n_group=8, which the learner does not compute"),
+        (glm_config(first_k_dense_replace=6), "first_k_dense_replace=6, which leaves none of the 6 layers"),
+        (glm_config(n_shared_experts=0), "n_shared_experts=0; it must be"),
+        (glm_config(routed_scaling_factor=None), "routed_scaling_factor=None; it must be"),
+        (glm_config(partial_rotary_factor=1.5), "partial_rotary_factor=1.5; it must be"),
+        (glm_config(partial_rotary_factor=0.2), "rotates 3 numbers of each head of 16, which are not pairs"),
+        (
+            glm_config(rope_scaling={"type": "yarn"}),
+            "rope_type 'yarn' of this glm4_moe model is not supported; supported are default$",
+        ),
     ],
 )
 def test_what_is_not_computed_is_refused(config, message):
@@ -146,7 +179,8 @@ def test_names_of_experts():
 
 SHAPES = [
     ("qwen3_moe", {}), ("qwen3_moe", dict(norm_topk_prob=False, tied=True)), ("qwen3_moe", MIXED), ("mixtral", {}),
-    ("mixtral", dict(tied=True, num_experts_per_tok=3)),
+    ("mixtral", dict(tied=True, num_experts_per_tok=3)), ("glm4_moe", dict(num_hidden_layers=3)),
+    ("glm4_moe", dict(norm_topk_prob=False, first_k_dense_replace=0, use_qk_norm=False, attention_bias=False, routed_scaling_factor=1.0)),
 ]  # fmt: skip
 
 
@@ -186,12 +220,36 @@ def test_the_router_chooses_like_that_of_transformers_in_bfloat16(tmp_path, norm
     assert (weights_TE != 0).sum() == 4 * 500
 
 
+def test_a_sigmoid_router_chooses_like_that_of_transformers_in_bfloat16(tmp_path):
+    """Its scores and its bias are float32 in either."""
+    changes = dict(n_routed_experts=16, num_experts_per_tok=4, first_k_dense_replace=0, num_hidden_layers=1)
+    engine = make_engine(make_moe_model(tmp_path / "m", "glm4_moe", **changes), dtype="bfloat16")
+    router = engine.chunks[0].decoder.layers[0].mlp.router
+    assert router.weight.dtype == torch.bfloat16 and router.correction_bias.dtype == torch.float32
+    weights = load_file(tmp_path / "m" / "model.safetensors")
+    assert torch.equal(router.correction_bias, weights["model.layers.0.mlp.gate.e_score_correction_bias"])
+    other = Glm4MoeTopkRouter(AutoConfig.from_pretrained(tmp_path / "m"))
+    other.weight.data = router.weight.detach().clone()
+    other.e_score_correction_bias.copy_(router.correction_bias)
+    hidden_TH = torch.randn(500, 1, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        weights_TE, is_chosen_TE = router(hidden_TH)
+        _, wanted_TK, chosen_TK = other(hidden_TH.squeeze(1))
+        router.correction_bias.zero_()
+        without_TE = router(hidden_TH)[1]
+    assert torch.equal(is_chosen_TE, torch.zeros_like(is_chosen_TE).scatter(1, chosen_TK, True))
+    assert not torch.equal(is_chosen_TE, without_TE), "the bias decides"
+    torch.testing.assert_close(weights_TE.gather(1, chosen_TK), wanted_TK, rtol=1e-6, atol=0)
+    torch.testing.assert_close(weights_TE.sum(1), torch.full((500,), 1.5))  # routed_scaling_factor
+
+
 @pytest.mark.parametrize(
     "dtype, recompute, replays",
     [("float32", "none", False), ("bfloat16", "full", False), ("bfloat16", "full", True)],
 )
 def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute, replays):
-    engine = make_engine(make_moe_model(tmp_path / "m", "mixtral"), dtype=dtype, recompute=recompute)
+    kind = "glm4_moe" if recompute == "full" else "mixtral"
+    engine = make_engine(make_moe_model(tmp_path / "m", kind), dtype=dtype, recompute=recompute)
     batch = make_batch([9, 5, 12, 9, 3, 20])
     batch = with_experts(batch, engine.architecture.experts) if replays else batch
     microbatches = [batch.select([0, 1, 2]), batch.select([3, 4, 5])]
@@ -234,7 +292,9 @@ def test_a_replay_of_the_routers_own_choice_changes_no_bit_and_another_one_does(
     alone_T = logprobs_of(engine, batch)
     assert torch.equal(logprobs_of(engine, own), alone_T)
     ((recorded_T, ids_TLK),) = engine.logprobs_and_experts([batch], temperature=0.7, dtype=torch.uint8)
-    assert torch.equal(recorded_T, alone_T) and torch.equal(ids_TLK, own.experts_TLK)
+    assert torch.equal(recorded_T, alone_T)
+    # A router with a bias writes them down in another order than that of their weights.
+    assert torch.equal(ids_TLK.sort(-1).values, own.experts_TLK.sort(-1).values)
     ((_, wide_TLK),) = engine.logprobs_and_experts([batch], temperature=0.7, dtype=torch.int16)
     assert wide_TLK.dtype == torch.int16 and torch.equal(wide_TLK, ids_TLK)
     nothing = replace(random, is_replayed_T=torch.zeros_like(random.is_replayed_T))
@@ -323,12 +383,47 @@ def test_float16_is_refused_for_training(tmp_path):
         make_engine(make_moe_model(tmp_path / "m", "mixtral"), dtype="float16")
 
 
-@pytest.mark.parametrize("kind, changes", [("qwen3_moe", MIXED), ("mixtral", dict(tied=True))])
+@pytest.mark.parametrize(
+    "kind, changes", [("qwen3_moe", MIXED), ("mixtral", dict(tied=True)), ("glm4_moe", {})]
+)
 def test_round_trip_is_bit_identical(tmp_path, kind, changes):
     folder = make_moe_model(tmp_path / "m", kind, **changes)
     make_engine(folder).save_hf(tmp_path / "out")
     assert_same_weights(folder, tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def test_layers_for_further_tokens_are_left_out_and_the_bias_stays_float32(tmp_path):
+    """In bfloat16, of a folder as it is published: with a layer behind the last one."""
+    folder = make_moe_model(tmp_path / "m", "glm4_moe", num_nextn_predict_layers=1)
+    assert read_architecture(read_hf_config(folder)).further_layers == 1
+    weights = load_file(folder / "model.safetensors")
+    assert not any(name.startswith("model.layers.2.") for name in weights)
+    further = {
+        "model.layers.2.eh_proj.weight": torch.ones(32, 64),
+        "model.layers.2.mlp.gate.weight": torch.ones(3, 32),
+    }
+    save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
+    assert weight_problems(folder, read_architecture(read_hf_config(folder))) == []
+    engine = make_engine(folder, dtype="bfloat16")
+    engine.save_hf(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == weights.keys()
+    for name, tensor in weights.items():
+        wanted = tensor if name.endswith("e_score_correction_bias") else tensor.bfloat16()
+        assert written[name].dtype == wanted.dtype and torch.equal(written[name], wanted), name
+    assert read_hf_config(tmp_path / "out")["num_nextn_predict_layers"] == 0
+    plan = plan_transfer(engine.export_plan(), dtype=torch.bfloat16, device="cpu")
+    buckets = list(make_buckets(engine.export_hf(), plan))
+    sent = {name: bucket.dtype for bucket in buckets for name in bucket.names}
+    assert {name for name, dtype in sent.items() if dtype == torch.float32} == {
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    }
+    (bias,) = (bucket for bucket in buckets if bucket.dtype == torch.float32)
+    assert torch.equal(bias.bytes.view(torch.float32), weights[bias.names[0]])
+    assert sum(bucket.bytes.numel() for bucket in buckets) == sum(
+        bytes_to_send(engine.architecture, "bfloat16", LayoutConfig())
+    )
 
 
 @pytest.mark.parametrize(
@@ -361,7 +456,7 @@ def test_wrong_tensors_are_named(tmp_path, damage, message):
         make_engine(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
 def test_tiny_models(tmp_path, family):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_countdown_model(tmp_path / folder, seed=seed, family=family)
@@ -370,14 +465,15 @@ def test_tiny_models(tmp_path, family):
         assert_same_weights(tmp_path / "a", tmp_path / "c")
     config = read_hf_config(tmp_path / "a")
     experts = read_architecture(config).experts
-    assert (experts.num_experts, experts.experts_per_token, experts.is_sparse) == (8, 2, (True,) * 4)
+    assert (experts.num_experts, experts.experts_per_token) == (8, 2)
+    assert experts.is_sparse == (family != "glm4_moe", True, True, True)
     validate_rollout_layout(config, 2)
     assert json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())["eos_token"] == "<eos>"
 
 
 def test_an_unknown_family_is_refused(tmp_path):
     assert CliRunner().invoke(app, ["make-tiny-model", str(tmp_path / "m"), "--family", "gpt"]).exit_code == 2
-    with pytest.raises(ValueError, match="'gpt' is unknown; use one of qwen3, qwen3_moe, mixtral"):
+    with pytest.raises(ValueError, match="'gpt' is unknown; use one of qwen3, qwen3_moe, mixtral, glm4_moe"):
         make_tiny_countdown_model(tmp_path / "m", seed=0, family="gpt")
     assert not (tmp_path / "m").exists()
 
@@ -417,7 +513,13 @@ def assert_same_step(ranks: list[dict], wanted: dict) -> None:
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    shapes = {"qwen3_moe": {}, "mixed": MIXED, "mixtral": {}, "tied": dict(tied=True)}
+    shapes = {
+        "qwen3_moe": {},
+        "mixed": MIXED,
+        "mixtral": {},
+        "tied": dict(tied=True),
+        "glm4_moe": dict(num_hidden_layers=4),
+    }
     kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
     made = {
         name: make_moe_model(folder / name, kinds.get(name, name), **changes)
@@ -428,8 +530,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 REPLAYED = "mixed, with experts that are given"
 TWO_RANKS = {
-    "ep2": (dict(ep=2, dp=2), ["mixed", "tied", REPLAYED]),
-    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral", REPLAYED]),
+    "ep2": (dict(ep=2, dp=2), ["mixed", "tied", "glm4_moe", REPLAYED]),
+    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral", "glm4_moe", REPLAYED]),
     "tp2 sp": (dict(tp=2, sp=True), ["qwen3_moe"]),  # all experts on both ranks, which see different tokens
     "ep2 cp2": (dict(ep=2, cp=2), ["mixed"]),
 }
@@ -502,7 +604,7 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process,
     one of a plain optimizer."""
-    names = ["mixed", "tied", REPLAYED]
+    names = ["mixed", "tied", "glm4_moe", REPLAYED]
     saves = saves_of(models, names, tmp_path)
     job = dict(kind="policy", folder=models["mixed"])
     plain = job | {"distributed": False, "checkpoint": tmp_path / "plain" / "step_000001"}

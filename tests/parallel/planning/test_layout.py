@@ -44,7 +44,7 @@ def without(name):
     return {key: value for key, value in CONFIG.items() if key != name}
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "phi3"])
 def test_what_transformers_writes_is_read(tmp_path, kind):
     architecture = read_architecture(read_hf_config(make_hf_model(tmp_path / "m", kind, tied=True)))
     assert (architecture.num_heads, architecture.num_kv_heads, architecture.num_layers) == (4, 2, 2)
@@ -54,6 +54,12 @@ def test_what_transformers_writes_is_read(tmp_path, kind):
         True,
     )
     assert (architecture.qkv_bias, architecture.qk_norm) == (kind == "qwen2", kind == "qwen3")
+
+
+def test_a_window_that_covers_every_position_hides_nothing():
+    for kind in ("mistral", "phi3"):
+        for window in (None, 256, 4096):
+            assert read_architecture(CONFIG | {"model_type": kind, "sliding_window": window}).num_layers == 2
 
 
 def test_optional_sizes_follow_from_the_others():
@@ -79,7 +85,22 @@ def test_a_config_without_a_model_type_lists_the_supported_ones(config):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (dict(model_type="mistral"), "'mistral' is not supported; supported are qwen2"),
+        (dict(model_type="tandem"), "'tandem' is not supported; supported are qwen2"),
+        (dict(model_type="deepseek_v3"), r"'deepseek_v3' is not supported: .*\(MLA\).*; supported are qwen2"),
+        (
+            dict(model_type="mistral", sliding_window=255),
+            "sliding_window=255, .* set sliding_window to null and max_position_embeddings to at most 255",
+        ),
+        (dict(model_type="phi3", sliding_window=64), "sliding_window=64, .* set sliding_window to null"),
+        (
+            dict(model_type="phi3", rope_scaling={"type": "longrope"}),
+            "rope_type 'longrope' .* supported are default$",
+        ),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        (
+            dict(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor=0.5",
+        ),
         (dict(use_sliding_window=True), "use_sliding_window"),
         (dict(attention_bias=True), "attention_bias"),
         (dict(hidden_act="gelu"), "hidden_act"),

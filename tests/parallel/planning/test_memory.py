@@ -37,6 +37,10 @@ SIZES = dict(
     vocab_size=512, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, intermediate_size=384, head_dim=32,
 )  # fmt: skip
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=96)
+GLM = dict(
+    n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, n_shared_experts=2, first_k_dense_replace=1,
+    routed_scaling_factor=1.5, attention_bias=True, use_qk_norm=True,
+)  # fmt: skip
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "intermediate_size": 18944, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
@@ -78,6 +82,8 @@ ONE_RANK = [
     Case({"dp": 1}, lora=ALL), Case({"dp": 1}, lora=ALL, forward="factored"), Case({"dp": 1}, dtype="bfloat16", lora=ALL),
     Case({"dp": 1}, dtype="bfloat16", recompute="full", lora=ALL), Case({"dp": 1}, kind="qwen2", lora=("qkv",)),
     Case({"dp": 1}, lora=("proj", "fc2"), distributed=False), Case({"dp": 1}, kind="qwen3_moe", lora=("qkv", "proj")),
+    Case({"dp": 1}, kind="glm4_moe"), Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe"),
+    Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe", lora=("qkv", "proj")), Case({"dp": 1}, kind="phi3"),
 ]  # fmt: skip
 TWO_RANKS = [
     Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
@@ -88,6 +94,7 @@ TWO_RANKS = [
     Case({"cp": 2}, dtype="bfloat16", recompute="full"), Case({"cp": 2}, kind="qwen3_moe"),
     Case({"tp": 2}, lora=ALL), Case({"tp": 2, "sp": True}, dtype="bfloat16", lora=ALL), Case({"dp": 2}, dtype="bfloat16", lora=ALL),
     Case({"pp": 2}, lora=ALL, forward="factored"), Case({"cp": 2}, lora=ALL),
+    Case({"tp": 2, "sp": True, "ep": 2}, kind="glm4_moe"),
     Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 
@@ -104,8 +111,9 @@ def job(case: Case, folder: Path) -> dict[str, Any]:
 def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     """What each rank of each case held."""
     folder = tmp_path_factory.mktemp("memory")
-    for kind in ("qwen2", "qwen3"):
+    for kind in ("qwen2", "qwen3", "phi3"):
         make_hf_model(folder / kind, kind, **SIZES)
+    make_moe_model(folder / "glm4_moe", "glm4_moe", **SIZES, **GLM)
     make_moe_model(folder / "qwen3_moe", "qwen3_moe", **SIZES, **EXPERTS)
     found = {}
     for cases in (ONE_RANK, TWO_RANKS):
@@ -124,7 +132,7 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 256,
         **SIZES,
-        **EXPERTS,
+        **(GLM if case.kind == "glm4_moe" else EXPERTS),
     }
     for rank, held in enumerate(measured[str(case)]):
         work = Work(

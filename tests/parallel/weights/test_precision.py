@@ -185,11 +185,12 @@ def test_what_is_not_finite_is_not_hidden():
 EXPERTS = {
     "qwen3_moe": ["mlp.experts.0.gate_proj", "mlp.experts.3.down_proj"],
     "mixtral": ["block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.3.w2"],
+    "glm4_moe": ["mlp.experts.0.gate_proj", "mlp.experts.3.down_proj"],
 }
 """Names in files and servers; today's transformers stacks them."""
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "phi3", "qwen3_moe", "mixtral", "glm4_moe"])
 def test_just_the_matrices_of_the_layers_are_rounded(kind):
     sizes = dict(
         vocab_size=64,
@@ -198,9 +199,16 @@ def test_just_the_matrices_of_the_layers_are_rounded(kind):
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=48,
+        pad_token_id=None,
     )
     experts = (
-        dict(num_experts=4, num_local_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+        dict(
+            num_experts=4,
+            num_local_experts=4,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=16,
+        )
         if kind in EXPERTS
         else {}
     )
@@ -217,6 +225,7 @@ def test_just_the_matrices_of_the_layers_are_rounded(kind):
         changed = {name for name in linear | others if is_rounded(name, precision)}
         assert changed == (linear if precision in SCALED else linear | others), precision
     assert not any(is_rounded(name, None) for name in linear | others)
+    assert not any(is_rounded("model.layers.1.mlp.gate.e_score_correction_bias", p) for p in PRECISIONS)
     assert ROUNDED.keys() == {*PRECISIONS}
     assert RolloutConfig().rounding is None and "weight-only" in RolloutConfig(precision="int4").rounding
 

@@ -1,0 +1,139 @@
+"""The families of models, by the model_type of config.json: what a supported one is made of, and why another is refused.
+
+The page docs/model.md has both tables; a test compares it with this file.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+"""Kinds of rotary frequencies that do not depend on the length of the sequence."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """What the models of one model_type have in common. A text in place of True or False is the field of config.json that
+    says so."""
+
+    title: str
+    """Its models, for messages and the page."""
+    layers: str
+    """What its layers become in Megatron-Core, for the page."""
+    qkv_bias: bool | str = False
+    """Whether queries, keys and values have a bias."""
+    qk_norm: bool | str = False
+    """Whether queries and keys are normalised, head by head."""
+    is_fused: bool = False
+    """Whether a folder holds one matrix of queries, keys and values, and one of gate and up."""
+    has_window: bool = False
+    """Whether ``sliding_window`` alone cuts the tokens that a token sees."""
+    rotated_share: float | None = None
+    """The share of a head that is rotated where config.json does not say. None: config.json may not ask for less than 1."""
+    rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
+    experts: Literal["qwen3_moe", "mixtral", "glm4_moe"] | None = None
+    """By whose fields of config.json its experts are read. None: it has none."""
+
+
+SUPPORTED: dict[str, Family] = {
+    "qwen2": Family(
+        title="Qwen2 and Qwen2.5, dense",
+        layers="attention with biases on q, k and v; gated MLP",
+        qkv_bias=True,
+    ),
+    "qwen3": Family(title="Qwen3, dense", layers="attention with norms of q and k; gated MLP", qk_norm=True),
+    "llama": Family(title="Llama 2, 3, 3.1 to 3.3, dense", layers="attention; gated MLP"),
+    "mistral": Family(
+        title="Mistral 7B v0.2 and later, Nemo, Small 24B (text)",
+        layers="attention; gated MLP",
+        has_window=True,
+    ),
+    "phi3": Family(
+        title="Phi-3 4k and Phi-4 14B, dense",
+        layers="attention; gated MLP; the folder's fused qkv_proj and gate_up_proj are taken apart and fused again",
+        is_fused=True,
+        has_window=True,
+        rope_types=("default",),  # Phi-3's "yarn" means longrope
+    ),
+    "qwen3_moe": Family(
+        title="Qwen3-MoE",
+        layers="attention with norms of q and k; experts by softmax, dense layers where config.json names them",
+        qk_norm=True,
+        experts="qwen3_moe",
+    ),
+    "mixtral": Family(
+        title="Mixtral", layers="attention; experts by softmax in every layer", experts="mixtral"
+    ),
+    "glm4_moe": Family(
+        title="GLM-4.5, GLM-4.5-Air and GLM-4.6",
+        layers="attention with biases and norms as config.json says, half of each head rotated; first layers dense, then experts by "
+        "sigmoid with a frozen correction bias, and a shared expert; layers that predict further tokens are left out",
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        rotated_share=0.5,
+        rope_types=("default",),
+        experts="glm4_moe",
+    ),
+}
+
+_MLA = "its attention has compressed keys and values (MLA), which the learner's packed attention does not compute"
+_SPARSE = "it chooses the tokens that a token sees (sparse attention), which the learner's packed attention does not compute"
+_HYBRID = "layers of it are recurrent (state space or linear attention), and their state would run over the borders of packed sequences"
+_POST_NORMS = "it has norms behind attention and MLP, which Megatron-Core's layer does not have"
+_WINDOWS = (
+    "some of its layers see a sliding window of tokens, which the learner's packed attention does not compute"
+)
+_SINKS = "its attention has a learned sink in the softmax, and its weights come in MXFP4; the learner computes neither"
+_SEES = "it takes pictures, sound or video, which this trainer's prompts do not have; use its text model, if that is a family of its own"
+_PARALLEL = (
+    "its attention and MLP read the same input, one beside the other, which the learner does not compute"
+)
+_OLD = "its layers have LayerNorm or an MLP without a gate, which the learner does not compute"
+
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        (
+            "deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "glm4_moe_lite", "longcat_flash", "mistral4", "youtu",
+        ),
+        _MLA,
+    ),
+    **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
+    **dict.fromkeys(
+        (
+            "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear", "jamba", "mamba", "mamba2",
+            "falcon_mamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "bamba", "zamba2", "minimax", "lfm2", "lfm2_moe",
+            "olmo_hybrid", "recurrent_gemma",
+        ),
+        _HYBRID,
+    ),
+    **dict.fromkeys(("gemma2",), f"it caps its logits by a tanh, and {_POST_NORMS.removeprefix('it ')}"),
+    **dict.fromkeys(("gemma3", "gemma3_text", "gemma3n", "glm4", "olmo2", "olmo3", "exaone4"), _POST_NORMS),
+    "gemma": "its norms multiply by 1 + weight and its MLP has a GELU, which the learner does not compute",
+    "gpt_oss": _SINKS,
+    **dict.fromkeys(("llama4", "llama4_text"), "layers of it see chunks of tokens and rotate nothing, which the learner does not compute"),
+    **dict.fromkeys(("ministral", "mimo_v2_flash"), _WINDOWS),
+    **dict.fromkeys(
+        (
+            "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen2_5_omni", "qwen3_omni_moe", "mllama", "mistral3", "pixtral",
+            "llava", "llava_next", "glm4v", "glm4v_moe", "gemma4", "phi4_multimodal", "kimi_k25",
+        ),
+        _SEES,
+    ),
+    "qwen2_moe": "its shared expert has a gate of its own, which the learner does not compute; Qwen3-MoE has no shared expert",
+    "phimoe": "its norms have a bias and its router samples by SparseMixer, which the learner does not compute",
+    "minimax_m2": "it normalises queries and keys over all heads at once, which the learner does not compute",
+    **dict.fromkeys(("cohere", "cohere2", "phi", "gptj", "gpt_neox", "falcon"), _PARALLEL),
+    **dict.fromkeys(("gpt2", "opt", "bloom", "starcoder2"), _OLD),
+    "smollm3": "layers of it rotate nothing, which the learner does not compute",
+}  # fmt: skip
+"""Families that people ask for: model_type -> what keeps them out."""
+
+
+def family_of(model_type: object) -> Family:
+    """The family of a config.json. Raises ValueError for one that is not supported, with the reason where it is known."""
+    if isinstance(model_type, str) and model_type in SUPPORTED:
+        return SUPPORTED[model_type]
+    reason = REFUSED.get(model_type) if isinstance(model_type, str) else None
+    supported = ", ".join(f"{name} ({family.title})" for name, family in SUPPORTED.items())
+    raise ValueError(
+        f"model_type {model_type!r} is not supported{f': {reason}' if reason else ''}; supported are {supported}"
+    )

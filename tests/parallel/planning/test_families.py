@@ -1,0 +1,88 @@
+"""The table of families: the page has it word for word, and its names are those that config.json files have."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import Glm4MoeConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+
+from parallel.planning.families import REFUSED, SUPPORTED, family_of
+from parallel.planning.layout import read_architecture
+from parallel.weights.hf_names import hf_shapes
+from rollout.tiny_model import FAMILIES
+
+PAGE = Path(__file__).parents[3] / "docs" / "model.md"
+TEXT_PARTS = {"kimi_k2", "pixtral"}
+"""Names of published config.json files that transformers reads by code in the folder, or has under another."""
+
+
+def tables() -> list[list[list[str]]]:
+    """Cells of the page's tables, without their head."""
+    found = re.findall(r"(?:^\|.*\n)+", PAGE.read_text(), re.MULTILINE)
+    return [
+        [[cell.strip() for cell in line.strip("|\n").split("|")] for line in table.splitlines()[2:]]
+        for table in found
+    ]
+
+
+def test_the_page_has_every_family_and_its_layers():
+    wanted = [[f"`{name}`", family.title, family.layers] for name, family in SUPPORTED.items()]
+    assert wanted in tables()
+
+
+def test_the_page_has_every_refused_family_and_its_reason():
+    by_reason: dict[str, list[str]] = {}
+    for name, reason in REFUSED.items():
+        by_reason.setdefault(reason, []).append(f"`{name}`")
+    wanted = [[", ".join(names), reason] for reason, names in by_reason.items()]
+    assert wanted in tables()
+
+
+def test_names_are_those_of_published_models():
+    """A misspelt name would never refuse anything."""
+    assert not SUPPORTED.keys() & REFUSED.keys()
+    known = CONFIG_MAPPING_NAMES.keys()
+    assert known >= SUPPORTED.keys() and REFUSED.keys() - known <= TEXT_PARTS
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_family_says_why(name):
+    with pytest.raises(ValueError) as error:
+        family_of(name)
+    assert str(error.value).startswith(
+        f"model_type '{name}' is not supported: {REFUSED[name]}; supported are qwen2 ("
+    )
+
+
+@pytest.mark.parametrize("name", ["unheard_of", None, 3, ["qwen3"]])
+def test_an_unknown_family_lists_the_supported_ones(name):
+    with pytest.raises(ValueError) as error:
+        family_of(name)
+    assert str(error.value).startswith(f"model_type {name!r} is not supported; supported are")
+    assert all(f"{known} (" in str(error.value) for known in SUPPORTED)
+
+
+def test_every_family_has_a_tiny_model():
+    assert FAMILIES.keys() == SUPPORTED.keys()
+
+
+@pytest.mark.parametrize(
+    ("billions", "changes"),
+    [
+        (106, {}),
+        (
+            355,
+            dict(
+                hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, n_routed_experts=160, moe_intermediate_size=1536,
+                first_k_dense_replace=3, use_qk_norm=True, routed_scaling_factor=2.5,
+            ),
+        ),
+    ],
+)  # fmt: skip
+def test_glm_has_as_many_parameters_as_its_card_says(billions, changes):
+    """GLM-4.5-Air, whose sizes are the defaults of its config class, and GLM-4.5."""
+    config = Glm4MoeConfig(head_dim=128, attention_bias=True, **changes).to_dict()
+    shapes = hf_shapes(read_architecture(config))
+    parameters = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes.values())
+    assert parameters == pytest.approx(billions * 1e9, rel=0.02)
