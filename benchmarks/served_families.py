@@ -17,6 +17,7 @@ import math
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,6 +30,8 @@ from trainer.tracking.tracker import read_metrics  # noqa: E402
 RECIPE = ROOT / "configs" / "recipes" / "countdown_tiny.yaml"
 TIMEOUT_S = 1800
 STEPS = 2
+RESULTS = {"verify-sync": "result.json", "train": "metrics.jsonl"}
+"""What each command leaves in its run folder."""
 FEW = (
     "layout.dp=1", f"steps={STEPS}", "rollout.prompts_per_step=8", "rollout.group_size=4", "rollout.max_total_tokens=4096",
     "evaluation.every=0", "evaluation.at_ends=false", "checkpoint.every=0", "entropy.coefficient=0.05",
@@ -50,7 +53,7 @@ def tandem(log: Path, *arguments: str) -> str:
     return "" if code == 0 else f"exit code {code}: {lines[-1] if lines else 'no output'}"
 
 
-def row_of(family: str, folder: Path) -> dict:
+def row_of(family: str, folder: Path, *, commands: Sequence[str]) -> dict:
     from rollout.tiny_model import make_tiny_countdown_model
 
     began, model = time.monotonic(), folder / "model"
@@ -59,7 +62,8 @@ def row_of(family: str, folder: Path) -> dict:
     headers = read_headers(model)
     row = {"family": family, "tensors": len(headers)}
     row["parameters"] = sum(math.prod(header.shape) for header in headers.values())
-    for command, file in (("verify-sync", "result.json"), ("train", "metrics.jsonl")):
+    for command in commands:
+        file = RESULTS[command]
         runs = folder / command
         if not list(runs.glob(f"*/{file}")):
             arguments = [str(RECIPE), f"model.path={model}", *FEW, f"launch.runs_dir={runs}"]
@@ -84,7 +88,7 @@ def steps(file: Path) -> dict:
 def line(row: dict) -> list[str]:
     def of_parts(name: str) -> str:
         if name not in row:
-            return f"failed ({row['verify-sync']})"
+            return f"failed ({row['verify-sync']})" if "verify-sync" in row else "not run"
         return f"{len(row[name])} differ" if row[name] else "to the bit"
 
     gradients, gap = row.get("gradients", []), row.get("gap")
@@ -109,6 +113,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("families", nargs="*", metavar="FAMILY", help="default: all")
     parser.add_argument("--folder", type=Path, required=True, help="where models, runs and rows are kept")
+    parser.add_argument("--only", choices=RESULTS, help="one command alone")
     given = parser.parse_args()
     if unknown := set(given.families) - SUPPORTED.keys():
         parser.error(f"not supported: {', '.join(sorted(unknown))}; supported are {', '.join(SUPPORTED)}")
@@ -117,7 +122,7 @@ def main() -> None:
         file = folder / family / "row.json"
         if not file.exists():
             file.parent.mkdir(parents=True, exist_ok=True)
-            row = row_of(family, file.parent)
+            row = row_of(family, file.parent, commands=[given.only] if given.only else [*RESULTS])
             file.write_text(json.dumps(row, indent=2))
             print(line(row), flush=True)
     files = [folder / family / "row.json" for family in SUPPORTED]

@@ -129,6 +129,8 @@ class Router(TopKRouter):
 
     routing: Routing | None = None
     """Of the micro-batch under way: ``RoutedLayer`` sets it for its forward pass."""
+    correction_bias: Tensor | None
+    """float32 [E], added to the scores that experts are chosen by. None: there is none."""
 
     def __init__(self, config: TransformerConfig, pg_collection=None, *, experts: Experts):
         super().__init__(config, pg_collection)
