@@ -15,7 +15,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 
 from configs.schema.launch import EvaluationConfig
@@ -70,7 +69,7 @@ class GroupSampler:
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
         self._pool = GroupPool(self._sample_group, max_rounds=max_rounds)
         self._counted = (client.stats, scorer.retries)
-        self._order_of = order or partial(epoch_order, len(task.train), seed=seed)
+        self._order_of = order or (lambda epoch: epoch_order(len(task.train), seed=seed, epoch=epoch))
         self._order: Sequence[int] = ()
         self._order_epoch = -1
 
