@@ -5,7 +5,7 @@ that of ``tandem trace``.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +21,7 @@ def profiled(run: Path, rank: int, step: int) -> Iterator[None]:
     with profile(activities=activities, record_shapes=True) as profiler:
         yield
     file = run / FOLDER / f"torch-rank-{rank}-step-{step}.json"
-    try:
+    with suppress(OSError, RuntimeError):  # the profiler does not raise in all cases
         profiler.export_chrome_trace(str(file))
-    except (OSError, RuntimeError) as error:
-        print(f"trace: {file} cannot be written ({error})", flush=True)
+    if not file.exists():
+        print(f"trace: {file} cannot be written; look for room on its disk", flush=True)
