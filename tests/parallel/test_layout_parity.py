@@ -19,6 +19,9 @@ from tests.trainer.batch.test_step_batch import make_groups
 
 pytestmark = pytest.mark.engines
 TOLERANCE = 1e-5
+STEPPED = 2e-5
+"""Of weights behind an AdamW step: it multiplies what rounding does to a small gradient by up to lr / eps = 100, and processors
+round differently (1.08e-5 on an Intel Xeon, where the gradients agree)."""
 FEW_TOKENS, FEWER_THAN_RANKS = "fewer tokens than ranks", ("cp3", "tp2 sp cp2")
 
 LAYOUTS = {
@@ -293,9 +296,7 @@ def test_the_learner_steps_like_one_process(runs, layout):
         assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-6)
         for sequence, logprobs_T in per_sequence(found).items():
             torch.testing.assert_close(logprobs_T, logprobs_S[sequence], rtol=0, atol=1e-5)
-        assert (
-            max(greatest_difference(found[part], wanted[part]) for part in ("weights", "critic")) < TOLERANCE
-        )
+        assert max(greatest_difference(found[part], wanted[part]) for part in ("weights", "critic")) < STEPPED
         assert [p for row in found["probe"] for p in row] == pytest.approx(
             [p for row in wanted["probe"] for p in row], rel=TOLERANCE, abs=TOLERANCE
         )
