@@ -23,7 +23,6 @@ LAYOUTS = {
     "dp2": {"dp": 2},
     "cp2": {"cp": 2},
     "experts ep2": {"dp": 2, "ep": 2},
-    "glm experts tp2 sp ep2": {"tp": 2, "sp": True, "ep": 2},
 }
 FAMILIES = ("allreduce", "allgather", "reduce_scatter", "alltoall", "send", "recv", "broadcast")
 LARGE = dict(
@@ -39,7 +38,7 @@ LARGE = dict(
 def config_of(folder: Path, name: str) -> RunConfig:
     make = make_moe_model if "experts" in name else make_hf_model
     model = folder / name.replace(" ", "-")
-    kind = "glm4_moe" if "glm" in name else "qwen3_moe" if "experts" in name else "qwen3"
+    kind = "qwen3_moe" if "experts" in name else "qwen3"
     make(model, kind, num_hidden_layers=2)
     # float32: on CPU attention is in float32 whatever the model is.
     return small_config(model, "model.dtype=float32", "rollout.dtype=float32", budget=BUDGET, **LAYOUTS[name])
