@@ -7,8 +7,8 @@ Like ``tandem status`` it reads the folder alone, and disturbs nothing.
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import pairwise
 
@@ -53,7 +53,6 @@ MOST_SAMPLES = 4
 
 def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
     """Show the run until Ctrl-C; with ``once`` print one picture."""
-    logging.getLogger(tracker.__name__).setLevel(logging.ERROR)  # its last line may be being written
     console, decode = Console(highlight=False), cache(lambda: find_decode(model_path(folder), folder.path)[0])
     if once:
         for title, part in _parts(folder, decode):
@@ -67,11 +66,23 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
             time.sleep(every_s)
 
 
+@contextmanager
+def _quiet(logger: str) -> Iterator[None]:
+    """Inside, warnings of the logger are not shown."""
+    log = logging.getLogger(logger)
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
 def _parts(folder: RunFolder, decode: Callable[[], Decode]) -> list[tuple[str, RenderableType]]:
     """(title, content) of the panels. Each is read anew."""
     file = folder.path / "metrics.jsonl"
-    rows = read_metrics(file) if file.exists() else []
-    found = status(folder)
+    with _quiet(tracker.__name__):  # its last line may be being written
+        rows = read_metrics(file) if file.exists() else []
+        found = status(folder)
     lines = aligned([("state", found.state), *found.lines])
     return [
         ("run", Text("\n".join(lines), no_wrap=True, overflow="ellipsis")),
