@@ -77,7 +77,7 @@ def test_the_memory_is_the_descriptions_unless_it_is_given(config):
     missing = run(config)
     assert missing.returncode == 2
     assert (
-        "the memory of a GPU is missing; add --gpu-memory GiB, or --gpu (a100, h100, h200" in missing.stderr
+        "the memory of a GPU is missing; add --gpu-memory GiB, or --gpu (a100, cpu, h100, h200" in missing.stderr
     )
 
 
@@ -97,8 +97,8 @@ def test_a_description_of_ones_own_is_taken(config):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpu", "h10"], ["--gpu", "h10", "did you mean `h100`?", "a100, h100, h200"]),
-        (["--gpu", "none.yaml"], ["none.yaml", "cannot be read", "a100, h100, h200"]),
+        (["--gpu", "h10"], ["--gpu", "h10", "did you mean `h100`?", "a100, cpu, h100, h200"]),
+        (["--gpu", "none.yaml"], ["none.yaml", "cannot be read", "a100, cpu, h100, h200"]),
         (["--gpu", "wrong.yaml"], ["memory_gib", "-1", "peak_tflop", "did you mean `peak_tflops`", "required"]),
         (["--gpu", "list.yaml"], ["list.yaml", "a mapping of keys"]),
         (["--gpu", "."], ["--gpu", "no description of hardware has this name"]),
@@ -108,7 +108,7 @@ def test_a_description_of_ones_own_is_taken(config):
         (["--gpu", "h100", "--prompt-tokens", "16000"], ["--prompt-tokens 16000", "token_budget", "lower it"]),
         (["--gpu", "h100", "--response-spread", "-1"], ["--response-spread"]),
         (["--gpu", "h100", "--report", "page.txt"], ["--report", "page.txt", ".html"]),
-        (["--gpu-memory", "80", "--report", "page.html"], ["--report", "add --gpu (a100, h100, h200"]),
+        (["--gpu-memory", "80", "--report", "page.html"], ["--report", "add --gpu (a100, cpu, h100, h200"]),
         (["--gpu-memory", "80", "--response-tokens", "9"], ["--response-tokens", "add --gpu"]),
         (["--gpu", "a100", "rollout.quantization=fp8"], ["rollout.quantization=fp8", "peak_tflops.fp8"]),
     ],

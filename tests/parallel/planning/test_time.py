@@ -610,8 +610,13 @@ def test_assumptions_say_the_lengths_and_what_is_left_out():
     assert not any(part in plain for part in ("max_staleness", "computed once", "sampled again"))
 
 
-@pytest.mark.parametrize("name", hardware_names())
-def test_descriptions_are_of_plausible_machines(name):
+def test_the_description_of_two_cpu_cores_is_measured():
+    found = read_hardware("cpu")
+    assert found.name == "cpu" and "benchmarks/plan_time.py" in found.source
+
+
+@pytest.mark.parametrize("name", [name for name in hardware_names() if name != "cpu"])
+def test_descriptions_are_of_plausible_gpus(name):
     """A check of slips by a power of ten: Qwen2.5-7B decodes and trains at rates that such machines are known for."""
     found = read_hardware(name)
     assert found.name == name and "compared with no GPU" in found.source
