@@ -77,7 +77,8 @@ def test_the_memory_is_the_descriptions_unless_it_is_given(config):
     missing = run(config)
     assert missing.returncode == 2
     assert (
-        "the memory of a GPU is missing; add --gpu-memory GiB, or --gpu (a100, cpu, h100, h200" in missing.stderr
+        "the memory of a GPU is missing; add --gpu-memory GiB, or --gpu (a100, cpu, h100, h200"
+        in missing.stderr
     )
 
 
