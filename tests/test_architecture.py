@@ -67,8 +67,8 @@ def test_nothing_imports_tests_or_benchmarks():
 LIGHT = (
     "configs.loader", "configs.schema", "launch.checks.own_parts", "launch.cli",
     "launch.commands.train", "launch.commands.plan", "launch.commands.dry_run",
-    "configs.reading.hardware", "launch.commands.plan_page", "parallel.planning.flops", "parallel.planning.time",
-    "parallel.planning.traffic",
+    "configs.reading.hardware", "launch.commands.plan_page", "parallel.planning.decoding", "parallel.planning.flops",
+    "parallel.planning.time", "parallel.planning.traffic",
     "launch.commands.clean", "launch.commands.simulate", "launch.commands.stop", "launch.commands.sweep", "launch.commands.trace",
     "launch.commands.watch", "parallel.planning.simulated",
     "parallel.planning.layout", "parallel.planning.memory", "parallel.planning.planner",

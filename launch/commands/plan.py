@@ -16,9 +16,15 @@ from launch.checks.config import BadInput
 from launch.processes.run_folder import check_can_be_made
 from launch.tables import print_table
 from parallel.planning import memory
+from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
 from parallel.planning.planner import NO_TABLE, Cluster, Plan, Timing, plan, read_measured, reasons
-from parallel.planning.time import PROMPT_TOKENS, SPREAD, Lengths, Machine, assumptions, seconds_text
+from parallel.planning.time import (
+    PROMPT_TOKENS,
+    Machine,
+    assumptions,
+    seconds_text,
+)
 
 WIDTH = 170
 """Width of the table where the output is no terminal."""

@@ -30,6 +30,7 @@ from typing import Any
 
 from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
+from parallel.planning.decoding import Lengths
 from parallel.planning.layout import Architecture, fitting_layouts, read_architecture, rollout_sizes
 from parallel.planning.memory import (
     GIB,
@@ -42,7 +43,13 @@ from parallel.planning.memory import (
     work_of,
     worst_stage,
 )
-from parallel.planning.time import Estimator, Lengths, Machine, StepTime, seconds_text, two_digits
+from parallel.planning.time import (
+    Estimator,
+    Machine,
+    StepTime,
+    seconds_text,
+    two_digits,
+)
 from parallel.planning.traffic import Traffic, traffic
 
 AMPLE = 0.3

@@ -18,22 +18,24 @@ from configs.reading.hardware import hardware_names, read_hardware
 from configs.schema.hardware import HardwareConfig, Overheads
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
+from parallel.planning.decoding import (
+    Decoder,
+    Lengths,
+    cut_lognormal_mean,
+    decode,
+    lognormal_scale,
+    mixed,
+)
 from parallel.planning.flops import forward_flops, update_flops, whole_samples
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
 from parallel.planning.memory import GIB, RolloutMemory, rollout_memory, stage_parameters
 from parallel.planning.time import (
-    Decoder,
     Estimator,
-    Lengths,
     Machine,
     assumptions,
     batch_of,
     bubble_share,
-    cut_lognormal_mean,
-    decode,
     decoder_of,
-    lognormal_scale,
-    mixed,
     optimizer_seconds,
     sampling_time,
     seconds_text,
