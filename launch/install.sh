@@ -19,7 +19,9 @@ if [ -z "$kind" ]; then
   if command -v nvidia-smi >/dev/null 2>&1; then gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true); fi
   if [ "$gpus" -ge 1 ]; then kind=cuda; fi
 fi
-wanted="$kind $(cat "$root/launch/requirements/"{"$kind",test,docs}.txt "$root/setup.py" | sha256sum | cut -c1-16)"
+pins=cpu.txt
+if [ "$kind" = cuda ]; then pins=cuda.lock; fi
+wanted="$kind $(cat "$root/launch/requirements/"{"$pins",test.txt,docs.txt} "$root/setup.py" | sha256sum | cut -c1-16)"
 stamp="$venv/.tandem-installed"
 if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$wanted" ]; then
   if [ $# -gt 0 ]; then printf '%s' "$kind" > "$choice"; fi
@@ -39,6 +41,14 @@ fi
 if [ -z "$python" ] || ! "$python" -c "$fits" 2>/dev/null; then
   if [ -n "$python" ]; then found="TANDEM_PYTHON=$python is neither"; else found="neither is on PATH"; fi
   echo "Tandem is pinned and tested on Python 3.11 and 3.12, and $found: install one, or name it in TANDEM_PYTHON." >&2
+  exit 1
+fi
+
+# SGLang's wheels are for glibc 2.34 and newer; pip would only say that it finds no version.
+libc="$(getconf GNU_LIBC_VERSION 2>/dev/null || true)"
+libc="${libc#glibc }"
+if [ -n "$libc" ] && [ "$(printf '%s\n' 2.34 "$libc" | sort -V | head -n 1)" != 2.34 ]; then
+  echo "SGLang's wheels need glibc 2.34 or newer (RHEL 9, Debian 12, Ubuntu 22.04), and this system has $libc: use a container (launch/containers)." >&2
   exit 1
 fi
 
@@ -77,7 +87,8 @@ if [ "$kind" = cpu ]; then
   grep -v '^torch==' "$root/launch/requirements/cpu.txt" > "$venv/cpu-rest.txt"
   step "[2/3] engines and libraries" "${pip[@]}" --no-deps -r "$venv/cpu-rest.txt" -r "$root/launch/requirements/test.txt"
 else
-  step "[1/3] engines" "${pip[@]}" -r "$root/launch/requirements/cuda.txt"
+  # --no-deps: the lock has them all, and pip would look at each again.
+  step "[1/3] engines" "${pip[@]}" --no-deps -r "$root/launch/requirements/cuda.lock"
   step "[2/3] test tools" "${pip[@]}" -r "$root/launch/requirements/test.txt"
 fi
 step "[3/3] tandem" "${pip[@]}" --no-deps --no-build-isolation --editable "$root"

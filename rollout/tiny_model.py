@@ -70,6 +70,9 @@ FAMILIES = {
 }
 """Config class, model class, and the fields of this family alone."""
 
+BYTE_LEVEL = ("qwen2",)
+"""Families whose tokenizer transformers opens as its own byte-level one, whatever the folder says: the space is then
+written as another character."""
 SPECIAL_TOKENS = ("<eos>", "<pad>", "<unk>")
 VOCAB_MULTIPLE = 8
 """The vocabulary is padded to a multiple of this, so that it splits evenly over tensor-parallel ranks."""
@@ -96,7 +99,7 @@ def make_tiny_countdown_model(
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     try:
-        tokenizer = _character_tokenizer()
+        tokenizer = _character_tokenizer(of_bytes=family in BYTE_LEVEL)
         tokenizer.save_pretrained(partial)
         _random_model(tokenizer, seed, family, initializer_range).save_pretrained(partial)
         partial.rename(folder)
@@ -104,15 +107,26 @@ def make_tiny_countdown_model(
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _character_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character. Unknown characters become <unk>, which shows them instead of dropping them."""
+def _character_tokenizer(*, of_bytes: bool) -> PreTrainedTokenizerFast:
+    """One token per character. Unknown characters become <unk>, which shows them; transformers' own class drops them."""
     tokens = [*SPECIAL_TOKENS, *CHARACTERS]
     # Padding tokens are ordinary tokens: if the model samples one, its text spoils the answer, as it should.
     tokens += [f"<unused_{i}>" for i in range(-len(tokens) % VOCAB_MULTIPLE)]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    tokenizer.decoder = decoders.Fuse()
+    each = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    if of_bytes:
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        written = {
+            byte_level.pre_tokenize_str(character)[0][0] if len(character) == 1 else character: i
+            for character, i in vocabulary.items()
+        }
+        tokenizer = Tokenizer(models.BPE(written, merges=[], unk_token="<unk>"))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([each, byte_level])
+        tokenizer.decoder = decoders.ByteLevel()
+    else:
+        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+        tokenizer.pre_tokenizer = each
+        tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token="<eos>",

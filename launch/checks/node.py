@@ -6,6 +6,8 @@
 import importlib.metadata
 import json
 import os
+import platform
+import re
 import resource
 import shutil
 import socket
@@ -25,6 +27,8 @@ PINNED = ("torch", "sglang", "megatron-core", "transformers", "pyzmq")
 OPEN_FILES = 4096
 BUSY_GPU_MIB = 1024
 INFINIBAND = Path("/dev/infiniband")
+MANYLINUX = re.compile(r"^Tag: .*\bmanylinux_(\d+)_(\d+)_", re.MULTILINE)
+"""Of a wheel's tags; older forms of the tag are for glibc 2.17 and before, as all systems have."""
 SMALLEST_DRIVER = {"12": 525, "13": 580}
 """Oldest NVIDIA driver by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""
 
@@ -62,6 +66,7 @@ def checks_of_node(nodes: NodesConfig | None, config: RunConfig | SftConfig | No
     """Findings about this node, for any config or for this one. ``nodes``: those of the config, or others where
     several nodes are checked."""
     yield _versions()
+    yield _libc()
     yield from _gpus(config)
     yield _address(nodes)
     yield from _environment()
@@ -73,7 +78,7 @@ def checks_of_node(nodes: NodesConfig | None, config: RunConfig | SftConfig | No
 
 def _versions() -> Finding:
     tested: dict[str, str] = {}
-    for file in ("cpu.txt", "cuda.txt"):
+    for file in ("cpu.txt", "cuda.lock"):
         lines = (Path(__file__).parents[1] / "requirements" / file).read_text().splitlines()
         for name, _, version in (line.partition("==") for line in lines):
             tested.setdefault(name.lower(), version)
@@ -90,6 +95,31 @@ def _versions() -> Finding:
     if wrong:
         return fail("versions", ", ".join(wrong), "run `bash launch/install.sh` on a node like this one")
     return ok("versions", ", ".join(installed))
+
+
+def _libc() -> Finding:
+    """This system's C library against the wheels of the environment, which another system may have installed."""
+    name, version = platform.libc_ver()
+    if name != "glibc":
+        return warn(
+            "libc",
+            "this system has no glibc, for which wheels are built",
+            "use a container (launch/containers)",
+        )
+    needed, package = max(_glibc_of_wheels(), default=((0, 0), ""))
+    text = f"glibc {version}, {package} needs {needed[0]}.{needed[1]}"
+    if tuple(map(int, version.split(".")[:2])) < needed:
+        fix = "use a newer system (RHEL 9, Debian 12, Ubuntu 22.04) or a container (launch/containers)"
+        return fail("libc", text, fix)
+    return ok("libc", text)
+
+
+def _glibc_of_wheels() -> Iterator[tuple[tuple[int, int], str]]:
+    """((major, minor), package) of what is installed: the oldest glibc that its wheel is for (PEP 600)."""
+    for package in importlib.metadata.distributions():
+        tags = MANYLINUX.findall(package.read_text("WHEEL") or "")
+        if tags:
+            yield min((int(major), int(minor)) for major, minor in tags), package.name
 
 
 def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:

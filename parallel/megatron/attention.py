@@ -198,6 +198,7 @@ def _bucket_attention(
         x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
         for x in (query_TAD, key_TKD, value_TKD)
     )
+    key_NKLD, value_NKLD = _for_kernels(query_NALD, key_NKLD, value_NKLD)
     out_NALD = F.scaled_dot_product_attention(
         query_NALD,
         key_NKLD,
@@ -209,20 +210,29 @@ def _bucket_attention(
     return out_NALD.transpose(1, 2).flatten(0, 1)
 
 
+def _wants_copies(query: Tensor) -> bool:
+    """In float32 torch has for grouped queries on CUDA only the kernel that holds L x L scores per head."""
+    return query.device.type != "cpu" and query.dtype == torch.float32
+
+
+def _for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """key and value as the device's fast kernels take them: [N, K, L, D], or [N, A, L, D] with a copy for each query head."""
+    copies = query.shape[1] // key.shape[1]
+    if copies == 1 or not _wants_copies(query):
+        return key, value
+    return key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
+
+
 def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
     """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D].
 
-    No mask of n L bytes is made. CUDA's kernels know this mask; since those of grouped queries take no float32,
-    each query head gets a copy of its key/value head there. The CPU's kernel takes a mask with any strides: with
+    No mask of n L bytes is made. CUDA's kernels know this mask. The CPU's kernel takes a mask with any strides: with
     the queries in reverse, row i of the mask is one line of n + L - 1 numbers, from its place i on.
     """
     n, length = query.shape[2], key.shape[2]
+    key, value = _for_kernels(query, key, value)
     is_grouped = query.shape[1] != key.shape[1]
     if query.device.type != "cpu":
-        if is_grouped and query.dtype == torch.float32:
-            copies = query.shape[1] // key.shape[1]
-            key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
-            is_grouped = False
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask=causal_lower_right(n, length), scale=scale, enable_gqa=is_grouped
         )

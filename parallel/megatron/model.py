@@ -169,11 +169,11 @@ def _block_spec(
     if pieces is not None:
         make_layer, norm = partial(_aligned_layer, pieces), AlignedRMSNorm
     elif lora is not None:
-        make_layer = _adaptable_layer
-    elif platform.uses_transformer_engine():
+        make_layer = partial(_adaptable_layer, config.params_dtype)
+    elif platform.uses_transformer_engine(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
-        make_layer, norm = _transformer_engine_layer, TENorm
+        make_layer, norm = partial(_transformer_engine_layer, config.params_dtype), TENorm
     first = get_transformer_layer_offset(config, vp_stage)
     experts = architecture.experts
     is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
@@ -217,19 +217,21 @@ def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | N
     return spec
 
 
-def _adaptable_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+def _adaptable_layer(dtype: torch.dtype, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention where it is used."""
     spec = _local_layer(architecture, experts)
-    if platform.uses_transformer_engine() and parallel_state.get_context_parallel_world_size() == 1:
+    if platform.uses_transformer_engine(dtype) and parallel_state.get_context_parallel_world_size() == 1:
         layer: Any = spec.submodules
         layer.self_attention.submodules.core_attention = _transformer_engine_attention()
     return spec
 
 
-def _transformer_engine_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+def _transformer_engine_layer(
+    dtype: torch.dtype, architecture: Architecture, experts: Experts | None
+) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts and experts.num_experts,
-        moe_grouped_gemm=platform.uses_grouped_gemm(),
+        moe_grouped_gemm=platform.uses_grouped_gemm(dtype),
         qk_layernorm=architecture.qk_norm,
     )
     layer: Any = spec.submodules
@@ -331,12 +333,12 @@ def transformer_config(
         use_cpu_initialization=not platform.is_gpu(),
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        persist_layer_norm=platform.uses_transformer_engine(),
+        persist_layer_norm=platform.uses_transformer_engine(dtype),
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         **moe.config_fields(
-            architecture.experts, is_grouped=platform.uses_grouped_gemm() and not has_adapters
+            architecture.experts, is_grouped=platform.uses_grouped_gemm(dtype) and not has_adapters
         ),
         **(full if recompute == "full" else {}),
     )
@@ -385,7 +387,8 @@ class PackedGPTModel(GPTModel):
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor
         # Attention of Transformer Engine and of context parallelism, and that of ``numerics``, take whole sequences.
-        is_whole = platform.uses_transformer_engine() or config.context_parallel_size > 1
+        self.uses_transformer_engine = platform.uses_transformer_engine(config.params_dtype)
+        is_whole = self.uses_transformer_engine or config.context_parallel_size > 1
         self.shares_prompts = not is_whole and backbone.pieces is None
         self.lora = backbone.lora
         if self.lora is not None:
@@ -463,7 +466,7 @@ class PackedGPTModel(GPTModel):
             return split_context(
                 whole, device, size=group.size(), rank=group.rank(), group=group, multiple=multiple
             )
-        keep_order = platform.uses_transformer_engine()  # it needs no reordering
+        keep_order = self.uses_transformer_engine  # it needs no reordering
         return plan_packing(cu_seqlens, device, keep_order=keep_order, multiple=multiple)
 
     def _run_packed(self, tokens_T: Tensor, packed: PackedSequences):

@@ -22,9 +22,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW for a model's chunks inside Megatron's DistributedDataParallel. ``dtype`` is the model's.
 
-    torch's AdamW updates one parameter after another. On GPUs its default is all at once, which takes as much memory
-    again as a moment of every parameter. Adam of Transformer Engine or Apex, which Megatron takes where it finds one,
-    needs none.
+    It is torch's (``setup``) and updates one parameter after another. On GPUs its default is all at once, which takes
+    as much memory again as a moment of every parameter.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -46,9 +45,8 @@ def build_optimizer(
         trained,
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if isinstance(part.optimizer, torch.optim.AdamW):
-            for group in part.optimizer.param_groups:
-                group["foreach"] = False
+        for group in part.optimizer.param_groups if part.optimizer is not None else ():
+            group["foreach"] = False
     return optimizer
 
 

@@ -1,6 +1,5 @@
 """The one file that tells CUDA from CPU: device, collective backend, kind of Megatron's layers, start and stop."""
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 
 # Repairs of megatron.core and, without CUDA, stand-ins; they must come before its first import.
 import parallel.megatron.setup  # noqa: F401
-from parallel.megatron import cpu
+from parallel.megatron import cpu, transformer_engine
 from parallel.megatron.rank_store import STORE_VARIABLE
 
 
@@ -42,14 +41,16 @@ def _group_backends() -> str:
     return "cpu:gloo,cuda:nccl" if has_cuda() else "gloo"
 
 
-def uses_transformer_engine() -> bool:
-    """Whether layers are Transformer Engine's (fused norms, flash attention), not Megatron's local ones and ours."""
-    return has_cuda() and importlib.util.find_spec("transformer_engine") is not None
+def uses_transformer_engine(dtype: torch.dtype) -> bool:
+    """Whether layers of a model in ``dtype`` are Transformer Engine's (fused norms, flash attention), not Megatron's local
+    ones and ours. In float32 they are ours: none of its fast kernels takes float32, and the one that does pads all
+    sequences to the longest and holds a score for each pair of tokens."""
+    return has_cuda() and dtype != torch.float32 and transformer_engine.ABSENCE is None
 
 
-def uses_grouped_gemm() -> bool:
+def uses_grouped_gemm(dtype: torch.dtype) -> bool:
     """Whether a rank's experts run as one grouped matrix product, Transformer Engine's, not one by one."""
-    return uses_transformer_engine()
+    return uses_transformer_engine(dtype)
 
 
 def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:

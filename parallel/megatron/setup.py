@@ -1,7 +1,7 @@
 """Preparation of Megatron-Core 0.16: import this module before ``megatron.core``, on every platform.
 
-It silences warnings about absent kernels and repairs the distributed optimizer's checkpoints. Without CUDA
-``parallel.megatron.cpu`` first puts its stand-ins in place.
+It silences warnings about absent kernels, hides a Transformer Engine that does not import, chooses torch's AdamW and
+repairs the distributed optimizer's checkpoints. Without CUDA ``parallel.megatron.cpu`` first puts its stand-ins in place.
 """
 
 import warnings
@@ -18,7 +18,20 @@ warnings.filterwarnings(
     "ignore", message="`sequence_parallel` is set to `True`, but tensor model parallel size is 1."
 )
 
+import parallel.megatron.transformer_engine  # noqa: E402  # isort: skip - before the stand-ins, which import Megatron
 import parallel.megatron.cpu  # noqa: E402, F401
+
+
+def _choose_torchs_optimizer() -> None:
+    """torch's AdamW everywhere. Where Megatron finds Transformer Engine or Apex it would take their FusedAdam, whose
+    step count is of a group of parameters, not of each: a checkpoint would then load only where it was written.
+    """
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    optimizer.USING_PYTORCH_OPTIMIZER = True
+    for name in ("HAVE_APEX_OR_TE", "USING_TE_OPTIMIZER", "USING_APEX_OPTIMIZER"):
+        setattr(distrib_optimizer, name, False)
 
 
 def _repair_distributed_optimizer() -> None:
@@ -26,7 +39,7 @@ def _repair_distributed_optimizer() -> None:
     which loses them, then shares one.
 
     Without this, loading a checkpoint fails with KeyError('step'), or all parameters share one tensor and each
-    advances the step of all others, silently. TE's and Apex's Adam keep ``step`` elsewhere and do not change.
+    advances the step of all others, silently.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -87,6 +100,7 @@ def install() -> None:
     """Put the repairs in place, once. Called on import."""
     if not getattr(torch, "_tandem_megatron_repaired", False):
         torch._tandem_megatron_repaired = True  # pyright: ignore[reportAttributeAccessIssue]
+        _choose_torchs_optimizer()
         _repair_distributed_optimizer()
         _repair_checkpoints_of_several_buckets()
 

@@ -101,9 +101,9 @@ def test_the_installation_has_all_that_it_needs(tmp_path, copies):
     )
     assert result.returncode == 0, result.stderr
     files = re.findall(r"-r (\S+)", log.read_text())
-    assert files == [str(root / "launch/requirements" / name) for name in ("cuda.txt", "test.txt")]
-    assert (root / "launch/requirements/cuda.txt").read_bytes() == (
-        ROOT / "launch/requirements/cuda.txt"
+    assert files == [str(root / "launch/requirements" / name) for name in ("cuda.lock", "test.txt")]
+    assert (root / "launch/requirements/cuda.lock").read_bytes() == (
+        ROOT / "launch/requirements/cuda.lock"
     ).read_bytes()
     names = "import setuptools; setuptools.setup = lambda **k: print(sorted(k['packages'])); import runpy; runpy.run_path('setup.py')"
     packages = [

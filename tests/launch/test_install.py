@@ -30,9 +30,12 @@ def install(tmp_path):
     tools.mkdir()
     script(tools / "python", INTERPRETER)
 
-    def call(*arguments: str, gpus: int = 0) -> tuple[subprocess.CompletedProcess, list[str]]:
+    def call(
+        *arguments: str, gpus: int = 0, libc: str = "2.36"
+    ) -> tuple[subprocess.CompletedProcess, list[str]]:
         lines = "".join(f"echo 'GPU {i}: made here'\n" for i in range(gpus))
         script(tools / "nvidia-smi", f"#!/usr/bin/env bash\n{lines}")
+        script(tools / "getconf", f"#!/usr/bin/env bash\necho 'glibc {libc}'\n")
         log = tmp_path / "pip.log"
         log.write_text("")
         path = f"{tools}:{os.environ['PATH']}"
@@ -50,7 +53,7 @@ def script(path: Path, text: str) -> None:
 
 
 def build_of(commands: list[str]) -> str:
-    is_cuda, is_cpu = (any(name in line for line in commands) for name in ("cuda.txt", "cpu-rest.txt"))
+    is_cuda, is_cpu = (any(name in line for line in commands) for name in ("cuda.lock", "cpu-rest.txt"))
     assert is_cuda != is_cpu, commands
     return "cuda" if is_cuda else "cpu"
 
@@ -75,6 +78,42 @@ def test_what_is_there_already_can_be_asked_for(install):
     install(gpus=2)
     assert install("--cuda", gpus=2)[1] == []
     assert install(gpus=0)[1] == [], "kept, though no GPU tells it now"
+
+
+@pytest.mark.parametrize("libc", ["2.28", "2.9", "2.33"])
+def test_a_system_that_is_too_old_for_sglangs_wheels_is_told(install, libc):
+    result, commands = install(libc=libc)
+    assert result.returncode == 1 and commands == []
+    assert "glibc 2.34 or newer" in result.stderr and f"this system has {libc}" in result.stderr
+    assert install(libc="2.34")[0].returncode == 0
+
+
+def test_the_lock_of_the_cuda_build_answers_what_is_asked_for():
+    """Resolved again on both Pythons, from what the packages say of each other. Nothing is installed."""
+    done = subprocess.run(
+        ["bash", "launch/lock.sh", "--check"], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    if "Failed to fetch" in done.stderr or "error sending request" in done.stderr:
+        pytest.skip(f"no package index is reached: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_lock_that_no_longer_answers_is_told(tmp_path):
+    """A resolver in the place of uv's, which gives what cuda.txt has."""
+    shutil.copytree(ROOT / "launch/requirements", tmp_path / "launch/requirements")
+    shutil.copy(ROOT / "launch/lock.sh", tmp_path / "launch")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    script(tmp_path / ".venv/bin/python", '#!/usr/bin/env bash\n[ "$2" = pip ] || grep -v "^#" "$5"\n')
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch/lock.sh"), "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1 and "run bash launch/lock.sh" in done.stderr, done.stderr
+    lines = (tmp_path / "launch/requirements/cuda.txt").read_text().splitlines()
+    (tmp_path / "launch/requirements/cuda.lock").write_text("# a comment\n" + "\n".join(lines[1:]) + "\n")
+    done = subprocess.run(
+        ["bash", str(tmp_path / "launch/lock.sh"), "--check"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("arguments", [["--gpu"], ["cuda"], ["--cpu", "--cuda"]])

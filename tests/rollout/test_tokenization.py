@@ -23,6 +23,17 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
+def test_transformers_own_tokenizer_of_a_family_writes_the_same_tokens(tokenizer, tmp_path):
+    """transformers opens a Qwen2 folder by its own byte-level class."""
+    make_tiny_countdown_model(tmp_path / "qwen2", seed=3, family="qwen2")
+    of_bytes = load_tokenizer(tmp_path / "qwen2")
+    ids = [
+        encode_prompt(made, CHARACTERS, system_prompt=None, apply_chat_template=False)
+        for made in (tokenizer, of_bytes)
+    ]
+    assert ids[0] == ids[1] and len(ids[0]) == len(CHARACTERS) and of_bytes.decode(ids[1]) == CHARACTERS
+
+
 @pytest.fixture(scope="module")
 def tokenizer(folder):
     return load_tokenizer(folder)

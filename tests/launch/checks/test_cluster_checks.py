@@ -95,6 +95,20 @@ def test_the_driver_of_a_run_on_one_node_is_looked_at(nvidia_smi, without_cuda):
     assert "gpus" not in found and "torch is the build without CUDA" in found["driver"]
 
 
+@pytest.mark.parametrize(
+    ("libc", "said"),
+    [
+        (("glibc", "2.28"), "FAIL  libc         glibc 2.28, "),
+        (("", ""), "warn  libc         this system has no glibc"),
+    ],
+)
+def test_a_system_that_is_too_old_for_the_wheels_is_found(monkeypatch, libc, said):
+    monkeypatch.setattr(cluster_checks.platform, "libc_ver", lambda: libc)
+    found = failures(checks_of_node(None, None))["libc"]
+    assert found.startswith(said) and "launch/containers" in found
+    assert said.startswith("warn") or "needs 2.34" in found  # SGLang's
+
+
 def test_every_limit_that_is_too_low_is_told(tmp_path, monkeypatch):
     limits = {
         cluster_checks.resource.RLIMIT_NOFILE: (1024, 4096),

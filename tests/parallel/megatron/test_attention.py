@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+from parallel.megatron import attention
 from parallel.megatron.attention import packed_attention, plan_packing, rotary_tables, rotate
 
 CPU = torch.device("cpu")
@@ -148,3 +149,20 @@ def test_rotation_matches_transformers_and_its_gradient_autograd():
 def test_bad_bounds_are_refused(bad):
     with pytest.raises(ValueError, match="cu_seqlens"):
         plan_packing(torch.tensor(bad, dtype=torch.int32), CPU)
+
+
+def test_grouped_queries_in_float32_get_a_copy_of_their_head_on_a_gpu(monkeypatch):
+    """Where torch has no fast kernel for them. The numbers are those of no copies, and so are the gradients."""
+    for dtype, heads in ((torch.float32, 4), (torch.bfloat16, 2)):
+        query, key = (torch.empty(1, count, 3, 8, device="meta", dtype=dtype) for count in (4, 2))
+        assert [x.shape[1] for x in attention._for_kernels(query, key, key)] == [heads, heads]
+    plan = plan_packing(bounds([5, 3, 5]), CPU)
+    batch = [torch.randn(13, count, 8, requires_grad=True) for count in (4, 2, 2)]
+    upstream = torch.randn(13, 4, 8)
+    results = []
+    for copies in (False, True):
+        monkeypatch.setattr(attention, "_wants_copies", lambda query, copies=copies: copies)
+        out = packed_attention(*batch, plan.buckets, scale=None, dtype=torch.float32)
+        results.append((out, *torch.autograd.grad(out, batch, upstream)))
+    for without, with_copies in zip(*results, strict=True):
+        torch.testing.assert_close(with_copies, without)

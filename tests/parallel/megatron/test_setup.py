@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from parallel.megatron import platform
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -33,3 +36,74 @@ def test_stand_ins_are_for_cpu_alone_and_the_repair_is_for_all(device, untouched
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(untouched), "parallel.megatron.setup"]
+
+
+PACKAGES = {
+    "no compiled part": {
+        "transformer_engine/__init__.py": "raise RuntimeError('Found empty meta package\\nmore')"
+    },
+    "another torch's": {
+        "transformer_engine/__init__.py": "",
+        "transformer_engine/pytorch/__init__.py": "raise OSError('undefined symbol')",
+    },
+    "Apex": {
+        "apex/__init__.py": "",
+        "apex/optimizers.py": "import torch\nclass FusedAdam(torch.optim.AdamW): pass\nclass FusedSGD(torch.optim.SGD): pass\n",
+    },
+}
+LEARNER = """
+import torch
+from parallel.megatron import platform, transformer_engine
+import parallel.engine
+from megatron.core import optimizer
+from megatron.core.optimizer import distrib_optimizer
+print(transformer_engine.ABSENCE)
+print(optimizer.Adam.__name__, optimizer.USING_PYTORCH_OPTIMIZER, distrib_optimizer.HAVE_APEX_OR_TE)
+platform.has_cuda = lambda: True
+print(*(platform.uses_transformer_engine(dtype) for dtype in (torch.bfloat16, torch.float32)))
+"""
+
+
+@pytest.mark.parametrize(
+    ("package", "absence", "adam"),
+    [
+        (
+            "no compiled part",
+            "it is installed and does not import: RuntimeError: Found empty meta package",
+            "AdamW",
+        ),
+        ("another torch's", "it is installed and does not import: OSError: undefined symbol", "AdamW"),
+        ("Apex", "it is not installed", "FusedAdam"),
+    ],
+)
+def test_a_transformer_engine_that_does_not_import_is_told_and_no_package_changes_the_optimizer(
+    tmp_path, package, absence, adam
+):
+    """``adam``: what Megatron found, so that the case is the one it is meant to be."""
+    for name, text in PACKAGES[package].items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", LEARNER],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [absence, f"{adam} True False", "False False"]
+    assert ("does not import" in done.stderr) == ("does not import" in absence), "the log says why"
+
+
+def test_layers_of_transformer_engine_are_for_narrow_floats_on_a_gpu(monkeypatch):
+    monkeypatch.setattr(platform.transformer_engine, "ABSENCE", None)
+    used = {}
+    for has_cuda in (True, False):
+        monkeypatch.setattr(platform, "has_cuda", lambda has_cuda=has_cuda: has_cuda)
+        used[has_cuda] = [
+            platform.uses_transformer_engine(dtype)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        ]
+    assert used == {True: [True, True, False], False: [False] * 3}
