@@ -17,7 +17,7 @@ setup(
         "configs": ["recipes/*.yaml", "recipes/*/*.yaml", "debug/*.yaml", "hardware/*.yaml"],
         "rollout": ["cpu_stand_ins/**/*.py", "sglang_plugin/**/*"],
         "trainer.report": ["*.html"],
-        "launch": ["*.sh", "requirements/*.txt", "containers/*"],
+        "launch": ["*.sh", "requirements/*.txt", "requirements/*.lock", "containers/*"],
         "launch.slurm": ["*.sbatch"],
     },
     exclude_package_data={"rollout": ["**/__pycache__/*"]},
