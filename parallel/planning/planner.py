@@ -43,13 +43,7 @@ from parallel.planning.memory import (
     work_of,
     worst_stage,
 )
-from parallel.planning.time import (
-    Estimator,
-    Machine,
-    StepTime,
-    seconds_text,
-    two_digits,
-)
+from parallel.planning.time import Estimator, Machine, StepTime, seconds_text, two_digits
 from parallel.planning.traffic import Traffic, traffic
 
 AMPLE = 0.3
