@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launch.processes.run_folder import RunFolder, write_json
-from launch.processes.supervisor import POLL_S, RoleFailed, Supervisor
+from launch.processes.supervisor import AGENT_LINES, POLL_S, RoleFailed, Supervisor
 
 LOOK_EVERY_S = 0.5
 """Seconds between looks at the run folder, which may be on a shared file system."""
@@ -45,7 +45,6 @@ OWN_ERROR = "the sample role failed: SamplingError:"
 """The sample role runs, and has reported an error."""
 TERMINATED_AGENT = re.compile(r"got signal: (15|\S*SIGTERM)|Received \S*(15|SIGTERM)\S* death signal")
 """torchrun's output when it gets SIGTERM itself."""
-AGENT_LINES = 200
 SIGTERM_TO_RANK = "SIGTERM to learner rank"
 
 

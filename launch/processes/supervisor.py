@@ -278,8 +278,12 @@ def exit_now(code: int) -> NoReturn:
         os._exit(code)
 
 
-DEAD_RANK = re.compile(r"failed \(exitcode: (-?\d+)\) local_rank: (\d+) \(pid: (\d+)\)")
-"""torchrun's report on the first of its ranks that failed."""
+FAILED_RANK = re.compile(r"\(local_rank: (\d+)\)\s+exitcode\s*: (-?\d+) \(pid: (\d+)\)")
+"""An entry of torchrun's table of ranks that failed. Its line about the first of them names the lowest rank where
+several had ended when it looked, which may be one that only lost the other."""
+ENDED_BY_TORCHRUN = re.compile(r"Sending process (\d+) closing signal")
+AGENT_LINES = 200
+"""Lines of a log in which torchrun's words are looked for."""
 
 
 def _cause_text(running: _Running) -> str:
@@ -290,10 +294,12 @@ def _cause_text(running: _Running) -> str:
         error = role.error.read_text() if role.error is not None else ""
     except FileNotFoundError:
         error = ""
+    said = running.last_lines(AGENT_LINES)
+    ended_by_torchrun = set(ENDED_BY_TORCHRUN.findall(said))
     deaths = {
         f"rank {rank} of this node (pid {pid}) {how_it_ended(int(code))}": None
-        for code, rank, pid in DEAD_RANK.findall(running.last_lines(200))
-        if int(code) < 0 or not error
+        for rank, code, pid in FAILED_RANK.findall(said)
+        if pid not in ended_by_torchrun and (int(code) < 0 or not error)
     }
     if error and deaths:
         error = f"another rank, which lost it, said: {error}"

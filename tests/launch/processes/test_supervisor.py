@@ -112,7 +112,7 @@ def test_a_role_killed_by_a_signal_is_named_with_it(tmp_path):
 
 
 KILLS_ITSELF = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-TORCHRUN_SAYS = "E1122 10:00:00.1 9 torch/x.py:1] failed (exitcode: {code}) local_rank: 1 (pid: 4711) of binary: /bin/python"
+TORCHRUN_SAYS = "  rank      : 1 (local_rank: 1)\n  exitcode  : {code} (pid: 4711)"
 DEATHS = {
     "a role by a signal": (KILLS_ITSELF, None, r"the learn role ended with signal SIGKILL \(its process, pid \d+\)"),
     "torchrun by a signal": ("torchrun" + KILLS_ITSELF, None, r"the learn role ended with signal SIGKILL \(its torchrun, pid \d+\)"),
@@ -147,6 +147,48 @@ def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, 
         supervisor.start(Role(name="learn", command=command, log=log, error=error))
         supervisor.wait_until_done("learn")
     assert "earlier life" not in str(failure.value) and "1147" not in str(failure.value)
+
+
+LOSES_ITS_PEER = """
+    import os, signal, sys, time
+    import psutil
+    rank, folder = os.environ["LOCAL_RANK"], sys.argv[1]
+    open(f"{folder}/{rank}.new", "w").write(str(os.getpid()))
+    os.rename(f"{folder}/{rank}.new", f"{folder}/{rank}")
+    while len(os.listdir(folder)) < 3:
+        time.sleep(0.02)
+    if rank == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if rank == "2":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(300)
+    while psutil.Process(int(open(f"{folder}/1").read())).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.02)
+    sys.exit(1)
+"""
+
+
+def test_a_killed_rank_is_named_where_its_peer_has_ended_before_torchrun_looks(tmp_path):
+    """torchrun's first line names the lowest rank of those that it finds ended, and all others get its SIGTERM."""
+    program, pids, error = tmp_path / "rank.py", tmp_path / "pids", tmp_path / "learn.error"
+    program.write_text(textwrap.dedent(LOSES_ITS_PEER))
+    pids.mkdir()
+    error.write_text("RuntimeError: Connection closed by peer")
+    torchrun = [
+        sys.executable,
+        "-m",
+        "launch.roles.rendezvous",
+        "--rdzv-backend=tandem",
+        "--nproc-per-node=3",
+    ]
+    command = [*torchrun, "--monitor-interval=3", str(program), str(pids)]
+    with pytest.raises(RoleFailed) as failure, Supervisor(grace_s=5) as supervisor:
+        supervisor.start(Role(name="learn", command=command, log=tmp_path / "learn.log", error=error))
+        supervisor.wait_until_done("learn")
+    assert "] failed (exitcode: 1) local_rank: 0" in (tmp_path / "learn.log").read_text()
+    killed = f"    rank 1 of this node (pid {(pids / '1').read_text()}) was killed by SIGKILL\n"
+    lost = "    another rank, which lost it, said: RuntimeError: Connection closed by peer\n"
+    assert killed + lost in str(failure.value) and "rank 2" not in str(failure.value)
 
 
 @pytest.mark.parametrize(
