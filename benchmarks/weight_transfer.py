@@ -29,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,6 +60,9 @@ def main() -> None:
     options.add_argument("--moe", action="store_true", help="a model with 8 experts in place of a dense one")
     options.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks of the server")
     options.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    options.add_argument(
+        "--layers", type=int, default=3, help="more layers make a larger model of the same shapes"
+    )
     options.add_argument("--rounds", type=int, default=9)
     options.add_argument("--by-requests", action="store_true", help="also SGLang's own path")
     options.add_argument("--precision", nargs="+", default=[], help="values of rollout.precision to time too")
@@ -86,12 +89,12 @@ def main() -> None:
     write(result | {"spread": {name: spread(s) for name, s in result["seconds"].items()}}, given.json)
 
 
-def make_model(folder: Path, *, moe: bool, dtype: str) -> Path:
-    """276 MiB in float32 when dense, 258 MiB with experts; random weights."""
+def make_model(folder: Path, *, moe: bool, layers: int, dtype: str) -> Path:
+    """276 MiB in float32 with three dense layers, 258 MiB with three of experts; random weights."""
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shape = dict(
-        vocab_size=6144, hidden_size=1024, num_hidden_layers=3, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
+        vocab_size=6144, hidden_size=1024, num_hidden_layers=layers, num_attention_heads=16, num_key_value_heads=8, head_dim=64,
         intermediate_size=6144, max_position_embeddings=256, tie_word_embeddings=True, dtype=dtype,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -114,7 +117,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
     from parallel.weights.transfer import Buffers, plan_transfer
     from trainer.stage_sender import MEMORY
 
-    model = make_model(scratch / "model", moe=given.moe, dtype=given.dtype)
+    model = make_model(scratch / "model", moe=given.moe, layers=given.layers, dtype=given.dtype)
     dtype = getattr(torch, given.dtype)
     torch.set_num_threads(1)
     platform.init_distributed(TIMEOUT_S)
@@ -319,19 +322,19 @@ def receive(group: dist.ProcessGroupGloo, flat: torch.Tensor) -> dist.Work:
 def receive_from_memory(
     kept: dict[int, torch.Tensor], sizes: Sequence[int], kind: str, meeting: tuple[str, int]
 ) -> None:
-    from rollout.sglang_plugin.tandem_process_memory import Meeting, Receiving
+    from rollout.sglang_plugin.tandem_process_memory import PART_BYTES, Meeting, Receiving
     from rollout.sglang_plugin.tandem_weight_transfer import RunningHash
 
-    receiving, hashes = Receiving(Meeting(*meeting)), []
-    for number, size in enumerate(sizes):
-        flat = memory(kept, number, size)
-        running = RunningHash(flat, kind)
-        receiving.receive(flat, running.add)
-        hashes.append(running.digest())
-    sent = torch.zeros(len(hashes), dtype=torch.int64)
-    receiving.receive(sent.view(torch.uint8), lambda part: None)
-    receiving.close()
-    if sent.tolist() != [int(one) for one in hashes]:
+    hashes = []
+    with closing(Receiving(Meeting(*meeting))) as receiving:
+        for number, size in enumerate(sizes):
+            flat = memory(kept, number, size)
+            running = RunningHash(flat, kind)
+            receiving.receive(flat.split(PART_BYTES), running.add)
+            hashes.append(int(running.digest()))
+        sent = torch.zeros(len(hashes), dtype=torch.int64)
+        receiving.receive([sent.view(torch.uint8)], lambda part: None)
+    if sent.tolist() != hashes:
         raise RuntimeError("other bytes were received than sent")
 
 

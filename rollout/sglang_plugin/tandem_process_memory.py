@@ -22,7 +22,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 PART_BYTES = 2**20
-"""Copied at once, so that a part is still in a core's cache when it is hashed."""
+"""A good size of a part: it is still in a core's cache when it is hashed."""
 LOOK_EVERY_S = 0.05
 ANSWER_S = 1.0
 """Time for the HTTP answer of a receiver that has left, which says why."""
@@ -204,16 +204,17 @@ class Receiving:
             self._connection.close()
             raise
 
-    def receive(self, flat: Tensor, look_at: Callable[[Tensor], None]) -> None:
-        """Fill uint8 ``flat`` [n], contiguous and on the CPU, by what the sender offers next. ``look_at`` gets each part
-        of it once it is there."""
+    def receive(self, parts: Sequence[Tensor], look_at: Callable[[Tensor], None]) -> None:
+        """Fill ``parts``, each uint8 [n], contiguous and on the CPU, one after another by what the sender offers next.
+        ``look_at`` gets each once it is there; the next one may lie in the same memory."""
         said = self._connection.recv(PLACE.size)
         if not said:
             raise ConnectionError("the learner has left the transfer")
         address, size = PLACE.unpack(said)
-        if size != flat.numel():
-            raise ConnectionError(f"the learner offers {size} bytes, where {flat.numel()} are due")
-        for part in flat.split(PART_BYTES):
+        due = sum(part.numel() for part in parts)
+        if size != due:
+            raise ConnectionError(f"the learner offers {size} bytes, where {due} are due")
+        for part in parts:
             read_memory(self._process, address, part)
             address += part.numel()
             look_at(part)

@@ -3,7 +3,8 @@
 SGLang's own path takes a request per broadcast, receives into new memory and loads from there. Here one request
 announces a whole transfer (``tandem_weight_transfer``), whose buckets come by broadcasts, or are copied out of the
 learner's memory. A bucket whose tensors are, one after another, the whole of a contiguous part of a parameter
-is received there. All others go through memory that is kept.
+is received there. All others go through memory that is kept: a few rows at a time, which stay in a core's cache, or
+else the whole bucket.
 
 Where a tensor belongs is asked of SGLang's own loader: it loads tensors without memory (on the meta device), and
 what it would copy is recorded. So fused, sharded and expert weights need no table here. Tensors whose loading is
@@ -17,12 +18,13 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from tandem_process_memory import Meeting, Receiving
+from tandem_process_memory import PART_BYTES, Meeting, Receiving
 from tandem_routed_experts import WITH_EXPERTS, is_captured
 from tandem_weight_transfer import PROTOCOL, QUESTION, Announcement, RunningHash, differing, weight_hash
 from torch import Tensor
@@ -131,15 +133,30 @@ class FromMemory:
 
         return end
 
+    def begin_rows(self, rows: Sequence["Rows"], kind: str) -> Callable[[], Tensor]:
+        """As ``begin``, for a bucket that is loaded as it comes."""
+
+        def end() -> Tensor:
+            running, due = RunningHash(rows[0].memory, kind), iter(rows)
+
+            def load(part: Tensor) -> None:
+                running.add(part)
+                next(due).load()
+
+            self._receiving.receive([some.memory for some in rows], load)
+            return running.digest()
+
+        return end
+
     def receive(self, flat: Tensor) -> None:
         self._take(flat.view(torch.uint8), lambda part: None)
 
     def _take(self, flat: Tensor, look_at: Callable[[Tensor], None]) -> None:
         if flat.device.type == "cpu":
-            self._receiving.receive(flat, look_at)
+            self._receiving.receive(flat.split(PART_BYTES), look_at)
             return
         host = torch.empty_like(flat, device="cpu")
-        self._receiving.receive(host, lambda part: None)
+        self._receiving.receive([host], lambda part: None)
         flat.copy_(host)
 
 
@@ -192,6 +209,60 @@ class Copy:
             and self.source.is_contiguous()
             and self.part.numel() == self.source.numel() == sent.shape.numel()
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Some rows of a sent tensor, in memory that all rows of a bucket share."""
+
+    memory: Tensor
+    """uint8 [bytes]."""
+    copies: list[tuple[Tensor, Tensor]]
+    """Parts of parameters, and the views of ``memory`` that belong there."""
+
+    def load(self) -> None:
+        for part, source in self.copies:
+            part.copy_(source)
+
+
+def split_rows(sent: Sent, copies: Sequence[Copy], memory: Tensor) -> list[Rows] | None:
+    """All rows of a tensor (of a vector: its numbers), as many at a time as fit into ``memory``, uint8. None where one
+    does not fit, or where a copy does not take the same of one row after another."""
+    if not sent.nbytes or not sent.shape:
+        return None
+    num_rows, width = sent.shape[0], sent.shape[1:].numel()
+    at_once = memory.numel() // (width * sent.dtype.itemsize)
+    if not at_once:
+        return None
+    for copy in copies:
+        extent = 1 + sum(
+            (n - 1) * step for n, step in zip(copy.source.shape[1:], copy.source.stride()[1:], strict=True)
+        )
+        is_by_rows = copy.source.dim() > 0 and copy.source.stride(0) == width
+        if (
+            not is_by_rows
+            or copy.part.shape != copy.source.shape
+            or copy.source.storage_offset() % width + extent > width
+        ):
+            return None
+    rows = []
+    for start in range(0, num_rows, at_once):
+        end = min(start + at_once, num_rows)
+        flat = memory[: (end - start) * width * sent.dtype.itemsize]
+        numbers, taken = flat.view(sent.dtype), []
+        for copy in copies:
+            before, column = divmod(
+                copy.source.storage_offset(), width
+            )  # row `before` of the tensor is the copy's first
+            first, last = max(start - before, 0), min(end - before, copy.source.shape[0])
+            if first < last:
+                shape = (last - first, *copy.source.shape[1:])
+                view = numbers.as_strided(
+                    shape, copy.source.stride(), (before + first - start) * width + column
+                )
+                taken.append((copy.part[first:last], view))
+        rows.append(Rows(flat, taken))
+    return rows
 
 
 @dataclass(slots=True)
@@ -254,6 +325,8 @@ class Receiver:
         self._asked: set[Sent] = set()
         self._received: set[str] = set()
         self._memory: list[Tensor | None] = [None, None]
+        self._part: Tensor | None = None
+        self._rows: dict[tuple[Sent, ...], list[Rows] | None] = {}
 
     @torch.no_grad()
     def receive(
@@ -264,19 +337,25 @@ class Receiver:
         received, self._received = self._received, set()  # a transfer that fails starts the count again
         failure = self._look_up(tensors)
         hashes: list[Tensor] = []
-        under_way: deque[tuple[Callable[[], Tensor], Tensor, Sequence[Sent], bool]] = deque()
+        under_way: deque[tuple[Callable[[], Tensor], Callable[[], str | None] | None]] = deque()
 
         def finish() -> str | None:
-            end, flat, piece, is_there = under_way.popleft()
+            end, load = under_way.popleft()
             hashes.append(end())
-            return None if is_there else self._load(flat, piece)
+            return None if load is None else load()
 
-        pieces = list(split(tensors, announced.counts))
+        pieces, kind = list(split(tensors, announced.counts)), announced.hash_kind
+        # The other hash needs all bytes of a bucket at once.
+        can_split = self._device.type == "cpu" and kind == "xxh3"
+        memory = way if isinstance(way, FromMemory) and can_split else None
         for number, piece in enumerate(pieces):
-            there = self._place_of(piece)
-            size, place = sum(sent.nbytes for sent in piece), number % way.num_begun
-            flat = self._take(size, place) if there is None else there
-            under_way.append((way.begin(flat, announced.hash_kind), flat, piece, there is not None))
+            if (there := self._place_of(piece)) is not None:
+                under_way.append((way.begin(there, kind), None))
+            elif memory is not None and (rows := self._rows_of(piece)) is not None:
+                under_way.append((memory.begin_rows(rows, kind), None))
+            else:
+                flat = self._take(sum(sent.nbytes for sent in piece), number % way.num_begun)
+                under_way.append((way.begin(flat, kind), partial(self._load, flat, piece)))
             if len(under_way) == way.num_begun:
                 failure = finish() or failure
         while under_way:
@@ -299,7 +378,7 @@ class Receiver:
         """Record where tensors go that were not asked for before, or whose parameters have moved."""
         layout = tuple((name, p.data_ptr(), p.shape) for name, p in self._model.named_parameters())
         if layout != self._layout:
-            self._layout, self._places, self._asked = layout, Places(), set()
+            self._layout, self._places, self._asked, self._rows = layout, Places(), set(), {}
         new = [sent for sent in tensors if sent not in self._asked]
         if new and self._records:
             found = self._record(new)
@@ -342,6 +421,20 @@ class Receiver:
             parts.append(part)
         flat = parts[0].as_strided((sum(part.numel() for part in parts),), (1,))
         return flat.view(torch.uint8)
+
+    def _rows_of(self, piece: Sequence[Sent]) -> list[Rows] | None:
+        """The rows of a bucket in their order; None where it must be received as a whole."""
+        key = tuple(piece)
+        if key not in self._rows:
+            if self._part is None:
+                self._part = torch.empty(PART_BYTES, dtype=torch.uint8)
+            memory, rows = self._part, []
+            for sent in piece:
+                copies = self._places.copies.get(sent.name)
+                some = None if copies is None else split_rows(sent, copies, memory)
+                rows = None if rows is None or some is None else rows + some
+            self._rows[key] = rows
+        return self._rows[key]
 
     def _take(self, size: int, place: int) -> Tensor:
         """Memory of ``size`` bytes; its content stays until the next call for this place."""

@@ -57,7 +57,7 @@ def receive_all(meeting: Meeting, said) -> None:
         for size in SIZES:
             flat = torch.zeros(size, dtype=torch.uint8)
             running = RunningHash(flat, "xxh3")
-            receiving.receive(flat, running.add)
+            receiving.receive(flat.split(memory.PART_BYTES), running.add)
             assert int(running.digest()) == int(weight_hash(flat, "xxh3"))
             hashes.append(int(running.digest()))
     said.send(hashes)
@@ -65,7 +65,7 @@ def receive_all(meeting: Meeting, said) -> None:
 
 def receive_one(meeting: Meeting, said) -> None:
     with closing(Receiving(meeting)) as receiving:
-        receiving.receive(torch.zeros(SIZES[0], dtype=torch.uint8), lambda part: None)
+        receiving.receive([torch.zeros(SIZES[0], dtype=torch.uint8)], lambda part: None)
         said.send("one")
         time.sleep(2 * TIMEOUT_S)
 
@@ -135,13 +135,13 @@ def test_a_sender_that_is_killed_is_seen_at_once_and_leaves_nothing():
     meeting = heard.recv()
     with closing(Receiving(meeting)) as receiving:
         flat = torch.ones(SIZES[0], dtype=torch.uint8)
-        receiving.receive(flat, lambda part: None)
+        receiving.receive([flat], lambda part: None)
         assert heard.recv() == "taken" and flat.item() == 0
         killing = threading.Timer(0.2, sender.kill)
         killing.start()
         started = time.monotonic()
         with pytest.raises(ConnectionError, match="the learner has left the transfer"):
-            receiving.receive(flat, lambda part: None)
+            receiving.receive([flat], lambda part: None)
         assert time.monotonic() - started < PROMPTLY_S
         killing.join()
     sender.join()
@@ -164,7 +164,7 @@ def test_other_sizes_than_announced_are_refused_before_anything_is_copied():
             sending._look(1.0, nothing)
             flat = torch.ones(5, dtype=torch.uint8)
             with pytest.raises(ConnectionError, match="offers 4 bytes, where 5 are due"):
-                receiving.receive(flat, lambda part: None)
+                receiving.receive([flat], lambda part: None)
             assert flat.tolist() == [1] * 5
 
 

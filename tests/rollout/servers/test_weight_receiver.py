@@ -19,7 +19,12 @@ import tandem_weight_receiver as receiver
 sys.path.remove(str(PLUGIN))
 
 ROWS, COLUMNS, WORDS = 8, 6, 10
-PART_BYTES = 50
+
+
+@pytest.fixture(params=[receiver.PART_BYTES, 50, 30, 10])
+def part_bytes(request, monkeypatch):
+    """All of a tensor at once, two rows, one, and less than a row."""
+    monkeypatch.setattr(receiver, "PART_BYTES", request.param)
 
 
 class Model(nn.Module):
@@ -82,10 +87,12 @@ class Sender:
             self._flats[flip] = self._flats[flip].clone()
             self._flats[flip].view(torch.uint8)[0] ^= 1
 
-    def read(self, flat: Tensor, look_at) -> None:
-        flat.copy_(self._flats.pop(0).view(torch.uint8))
-        for part in flat.split(PART_BYTES):
-            look_at(part)
+    def read(self, parts, look_at) -> None:
+        """The memory of a part may serve the next one."""
+        flat = self._flats.pop(0).view(torch.uint8)
+        for part, due in zip(flat.split([part.numel() for part in parts]), parts, strict=True):
+            due.copy_(part)
+            look_at(due)
 
     def broadcast(self, flat: Tensor, *, src: int, group: object, async_op: bool = False):
         flat.copy_(self._flats.pop(0))
@@ -107,6 +114,7 @@ def receive(
     return one.receive(sent_of(weights), transfer.Announcement(kind, tuple(counts), whole), taken)
 
 
+@pytest.mark.usefixtures("part_bytes")
 @pytest.mark.parametrize("way", ["memory", "broadcast"])
 @pytest.mark.parametrize("odd", [False, True])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
@@ -154,6 +162,7 @@ def test_tensors_of_one_broadcast_that_fill_a_part_are_received_there():
     assert [tensor.name for tensor in sent if split._place_of([tensor]) is not None] == ["norm", "scale"]
 
 
+@pytest.mark.usefixtures("part_bytes")
 @pytest.mark.parametrize("way", ["memory", "broadcast"])
 @pytest.mark.parametrize("flip", range(5))
 def test_a_changed_bit_is_named(monkeypatch, flip, way):
