@@ -326,7 +326,9 @@ class Receiver:
         self._received: set[str] = set()
         self._memory: list[Tensor | None] = [None, None]
         self._part: Tensor | None = None
-        self._rows: dict[tuple[Sent, ...], list[Rows] | None] = {}
+        self._landings: dict[tuple[Sent, ...], Tensor | list[Rows] | None] = {}
+        self._complete: set[str] | None = None
+        """Tensors of an update that filled every parameter."""
 
     @torch.no_grad()
     def receive(
@@ -349,10 +351,11 @@ class Receiver:
         can_split = self._device.type == "cpu" and kind == "xxh3"
         memory = way if isinstance(way, FromMemory) and can_split else None
         for number, piece in enumerate(pieces):
-            if (there := self._place_of(piece)) is not None:
-                under_way.append((way.begin(there, kind), None))
-            elif memory is not None and (rows := self._rows_of(piece)) is not None:
-                under_way.append((memory.begin_rows(rows, kind), None))
+            landing = self._landing_of(piece)
+            if isinstance(landing, Tensor):
+                under_way.append((way.begin(landing, kind), None))
+            elif landing is not None and memory is not None:
+                under_way.append((memory.begin_rows(landing, kind), None))
             else:
                 flat = self._take(sum(sent.nbytes for sent in piece), number % way.num_begun)
                 under_way.append((way.begin(flat, kind), partial(self._load, flat, piece)))
@@ -378,7 +381,8 @@ class Receiver:
         """Record where tensors go that were not asked for before, or whose parameters have moved."""
         layout = tuple((name, p.data_ptr(), p.shape) for name, p in self._model.named_parameters())
         if layout != self._layout:
-            self._layout, self._places, self._asked, self._rows = layout, Places(), set(), {}
+            self._layout, self._places, self._asked = layout, Places(), set()
+            self._landings, self._complete = {}, None
         new = [sent for sent in tensors if sent not in self._asked]
         if new and self._records:
             found = self._record(new)
@@ -407,6 +411,15 @@ class Receiver:
             parameter.data = data
         return Places()
 
+    def _landing_of(self, piece: Sequence[Sent]) -> Tensor | list[Rows] | None:
+        """Where a bucket is received: in a parameter, by rows, or, for None, as a whole in memory that is kept. Asked
+        once, since it takes longer than the copy of a small bucket."""
+        key = tuple(piece)
+        if key not in self._landings:
+            there = self._place_of(piece)
+            self._landings[key] = self._rows_of(piece) if there is None else there
+        return self._landings[key]
+
     def _place_of(self, piece: Sequence[Sent]) -> Tensor | None:
         """The bytes of the parameter that a bucket can be received in: its tensors' parts lie there whole, one
         after another."""
@@ -424,17 +437,18 @@ class Receiver:
 
     def _rows_of(self, piece: Sequence[Sent]) -> list[Rows] | None:
         """The rows of a bucket in their order; None where it must be received as a whole."""
-        key = tuple(piece)
-        if key not in self._rows:
-            if self._part is None:
-                self._part = torch.empty(PART_BYTES, dtype=torch.uint8)
-            memory, rows = self._part, []
-            for sent in piece:
-                copies = self._places.copies.get(sent.name)
-                some = None if copies is None else split_rows(sent, copies, memory)
-                rows = None if rows is None or some is None else rows + some
-            self._rows[key] = rows
-        return self._rows[key]
+        if self._device.type != "cpu":
+            return None
+        if self._part is None:
+            self._part = torch.empty(PART_BYTES, dtype=torch.uint8)
+        rows: list[Rows] = []
+        for sent in piece:
+            copies = self._places.copies.get(sent.name)
+            some = None if copies is None else split_rows(sent, copies, self._part)
+            if some is None:
+                return None
+            rows += some
+        return rows
 
     def _take(self, size: int, place: int) -> Tensor:
         """Memory of ``size`` bytes; its content stays until the next call for this place."""
@@ -465,10 +479,12 @@ class Receiver:
     def _left_out(self) -> str | None:
         """After the last transfer of an update: what it left out, if every tensor's place is known."""
         received, self._received = self._received, set()
-        if not all(name in self._places.copies for name in received):
+        if received == self._complete or not all(name in self._places.copies for name in received):
             return None
         parts = [copy.part for name in received for copy in self._places.copies[name]]
-        return left_out(dict(self._model.named_parameters()), parts + self._places.filled)
+        missing = left_out(dict(self._model.named_parameters()), parts + self._places.filled)
+        self._complete = received if missing is None else self._complete
+        return missing
 
 
 def _lies_behind(one: Tensor, other: Tensor) -> bool:
