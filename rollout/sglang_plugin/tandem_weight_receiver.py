@@ -251,9 +251,8 @@ def split_rows(sent: Sent, copies: Sequence[Copy], memory: Tensor) -> list[Rows]
         flat = memory[: (end - start) * width * sent.dtype.itemsize]
         numbers, taken = flat.view(sent.dtype), []
         for copy in copies:
-            before, column = divmod(
-                copy.source.storage_offset(), width
-            )  # row `before` of the tensor is the copy's first
+            # The copy's first row is this one of the tensor.
+            before, column = divmod(int(copy.source.storage_offset()), width)
             first, last = max(start - before, 0), min(end - before, copy.source.shape[0])
             if first < last:
                 shape = (last - first, *copy.source.shape[1:])
