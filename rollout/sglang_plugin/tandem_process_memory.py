@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 PART_BYTES = 2**20
-"""A good size of a part: it is still in a core's cache when it is hashed."""
+"""A part of this size is still in a core's cache when it is hashed."""
 LOOK_EVERY_S = 0.05
 ANSWER_S = 1.0
 """Time for the HTTP answer of a receiver that has left, which says why."""

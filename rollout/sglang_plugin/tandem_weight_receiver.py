@@ -325,6 +325,7 @@ class Receiver:
         self._received: set[str] = set()
         self._memory: list[Tensor | None] = [None, None]
         self._part: Tensor | None = None
+        """Memory of the rows of all buckets."""
         self._landings: dict[tuple[Sent, ...], Tensor | list[Rows] | None] = {}
         self._complete: set[str] | None = None
         """Tensors of an update that filled every parameter."""
@@ -381,8 +382,9 @@ class Receiver:
         layout = tuple((name, p.data_ptr(), p.shape) for name, p in self._model.named_parameters())
         if layout != self._layout:
             self._layout, self._places, self._asked = layout, Places(), set()
-            self._landings, self._complete = {}, None
         new = [sent for sent in tensors if sent not in self._asked]
+        if new:  # a name may come with another shape
+            self._landings, self._complete = {}, None
         if new and self._records:
             found = self._record(new)
             self._places.copies |= found.copies
