@@ -15,6 +15,7 @@ On CPU servers alone:
 - The server process imports without garbage collections (``tandem_launch_server.py``), and the forked processes
   leave its objects out of theirs: modules stay, and collections would look at all of them again and again.
 - Batched attention: ``tandem_batched_attention.py``.
+- Equal prompts of one prefill are computed once: ``tandem_shared_prompts.py``.
 - With ``model.numerics: aligned`` the learner's operations: ``tandem_aligned.py``.
 - A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
 """
@@ -42,6 +43,7 @@ def register() -> None:
 
 
 def register_for_cpu() -> None:
+    import tandem_shared_prompts
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -50,6 +52,7 @@ def register_for_cpu() -> None:
 
         tandem_aligned.register(pieces)
     register_attention_backend("torch_native")(batched_attention)
+    tandem_shared_prompts.register()
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", fork_processes, HookType.AFTER
     )

@@ -136,6 +136,7 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
     assert len({c.finish_reason for c in completions}) == 2
     other = reference_logprobs(models[0], prompts[0], completions[0].token_ids, 1.0)
     assert completions[0].rollout_logprobs != pytest.approx(other, abs=10 * EXACT)
+    assert "equal prompts of a prefill are computed once" in fleet._replicas[0].log_file.read_text()
 
 
 def kept_rows(sample: Completion) -> list[list[int]]:
