@@ -82,10 +82,11 @@ def name_of(precision: str, correction: str, seed: int) -> str:
     return f"{precision}-{correction}-{seed}"
 
 
-def cells(seeds: Sequence[int]) -> Iterator[Cell]:
-    for precision in PRECISIONS:
-        for seed in seeds:
-            for correction, preset in CORRECTIONS.items():
+def cells(given) -> Iterator[Cell]:
+    for precision in given.precisions:
+        for seed in given.seeds:
+            for correction in given.corrections:
+                preset = CORRECTIONS[correction]
                 settings = (f"seed={seed}", f"correction={preset}", f"rollout.precision={precision}")
                 yield Cell(name_of(precision, correction, seed), settings)
 
@@ -130,16 +131,19 @@ def main() -> None:
     made.add_argument(
         "--gap", action="store_true", help="measure what each precision does to a model, without training"
     )
+    made.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
+    made.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS))
     given = made.parse_args()
     if given.gap:
         measure_gaps(given)
         return
     grid, seeds = grid_of(given, f"learner.minibatches={given.minibatches}", FEW_HELDOUT), given.seeds
-    grid.run_missing([*cells(seeds)], given.jobs)
+    grid.run_missing([*cells(given)], given.jobs)
+    order = [precision for precision in ORDER if precision in given.precisions]
     groups = [
         ([precision, correction], [name_of(precision, correction, seed) for seed in seeds])
-        for precision in ORDER
-        for correction in CORRECTIONS
+        for precision in order
+        for correction in given.corrections
     ]
     print(table(grid, groups, ["weights", "correction"], COLUMNS, own))
 
@@ -150,14 +154,15 @@ def main() -> None:
         correction: [
             curve(precision, color, precision, correction)
             for precision, color in zip(ORDER, COLORS, strict=True)
+            if precision in order
         ]
-        for correction in CORRECTIONS
+        for correction in given.corrections
     }
     draw(grid, by_correction, FIGURE, grid.folder / "quantised_rollout.png")
-    draw_accuracies(grid, seeds, grid.folder / "quantised_rollout_accuracy.png")
+    draw_accuracies(grid, given, order, grid.folder / "quantised_rollout_accuracy.png")
 
 
-def draw_accuracies(grid: Grid, seeds: Sequence[int], path: Path) -> None:
+def draw_accuracies(grid: Grid, given, order: Sequence[str], path: Path) -> None:
     """A group of bars per precision, a bar per correction, a point per run."""
     import matplotlib
 
@@ -165,19 +170,19 @@ def draw_accuracies(grid: Grid, seeds: Sequence[int], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9.5, 3.6))
-    width = 0.9 / len(CORRECTIONS)
-    for number, correction in enumerate(CORRECTIONS):
-        for place, precision in enumerate(ORDER):
-            names = [name_of(precision, correction, seed) for seed in seeds]
+    width = 0.9 / len(given.corrections)
+    for number, correction in enumerate(given.corrections):
+        for place, precision in enumerate(order):
+            names = [name_of(precision, correction, seed) for seed in given.seeds]
             right = [100 * own(grid, name) for name in names if grid.rows(name) is not None]
             if right:
-                x = place + (number - (len(CORRECTIONS) - 1) / 2) * width
+                x = place + (number - (len(given.corrections) - 1) / 2) * width
                 label = correction if place == 0 else None
                 axes.bar(x, statistics.fmean(right), width, color=f"C{number}", label=label)
                 axes.plot([x] * len(right), right, ".", color="black", markersize=4)
     axes.axhline(BEFORE, color="#555555", linestyle="--", linewidth=1)
-    axes.text(len(ORDER) - 0.5, BEFORE + 0.3, "before", ha="right", fontsize=8, color="#555555")
-    axes.set_xticks(range(len(ORDER)), [f"rollout in {precision}" for precision in ORDER])
+    axes.text(len(order) - 0.5, BEFORE + 0.3, "before", ha="right", fontsize=8, color="#555555")
+    axes.set_xticks(range(len(order)), [f"rollout in {precision}" for precision in order])
     axes.set_ylabel("held-out accuracy of the learner, %")
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
     axes.spines[["top", "right"]].set_visible(False)

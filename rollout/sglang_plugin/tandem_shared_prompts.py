@@ -4,8 +4,8 @@ The samples of a group have one prompt. SGLang's prefix cache knows a prompt aft
 arrives at once computes it once per sample. Here the first of equal sequences is computed; its keys and values are
 copied to the others' slots, and its logits are repeated. The scheduler sees no difference.
 
-A prefill of anything but plain text by a plain attention goes to SGLang's own code. So does one after a cached prefix,
-and one for whose tokens log-probs, experts or hidden states are asked.
+A prefill of anything but plain text by a plain attention goes to SGLang's own code, as does one for whose tokens
+log-probs, experts or hidden states are asked.
 
 S sequences and T tokens of the prefill, C of the sequences computed; V size of the vocabulary.
 """
@@ -76,18 +76,19 @@ class Sharing:
     source_tokens: Tensor
 
 
-def find_equal(token_ids: Tensor, lengths: Sequence[int]) -> Sharing | None:
+def find_equal(token_ids: Tensor, lengths: Sequence[int], prefixes: Sequence[bytes]) -> Sharing | None:
     """Equal sequences; None where there are none.
 
     Args:
         token_ids: int [T], of all sequences one after another.
         lengths: their tokens.
+        prefixes: of each what it continues, equal for those that continue the same.
     """
-    place_of: dict[bytes, int] = {}
+    place_of: dict[tuple[bytes, bytes], int] = {}
     computed: list[int] = []
     places: list[int] = []
     for sequence, tokens in enumerate(token_ids.split(list(lengths))):
-        place = place_of.setdefault(tokens.numpy().tobytes(), len(computed))
+        place = place_of.setdefault((prefixes[sequence], tokens.numpy().tobytes()), len(computed))
         if place == len(computed):
             computed.append(sequence)
         places.append(place)
@@ -123,7 +124,8 @@ def compute_equal_prompts_once(original: Callable, eager_runner, batch, pp_proxy
     runner = eager_runner.model_runner
     sharing = None
     if pp_proxy_tensors is None and can_share(runner, batch):
-        sharing = find_equal(batch.input_ids, batch.extend_seq_lens_cpu)
+        prefixes = cached_prefixes(runner.req_to_token_pool.req_to_token, batch)
+        sharing = find_equal(batch.input_ids, batch.extend_seq_lens_cpu, prefixes)
     if sharing is None:
         return original(eager_runner, batch, pp_proxy_tensors)
     _say_once()
@@ -135,6 +137,15 @@ def compute_equal_prompts_once(original: Callable, eager_runner, batch, pp_proxy
     # [S, V]. A copy, since the sampler overwrites each sequence's logits.
     output.next_token_logits = output.next_token_logits.index_select(0, sharing.place_S)
     return output
+
+
+def cached_prefixes(req_to_token: Tensor, batch) -> list[bytes]:
+    """Of each sequence the slots of its cached prefix, by which equal prefixes are known."""
+    lengths = batch.extend_prefix_lens_cpu
+    if not any(lengths):
+        return [b""] * len(lengths)
+    rows = batch.req_pool_indices.tolist()
+    return [req_to_token[row, :length].numpy().tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
 @cache
@@ -157,7 +168,6 @@ def can_share(runner, batch) -> bool:
         and not (pool.use_hnd or pool.is_quantized_kv_cache)
         and get_global_experts_capturer() is None
         and batch.capture_hidden_mode in (None, CaptureHiddenMode.NULL)
-        and not any(batch.extend_prefix_lens_cpu)
         and not (batch.return_logprob and asks_for_prompt(batch))
         and not unknown_fields(batch)
     )

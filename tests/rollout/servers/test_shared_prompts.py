@@ -16,12 +16,14 @@ import tandem_shared_prompts as shared
 prompts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=12)
 
 
-@given(prompts)
-def test_each_prompt_is_computed_once_and_copied_token_by_token(prompts):
+@given(prompts, st.data())
+def test_each_prompt_is_computed_once_and_copied_token_by_token(prompts, data):
     ids = torch.tensor([token for prompt in prompts for token in prompt])
+    prefixes = data.draw(st.lists(st.sampled_from([b"", b"s"]), min_size=len(prompts), max_size=len(prompts)))
+    pairs = list(zip(prefixes, prompts, strict=True))
     where = [(sequence, i) for sequence, prompt in enumerate(prompts) for i in range(len(prompt))]
-    first = [prompts.index(prompt) for prompt in prompts]
-    sharing = shared.find_equal(ids, [len(prompt) for prompt in prompts])
+    first = [pairs.index(pair) for pair in pairs]
+    sharing = shared.find_equal(ids, [len(prompt) for prompt in prompts], prefixes)
     if len(set(first)) == len(prompts):
         assert sharing is None
         return
@@ -94,7 +96,7 @@ def batch_of(prompts: list[list[int]], numbers: list[int]) -> Batch:
 def test_the_smaller_prefill_is_that_of_the_different_prompts_alone(prompts):
     numbers = list(range(len(prompts)))
     batch = batch_of(prompts, numbers)
-    sharing = shared.find_equal(batch.input_ids, batch.extend_seq_lens_cpu)
+    sharing = shared.find_equal(batch.input_ids, batch.extend_seq_lens_cpu, [b""] * len(prompts))
     if sharing is None:
         return
     computed = [i for i in numbers if prompts.index(prompts[i]) == i]
@@ -116,3 +118,12 @@ def test_a_field_of_which_nothing_is_known_leaves_the_prefill_to_sglang(name, va
     assert shared.unknown_fields(batch) == []
     setattr(batch, name, value)
     assert shared.unknown_fields(batch) == [name]
+
+
+def test_prefixes_are_equal_where_their_slots_are():
+    batch = batch_of([[1], [1], [1], [1]], [0, 1, 2, 3])
+    assert shared.cached_prefixes(torch.zeros(4, 9, dtype=torch.int32), batch) == [b""] * 4
+    batch.extend_prefix_lens_cpu = [2, 2, 2, 1]
+    table = torch.tensor([[5, 6, 7], [5, 6, 8], [5, 9, 7], [5, 6, 7]], dtype=torch.int32)
+    first, second, third, fourth = shared.cached_prefixes(table, batch)
+    assert first == second and len({first, third, fourth}) == 3

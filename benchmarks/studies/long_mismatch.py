@@ -1,0 +1,230 @@
+"""The mismatch of rollout and learner by TP, SP and length, on a trained model with responses of thousands of tokens.
+
+A tiny model learns to write chains of sums, each of which begins with the result of the one before, of up to 8192
+tokens (``tandem train`` of kind sft on a generated file). Its results are all but certain and its operands are not, as
+with the words of a reasoning model. Then ``tandem mismatch`` in bfloat16: each rollout layout samples responses that run
+to their limit, each learner layout scores them.
+
+    python benchmarks/studies/long_mismatch.py --folder long
+
+Shown by length: the greatest Δp of a response's first tokens, mean over responses, and the mean Δp of the tokens between one
+length and the next. A command that was stopped goes on where it was.
+"""
+
+import argparse
+import json
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+LENGTHS = (256, 1024, 2048, 4096, 8192)
+POSITIONS = 16384
+LEARNERS, ROLLOUTS = ("tp=1", "tp=2", "tp=2,sp", "pp=2"), ("tp=1", "tp=2")
+SHORTEST, LONGEST = 64, LENGTHS[-1]
+"""Characters of a chain to learn, one token each; the logarithm of its length is uniform."""
+EXAMPLES, BATCH = 4000, 16
+SFT_OPTIMIZER = "optimizer={lr: 2e-3, min_lr: 2e-4, schedule: cosine, betas: [0.9, 0.98], clip_grad: 1.0}"
+
+
+def chain(rng: random.Random, length: int) -> tuple[str, str]:
+    """(prompt, response): ``17:`` and ``17+5=22 22-9=13 ...``, at least ``length`` characters."""
+    number = start = rng.randint(0, 99)
+    text = ""
+    while len(text) < length:
+        other = rng.randint(1, 20)
+        adds = number + other <= 99 and (number - other < 0 or rng.random() < 0.5)
+        result = number + other if adds else number - other
+        text += f"{number}{'+' if adds else '-'}{other}={result} "
+        number = result
+    return f"{start}:", text[:length]
+
+
+def chains(count: int, seed: int) -> Iterator[tuple[str, str]]:
+    rng = random.Random(seed)
+    for _ in range(count):
+        yield chain(rng, round(SHORTEST * (LONGEST / SHORTEST) ** rng.random()))
+
+
+def right_share(text: str) -> float:
+    """Of the sums of a chain those whose result is right and whose first number is the last result."""
+    sums, last, right = text.split(" ")[:-1], None, 0
+    for each in sums:
+        try:
+            first, result = each.split("=")
+            sign = "+" if "+" in first else "-"
+            one, other = first.split(sign)
+            right += (last is None or one == last) and int(one) + int(sign + other) == int(result)
+            last = result
+        except ValueError:
+            last = None
+    return right / max(len(sums), 1)
+
+
+def make_model(folder: Path) -> None:
+    """The quickstart's model with room for long responses."""
+    from rollout.tiny_model import make_tiny_countdown_model
+
+    make_tiny_countdown_model(folder, seed=0)
+    for name, changes in {
+        "config.json": {
+            "max_position_embeddings": POSITIONS,
+            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
+        },
+        "tokenizer_config.json": {"model_max_length": POSITIONS},
+    }.items():
+        file = folder / name
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def tandem(*words: str) -> None:
+    subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, check=True)
+
+
+def train(folder: Path, steps: int) -> Path:
+    warm, data = folder / "warm", folder / "chains.jsonl"
+    if not warm.exists():
+        if not (folder / "random").exists():
+            make_model(folder / "random")
+        data.write_text(
+            "".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in chains(EXAMPLES, seed=0))
+        )
+        config = ROOT / "configs/recipes/countdown_tiny_sft.yaml"
+        file = f"data={{type: jsonl, path: {data}, apply_chat_template: false}}"
+        tandem(
+            *("train", str(config), "name=chains", f"model.path={folder / 'random'}", f"output={warm}", file),
+            *(f"steps={steps}", f"batch_size={BATCH}", "token_budget=16384", SFT_OPTIMIZER),
+            f"launch.runs_dir={folder / 'runs'}",
+        )
+    return warm
+
+
+def study(folder: Path, warm: Path, given: argparse.Namespace) -> Path:
+    out, prompts = folder / "study", folder / "prompts.jsonl"
+    if not (out / "mismatch.json").exists():
+        rng = random.Random(1)
+        prompts.write_text(
+            "".join(
+                json.dumps({"prompt": chain(rng, 1)[0], "answer": "-"}) + "\n"
+                for _ in range(4 * given.prompts)
+            )
+        )
+        task = f"task={{type: jsonl, train_path: {prompts}, apply_chat_template: false}}"
+        layouts = [f"--learner={text}" for text in LEARNERS] + [f"--rollout={text}" for text in ROLLOUTS]
+        longest = LENGTHS[-1]
+        tandem(
+            *("mismatch", str(ROOT / "configs/recipes/countdown_tiny.yaml"), *layouts),
+            *("--prompts", str(given.prompts), "--out", str(out), f"model.path={warm}", task),
+            *("reward={type: function, function: 'benchmarks.studies.long_mismatch:right'}",),
+            *("model.dtype=bfloat16", "rollout.dtype=bfloat16", f"rollout.max_new_tokens={longest}"),
+            *(
+                f"rollout.max_total_tokens={given.prompts * (longest + 64)}",
+                f"learner.token_budget={longest + 64}",
+            ),
+            """rollout.server_args={preferred_sampling_params: '{"ignore_eos": true}'}""",
+            *("rollout.request_timeout_s=7200", "layout={}"),
+        )
+    return out
+
+
+def right(prompt_text: str, response_text: str, reference: str) -> float:
+    """The reward that the config asks for; nothing is trained with it."""
+    return right_share(response_text)
+
+
+def by_length(out: Path, learner: str, rollout: str) -> dict[int, tuple[float, float, float, float]]:
+    """By length: (max Δp of the first tokens, its standard error, mean Δp since the length before, its error), over
+    responses."""
+    from trainer.studies.layout_statistics import mean_and_error, probability_gaps, read_samples, read_tensors
+
+    part = out / f"rollout-{rollout.replace('=', '').replace(',', '-')}"
+    scored = out / f"learner-{learner.replace('=', '').replace(',', '-')}" / "scores.safetensors"
+    samples = read_samples(part / "samples.long.safetensors")
+    gap_N = probability_gaps(samples.logprobs_N, read_tensors(scored)[f"{rollout}/long"])
+    gaps: tuple[Tensor, ...] = gap_N.split(samples.response_lengths_R.tolist())
+    result, before = {}, 0
+    for length in LENGTHS:
+        long_enough = [gap for gap in gaps if len(gap) >= length]
+        if not long_enough:
+            break
+        most = mean_and_error(torch.stack([gap[:length].max() for gap in long_enough]))
+        mean = mean_and_error(torch.stack([gap[before:length].mean() for gap in long_enough]))
+        result[length] = (*most, *mean)
+        before = length
+    return result
+
+
+def texts(out: Path, warm: Path, rollout: str) -> list[str]:
+    from rollout.tokenization import load_tokenizer
+    from trainer.studies.layout_statistics import read_samples
+
+    part = out / f"rollout-{rollout.replace('=', '')}" / "samples.long.safetensors"
+    samples, tokenizer = read_samples(part), load_tokenizer(warm)
+    pairs = zip(samples.sequences(), samples.prompt_lengths_R.tolist(), strict=True)
+    return [tokenizer.decode(tokens[prompt:]) for tokens, prompt in pairs]
+
+
+def report(out: Path, warm: Path) -> None:
+    pairs = [(learner, rollout) for rollout in ROLLOUTS for learner in LEARNERS]
+    rows = {pair: by_length(out, *pair) for pair in pairs}
+    share = [right_share(text) for text in texts(out, warm, ROLLOUTS[0])]
+    print(f"\n{len(share)} responses; {sum(share) / len(share):.1%} of their sums are right\n")
+    for title, at in (("max Δp of the first N tokens", 0), ("mean Δp of the tokens up to N", 2)):
+        print(f"| {title} | {' | '.join(map(str, LENGTHS))} |\n|---|{'---|' * len(LENGTHS)}")
+        for (learner, rollout), row in rows.items():
+            cells = [f"{values[at]:.3g} ± {values[at + 1]:.1g}" for values in row.values()]
+            print(f"| learner {learner}, rollout {rollout} | {' | '.join(cells)} |")
+        print()
+    draw(rows, out.parent / "long_mismatch.png")
+
+
+def draw(rows: dict, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4))
+    for panel, at, label in zip(
+        panels, (0, 2), ("max Δp of the first N tokens", "mean Δp of the tokens up to N"), strict=True
+    ):
+        for number, ((learner, rollout), row) in enumerate(rows.items()):
+            style = "-" if rollout == ROLLOUTS[0] else "--"
+            values, errors = ([v[i] for v in row.values()] for i in (at, at + 1))
+            panel.errorbar(
+                list(row), values, errors, linestyle=style, marker=".", color=f"C{number % len(LEARNERS)}",
+                label=f"learner {learner}, rollout {rollout}",
+            )  # fmt: skip
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
+        panel.set_xlabel("N, tokens")
+        panel.set_ylabel(label)
+        panel.set_ylim(0)
+        panel.grid(alpha=0.3)
+    panels[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=90, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    made.add_argument("--folder", type=Path, required=True, help="where the model and the study go")
+    made.add_argument("--prompts", type=int, default=12)
+    made.add_argument("--steps", type=int, default=250, help="of the model's training")
+    given = made.parse_args()
+    folder = given.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    warm = train(folder, given.steps)
+    report(study(folder, warm, given), warm)
+
+
+if __name__ == "__main__":
+    main()
