@@ -1,3 +1,3 @@
 """One module per command of ``tandem`` (several small ones share ``train``). Arguments are parsed in
-``launch/cli.py``.
+``launch/cli/``.
 """

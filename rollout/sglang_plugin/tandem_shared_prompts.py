@@ -209,13 +209,13 @@ def reduced(batch, sharing: Sharing):
             changes[name] = [value[i] for i in sharing.computed]
     for name in TOKENS:
         changes[name] = getattr(batch, name)[sharing.computed_tokens]
-    lengths = changes["extend_seq_lens"]
+    num_tokens, lengths = len(sharing.computed_tokens), batch.extend_seq_lens[index]
     return replace(
         batch,
         **changes,
         batch_size=len(sharing.computed),
-        seq_lens_sum=int(changes["seq_lens_cpu"].sum()),
-        extend_num_tokens=len(sharing.computed_tokens),
-        global_num_token_non_padded_cpu=len(sharing.computed_tokens),
+        seq_lens_sum=int(batch.seq_lens_cpu[index].sum()),
+        extend_num_tokens=num_tokens,
+        global_num_token_non_padded_cpu=num_tokens,
         extend_start_loc=(lengths.cumsum(0) - lengths).to(batch.extend_start_loc.dtype),
     )

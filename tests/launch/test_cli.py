@@ -6,6 +6,7 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -15,7 +16,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import typer
 import yaml
+from typer.testing import CliRunner
 
 from configs.loader import ConfigError, load_config, parse_config
 from configs.schema import RunConfig, SftConfig
@@ -327,6 +330,20 @@ def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, 
         ):
             claim()
     assert run._held == []
+
+
+def test_help_has_its_commands_in_groups_and_each_sentence_whole():
+    commands = typer.main.get_command(cli.app).commands
+    shown = {name: command for name, command in commands.items() if not command.hidden}
+    text = CliRunner().invoke(cli.app, ["--help"], env={"COLUMNS": "100", "NO_COLOR": "1"}).output
+    groups = ["Train", "Look at runs", "Before a run", "Study the two engines", "Roles, one at a time"]
+    assert [command.rich_help_panel for command in shown.values()] == sorted(
+        (command.rich_help_panel for command in shown.values()), key=groups.index
+    )
+    assert re.findall(r"^╭─ (.*?) ─", text, re.MULTILINE) == ["Options", *groups]
+    assert next(iter(shown)) == "quickstart"
+    assert all(command.help and "\n" not in command.help for command in shown.values())
+    assert all(re.search(rf"^│ {name} ", text, re.MULTILINE) for name in shown)
 
 
 def test_a_foreign_package_of_our_name_is_refused(tmp_path):

@@ -18,7 +18,7 @@ from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
 from parallel.engine import MegatronEngine
 from parallel.megatron import platform
-from parallel.megatron.model import PackedCoreAttention
+from parallel.megatron.layers import PackedCoreAttention
 from parallel.packing import PackedBatch, pack_sequences
 from trainer.batch.plan import plan_batches
 from trainer.studies.layout_statistics import Sampled

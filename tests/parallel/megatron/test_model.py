@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from parallel.megatron.model import plain_rotary, rotary_frequencies, rotary_frequencies_of_transformers
 from parallel.megatron.rms_norm import rms_norm
+from parallel.megatron.rotary import plain_rotary, rotary_frequencies, rotary_frequencies_of_transformers
 from parallel.planning.layout import padded_vocab_size, read_architecture
 from parallel.weights import hf_conversion, hf_files
 from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip

@@ -1,0 +1,83 @@
+"""What the commands share: their group, their registration, and arguments that several of them have."""
+
+import difflib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+
+class Commands(TyperGroup):
+    """The commands. An override that is written with dashes gets another error than a misspelt option."""
+
+    def list_commands(self, ctx):
+        """The commands that help lists, and that are proposed for a misspelt one."""
+        return [name for name in super().list_commands(ctx) if not self.commands[name].hidden]
+
+    def resolve_command(self, ctx, args):
+        if args[0] not in self.commands and not args[0].startswith("-"):
+            names = self.list_commands(ctx)
+            close = difflib.get_close_matches(args[0], names, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"commands: {', '.join(names)}"
+            ctx.fail(f"No such command {args[0]!r}; {hint}")
+        name, command, rest = super().resolve_command(ctx, args)
+        assert command is not None  # it is None for completion alone
+        options = {option for parameter in command.params for option in parameter.opts}
+        if any(parameter.name == "overrides" for parameter in command.params):
+            dashed = [argument for argument in rest if argument.startswith("-")]
+            _refuse_dashes(argument for argument in dashed if argument.partition("=")[0] not in options)
+        return name, command, rest
+
+
+def _refuse_dashes(arguments: Iterable[str]) -> None:
+    """Raises BadInput for an argument that is the key of a config with dashes."""
+    for plain in (argument.lstrip("-") for argument in arguments):
+        from configs.schema import RunConfig, SftConfig
+        from launch.checks.config import BadInput
+
+        key, equals, _ = plain.partition("=")
+        if equals and key.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
+            raise BadInput(f"--{key}: no such option; write {plain}, without dashes")
+
+
+def command_of(commands: typer.Typer, panel: str) -> Callable[..., Callable[[Callable], Callable]]:
+    """``commands.command`` for this part of the help. The line breaks of a docstring are none of the help's."""
+
+    def command(
+        name: str | None = None, *, help: str | None = None, hidden: bool = False
+    ) -> Callable[[Callable], Callable]:
+        def register(function: Callable) -> Callable:
+            text = help or " ".join((function.__doc__ or "").split())
+            return commands.command(name, help=text, hidden=hidden, rich_help_panel=panel)(function)
+
+        return register
+
+    return command
+
+
+ConfigPath = Annotated[
+    Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="[KEY=VALUE]..."),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option(
+        "--dry-run",
+        help="Print the processes, data, batch, memory per rank and what is sent (into a file or a pipe also the resolved config); "
+        "start nothing.",
+    ),
+]
+GpuMemory = Annotated[
+    float | None,
+    typer.Option(
+        min=1,
+        max=1_000_000,
+        help="With --dry-run: GiB of each GPU, for a run on other machines than this one.",
+    ),
+]
+RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]

@@ -1,0 +1,86 @@
+"""Arguments of the commands that measure how far the engines disagree, and whether the weights arrive."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from launch.cli.shared import ConfigPath, Overrides, RunPath, command_of
+
+commands = typer.Typer()
+command = command_of(commands, "Study the two engines")
+
+
+@command()
+def mismatch(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    learner: Annotated[
+        list[str], typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")
+    ] = ["tp=1"],  # noqa: B006
+    rollout: Annotated[
+        list[str],
+        typer.Option(
+            help="A rollout layout, e.g. tp=2; on CUDA also tp=2,deterministic or tp=2,attention=triton."
+        ),
+    ] = ["tp=1"],  # noqa: B006
+    prompts: Annotated[int, typer.Option(help="Prompts of the task, the same ones for every pair.")] = 512,
+    threshold: Annotated[float, typer.Option(help="Count responses with a max |Δp| above it.")] = 0.5,
+    out: Annotated[
+        Path | None, typer.Option(help="A new folder; in launch.runs_dir if left out.", metavar="FOLDER")
+    ] = None,
+    why: Annotated[
+        bool, typer.Option("--why", help="Also switch one cause at a time, and rank them.")
+    ] = False,
+) -> None:
+    """Measure the gap in probability between learner and rollout, for every pair of layouts, with the real
+    engines."""
+    from launch.commands import studies
+    from launch.studies.mismatch_plan import Request
+
+    request = Request(
+        learners=tuple(learner),
+        rollouts=tuple(rollout),
+        prompts=prompts,
+        threshold=threshold,
+        out=out,
+        why=why,
+    )
+    studies.mismatch(config, overrides or [], request)
+
+
+@command("verify-sync")
+def verify_sync(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    learner: Annotated[
+        list[str] | None, typer.Option(help="A learner layout, e.g. tp=2,sp; may be given several times.")
+    ] = None,
+    rollout: Annotated[
+        list[str] | None, typer.Option(help="A rollout layout, e.g. tp=2; may be given several times.")
+    ] = None,
+) -> None:
+    """Prove the weight transfer: servers that received weights from each learner layout answer, to the bit,
+    like servers started from these weights."""
+    from launch.commands import studies
+
+    if not studies.verify_sync(config, overrides or [], learner or [], rollout or []):
+        raise typer.Exit(1)
+
+
+@command()
+def replay(
+    run: RunPath,
+    step: Annotated[int, typer.Option(help="A recorded step (record_batches in the config).")],
+    correction: Annotated[
+        list[str] | None, typer.Option(help="A preset to try; may be given several times. All if left out.")
+    ] = None,
+    gradients: Annotated[
+        bool, typer.Option("--gradients", help="Also of the parameters, from the checkpoint before the step.")
+    ] = False,
+    plot: Annotated[bool, typer.Option("--plot", help="Also draw a figure, in the run's figures/.")] = False,
+) -> None:
+    """Apply other corrections to a recorded step, without an engine: weights, kept tokens, loss and gradient."""
+    from launch.commands import studies
+
+    studies.replay(run, step, correction or [], gradients=gradients, plot=plot)

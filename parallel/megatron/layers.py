@@ -1,0 +1,276 @@
+"""The layers of Megatron's ``GPTModel`` and its config: norms, the packed core attention, dense and sparse layers.
+
+Megatron's own rotary embedding is off (``position_embedding_type="none"``). The core attention rotates queries
+and keys from one table per micro-batch, after Megatron's query/key norm and so at the same place in the
+mathematics. That handles every static rope_type of transformers exactly, on packed sequences, and without a
+Python loop over them.
+"""
+
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from parallel.megatron import aligned, moe, platform
+from parallel.megatron.attention import PackedPlan, packed_attention, rotate
+from parallel.megatron.context_parallel import SplitPlan, split_attention
+from parallel.megatron.lora import Lora, add_adapters
+from parallel.megatron.rms_norm import rms_norm
+from parallel.megatron.shared_prompts import SharedPlan, shared_attention
+from parallel.planning.layout import Architecture, Experts
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """The micro-batch for every layer: Megatron's packed-sequence fields, the plan, the rotary tables, and what
+    decides its experts beside the routers."""
+
+    plan: PackedPlan
+    cos_T1F: Tensor
+    sin_T1F: Tensor
+    routing: moe.Routing | None = None
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, also under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
+        )
+        # Megatron then sums this weight's gradient over tensor-parallel ranks, which see different tokens.
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)
+
+
+class AlignedRMSNorm(RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return aligned.rms_norm(x, self.weight, self.eps)
+
+
+class PackedCoreAttention(nn.Module):
+    """Megatron's ``core_attention`` slot without Transformer Engine, or where sequences are split over
+    context-parallel ranks: rotation, then causal attention within each sequence."""
+
+    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
+        super().__init__()
+        self.scale = softmax_scale
+        self.dtype = platform.attention_dtype(config.params_dtype)
+
+    def forward(
+        self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused
+    ) -> Tensor:
+        packed, plan = packed_seq_params, packed_seq_params.plan
+        query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
+        settings = {"scale": self.scale, "dtype": self.dtype}
+        if isinstance(plan, SplitPlan):
+            return split_attention(query_TAD, key_TKD, value_TKD, plan, **settings).flatten(1)
+        if isinstance(plan, SharedPlan):
+            return shared_attention(query_TAD, key_TKD, value_TKD, plan, **settings).flatten(1)
+        return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, **settings).flatten(1)
+
+
+def block_spec(
+    config: TransformerConfig,
+    architecture: Architecture,
+    vp_stage: int | None,
+    pieces: int | None,
+    lora: Lora | None,
+) -> TransformerBlockSubmodules:
+    """This rank's layers, each dense or with experts, and the final norm."""
+    make_layer, norm = _local_layer, RMSNorm
+    if pieces is not None:
+        make_layer, norm = partial(_aligned_layer, pieces), AlignedRMSNorm
+    elif lora is not None:
+        make_layer = partial(_adaptable_layer, config.params_dtype)
+    elif platform.uses_transformer_engine(config.params_dtype):
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        make_layer, norm = partial(_transformer_engine_layer, config.params_dtype), TENorm
+    first = get_transformer_layer_offset(config, vp_stage)
+    experts = architecture.experts
+    is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
+    is_sparse = is_sparse[first : first + get_num_layers_to_build(config, vp_stage)]
+    layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
+    if lora is not None:
+        for sparse, layer in layers.items():
+            add_adapters(layer, lora, has_experts=sparse)
+    return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
+
+
+def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    """A layer without Transformer Engine."""
+    spec: ModuleSpec = get_gpt_layer_local_spec(
+        num_experts=experts and experts.num_experts,
+        qk_layernorm=architecture.qk_norm,
+        normalization="RMSNorm",
+    )
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedCoreAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if experts:
+        moe.use_router(spec, experts)
+    return spec
+
+
+def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    """A layer of a dense model with the operations of ``numerics``; ``check_numerics`` refuses experts."""
+    spec = _local_layer(architecture, experts)
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = AlignedRMSNorm
+    attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
+    attention.core_attention = aligned.AlignedCoreAttention
+    if architecture.qk_norm:
+        attention.q_layernorm = attention.k_layernorm = AlignedRMSNorm
+    attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
+    attention.linear_proj = mlp.linear_fc2 = ModuleSpec(aligned.AlignedRowLinear, {"pieces": pieces})
+    return spec
+
+
+def _adaptable_layer(dtype: torch.dtype, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+    """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention where it is used."""
+    spec = _local_layer(architecture, experts)
+    if platform.uses_transformer_engine(dtype) and parallel_state.get_context_parallel_world_size() == 1:
+        layer: Any = spec.submodules
+        layer.self_attention.submodules.core_attention = _transformer_engine_attention()
+    return spec
+
+
+def _transformer_engine_layer(
+    dtype: torch.dtype, architecture: Architecture, experts: Experts | None
+) -> ModuleSpec:
+    spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
+        num_experts=experts and experts.num_experts,
+        moe_grouped_gemm=platform.uses_grouped_gemm(dtype),
+        qk_layernorm=architecture.qk_norm,
+    )
+    layer: Any = spec.submodules
+    # Transformer Engine's own context parallelism pads every sequence to a multiple of 2 cp tokens.
+    is_split = parallel_state.get_context_parallel_world_size() > 1
+    attention = PackedCoreAttention if is_split else _transformer_engine_attention()
+    layer.self_attention.submodules.core_attention = attention
+    if experts:
+        moe.use_router(spec, experts)
+    return spec
+
+
+def _transformer_engine_attention() -> type:
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+
+    class RotaryTEAttention(TEDotProductAttention):
+        """Transformer Engine's packed attention on queries and keys rotated as in ``PackedCoreAttention``."""
+
+        def forward(
+            self,
+            query_TAD,
+            key_TKD,
+            value_TKD,
+            attention_mask,
+            attn_mask_type,
+            packed_seq_params: PackedSequences,
+            **rest,
+        ):
+            packed = packed_seq_params
+            query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
+            rest["packed_seq_params"] = PackedSeqParams(
+                **{f.name: getattr(packed, f.name) for f in fields(PackedSeqParams)}
+            )
+            return super().forward(
+                query_TAD, key_TKD, value_TKD, attention_mask, attn_mask_type=attn_mask_type, **rest
+            )
+
+    return RotaryTEAttention
+
+
+def _keep_values(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def transformer_config(
+    architecture: Architecture,
+    dtype: torch.dtype,
+    recompute: str,
+    *,
+    sequence_parallel: bool = False,
+    is_aligned: bool = False,
+    has_adapters: bool = False,
+) -> TransformerConfig:
+    """Megatron's config: sizes of the architecture and of Megatron's groups, no dropout, and no fusion that needs
+    Apex or CUDA. has_adapters: layers are Megatron's own, also where Transformer Engine is installed."""
+    pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
+    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    return TransformerConfig(
+        num_layers=architecture.num_layers,
+        hidden_size=architecture.hidden_size,
+        num_attention_heads=architecture.num_heads,
+        num_query_groups=architecture.num_kv_heads,
+        kv_channels=architecture.head_dim,
+        ffn_hidden_size=architecture.intermediate_size,
+        normalization="RMSNorm",
+        layernorm_epsilon=architecture.norm_eps,
+        gated_linear_unit=True,
+        activation_func=aligned.silu if is_aligned else F.silu,
+        add_bias_linear=False,
+        add_qkv_bias=architecture.qkv_bias,
+        qk_layernorm=architecture.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        fp16=dtype == torch.float16,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
+        pipeline_model_parallel_size=pipeline_parallel,
+        virtual_pipeline_model_parallel_size=virtual,
+        # In an interleaved pipeline both neighbours may be one rank, whose batched messages would be mixed up.
+        # 1F1B does not support overlap.
+        overlap_p2p_comm=virtual is not None,
+        batch_p2p_comm=virtual is None,
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
+        variable_seq_lengths=pipeline_parallel > 1,
+        # The default refuses variable lengths, even for dense models.
+        moe_token_dispatcher_type="alltoall",
+        # DDP is built with it; otherwise it divides gradients by the data-parallel size.
+        calculate_per_token_loss=True,
+        # Parameters come from the checkpoint, and nothing is drawn. Megatron's initialisation runs all the same,
+        # since it marks parameters as shards, which gradient norm, export and checkpoints read.
+        perform_initialization=True,
+        init_method=_keep_values,
+        output_layer_init_method=_keep_values,
+        embedding_init_method=_keep_values,
+        use_cpu_initialization=not platform.is_gpu(),
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=platform.uses_transformer_engine(dtype),
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        **moe.config_fields(
+            architecture.experts, is_grouped=platform.uses_grouped_gemm(dtype) and not has_adapters
+        ),
+        **(full if recompute == "full" else {}),
+    )

@@ -1,0 +1,62 @@
+"""Rotary frequencies of a Hugging Face config.json, as transformers computes them. F frequencies."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from parallel.planning.families import SUPPORTED, family_of
+from parallel.planning.layout import check_rope_type, rotated_share
+
+
+def rotary_frequencies(folder: Path, hf_config: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """(inv_freq [F] float32, attention factor) that transformers computes for this config.json.
+
+    Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope).
+    """
+    # transformers and its Llama take three CPU seconds to import, and nothing else in a rank's start needs them.
+    if (plain := plain_rotary(hf_config)) is not None:
+        theta, size = plain
+        return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
+    return rotary_frequencies_of_transformers(folder, str(hf_config.get("model_type")))
+
+
+def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
+    """(theta, numbers of a head that are rotated) of a config.json with plain frequencies that names theta and the head's
+    size. None for any other, such as one that leaves either to a default of transformers."""
+    family = family_of(hf_config.get("model_type"))
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    thetas = {
+        fields["rope_theta"]
+        for fields in (hf_config, rope)
+        if isinstance(fields.get("rope_theta"), int | float)
+    }
+    known = {"rope_type", "rope_theta", "partial_rotary_factor"}
+    is_plain = rope.keys() <= known and rope.get("rope_type", "default") == "default"
+    share = rotated_share(hf_config, family)
+    head_dim = hf_config.get("head_dim")
+    if head_dim is None and hf_config.get("model_type") in ("llama", "qwen2", "mistral", "phi3"):
+        head_dim = hf_config["hidden_size"] // hf_config["num_attention_heads"]
+    is_whole = share == 1.0 or family.rotated_share is not None
+    if len(thetas) != 1 or not is_plain or not is_whole or not isinstance(head_dim, int):
+        return None
+    return thetas.pop(), int(head_dim * share)
+
+
+def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[Tensor, float]:
+    """``rotary_frequencies`` of any config.json, by transformers itself."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    kind = config.rope_parameters["rope_type"]
+    check_rope_type(kind, model_type)
+    is_part = SUPPORTED[model_type].rotated_share is not None
+    plain = Glm4MoeRotaryEmbedding if is_part else LlamaRotaryEmbedding
+    compute: Any = plain.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"))
+    return inv_freq_F.float(), float(attention_factor)
