@@ -197,20 +197,23 @@ def commands() -> str:
         "Exit codes: 0 done; 1 a role failed or a file cannot be used; 2 bad input, nothing was started; 75 stopped on request;"
     ]
     lines += ["130 interrupted."]
-    for name in sorted(group.commands):
-        command = group.commands[name]
+    panel = ""
+    for name, command in group.commands.items():
         if command.hidden:
             continue
+        if command.rich_help_panel != panel:
+            panel = command.rich_help_panel
+            lines += ["", f"## {panel}"]
         arguments = " ".join(
             p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"
         )
         lines += [
             "",
-            f"## {name}",
+            f"### {name}",
             "",
             f"`tandem {name} {arguments}`".replace(" `", "`"),
             "",
-            " ".join((command.help or "").split()),
+            command.help or "",
         ]
         options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
         lines += [""] + [f"- `{', '.join(p.opts)}`: {' '.join((p.help or '').split())}" for p in options]

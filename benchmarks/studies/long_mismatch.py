@@ -1,7 +1,7 @@
 """The mismatch of rollout and learner by TP, SP and length, on a trained model with responses of thousands of tokens.
 
 A tiny model learns to write chains of sums, each of which begins with the result of the one before, of up to 8192
-tokens (``tandem train`` of kind sft on a generated file). Its results are all but certain and its operands are not, as
+tokens (``tandem sft`` on a generated file). Its results are all but certain and its operands are not, as
 with the words of a reasoning model. Then ``tandem mismatch`` in bfloat16: each rollout layout samples responses that run
 to their limit, each learner layout scores them.
 
@@ -30,7 +30,7 @@ POSITIONS = 16384
 LEARNERS, ROLLOUTS = ("tp=1", "tp=2", "tp=2,sp", "pp=2"), ("tp=1", "tp=2")
 SHORTEST, LONGEST = 64, LENGTHS[-1]
 """Characters of a chain to learn, one token each; the logarithm of its length is uniform."""
-EXAMPLES, BATCH = 4000, 16
+EXAMPLES, BATCH = 1200, 8
 SFT_OPTIMIZER = "optimizer={lr: 2e-3, min_lr: 2e-4, schedule: cosine, betas: [0.9, 0.98], clip_grad: 1.0}"
 
 
@@ -99,7 +99,7 @@ def train(folder: Path, steps: int) -> Path:
         config = ROOT / "configs/recipes/countdown_tiny_sft.yaml"
         file = f"data={{type: jsonl, path: {data}, apply_chat_template: false}}"
         tandem(
-            *("train", str(config), "name=chains", f"model.path={folder / 'random'}", f"output={warm}", file),
+            *("sft", str(config), "name=chains", f"model.path={folder / 'random'}", f"output={warm}", file),
             *(f"steps={steps}", f"batch_size={BATCH}", "token_budget=16384", SFT_OPTIMIZER),
             f"launch.runs_dir={folder / 'runs'}",
         )
@@ -218,7 +218,7 @@ def main() -> None:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     made.add_argument("--folder", type=Path, required=True, help="where the model and the study go")
     made.add_argument("--prompts", type=int, default=12)
-    made.add_argument("--steps", type=int, default=250, help="of the model's training")
+    made.add_argument("--steps", type=int, default=150, help="of the model's training")
     given = made.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
