@@ -1,11 +1,11 @@
 """The mismatch of rollout and learner by TP, SP and length, on a trained model with responses of thousands of tokens.
 
-A tiny model learns to write chains of sums, each of which begins with the result of the one before, of up to 8192
-tokens (``tandem sft`` on a generated file). Its results are all but certain and its operands are not, as
-with the words of a reasoning model. Then ``tandem mismatch`` in bfloat16: each rollout layout samples responses that run
-to their limit, each learner layout scores them.
+The quickstart's warm model learns to write chains of sums, each of which begins with the result of the one before, first
+short ones and then up to 8192 tokens (``tandem sft`` on generated files). Results follow from what was written and
+operands are free, so that some tokens are all but certain and others are not. Then ``tandem mismatch`` in bfloat16: each
+rollout layout samples responses that run to their limit, each learner layout scores them.
 
-    python benchmarks/studies/long_mismatch.py --folder long
+    python benchmarks/studies/long_mismatch.py --model WARM --folder long
 
 Shown by length: the greatest Δp of a response's first tokens, mean over responses, and the mean Δp of the tokens between one
 length and the next. A command that was stopped goes on where it was.
@@ -14,9 +14,11 @@ length and the next. A command that was stopped goes on where it was.
 import argparse
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,10 +30,24 @@ sys.path.insert(0, str(ROOT))
 LENGTHS = (256, 1024, 2048, 4096, 8192)
 POSITIONS = 16384
 LEARNERS, ROLLOUTS = ("tp=1", "tp=2", "tp=2,sp", "pp=2"), ("tp=1", "tp=2")
-SHORTEST, LONGEST = 64, LENGTHS[-1]
-"""Characters of a chain to learn, one token each; the logarithm of its length is uniform."""
-EXAMPLES, BATCH = 1200, 8
-SFT_OPTIMIZER = "optimizer={lr: 2e-3, min_lr: 2e-4, schedule: cosine, betas: [0.9, 0.98], clip_grad: 1.0}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """A part of the model's training, on chains of which the logarithm of the length is uniform."""
+
+    name: str
+    steps: int
+    batch_size: int
+    lengths: tuple[int, int]
+    """Of the shortest and the longest chain, in characters, one token each."""
+    lr: float
+
+
+STAGES = (
+    Stage(name="short", steps=300, batch_size=64, lengths=(48, 192), lr=2e-3),
+    Stage(name="long", steps=40, batch_size=8, lengths=(192, LENGTHS[-1]), lr=5e-4),
+)
 
 
 def chain(rng: random.Random, length: int) -> tuple[str, str]:
@@ -39,7 +55,7 @@ def chain(rng: random.Random, length: int) -> tuple[str, str]:
     number = start = rng.randint(0, 99)
     text = ""
     while len(text) < length:
-        other = rng.randint(1, 20)
+        other = rng.randint(1, 9)
         adds = number + other <= 99 and (number - other < 0 or rng.random() < 0.5)
         result = number + other if adds else number - other
         text += f"{number}{'+' if adds else '-'}{other}={result} "
@@ -47,10 +63,10 @@ def chain(rng: random.Random, length: int) -> tuple[str, str]:
     return f"{start}:", text[:length]
 
 
-def chains(count: int, seed: int) -> Iterator[tuple[str, str]]:
-    rng = random.Random(seed)
-    for _ in range(count):
-        yield chain(rng, round(SHORTEST * (LONGEST / SHORTEST) ** rng.random()))
+def chains(stage: Stage, seed: int) -> Iterator[tuple[str, str]]:
+    rng, (shortest, longest) = random.Random(seed), stage.lengths
+    for _ in range(stage.steps * stage.batch_size):
+        yield chain(rng, round(shortest * (longest / shortest) ** rng.random()))
 
 
 def right_share(text: str) -> float:
@@ -68,16 +84,11 @@ def right_share(text: str) -> float:
     return right / max(len(sums), 1)
 
 
-def make_model(folder: Path) -> None:
-    """The quickstart's model with room for long responses."""
-    from rollout.tiny_model import make_tiny_countdown_model
-
-    make_tiny_countdown_model(folder, seed=0)
+def with_room(model: Path, folder: Path) -> None:
+    """The model with room for long responses: rotary embeddings have no table that ends."""
+    shutil.copytree(model, folder)
     for name, changes in {
-        "config.json": {
-            "max_position_embeddings": POSITIONS,
-            "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"},
-        },
+        "config.json": {"max_position_embeddings": POSITIONS},
         "tokenizer_config.json": {"model_max_length": POSITIONS},
     }.items():
         file = folder / name
@@ -88,25 +99,27 @@ def tandem(*words: str) -> None:
     subprocess.run([sys.executable, "-m", "launch", *words], cwd=ROOT, check=True)
 
 
-def train(folder: Path, steps: int) -> Path:
-    warm, data = folder / "warm", folder / "chains.jsonl"
-    if not warm.exists():
-        if not (folder / "random").exists():
-            make_model(folder / "random")
-        data.write_text(
-            "".join(json.dumps({"prompt": p, "response": r}) + "\n" for p, r in chains(EXAMPLES, seed=0))
-        )
-        config = ROOT / "configs/recipes/countdown_tiny_sft.yaml"
-        file = f"data={{type: jsonl, path: {data}, apply_chat_template: false}}"
+def train(folder: Path, model: Path) -> Path:
+    trained = folder / "start"
+    if not trained.exists():
+        with_room(model, trained)
+    for number, stage in enumerate(STAGES):
+        before, trained, data = trained, folder / stage.name, folder / f"{stage.name}.jsonl"
+        if trained.exists():
+            continue
+        lines = [json.dumps({"prompt": p, "response": r}) + "\n" for p, r in chains(stage, seed=number)]
+        data.write_text("".join(lines))
         tandem(
-            *("sft", str(config), "name=chains", f"model.path={folder / 'random'}", f"output={warm}", file),
-            *(f"steps={steps}", f"batch_size={BATCH}", "token_budget=16384", SFT_OPTIMIZER),
-            f"launch.runs_dir={folder / 'runs'}",
+            *("sft", str(ROOT / "configs/recipes/countdown_tiny_sft.yaml"), f"name=chains-{stage.name}"),
+            *(f"model.path={before}", f"output={trained}", f"launch.runs_dir={folder / 'runs'}"),
+            f"data={{type: jsonl, path: {data}, apply_chat_template: false}}",
+            *(f"steps={stage.steps}", f"batch_size={stage.batch_size}", "token_budget=16384"),
+            *(f"optimizer.lr={stage.lr}", f"optimizer.min_lr={stage.lr / 10}"),
         )
-    return warm
+    return trained
 
 
-def study(folder: Path, warm: Path, given: argparse.Namespace) -> Path:
+def study(folder: Path, trained: Path, given: argparse.Namespace) -> Path:
     out, prompts = folder / "study", folder / "prompts.jsonl"
     if not (out / "mismatch.json").exists():
         rng = random.Random(1)
@@ -121,7 +134,7 @@ def study(folder: Path, warm: Path, given: argparse.Namespace) -> Path:
         longest = LENGTHS[-1]
         tandem(
             *("mismatch", str(ROOT / "configs/recipes/countdown_tiny.yaml"), *layouts),
-            *("--prompts", str(given.prompts), "--out", str(out), f"model.path={warm}", task),
+            *("--prompts", str(given.prompts), "--out", str(out), f"model.path={trained}", task),
             *("reward={type: function, function: 'benchmarks.studies.long_mismatch:right'}",),
             *("model.dtype=bfloat16", "rollout.dtype=bfloat16", f"rollout.max_new_tokens={longest}"),
             *(
@@ -161,20 +174,20 @@ def by_length(out: Path, learner: str, rollout: str) -> dict[int, tuple[float, f
     return result
 
 
-def texts(out: Path, warm: Path, rollout: str) -> list[str]:
+def texts(out: Path, trained: Path, rollout: str) -> list[str]:
     from rollout.tokenization import load_tokenizer
     from trainer.studies.layout_statistics import read_samples
 
     part = out / f"rollout-{rollout.replace('=', '')}" / "samples.long.safetensors"
-    samples, tokenizer = read_samples(part), load_tokenizer(warm)
+    samples, tokenizer = read_samples(part), load_tokenizer(trained)
     pairs = zip(samples.sequences(), samples.prompt_lengths_R.tolist(), strict=True)
     return [tokenizer.decode(tokens[prompt:]) for tokens, prompt in pairs]
 
 
-def report(out: Path, warm: Path) -> None:
+def report(out: Path, trained: Path) -> None:
     pairs = [(learner, rollout) for rollout in ROLLOUTS for learner in LEARNERS]
     rows = {pair: by_length(out, *pair) for pair in pairs}
-    share = [right_share(text) for text in texts(out, warm, ROLLOUTS[0])]
+    share = [right_share(text) for text in texts(out, trained, ROLLOUTS[0])]
     print(f"\n{len(share)} responses; {sum(share) / len(share):.1%} of their sums are right\n")
     for title, at in (("max Δp of the first N tokens", 0), ("mean Δp of the tokens up to N", 2)):
         print(f"| {title} | {' | '.join(map(str, LENGTHS))} |\n|---|{'---|' * len(LENGTHS)}")
@@ -217,13 +230,13 @@ def draw(rows: dict, path: Path) -> None:
 def main() -> None:
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     made.add_argument("--folder", type=Path, required=True, help="where the model and the study go")
+    made.add_argument("--model", type=Path, required=True, help="the quickstart's warm model")
     made.add_argument("--prompts", type=int, default=12)
-    made.add_argument("--steps", type=int, default=150, help="of the model's training")
     given = made.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    warm = train(folder, given.steps)
-    report(study(folder, warm, given), warm)
+    trained = train(folder, given.model.resolve())
+    report(study(folder, trained, given), trained)
 
 
 if __name__ == "__main__":

@@ -133,12 +133,14 @@ def main() -> None:
     )
     made.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     made.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS))
+    made.add_argument("--finished", action="store_true", help="show the finished cells alone; run nothing")
     given = made.parse_args()
     if given.gap:
         measure_gaps(given)
         return
     grid, seeds = grid_of(given, f"learner.minibatches={given.minibatches}", FEW_HELDOUT), given.seeds
-    grid.run_missing([*cells(given)], given.jobs)
+    if not given.finished:
+        grid.run_missing([*cells(given)], given.jobs)
     order = [precision for precision in ORDER if precision in given.precisions]
     groups = [
         ([precision, correction], [name_of(precision, correction, seed) for seed in seeds])
