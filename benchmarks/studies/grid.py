@@ -173,7 +173,7 @@ def draw(
         panel.set_title(title)
     for panel in axes[-1]:
         panel.set_xlabel("step")
-    axes[0][-1].legend()
+    max(axes[0], key=lambda panel: len(panel.get_legend_handles_labels()[1])).legend()
     figure.tight_layout()
     figure.savefig(path, dpi=75, metadata={"Software": None})
     pyplot.close(figure)

@@ -174,13 +174,14 @@ def draw_accuracies(grid: Grid, given, order: Sequence[str], path: Path) -> None
     figure, axes = pyplot.subplots(figsize=(9.5, 3.6))
     width = 0.9 / len(given.corrections)
     for number, correction in enumerate(given.corrections):
+        label: str | None = correction
         for place, precision in enumerate(order):
             names = [name_of(precision, correction, seed) for seed in given.seeds]
             right = [100 * own(grid, name) for name in names if grid.rows(name) is not None]
             if right:
                 x = place + (number - (len(given.corrections) - 1) / 2) * width
-                label = correction if place == 0 else None
                 axes.bar(x, statistics.fmean(right), width, color=f"C{number}", label=label)
+                label = None
                 axes.plot([x] * len(right), right, ".", color="black", markersize=4)
     axes.axhline(BEFORE, color="#555555", linestyle="--", linewidth=1)
     axes.text(len(order) - 0.5, BEFORE + 0.3, "before", ha="right", fontsize=8, color="#555555")
