@@ -59,18 +59,28 @@ class Grid:
 
     def run_missing(self, cells: Sequence[Cell], jobs: int) -> None:
         """Run the cells that are not finished, ``jobs`` at a time, with progress and time left."""
+        self._sweep.folder.mkdir(parents=True, exist_ok=True)
+        ended = self._sweep.run(
+            self._as_of_a_sweep(cells), jobs=jobs, keep_going=False, devices=[None] * jobs
+        )
+        if ended:
+            raise RuntimeError(ended[0].text)
+
+    def check_settings(self, cells: Sequence[Cell]) -> None:
+        """Raises ValueError for a cell that ran with other settings, of which its name says nothing."""
+        for cell in self._as_of_a_sweep(cells):
+            if self.rows(cell.name) is not None and (changed := self._sweep.changed(cell)):
+                raise ValueError(f"{cell.name} was run with other settings: {'; '.join(changed)}")
+
+    def _as_of_a_sweep(self, cells: Sequence[Cell]) -> list[sweeping.Cell]:
         own = [f"model.path={self.model}", f"launch.runs_dir={self.folder / 'runs'}"]
-        made = [
+        return [
             sweeping.Cell(
                 name=cell.name,
                 config=load_config(RECIPE, [*own, f"name={cell.name}", *self.settings, *cell.settings]),
             )
             for cell in cells
         ]
-        self._sweep.folder.mkdir(parents=True, exist_ok=True)
-        ended = self._sweep.run(made, jobs=jobs, keep_going=False, devices=[None] * jobs)
-        if ended:
-            raise RuntimeError(ended[0].text)
 
 
 def last(metric: str) -> Column:

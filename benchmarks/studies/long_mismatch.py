@@ -8,7 +8,7 @@ rollout layout samples responses that run to their limit, each learner layout sc
     python benchmarks/studies/long_mismatch.py --model WARM --folder long
 
 Shown by length: the greatest Δp of a response's first tokens, mean over responses, and the mean Δp of the tokens between one
-length and the next. A command that was stopped goes on where it was.
+length and the next. A command that was stopped goes on with the training or the study in which it was, from its beginning.
 """
 
 import argparse
@@ -51,7 +51,7 @@ STAGES = (
 
 
 def chain(rng: random.Random, length: int) -> tuple[str, str]:
-    """(prompt, response): ``17:`` and ``17+5=22 22-9=13 ...``, at least ``length`` characters."""
+    """(prompt, response): ``17:`` and ``17+5=22 22-9=13 ...``, ``length`` characters."""
     number = start = rng.randint(0, 99)
     text = ""
     while len(text) < length:
@@ -86,13 +86,16 @@ def right_share(text: str) -> float:
 
 def with_room(model: Path, folder: Path) -> None:
     """The model with room for long responses: rotary embeddings have no table that ends."""
-    shutil.copytree(model, folder)
+    made = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(made, ignore_errors=True)
+    shutil.copytree(model, made)
     for name, changes in {
         "config.json": {"max_position_embeddings": POSITIONS},
         "tokenizer_config.json": {"model_max_length": POSITIONS},
     }.items():
-        file = folder / name
+        file = made / name
         file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    made.rename(folder)
 
 
 def tandem(*words: str) -> None:
@@ -122,6 +125,7 @@ def train(folder: Path, model: Path) -> Path:
 def study(folder: Path, trained: Path, given: argparse.Namespace) -> Path:
     out, prompts = folder / "study", folder / "prompts.jsonl"
     if not (out / "mismatch.json").exists():
+        shutil.rmtree(out, ignore_errors=True)  # of a study that was stopped
         rng = random.Random(1)
         prompts.write_text(
             "".join(
@@ -152,7 +156,9 @@ def right(prompt_text: str, response_text: str, reference: str) -> float:
     return right_share(response_text)
 
 
-def by_length(out: Path, learner: str, rollout: str) -> dict[int, tuple[float, float, float, float]]:
+def by_length(
+    out: Path, learner: str, rollout: str
+) -> dict[int, tuple[float, float | None, float, float | None]]:
     """By length: (max Δp of the first tokens, its standard error, mean Δp since the length before, its error), over
     responses."""
     from trainer.studies.layout_statistics import mean_and_error, probability_gaps, read_samples, read_tensors
@@ -189,10 +195,13 @@ def report(out: Path, trained: Path) -> None:
     rows = {pair: by_length(out, *pair) for pair in pairs}
     share = [right_share(text) for text in texts(out, trained, ROLLOUTS[0])]
     print(f"\n{len(share)} responses; {sum(share) / len(share):.1%} of their sums are right\n")
-    for title, at in (("max Δp of the first N tokens", 0), ("mean Δp of the tokens up to N", 2)):
+    for title, at in (
+        ("max Δp of the first N tokens", 0),
+        ("mean Δp of the tokens from the length before to N", 2),
+    ):
         print(f"| {title} | {' | '.join(map(str, LENGTHS))} |\n|---|{'---|' * len(LENGTHS)}")
         for (learner, rollout), row in rows.items():
-            cells = [f"{values[at]:.3g} ± {values[at + 1]:.1g}" for values in row.values()]
+            cells = [f"{values[at]:.3g} ± {values[at + 1] or 0.0:.1g}" for values in row.values()]
             print(f"| learner {learner}, rollout {rollout} | {' | '.join(cells)} |")
         print()
     draw(rows, out.parent / "long_mismatch.png")
@@ -206,7 +215,10 @@ def draw(rows: dict, path: Path) -> None:
 
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4))
     for panel, at, label in zip(
-        panels, (0, 2), ("max Δp of the first N tokens", "mean Δp of the tokens up to N"), strict=True
+        panels,
+        (0, 2),
+        ("max Δp of the first N tokens", "mean Δp of the tokens from the length before to N"),
+        strict=True,
     ):
         for number, ((learner, rollout), row) in enumerate(rows.items()):
             style = "-" if rollout == ROLLOUTS[0] else "--"

@@ -133,13 +133,21 @@ def main() -> None:
     )
     made.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     made.add_argument("--corrections", nargs="+", choices=CORRECTIONS, default=list(CORRECTIONS))
-    made.add_argument("--finished", action="store_true", help="show the finished cells alone; run nothing")
+    made.add_argument("--finished", action="store_true", help="show the finished cells alone; train nothing")
     given = made.parse_args()
+    if given.gap and (
+        given.finished or given.precisions != PRECISIONS or given.corrections != list(CORRECTIONS)
+    ):
+        made.error(
+            "--gap measures every precision without a correction; leave --finished, --precisions, --corrections out"
+        )
     if given.gap:
         measure_gaps(given)
         return
     grid, seeds = grid_of(given, f"learner.minibatches={given.minibatches}", FEW_HELDOUT), given.seeds
-    if not given.finished:
+    if given.finished:
+        grid.check_settings([*cells(given)])
+    else:
         grid.run_missing([*cells(given)], given.jobs)
     order = [precision for precision in ORDER if precision in given.precisions]
     groups = [
