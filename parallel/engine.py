@@ -13,7 +13,7 @@ same ones. Losses and scores are computed on the last pipeline stage, which send
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -259,8 +259,9 @@ class _Engine:
         forward: _Forward,
         loss_fn: Callable,
         grad_scale: GradScale | None,
+        is_skipped: Sequence[bool] = (),
     ) -> UpdateResult:
-        outputs = self._accumulate_gradient(microbatches, forward, loss_fn)
+        outputs = self._accumulate_gradient(microbatches, forward, loss_fn, is_skipped)
         if grad_scale is not None:
             self._scale_gradients(grad_scale(outputs))
         loss_scale = float(self._optimizer.get_loss_scale())
@@ -283,9 +284,14 @@ class _Engine:
         return UpdateResult(grad_norm=grad_norm, lr=lr, outputs=outputs, skipped=skipped)
 
     def _accumulate_gradient(
-        self, microbatches: Sequence[PackedBatch], forward: _Forward, loss_fn: Callable
+        self,
+        microbatches: Sequence[PackedBatch],
+        forward: _Forward,
+        loss_fn: Callable,
+        is_skipped: Sequence[bool] = (),
     ) -> list[Any]:
-        """Put the gradient of the summed losses into Megatron's gradient buffers; returns the losses' outputs."""
+        """Put the gradient of the summed losses into Megatron's gradient buffers; returns the losses' outputs.
+        is_skipped: see ``MegatronEngine.update``."""
         self._require_optimizer("update")
         if not microbatches:
             raise ValueError("update needs at least one micro-batch on every rank")
@@ -310,13 +316,39 @@ class _Engine:
 
             return compute
 
-        outputs = self._run_schedule(microbatches, forward, attach_loss)
+        if any(is_skipped):
+            outputs = self._run_apart(microbatches, forward, attach_loss, is_skipped)
+        else:
+            outputs = self._run_schedule(microbatches, forward, attach_loss)
         self._check_losses(losses)
         if self.groups.pp_size == 1:
             return outputs
         box = [outputs]
         dist.broadcast_object_list(box, src=self._last_stage, group=self.groups.pp_group)
         return box[0]
+
+    def _run_apart(
+        self,
+        microbatches: Sequence[PackedBatch],
+        forward: _Forward,
+        attach_loss: Callable[[PackedBatch], Callable],
+        is_skipped: Sequence[bool],
+    ) -> list:
+        """The losses' outputs, of skipped micro-batches by a forward pass alone."""
+        if self.groups.pp_size > 1 or all(is_skipped):
+            raise ValueError(
+                "micro-batches are skipped in a pipeline of one stage alone, and never all of them"
+            )
+        outputs: list = [None] * len(microbatches)
+        # Megatron sums gradients over ranks at the end of the pass with backward, so that one comes last.
+        for skips in (True, False):
+            places = [i for i, is_one in enumerate(is_skipped) if is_one == skips]
+            with torch.no_grad() if skips else nullcontext():
+                chosen = [microbatches[i] for i in places]
+                results = self._run_schedule(chosen, forward, attach_loss, backward=not skips)
+            for place, result in zip(places, results, strict=True):
+                outputs[place] = result
+        return outputs
 
     def _scale_gradients(self, factor: float) -> None:
         if not math.isfinite(factor):
@@ -331,9 +363,11 @@ class _Engine:
         microbatches: Sequence[PackedBatch],
         forward: _Forward,
         attach_loss: Callable[[PackedBatch], Callable] | None,
+        *,
+        backward: bool = True,
     ) -> list:
         """Run all micro-batches through Megatron's schedule: forward and backward with ``attach_loss``, else
-        forward alone.
+        forward alone. backward: False leaves it out with ``attach_loss`` too.
 
         Returns the losses' outputs, or ``forward``'s, on the last pipeline stage; nothing on the others.
         """
@@ -357,7 +391,7 @@ class _Engine:
                 num_microbatches=len(microbatches),
                 seq_length=max(batch.num_tokens for batch in microbatches),
                 micro_batch_size=1,
-                forward_only=attach_loss is None,
+                forward_only=attach_loss is None or not backward,
                 collect_non_loss_data=attach_loss is None,
             )
 
@@ -510,8 +544,12 @@ class MegatronEngine(_Engine):
         *,
         temperature: float,
         grad_scale: GradScale | None = None,
+        is_skipped: Sequence[bool] = (),
     ) -> UpdateResult:
         """One optimizer step on the plain sum of the micro-batches' losses over all data-parallel ranks.
+
+        ``is_skipped``: of each micro-batch whether its gradient is known to be zero, so that it gets no backward pass.
+        The same on all ranks, not all of them, and with one pipeline stage alone.
 
         ``grad_scale`` is called once, on every rank, after backward and the sum over ranks. Its factor
         multiplies all gradients before norm, clipping and step, as if it had multiplied every loss: for
@@ -524,7 +562,7 @@ class MegatronEngine(_Engine):
         """
         replays: list[Replay] = []
         forward = _logprob_forward(temperature, True, replays)
-        result = self._update_weights(microbatches, forward, loss_fn, grad_scale)
+        result = self._update_weights(microbatches, forward, loss_fn, grad_scale, is_skipped)
         return replace(result, differing_experts=self._differing_experts(microbatches, replays))
 
     def _differing_experts(

@@ -158,6 +158,7 @@ class Learner:
             needs_siblings=config.advantage.type in WITHIN_GROUPS,
             credits_turns=config.credits_turns,
             shares_prompts=self._shares_prompts,
+            parts_no_signal=config.skips_zero_gradients and config.advantage.type in WITHIN_GROUPS,
         )
 
     @property
@@ -265,11 +266,13 @@ class Learner:
 
         # If rejection follows from the forward pass, so does the normaliser of the mean over kept tokens.
         counts_kept = minibatch[0].importance_weights_T is None and config.rejects_from_mean
+        is_skipped = self._have_no_gradient(minibatch)
         result = self.engine.update(
             minibatch,
             keep_logprobs,
             temperature=config.rollout.temperature,
             grad_scale=scale_of if counts_kept else None,
+            is_skipped=is_skipped,
         )
         merged = merge_metrics([scored.metrics for scored in result.outputs])
         metrics = merge_over_ranks(merged, self.groups.dp_group)
@@ -277,10 +280,31 @@ class Learner:
             metrics = scale_losses(metrics, scale_of(result.outputs))
         return Update(
             metrics=per_minibatch(metrics)
+            | self._skipped_metrics(minibatch, is_skipped)
             | self._routing_metrics(result)
             | _optimizer_metrics("optim", result),
             logprobs=[scored.logprobs_T for scored in result.outputs],
         )
+
+    def _have_no_gradient(self, minibatch: Sequence[PackedBatch]) -> list[bool]:
+        """Of each micro-batch whether its policy's gradient is known to be zero, on every data-parallel rank: all its
+        advantages are. One at least is not skipped, since the optimizer steps in any case."""
+        if not self._config.skips_zero_gradients or len(minibatch) == 1:
+            return [False] * len(minibatch)
+        signals_M = torch.tensor([_num_signals(batch) for batch in minibatch], dtype=torch.float64)
+        is_skipped = (self.total(signals_M) == 0).tolist()
+        return [False, *is_skipped[1:]] if all(is_skipped) else is_skipped
+
+    def _skipped_metrics(
+        self, minibatch: Sequence[PackedBatch], is_skipped: Sequence[bool]
+    ) -> dict[str, Metric]:
+        """Over all data-parallel ranks."""
+        if not self._config.skips_zero_gradients:
+            return {}
+        tokens = [int(batch.response_mask_T.sum()) for batch in minibatch]
+        skipped = sum(count for count, skips in zip(tokens, is_skipped, strict=True) if skips)
+        metrics = {"policy/skipped_fraction": Metric.quotient(skipped, sum(tokens))}
+        return merge_over_ranks(metrics, self.groups.dp_group)
 
     def _routing_metrics(self, result: UpdateResult) -> dict[str, Metric]:
         """Over all data-parallel ranks."""
@@ -314,6 +338,12 @@ class Learner:
         """Write the policy's adapters, if it has any, as a folder of ``peft``."""
         if self._config.learner.lora is not None:
             self.engine.save_adapter(folder)
+
+
+def _num_signals(batch: PackedBatch) -> int:
+    """Response tokens with an advantage."""
+    assert batch.advantages_T is not None
+    return int((batch.response_mask_T & (batch.advantages_T != 0)).sum())
 
 
 def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:

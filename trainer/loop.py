@@ -5,6 +5,7 @@
     correct               importance weights and rejection, from old against rollout
     compute_advantages    from rewards of the whole step, less the KL to ref where it is in the reward
     learner.update        forward, loss, backward, clip, step; once per minibatch
+                          (no backward for groups without signal, whose gradient is zero)
                           (with a single minibatch current is old: score then leaves old out, and the loss
                           corrects by its own forward pass; in bypass mode it does so against current)
     weight_sync.publish   pause, broadcast, verify, resume

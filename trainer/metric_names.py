@@ -107,6 +107,8 @@ METRICS = {entry.name: entry for entry in (
     Entry("groups/no_signal_fraction", None, "share of groups", "groups whose siblings all have the same reward"),
     *_spread("advantage/", "reward", "the advantages of response tokens"),
 
+    Entry("policy/skipped_fraction", "mean", "share of tokens",
+          "response tokens whose gradient is zero and was not computed (learner.skip_zero_gradients)"),
     Entry("loss/total", "loss", "reward", "the loss: the sum of its terms, as a mean over the minibatches"),
     Entry("loss/policy", "loss", "reward", "the objective's term of the loss"),
     Entry("loss/kl", "loss", "reward", "the KL term of the loss, times its coefficient"),

@@ -105,6 +105,10 @@ class LearnerConfig(Schema):
     each sample, whose attention copies the prompt's keys and values. Values and gradients are those of whole sequences,
     up to rounding. It has no effect with layout.cp above 1, model.numerics=aligned, replayed experts, or Transformer
     Engine: there each sample is computed whole."""
+    skip_zero_gradients: bool = True
+    """Run no backward pass for groups whose siblings all have the same reward, where advantages compare siblings: their
+    gradient is zero. They get micro-batches of their own, for a forward pass alone, which their metrics need. It has no
+    effect where the loss has other terms (KL in the loss, entropy, an objective of your own), nor with layout.pp above 1."""
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -134,6 +134,14 @@ class RunConfig(Schema):
         return is_needed or self.learner.old_logprobs == "always"
 
     @property
+    def skips_zero_gradients(self) -> bool:
+        """Whether zero advantages make the whole gradient of the policy zero, and its backward pass is left out; see
+        ``learner.skip_zero_gradients``. In a pipeline a pass of its own would cost more bubbles."""
+        kl_in_loss = self.kl.place == "loss" and self.kl.coefficient > 0
+        other_terms = kl_in_loss or self.entropy.coefficient > 0 or self.policy_objective.type == "function"
+        return self.learner.skip_zero_gradients and self.layout.pp == 1 and not other_terms
+
+    @property
     def compares_samples(self) -> bool:
         """Whether a step's mismatch metrics are computed with the weights that sampled it, and not with a policy
         that has moved between minibatches."""

@@ -197,6 +197,35 @@ def test_an_all_zero_loss_is_an_update_with_no_gradient(folder, attached):
     assert all(torch.equal(before[n], t) for n, t in weights_of(engine).items())
 
 
+@pytest.mark.parametrize("distributed", [True, False])
+def test_micro_batches_without_a_gradient_need_no_backward_pass(folder, distributed):
+    """Outputs in their order, gradient and weights are those of an update with every backward pass."""
+    batch = make_batch(LENGTHS)
+    microbatches = [batch.select(rows) for rows in ([0, 1], [2, 3, 4], [5], [6, 7])]
+    flat = (1, 3)
+
+    def loss_fn(batch, logprobs_T, entropy_T):
+        loss, found = weighted_loss(batch, logprobs_T, entropy_T)
+        number = next(
+            i for i, one in enumerate(microbatches) if torch.equal(one.sequence_ids_S, batch.sequence_ids_S)
+        )
+        tracked.append((number, logprobs_T.requires_grad))
+        return (loss * 0.0 if number in flat else loss), found
+
+    results, after = [], []
+    for is_skipped in ([], [i in flat for i in range(4)]):
+        engine, tracked = make_engine(folder, distributed=distributed), []
+        results.append(engine.update(microbatches, loss_fn, temperature=0.7, is_skipped=is_skipped))
+        after.append(weights_of(engine))
+    assert tracked == [(1, False), (3, False), (0, True), (2, True)]
+    assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-6)
+    for one, other in zip(results[0].outputs, results[1].outputs, strict=True):
+        assert torch.equal(one["logprobs_T"], other["logprobs_T"])
+    assert relative_difference(after[1], after[0]) < 1e-7
+    with pytest.raises(ValueError, match="never all of them"):
+        engine.update(microbatches, loss_fn, temperature=0.7, is_skipped=[True] * 4)
+
+
 def test_a_frozen_engine_scores_and_refuses_to_train(folder):
     frozen = MegatronEngine(
         ModelConfig(path=folder, dtype="float32"), LayoutConfig(), None,

@@ -5,6 +5,8 @@ import multiprocessing.forkserver
 import os
 import time
 import zlib
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -510,6 +512,7 @@ def learner_config(
     sharded: bool,
     correction: dict | None = None,
     learner: dict | None = None,
+    entropy: float = 0.05,
 ) -> RunConfig:
     """Two minibatches per step, unless ``learner`` says otherwise.
 
@@ -530,7 +533,7 @@ def learner_config(
         ),
         correction=CorrectionConfig.model_validate(correction or {}),
         aggregation=aggregation,
-        entropy=EntropyConfig(coefficient=0.05),
+        entropy=EntropyConfig(coefficient=entropy),
         steps=1,
     )
 
@@ -545,8 +548,21 @@ def work_learner_steps(
 
 
 def _learner_step(
-    data_parallel: int, folder: Path, groups: list[Group], *, sharded: bool = False, **options: Any
+    data_parallel: int,
+    folder: Path,
+    groups: list[Group],
+    *,
+    sharded: bool = False,
+    flat: Sequence[int] = (),
+    **options: Any,
 ) -> dict[str, Any]:
+    """flat: groups whose samples all get the same reward."""
+    groups = [
+        replace(group, trajectories=[replace(t, reward=1.0) for t in group.trajectories])
+        if i in flat
+        else group
+        for i, group in enumerate(groups)
+    ]
     config = learner_config(folder, data_parallel=data_parallel, sharded=sharded, **options)
     learner = Learner(config)
     before = weights_of(learner.engine)
@@ -569,6 +585,10 @@ def _learner_step(
         "norms": [m["optim/grad_norm"].value for m in metrics],
         "losses": [m["loss/total"].value for m in metrics],
         "kept": [m["mismatch/kept_fraction"].value for m in metrics],
+        "skipped": [
+            m["policy/skipped_fraction"].value if "policy/skipped_fraction" in m else None for m in metrics
+        ],
+        "values": [values(m) for m in metrics],
         "gradients": gradients,
         "before": before,
         "weights": weights_of(learner.engine),

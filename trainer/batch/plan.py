@@ -6,7 +6,7 @@ batch (``packed_length``: one less than the tokens). Every rank computes the sam
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,7 +82,7 @@ class BatchPlan:
 
     microbatches: tuple[tuple[tuple[Bin, ...], ...], ...]
     """[minibatch][rank][micro-batch]. In a minibatch every rank has the same number of micro-batches, largest
-    first."""
+    first, and after them those of sequences that are packed apart."""
 
     def sequence_ids(self, rank: int) -> list[int]:
         """This rank's sequences in the order in which it packs them: by minibatch, then micro-batch."""
@@ -105,9 +105,12 @@ def plan_batches(
     token_budget: int,
     microbatch_multiple: int = 1,
     prompts: Prompts | None = None,
+    apart: Collection[int] = frozenset(),
 ) -> BatchPlan:
     """Split S sequences into ranks and micro-batches of at most ``token_budget`` tokens.
 
+    apart: sequences that share micro-batches with each other alone, at the end of each rank's, as far as they divide by
+        the ranks.
     prompts: of sequences that share them. A shared prompt then counts once and a little (``Prompts.load``), and
         sequences with one prompt stay together as far as ranks stay even. None: each sequence counts by itself.
 
@@ -128,11 +131,25 @@ def plan_batches(
     are none, or do not divide by ``dp_size`` times the multiple.
     """
     _check_inputs(lengths_S, minibatches, dp_size, token_budget, microbatch_multiple)
-    split = (
-        _split_minibatch(part, lengths_S, prompts, dp_size, token_budget, microbatch_multiple)
-        for part in minibatches
-    )
-    return BatchPlan(microbatches=tuple(split))
+    multiple = dp_size * microbatch_multiple
+    minibatches_by_rank = []
+    for minibatch in minibatches:
+        splits = [
+            _split_minibatch(part, lengths_S, prompts, dp_size, token_budget, microbatch_multiple)
+            for part in _parted(minibatch, apart, multiple)
+        ]
+        of_ranks = zip(*splits, strict=True)
+        minibatches_by_rank.append(tuple(tuple(b for bins in hand for b in bins) for hand in of_ranks))
+    return BatchPlan(microbatches=tuple(minibatches_by_rank))
+
+
+def _parted(minibatch: Sequence[int], apart: Collection[int], multiple: int) -> list[list[int]]:
+    """The sequences of a minibatch and then those that are packed apart, each a multiple of ``multiple``; all together
+    where one part would be none."""
+    alone = [s for s in minibatch if s in apart]
+    alone = alone[: len(alone) - len(alone) % multiple]
+    rest = [s for s in minibatch if s not in set(alone)]
+    return [rest, alone] if rest and alone else [list(minibatch)]
 
 
 def packed_length(token_ids: Sequence[int] | np.ndarray) -> int:

@@ -45,6 +45,7 @@ def split_groups(
     needs_siblings: bool = False,
     credits_turns: bool = False,
     shares_prompts: bool = False,
+    parts_no_signal: bool = False,
 ) -> list[Share]:
     """One Share per data-parallel rank, by the balanced plan of ``plan_batches``. Minibatch i is the i-th run of
     whole groups.
@@ -56,6 +57,7 @@ def split_groups(
         out too.
     credits_turns: whether advantages are of turns, so that ``turn_rewards`` are needed.
     shares_prompts: whether the model computes a prompt once for the sequences of a micro-batch that begin with it.
+    parts_no_signal: whether groups of which all rewards are equal are packed apart.
 
     Raises:
         ValueError: the groups do not divide into minibatches, or a sequence is longer than the budget.
@@ -76,6 +78,7 @@ def split_groups(
         token_budget=token_budget,
         microbatch_multiple=microbatch_multiple,
         prompts=_prompts(trajectories) if shares_prompts else None,
+        apart=_without_signal(by_group) if parts_no_signal else frozenset(),
     )
     episodes = _episode_ids(trajectories)
     rewards_of_turns = turn_rewards(trajectories, episodes) if credits_turns else None
@@ -99,6 +102,13 @@ def split_groups(
             )
         )
     return shares
+
+
+def _without_signal(by_group: Sequence[Sequence[Trajectory]]) -> frozenset[int]:
+    """The numbers of the sequences of groups whose scored samples all have the same reward."""
+    rewards = [{t.reward for t in group if t.reward is not None} for group in by_group]
+    of_group = [len(values) <= 1 for values, group in zip(rewards, by_group, strict=True) for _ in group]
+    return frozenset(number for number, is_flat in enumerate(of_group) if is_flat)
 
 
 def _prompts(trajectories: Sequence[Trajectory]) -> Prompts:

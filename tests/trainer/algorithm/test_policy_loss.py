@@ -516,3 +516,23 @@ def test_per_token_gradients_are_bitwise_the_same_under_any_split(name):
         )
         gradient += torch.autograd.grad(loss, current_T, retain_graph=True)[0]
     assert torch.equal(gradient, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 999), mode=st.sampled_from(MODES))
+def test_without_an_advantage_loss_and_gradient_are_exact_zeros(name, seed, mode):
+    """What ``learner.skip_zero_gradients`` rests on, for every objective but the user's own."""
+    batch = with_weights(random_batch([5, 1, 7, 3], seed=seed), mode)
+    batch = batch.with_fields(advantages_T=torch.zeros(batch.num_tokens))
+    current_T = (batch.old_logprobs_T + 0.3 * torch.randn(batch.num_tokens)).clamp(max=0.0).requires_grad_()
+    loss, _, _ = policy_loss(
+        batch,
+        current_T,
+        torch.zeros_like(current_T),
+        objective=objective_of(name),
+        kl=NO_KL,
+        entropy=NO_ENTROPY,
+    )
+    (gradient_T,) = torch.autograd.grad(loss, current_T)
+    assert loss.item() == 0.0 and torch.count_nonzero(gradient_T) == 0

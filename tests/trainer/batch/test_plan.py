@@ -115,6 +115,26 @@ def test_every_sequence_once_in_its_minibatch_within_the_budget(problem):
             assert loads == sorted(loads, reverse=True)
 
 
+@settings(max_examples=200, deadline=None)
+@given(problems(), st.data())
+def test_what_is_packed_apart_shares_no_micro_batch_with_the_rest_as_far_as_it_divides(problem, data):
+    lengths, arguments = problem
+    apart = data.draw(st.sets(st.integers(0, len(lengths) - 1)))
+    plan, dp_size = plan_batches(lengths, **arguments, apart=apart), arguments["dp_size"]
+    for minibatch, wanted in zip(plan.microbatches, arguments["minibatches"], strict=True):
+        assert sequences_of(minibatch) == wanted
+        assert len({len(rank) for rank in minibatch}) == 1
+        bins = [microbatch for rank in minibatch for microbatch in rank]
+        assert all(b and sum(lengths[s] for s in b) <= arguments["token_budget"] for b in bins)
+        num_apart = len(apart & set(wanted)) // dp_size * dp_size
+        if not 0 < num_apart < len(wanted):
+            continue
+        for rank in minibatch:  # at the end of each rank's, and in as many on each
+            are_apart = [set(b) <= apart for b in rank]
+            assert are_apart == sorted(are_apart) or num_apart < len(apart & set(wanted))
+        assert sum(len(b) for b in bins if set(b) <= apart) >= num_apart
+
+
 @settings(max_examples=100, deadline=None)
 @given(problems())
 def test_rows_address_what_the_rank_packs(problem):
