@@ -301,10 +301,7 @@ class Learner:
         """Over all data-parallel ranks."""
         if not self._config.skips_zero_gradients:
             return {}
-        tokens = [int(batch.response_mask_T.sum()) for batch in minibatch]
-        skipped = sum(count for count, skips in zip(tokens, is_skipped, strict=True) if skips)
-        metrics = {"policy/skipped_fraction": Metric.quotient(skipped, sum(tokens))}
-        return merge_over_ranks(metrics, self.groups.dp_group)
+        return merge_over_ranks(skipped_metrics(minibatch, is_skipped), self.groups.dp_group)
 
     def _routing_metrics(self, result: UpdateResult) -> dict[str, Metric]:
         """Over all data-parallel ranks."""
@@ -338,6 +335,13 @@ class Learner:
         """Write the policy's adapters, if it has any, as a folder of ``peft``."""
         if self._config.learner.lora is not None:
             self.engine.save_adapter(folder)
+
+
+def skipped_metrics(minibatch: Sequence[PackedBatch], is_skipped: Sequence[bool]) -> dict[str, Metric]:
+    """The share of this rank's response tokens whose micro-batches get no backward pass."""
+    tokens = [int(batch.response_mask_T.sum()) for batch in minibatch]
+    skipped = sum(count for count, skips in zip(tokens, is_skipped, strict=True) if skips)
+    return {"policy/skipped_fraction": Metric.quotient(skipped, sum(tokens))}
 
 
 def _num_signals(batch: PackedBatch) -> int:

@@ -26,7 +26,7 @@ from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.policy_loss import policy_loss
 from trainer.algorithm.value_loss import value_loss
 from trainer.batch.step_batch import StepBatch
-from trainer.learner import Update, _optimizer_metrics
+from trainer.learner import Update, _optimizer_metrics, skipped_metrics
 from trainer.metric_names import METRICS, TIME_PARTS, entry_of, find_entry, known
 from trainer.ranks.metrics import Metric, Reduction, per_minibatch
 from trainer.ranks.totals import alone
@@ -100,6 +100,7 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
         critic = value_loss(micro, micro.values_T, value_clip=0.2)[1]
         routing = routing_metrics([1, 2], 4, is_sparse=[True, False, True])
         steps = _optimizer_metrics("optim", result) | _optimizer_metrics("critic", result)
+        steps |= skipped_metrics([micro], [False])
         updates.append(policy | critic | routing | steps)
     own = {name: metric for name, metric in own.items() if name.startswith("own/")}
     return step, [kl, advantages.metrics, correction.metrics, own], updates
@@ -153,7 +154,7 @@ def test_losses_are_means_over_minibatches_and_counts_are_sums():
     totals = [metrics["loss/total"].value for metrics in updates]
     assert recorded["loss/total"] == pytest.approx(sum(totals) / 2)
     assert recorded["mismatch/experts_differ"] == 3 / 8 and recorded["mismatch/experts_differ/layer_2"] == 0.5
-    assert recorded["mismatch/replayed_fraction"] == 0.75
+    assert recorded["mismatch/replayed_fraction"] == 0.75 and recorded["policy/skipped_fraction"] == 0
     assert recorded["mismatch/veto/tokens"] == 0 and recorded["optim/skipped"] == 0
 
 
