@@ -56,37 +56,27 @@ def compare(
     share: float,
     rounds: int,
 ) -> dict[str, Any]:
+    import torch
+
     from tests.support.megatron_workers import weighted_loss
 
     batch = batch_of(prompts, samples, prompt_tokens, response_tokens)
-    flat = round(prompts * share) * samples
-    parts = [batch.select(list(range(flat, prompts * samples))), batch.select(list(range(flat)))]
-    flat_ids = set(parts[1].sequence_ids_S.tolist())
+    num_flat = round(prompts * share) * samples
+    has_signal_T = torch.arange(batch.num_tokens) >= batch.cu_seqlens[num_flat]
+    batch = batch.with_fields(
+        importance_weights_T=batch.importance_weights_T * has_signal_T,
+        aggregation_T=batch.aggregation_T * has_signal_T,
+    )
+    sequences = list(range(prompts * samples))
+    parts = [batch.select(sequences[num_flat:]), batch.select(sequences[:num_flat])]
 
-    def loss_fn(one: Any, logprobs_T: Any, entropy_T: Any) -> tuple[Any, Any]:
-        loss, found = weighted_loss(one, logprobs_T, entropy_T)
-        return (loss * 0.0 if flat_ids.issuperset(one.sequence_ids_S.tolist()) else loss), found
+    def update(microbatches: list[Any], **options: Any) -> float:
+        return engine.update(microbatches, weighted_loss, temperature=1.0, **options).grad_norm
 
-    # All backward passes have one micro-batch, as without ``learner.skip_zero_gradients``.
-    def all_passes() -> float:
-        def loss_of_signal(one: Any, logprobs_T: Any, entropy_T: Any) -> tuple[Any, Any]:
-            is_flat = [number in flat_ids for number in one.sequence_ids_S.tolist()]
-            weights_T = one.importance_weights_T.clone()
-            bounds = one.cu_seqlens.tolist()
-            for row, flat_one in enumerate(is_flat):
-                if flat_one:
-                    weights_T[bounds[row] : bounds[row + 1]] = 0.0
-            masked = one.with_fields(
-                importance_weights_T=weights_T, aggregation_T=one.aggregation_T * (weights_T != 0)
-            )
-            return weighted_loss(masked, logprobs_T, entropy_T)
-
-        return engine.update([batch], loss_of_signal, temperature=1.0).grad_norm
-
-    def skipping() -> float:
-        return engine.update(parts, loss_fn, temperature=1.0, is_skipped=[False, True]).grad_norm
-
-    sides = {"all": all_passes, "skipping": skipping}
+    sides = {
+        "all": lambda: update([batch]),
+        "skipping": lambda: update(parts, forward_only=[False, True]),
+    }
     norms = {name: side() for name, side in sides.items()}  # also what is done on first use
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(rounds):

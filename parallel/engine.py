@@ -259,9 +259,9 @@ class _Engine:
         forward: _Forward,
         loss_fn: Callable,
         grad_scale: GradScale | None,
-        is_skipped: Sequence[bool] = (),
+        forward_only: Sequence[bool] = (),
     ) -> UpdateResult:
-        outputs = self._accumulate_gradient(microbatches, forward, loss_fn, is_skipped)
+        outputs = self._accumulate_gradient(microbatches, forward, loss_fn, forward_only)
         if grad_scale is not None:
             self._scale_gradients(grad_scale(outputs))
         loss_scale = float(self._optimizer.get_loss_scale())
@@ -288,10 +288,10 @@ class _Engine:
         microbatches: Sequence[PackedBatch],
         forward: _Forward,
         loss_fn: Callable,
-        is_skipped: Sequence[bool] = (),
+        forward_only: Sequence[bool] = (),
     ) -> list[Any]:
         """Put the gradient of the summed losses into Megatron's gradient buffers; returns the losses' outputs.
-        is_skipped: see ``MegatronEngine.update``."""
+        forward_only: see ``MegatronEngine.update``."""
         self._require_optimizer("update")
         if not microbatches:
             raise ValueError("update needs at least one micro-batch on every rank")
@@ -316,8 +316,8 @@ class _Engine:
 
             return compute
 
-        if any(is_skipped):
-            outputs = self._run_apart(microbatches, forward, attach_loss, is_skipped)
+        if any(forward_only):
+            outputs = self._run_apart(microbatches, forward, attach_loss, forward_only)
         else:
             outputs = self._run_schedule(microbatches, forward, attach_loss)
         self._check_losses(losses)
@@ -332,17 +332,17 @@ class _Engine:
         microbatches: Sequence[PackedBatch],
         forward: _Forward,
         attach_loss: Callable[[PackedBatch], Callable],
-        is_skipped: Sequence[bool],
+        forward_only: Sequence[bool],
     ) -> list:
         """The losses' outputs, of skipped micro-batches by a forward pass alone."""
-        if self.groups.pp_size > 1 or all(is_skipped):
+        if self.groups.pp_size > 1 or all(forward_only):
             raise ValueError(
                 "micro-batches are skipped in a pipeline of one stage alone, and never all of them"
             )
         outputs: list = [None] * len(microbatches)
         # Megatron sums gradients over ranks at the end of the pass with backward, so that one comes last.
         for skips in (True, False):
-            places = [i for i, is_one in enumerate(is_skipped) if is_one == skips]
+            places = [i for i, is_one in enumerate(forward_only) if is_one == skips]
             with torch.no_grad() if skips else nullcontext():
                 chosen = [microbatches[i] for i in places]
                 results = self._run_schedule(chosen, forward, attach_loss, backward=not skips)
@@ -544,11 +544,11 @@ class MegatronEngine(_Engine):
         *,
         temperature: float,
         grad_scale: GradScale | None = None,
-        is_skipped: Sequence[bool] = (),
+        forward_only: Sequence[bool] = (),
     ) -> UpdateResult:
         """One optimizer step on the plain sum of the micro-batches' losses over all data-parallel ranks.
 
-        ``is_skipped``: of each micro-batch whether its gradient is known to be zero, so that it gets no backward pass.
+        ``forward_only``: of each micro-batch whether its gradient is known to be zero, so that it gets no backward pass.
         The same on all ranks, not all of them, and with one pipeline stage alone.
 
         ``grad_scale`` is called once, on every rank, after backward and the sum over ranks. Its factor
@@ -562,7 +562,7 @@ class MegatronEngine(_Engine):
         """
         replays: list[Replay] = []
         forward = _logprob_forward(temperature, True, replays)
-        result = self._update_weights(microbatches, forward, loss_fn, grad_scale, is_skipped)
+        result = self._update_weights(microbatches, forward, loss_fn, grad_scale, forward_only)
         return replace(result, differing_experts=self._differing_experts(microbatches, replays))
 
     def _differing_experts(

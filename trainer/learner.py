@@ -266,13 +266,13 @@ class Learner:
 
         # If rejection follows from the forward pass, so does the normaliser of the mean over kept tokens.
         counts_kept = minibatch[0].importance_weights_T is None and config.rejects_from_mean
-        is_skipped = self._have_no_gradient(minibatch)
+        forward_only = self._have_no_gradient(minibatch)
         result = self.engine.update(
             minibatch,
             keep_logprobs,
             temperature=config.rollout.temperature,
             grad_scale=scale_of if counts_kept else None,
-            is_skipped=is_skipped,
+            forward_only=forward_only,
         )
         merged = merge_metrics([scored.metrics for scored in result.outputs])
         metrics = merge_over_ranks(merged, self.groups.dp_group)
@@ -280,7 +280,7 @@ class Learner:
             metrics = scale_losses(metrics, scale_of(result.outputs))
         return Update(
             metrics=per_minibatch(metrics)
-            | self._skipped_metrics(minibatch, is_skipped)
+            | self._skipped_metrics(minibatch, forward_only)
             | self._routing_metrics(result)
             | _optimizer_metrics("optim", result),
             logprobs=[scored.logprobs_T for scored in result.outputs],
@@ -292,16 +292,16 @@ class Learner:
         if not self._config.skips_zero_gradients or len(minibatch) == 1:
             return [False] * len(minibatch)
         signals_M = torch.tensor([_num_signals(batch) for batch in minibatch], dtype=torch.float64)
-        is_skipped = (self.total(signals_M) == 0).tolist()
-        return [False, *is_skipped[1:]] if all(is_skipped) else is_skipped
+        forward_only = (self.total(signals_M) == 0).tolist()
+        return [False, *forward_only[1:]] if all(forward_only) else forward_only
 
     def _skipped_metrics(
-        self, minibatch: Sequence[PackedBatch], is_skipped: Sequence[bool]
+        self, minibatch: Sequence[PackedBatch], forward_only: Sequence[bool]
     ) -> dict[str, Metric]:
         """Over all data-parallel ranks."""
         if not self._config.skips_zero_gradients:
             return {}
-        return merge_over_ranks(skipped_metrics(minibatch, is_skipped), self.groups.dp_group)
+        return merge_over_ranks(skipped_metrics(minibatch, forward_only), self.groups.dp_group)
 
     def _routing_metrics(self, result: UpdateResult) -> dict[str, Metric]:
         """Over all data-parallel ranks."""
@@ -337,10 +337,10 @@ class Learner:
             self.engine.save_adapter(folder)
 
 
-def skipped_metrics(minibatch: Sequence[PackedBatch], is_skipped: Sequence[bool]) -> dict[str, Metric]:
+def skipped_metrics(minibatch: Sequence[PackedBatch], forward_only: Sequence[bool]) -> dict[str, Metric]:
     """The share of this rank's response tokens whose micro-batches get no backward pass."""
     tokens = [int(batch.response_mask_T.sum()) for batch in minibatch]
-    skipped = sum(count for count, skips in zip(tokens, is_skipped, strict=True) if skips)
+    skipped = sum(count for count, skips in zip(tokens, forward_only, strict=True) if skips)
     return {"policy/skipped_fraction": Metric.quotient(skipped, sum(tokens))}
 
 

@@ -213,9 +213,9 @@ def test_micro_batches_without_a_gradient_need_no_backward_pass(folder, distribu
         return (loss * 0.0 if number in flat else loss), found
 
     results, after = [], []
-    for is_skipped in ([], [i in flat for i in range(4)]):
+    for forward_only in ([], [i in flat for i in range(4)]):
         engine, tracked = make_engine(folder, distributed=distributed), []
-        results.append(engine.update(microbatches, loss_fn, temperature=0.7, is_skipped=is_skipped))
+        results.append(engine.update(microbatches, loss_fn, temperature=0.7, forward_only=forward_only))
         after.append(weights_of(engine))
     assert tracked == [(1, False), (3, False), (0, True), (2, True)]
     assert results[1].grad_norm == pytest.approx(results[0].grad_norm, rel=1e-6)
@@ -223,7 +223,7 @@ def test_micro_batches_without_a_gradient_need_no_backward_pass(folder, distribu
         assert torch.equal(one["logprobs_T"], other["logprobs_T"])
     assert relative_difference(after[1], after[0]) < 1e-7
     with pytest.raises(ValueError, match="never all of them"):
-        engine.update(microbatches, loss_fn, temperature=0.7, is_skipped=[True] * 4)
+        engine.update(microbatches, loss_fn, temperature=0.7, forward_only=[True] * 4)
 
 
 def test_a_frozen_engine_scores_and_refuses_to_train(folder):

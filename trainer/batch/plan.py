@@ -148,7 +148,8 @@ def _parted(minibatch: Sequence[int], apart: Collection[int], multiple: int) -> 
     where one part would be none."""
     alone = [s for s in minibatch if s in apart]
     alone = alone[: len(alone) - len(alone) % multiple]
-    rest = [s for s in minibatch if s not in set(alone)]
+    chosen = set(alone)
+    rest = [s for s in minibatch if s not in chosen]
     return [rest, alone] if rest and alone else [list(minibatch)]
 
 
