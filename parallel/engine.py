@@ -13,7 +13,7 @@ same ones. Losses and scores are computed on the last pipeline stage, which send
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
@@ -50,13 +49,14 @@ from parallel.megatron.model import (
 )
 from parallel.megatron.moe import Replay
 from parallel.megatron.optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler
+from parallel.megatron.schedule import Forward, NonFiniteError, Schedule
 from parallel.packing import PackedBatch
 from parallel.planning.adapters import check_lora
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config, validate_layout
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.peft_adapter import save_adapter
-from tracing import laps, span
+from tracing import span
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, any output).
@@ -70,14 +70,6 @@ ValueLossFunction = Callable[[PackedBatch, Tensor], tuple[Tensor, Any]]
 
 GradScale = Callable[[list[Any]], float]
 """(outputs of this rank's losses, one per micro-batch) -> one factor, the same on all ranks."""
-
-_Forward = Callable[[Any, PackedBatch], Any]
-"""(chunk of the model, micro-batch) -> of the last chunk the loss's further arguments, a tuple of [T] tensors;
-of any other chunk the hidden states for the next."""
-
-
-class NonFiniteError(ArithmeticError):
-    """A loss or gradient is NaN or infinite. All ranks raise it, before weights or optimizer state change."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +150,6 @@ class _Engine:
         vp_stages = range(layout.vpp) if layout.vpp > 1 else [None]
         build = build if lora is None else partial(build, lora=lora)
         self.chunks = [build(model.path, hf_config, vp_stage=vp_stage) for vp_stage in vp_stages]
-        self._microbatch_multiple = layout.microbatch_multiple
         hf_conversion.load_hf(self.chunks, model.path)
         hf_conversion.initialise_adapters(self.chunks, seed)
         self._lora = lora
@@ -172,6 +163,7 @@ class _Engine:
                 chunk.requires_grad_(False)
         else:
             self._build_optimizer(optimizer, total_optimizer_steps)
+        self._schedule = Schedule(self._trained or self.chunks, self.groups, layout.microbatch_multiple)
 
     def _build_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         # Reduced once, after the last micro-batch: gradients are float32 sums whatever the model's dtype.
@@ -182,7 +174,7 @@ class _Engine:
         self._optimizer = build_optimizer(self._trained, config, self.dtype)
         # AdamW's state exists from the start, so that checkpoints before and after the first step are alike.
         checkpoint.initialise_optimizer_state(self._optimizer)
-        self._scheduler = build_scheduler(self._optimizer, config, total_steps)
+        self._lr_scheduler = build_scheduler(self._optimizer, config, total_steps)
         # The loss carries global weights: gradients are summed, never divided by token or rank counts.
         for chunk in self.chunks:
             chunk.config.grad_scale_func = self._optimizer.scale_loss if self.dtype == torch.float16 else None
@@ -216,47 +208,18 @@ class _Engine:
             self._offloaded.restore()
             self._offloaded = None
 
-    @torch.no_grad()
-    def _score_microbatches(
-        self, microbatches: Sequence[PackedBatch], forward: _Forward, num_results: int
+    def _scores(
+        self, microbatches: Sequence[PackedBatch], forward: Forward, num_results: int
     ) -> list[tuple[Tensor, ...]]:
-        """The ``num_results`` float32 tensors of ``forward`` for each micro-batch, on every rank.
-
-        All ranks of a data-parallel group pass the same number of micro-batches: any number.
-        """
+        """See ``Schedule.scores``."""
         for chunk in self.chunks:
             chunk.eval()
-        if not microbatches:
-            return []
-        fill = -len(microbatches) % self._microbatch_multiple
-        results = self._run_schedule([*microbatches, *[microbatches[-1]] * fill], forward, None)[
-            : len(microbatches)
-        ]
-        if self.groups.pp_size == 1:
-            return results
-        return self._broadcast_tensors(results, microbatches, num_results)
-
-    def _broadcast_tensors(
-        self, results: list[tuple[Tensor, ...]], microbatches: Sequence[PackedBatch], num_results: int
-    ) -> list[tuple[Tensor, ...]]:
-        """``results`` of the last pipeline stage, in one message."""
-        lengths = [batch.num_tokens for batch in microbatches]
-        if self.groups.pp_rank == self.groups.pp_size - 1:
-            packed = torch.stack([torch.cat(parts) for parts in zip(*results, strict=True)])
-        else:
-            packed = torch.empty((num_results, sum(lengths)), dtype=torch.float32, device=platform.device())
-        dist.broadcast(packed, src=self._last_stage, group=self.groups.pp_group)
-        return list(zip(*(row_T.split(lengths) for row_T in packed), strict=True))
-
-    @property
-    def _last_stage(self) -> int:
-        """The last rank of this rank's pipeline."""
-        return dist.get_global_rank(self.groups.pp_group, self.groups.pp_size - 1)
+        return self._schedule.scores(microbatches, forward, num_results)
 
     def _update_weights(
         self,
         microbatches: Sequence[PackedBatch],
-        forward: _Forward,
+        forward: Forward,
         loss_fn: Callable,
         grad_scale: GradScale | None,
         forward_only: Sequence[bool] = (),
@@ -286,69 +249,17 @@ class _Engine:
     def _accumulate_gradient(
         self,
         microbatches: Sequence[PackedBatch],
-        forward: _Forward,
+        forward: Forward,
         loss_fn: Callable,
         forward_only: Sequence[bool] = (),
     ) -> list[Any]:
-        """Put the gradient of the summed losses into Megatron's gradient buffers; returns the losses' outputs.
-        forward_only: see ``MegatronEngine.update``."""
+        """Put the gradient of the summed losses into Megatron's gradient buffers; see ``Schedule.add_gradient``."""
         self._require_optimizer("update")
-        if not microbatches:
-            raise ValueError("update needs at least one micro-batch on every rank")
-        if len(microbatches) % self._microbatch_multiple:
-            raise ValueError(
-                f"an interleaved pipeline of {self.groups.pp_size} stages updates on a multiple of {self._microbatch_multiple} "
-                f"micro-batches, got {len(microbatches)}; see trainer.batch.plan.plan_batches"
-            )
         for trained in self._trained:
             trained.train()
             trained.zero_grad_buffer()
         self._optimizer.zero_grad()
-        losses: list[Tensor] = []
-
-        def attach_loss(batch: PackedBatch) -> Callable:
-            def compute(output: tuple[Tensor, ...]) -> tuple[Tensor, Tensor, Any]:
-                loss, loss_output = loss_fn(batch, *output)
-                losses.append(loss.detach())
-                if not loss.requires_grad:  # a constant; the empty sum ties it to the graph
-                    loss = loss + output[0][:0].sum()
-                return loss, torch.zeros((), dtype=torch.int, device=loss.device), loss_output
-
-            return compute
-
-        if any(forward_only):
-            outputs = self._run_apart(microbatches, forward, attach_loss, forward_only)
-        else:
-            outputs = self._run_schedule(microbatches, forward, attach_loss)
-        self._check_losses(losses)
-        if self.groups.pp_size == 1:
-            return outputs
-        box = [outputs]
-        dist.broadcast_object_list(box, src=self._last_stage, group=self.groups.pp_group)
-        return box[0]
-
-    def _run_apart(
-        self,
-        microbatches: Sequence[PackedBatch],
-        forward: _Forward,
-        attach_loss: Callable[[PackedBatch], Callable],
-        forward_only: Sequence[bool],
-    ) -> list:
-        """The losses' outputs, of skipped micro-batches by a forward pass alone."""
-        if self.groups.pp_size > 1 or all(forward_only):
-            raise ValueError(
-                "micro-batches are skipped in a pipeline of one stage alone, and never all of them"
-            )
-        outputs: list = [None] * len(microbatches)
-        # Megatron sums gradients over ranks at the end of the pass with backward, so that one comes last.
-        for skips in (True, False):
-            places = [i for i, is_one in enumerate(forward_only) if is_one == skips]
-            with torch.no_grad() if skips else nullcontext():
-                chosen = [microbatches[i] for i in places]
-                results = self._run_schedule(chosen, forward, attach_loss, backward=not skips)
-            for place, result in zip(places, results, strict=True):
-                outputs[place] = result
-        return outputs
+        return self._schedule.add_gradient(microbatches, forward, loss_fn, forward_only)
 
     def _scale_gradients(self, factor: float) -> None:
         if not math.isfinite(factor):
@@ -357,54 +268,6 @@ class _Engine:
         # and the optimizer has no copy yet.
         for trained in self._trained:
             trained.scale_gradients(factor)
-
-    def _run_schedule(
-        self,
-        microbatches: Sequence[PackedBatch],
-        forward: _Forward,
-        attach_loss: Callable[[PackedBatch], Callable] | None,
-        *,
-        backward: bool = True,
-    ) -> list:
-        """Run all micro-batches through Megatron's schedule: forward and backward with ``attach_loss``, else
-        forward alone. backward: False leaves it out with ``attach_loss`` too.
-
-        Returns the losses' outputs, or ``forward``'s, on the last pipeline stage; nothing on the others.
-        """
-        chunks: list[Any] = self._trained or self.chunks
-
-        def forward_step(batches: Iterator[PackedBatch], chunk):
-            batch = next(batches)
-            lap(tokens=batch.num_tokens)
-            batch = batch.to(platform.device())
-            output = forward(getattr(chunk, "module", chunk), batch)
-            if attach_loss is None and isinstance(output, tuple):
-                output = torch.stack(output)  # Megatron reads output.device for a model with experts
-            return output, attach_loss(batch) if attach_loss else (lambda result, non_loss_data: result)
-
-        # A lap ends where the next forward pass begins. In a pipeline it also has the backward pass of an earlier one.
-        with laps("micro-batch") as lap:
-            return get_forward_backward_func()(
-                forward_step_func=forward_step,
-                data_iterator=[iter(microbatches) for _ in chunks],
-                model=chunks,
-                num_microbatches=len(microbatches),
-                seq_length=max(batch.num_tokens for batch in microbatches),
-                micro_batch_size=1,
-                forward_only=attach_loss is None or not backward,
-                collect_non_loss_data=attach_loss is None,
-            )
-
-    def _check_losses(self, losses: Sequence[Tensor]) -> None:
-        """Raise NonFiniteError on all ranks if any of them has a loss that is not finite."""
-        values = torch.stack([loss.float() for loss in losses] or [torch.zeros((), device=platform.device())])
-        bad = (~values.isfinite()).any().float()
-        if self.groups.world_size > 1:
-            dist.all_reduce(bad, op=dist.ReduceOp.MAX)
-        if bad.item():
-            own = {i: value for i, value in enumerate(values.tolist()) if not math.isfinite(value)}
-            where = f"micro-batches {own} of rank {self.groups.rank}" if own else "another rank"
-            raise NonFiniteError(f"the loss is not finite on {where}; nothing was updated")
 
     def _bad_parameters(self) -> str:
         parameters = (item for chunk in self.chunks for item in chunk.named_parameters())
@@ -421,7 +284,7 @@ class _Engine:
             clip_grad_by_total_norm_fp32(
                 part.get_parameters(), max_norm=self._optimizer_config.clip_grad, total_norm=grad_norm
             )
-        self._scheduler.step(1)
+        self._lr_scheduler.step(1)
         self._optimizer.step_with_ready_grads()
         return float(self._optimizer.param_groups[0]["lr"])
 
@@ -436,7 +299,7 @@ class _Engine:
             folder,
             chunks=self.chunks,
             optimizer=self._optimizer,
-            scheduler=self._scheduler,
+            scheduler=self._lr_scheduler,
             extra=extra,
             adapters=self._described_adapters,
         )
@@ -448,7 +311,7 @@ class _Engine:
             saved,
             chunks=self.chunks,
             optimizer=self._optimizer,
-            scheduler=self._scheduler,
+            scheduler=self._lr_scheduler,
             adapters=self._described_adapters,
         )
 
@@ -497,7 +360,7 @@ class MegatronEngine(_Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        results = self._score_microbatches(
+        results = self._scores(
             microbatches, _logprob_forward(temperature, with_entropy), 2 if with_entropy else 1
         )
         return [(logprobs_T, entropy_T[0] if entropy_T else None) for logprobs_T, *entropy_T in results]
@@ -523,7 +386,7 @@ class MegatronEngine(_Engine):
             )
             for batch in microbatches
         ]
-        scored = self._score_microbatches(blank, _logprob_forward(temperature, False, records=True), 1)
+        scored = self._scores(blank, _logprob_forward(temperature, False, records=True), 1)
         recorded: list[Tensor] = []
         for batch in blank:
             assert batch.experts_TLK is not None  # written above
@@ -652,7 +515,7 @@ class ValueEngine(_Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        return [values_T for (values_T,) in self._score_microbatches(microbatches, _value_forward, 1)]
+        return [values_T for (values_T,) in self._scores(microbatches, _value_forward, 1)]
 
     def update(
         self,
@@ -667,7 +530,7 @@ class ValueEngine(_Engine):
 
 def _logprob_forward(
     temperature: float, with_entropy: bool, replays: list[Replay] | None = None, *, records: bool = False
-) -> _Forward:
+) -> Forward:
     """replays: gets what each call replays, with counts of the router's own choice. None: nothing is counted.
     records: the routers write their choice into the micro-batches' ``experts_TLK``, which are on the device."""
 

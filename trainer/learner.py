@@ -266,7 +266,7 @@ class Learner:
 
         # If rejection follows from the forward pass, so does the normaliser of the mean over kept tokens.
         counts_kept = minibatch[0].importance_weights_T is None and config.rejects_from_mean
-        forward_only = self._have_no_gradient(minibatch)
+        forward_only = self.have_no_gradient(minibatch)
         result = self.engine.update(
             minibatch,
             keep_logprobs,
@@ -286,7 +286,7 @@ class Learner:
             logprobs=[scored.logprobs_T for scored in result.outputs],
         )
 
-    def _have_no_gradient(self, minibatch: Sequence[PackedBatch]) -> list[bool]:
+    def have_no_gradient(self, minibatch: Sequence[PackedBatch]) -> list[bool]:
         """Of each micro-batch whether its policy's gradient is known to be zero, on every data-parallel rank: all its
         advantages are. One at least is not skipped, since the optimizer steps in any case."""
         if not self._config.skips_zero_gradients or len(minibatch) == 1:
