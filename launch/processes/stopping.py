@@ -148,7 +148,7 @@ def wait_for_learner(
             raise KeyboardInterrupt
         time.sleep(POLL_S)
     stopped = read_stopped(folder)
-    if failure is None and stopped is not None and not _was_asked_for(supervisor, signals, names):
+    if failure is None and stopped is not None and not _was_asked_for(supervisor, signals, names, stopped):
         failure = next(supervisor.failure(name) for name in names if supervisor.exit_code(name) != 0)
     if failure is not None:
         if stopped is None:
@@ -162,9 +162,13 @@ def wait_for_learner(
     return Finished()
 
 
-def _was_asked_for(supervisor: Supervisor, signals: "StopSignals", names: Sequence[str]) -> bool:
+def _was_asked_for(
+    supervisor: Supervisor, signals: "StopSignals", names: Sequence[str], stopped: Stopped
+) -> bool:
     """Whether the learner stopped on a request. A torchrun that fails sends SIGTERM to its ranks, too."""
-    if signals.reason is not None or not (stop_reason(signals.folder) or "").startswith(SIGTERM_TO_RANK):
+    # A rank acts on its SIGTERM before it has written stop.json, and may end before.
+    first = stop_reason(signals.folder) or stopped.reason
+    if signals.reason is not None or not first.startswith(SIGTERM_TO_RANK):
         return True
     return all(
         supervisor.exit_code(name) == 0 or TERMINATED_AGENT.search(supervisor.last_lines(name, AGENT_LINES))

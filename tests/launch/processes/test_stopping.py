@@ -237,6 +237,12 @@ def test_a_torchrun_that_fails_is_not_taken_for_a_request_to_stop(folder):
         supervise(folder, AGENT.format(says="print('the store is gone', file=sys.stderr)"))
 
 
+def test_a_rank_may_end_before_it_has_written_its_request(folder):
+    says = "report_stopped(folder, Stopped(step=3, reason='SIGTERM to learner rank 0')); sys.exit(1)"
+    with pytest.raises(RoleFailed, match=r"(?s)the learn role ended with exit code 1.*checkpoint of step 3"):
+        supervise(folder, f"ready(); {says}")
+
+
 def test_a_torchrun_that_is_told_to_end_passes_a_request_on(folder):
     """By a person, or Slurm. The words are torchrun's own."""
     with pytest.raises(SignalException) as raised:
