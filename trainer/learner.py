@@ -274,13 +274,13 @@ class Learner:
             grad_scale=scale_of if counts_kept else None,
             forward_only=forward_only,
         )
-        merged = merge_metrics([scored.metrics for scored in result.outputs])
+        skipped = skipped_metrics(minibatch, forward_only) if self._config.skips_zero_gradients else {}
+        merged = merge_metrics([skipped, *(scored.metrics for scored in result.outputs)])
         metrics = merge_over_ranks(merged, self.groups.dp_group)
         if counts_kept:
             metrics = scale_losses(metrics, scale_of(result.outputs))
         return Update(
             metrics=per_minibatch(metrics)
-            | self._skipped_metrics(minibatch, forward_only)
             | self._routing_metrics(result)
             | _optimizer_metrics("optim", result),
             logprobs=[scored.logprobs_T for scored in result.outputs],
@@ -294,14 +294,6 @@ class Learner:
         signals_M = torch.tensor([_num_signals(batch) for batch in minibatch], dtype=torch.float64)
         forward_only = (self.total(signals_M) == 0).tolist()
         return [False, *forward_only[1:]] if all(forward_only) else forward_only
-
-    def _skipped_metrics(
-        self, minibatch: Sequence[PackedBatch], forward_only: Sequence[bool]
-    ) -> dict[str, Metric]:
-        """Over all data-parallel ranks."""
-        if not self._config.skips_zero_gradients:
-            return {}
-        return merge_over_ranks(skipped_metrics(minibatch, forward_only), self.groups.dp_group)
 
     def _routing_metrics(self, result: UpdateResult) -> dict[str, Metric]:
         """Over all data-parallel ranks."""
