@@ -12,6 +12,27 @@ from tests.support.mlflow_store import make_empty_store
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
+LONGEST = (
+    "end_to_end/test_two_hosts.py",
+    "end_to_end/test_end_to_end.py",
+    "rollout/servers/test_router.py",
+    "launch/studies/test_verify_sync.py",
+    "end_to_end/test_variants_end_to_end.py",
+    "rollout/servers/test_sglang.py",
+    "end_to_end/test_lost_server.py",
+    "launch/studies/test_mismatch_command.py",
+    "test_types.py",
+    "trainer/test_weight_sync.py",
+    "rollout/test_rewards.py",
+    "parallel/megatron/test_moe.py",
+    "parallel/test_layout_parity.py",
+    "trainer/report/test_report.py",
+    "launch/processes/test_stop.py",
+    "docs/test_commands.py",
+    "end_to_end/test_ends.py",
+)
+"""The files that take a worker a minute or more, by their time (benchmarks/results/test_suite.md)."""
+
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection():
@@ -30,15 +51,19 @@ def pytest_unconfigure() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the quick tests. Files that start engines come first: a long one that came last would be waited for by
-    one worker alone."""
+    """Mark the quick tests. The longest files come first, then the others that start engines: a long one that came
+    last would be waited for by one worker alone."""
+    folder = Path(__file__).parent
+    place = {folder / name: number for number, name in enumerate(LONGEST)}
+    if missing := [str(file) for file in place if not file.is_file()]:
+        raise pytest.UsageError(f"LONGEST in tests/conftest.py names files that are not there: {missing}")
     slow_files = set()
     for item in items:
         if item.get_closest_marker("engines"):
             slow_files.add(item.path)
         elif not item.get_closest_marker("cluster"):
             item.add_marker("quick")
-    items.sort(key=lambda item: item.path not in slow_files)
+    items.sort(key=lambda item: (place.get(item.path, len(place)), item.path not in slow_files))
 
 
 @pytest.fixture(scope="session")
