@@ -45,8 +45,8 @@ class Stage:
 
 
 STAGES = (
-    Stage(name="short", steps=300, batch_size=64, lengths=(48, 192), lr=2e-3),
-    Stage(name="long", steps=40, batch_size=8, lengths=(192, LENGTHS[-1]), lr=5e-4),
+    Stage(name="short", steps=900, batch_size=64, lengths=(48, 192), lr=2e-3),
+    Stage(name="long", steps=200, batch_size=8, lengths=(192, LENGTHS[-1]), lr=1e-3),
 )
 
 
