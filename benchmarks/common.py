@@ -46,6 +46,12 @@ def line(name: str, seconds: Sequence[float]) -> str:
     return f"{name:<34} median {s['median']:.3f} s   min {s['min']:.3f}   max {s['max']:.3f}   ({s['repeats']} repeats)"
 
 
+def cell(values: Sequence[float], form: str = "{:.3f}") -> str:
+    """Median (min - max), as a table has it."""
+    low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
+    return f"{middle} ({low} - {high})"
+
+
 def write(result: dict, file: Path | None) -> None:
     if file is not None:
         file.write_text(json.dumps(result, indent=2) + "\n")

@@ -199,19 +199,21 @@ def started(arguments: Sequence[str]) -> Iterator[subprocess.Popen]:
 
 def tell(result: dict, given: argparse.Namespace) -> None:
     """Print one measurement."""
+    from benchmarks.common import cell
+
     print(
         f"\nstaleness {result['staleness']}: {result['tokens']:,} response tokens a step, "
         f"{result['sample_mib']:.0f} MiB of samples"
     )
     wall = [tokens / s for tokens, s in zip(result["tokens_of_steps"], result["wall_s"], strict=True)]
-    print(f"  {'by the clock':<16} {_spread(wall, '{:,.0f}')} tokens/s")
+    print(f"  {'by the clock':<16} {cell(wall, '{:,.0f}')} tokens/s")
     if given.tokens_per_s:
         print(f"  {'servers idle':<16} {result['idle']:.1%} of their slots")
     for name, cpu_s in result["cpu_s"].items():
         micros = [1e6 * s / tokens for tokens, s in zip(result["tokens_of_steps"], cpu_s, strict=True)]
         over, peak = result["peak_mib"][name]
         print(
-            f"  {name:<16} {_spread(micros, '{:.3f}')} µs/token   peak {peak:.0f} MiB, {over:.0f} of them "
+            f"  {name:<16} {cell(micros, '{:.3f}')} µs/token   peak {peak:.0f} MiB, {over:.0f} of them "
             f"({over / result['sample_mib']:.1f} x the samples) since it was ready"
         )
     own = {name: sum(cpu_s) for name, cpu_s in result["cpu_s"].items() if name != "servers"}  # a process each
@@ -223,11 +225,6 @@ def tell(result: dict, given: argparse.Namespace) -> None:
         f"   target: at most {TARGET_US:g}",
         flush=True,
     )
-
-
-def _spread(values: Sequence[float], form: str) -> str:
-    low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
-    return f"{middle} ({low} - {high})"
 
 
 # Single parts

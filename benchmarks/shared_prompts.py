@@ -9,7 +9,6 @@ are counted: the step of a run with several minibatches.
 """
 
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, parser, write  # noqa: E402
+from benchmarks.common import cell, hardware, parser, write  # noqa: E402
 
 SIZES = {
     "vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -116,8 +115,8 @@ def compare(
     plan = engine.chunks[0].pack(shared.cu_seqlens, shared.positions_T, prompts=shared.prompts).plan
     return {
         "places": {"shared": len(plan.to_model_order(shared.tokens_T)), "whole": whole.num_tokens},
-        "seconds": {name: _spread(values) for name, values in seconds.items()},
-        "speedup": _spread(ratios),
+        "seconds": {name: cell(values) for name, values in seconds.items()},
+        "speedup": cell(ratios),
         "mib": {name: round(size / 2**20, 1) for name, size in kept.items()},
         "gap": gap_T.max().item(),
         "norm_gap": abs(norms["shared"] / norms["whole"] - 1),
@@ -129,10 +128,6 @@ def step(engine: Any, batch: Any) -> tuple[list[Any], float]:
 
     scored = engine.logprobs([batch], temperature=1.0)
     return [scored[0][0]], engine.update([batch], weighted_loss, temperature=1.0).grad_norm
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ clip and step, as in a run with one minibatch.
 """
 
 import json
-import statistics
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, parser, write  # noqa: E402
+from benchmarks.common import cell, hardware, parser, write  # noqa: E402
 from benchmarks.shared_prompts import SIZES, WORKLOADS, batch_of, engine_of  # noqa: E402
 
 NAMES = tuple(WORKLOADS)[:2]
@@ -86,14 +85,10 @@ def compare(
             seconds[name].append(time.process_time() - began)
     ratios = [a / s for a, s in zip(seconds["all"], seconds["skipping"], strict=True)]
     return {
-        "seconds": {name: _spread(values) for name, values in seconds.items()},
-        "speedup": _spread(ratios),
+        "seconds": {name: cell(values) for name, values in seconds.items()},
+        "speedup": cell(ratios),
         "gap": abs(norms["skipping"] / norms["all"] - 1),
     }
-
-
-def _spread(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} - {max(values):.3f})"
 
 
 if __name__ == "__main__":
