@@ -41,8 +41,9 @@ from configs.schema.hardware import HardwareConfig, Overheads  # noqa: E402
 from configs.schema.layout import as_overrides, parse_layout  # noqa: E402
 from parallel.planning.decoding import Lengths  # noqa: E402
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config  # noqa: E402
+from parallel.planning.machine import Machine  # noqa: E402
 from parallel.planning.memory import GIB, rollout_memory  # noqa: E402
-from parallel.planning.time import Estimator, Machine, StepTime, seconds_text  # noqa: E402
+from parallel.planning.time import Estimator, StepTime, seconds_text  # noqa: E402
 
 TARGET = 0.3
 RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"

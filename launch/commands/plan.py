@@ -18,8 +18,9 @@ from launch.tables import print_table
 from parallel.planning import memory
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
+from parallel.planning.machine import Machine
 from parallel.planning.planner import NO_TABLE, Cluster, Plan, Timing, plan, read_measured, reasons
-from parallel.planning.time import PROMPT_TOKENS, Machine, assumptions, seconds_text
+from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text
 
 WIDTH = 170
 """Width of the table where the output is no terminal."""

@@ -32,6 +32,7 @@ from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
 from parallel.planning.decoding import Lengths
 from parallel.planning.layout import Architecture, fitting_layouts, read_architecture, rollout_sizes
+from parallel.planning.machine import Machine
 from parallel.planning.memory import (
     GIB,
     USABLE_SHARE,
@@ -43,7 +44,7 @@ from parallel.planning.memory import (
     work_of,
     worst_stage,
 )
-from parallel.planning.time import Estimator, Machine, StepTime, seconds_text, two_digits
+from parallel.planning.time import Estimator, StepTime, seconds_text, two_digits
 from parallel.planning.traffic import Traffic, traffic
 
 AMPLE = 0.3

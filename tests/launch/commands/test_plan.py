@@ -15,11 +15,9 @@ from launch.commands.plan import PlanOptions
 from launch.commands.plan_page import at_its_peak, lanes
 from parallel.planning.decoding import Lengths
 from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.machine import Machine
 from parallel.planning.memory import learner_memory, work_of
 from parallel.planning.planner import Cluster, Timing, plan
-from parallel.planning.time import (
-    Machine,
-)
 from tests.support.command import tandem
 
 ROOT = Path(__file__).resolve().parents[3]

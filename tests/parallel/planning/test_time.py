@@ -28,21 +28,16 @@ from parallel.planning.decoding import (
 )
 from parallel.planning.flops import forward_flops, update_flops, whole_samples
 from parallel.planning.layout import Architecture, read_architecture, read_hf_config
+from parallel.planning.machine import Machine, spanned
 from parallel.planning.memory import GIB, RolloutMemory, rollout_memory, stage_parameters
-from parallel.planning.time import (
-    Estimator,
-    Machine,
-    assumptions,
+from parallel.planning.sampling_time import decoder_of, sampling_time
+from parallel.planning.time import Estimator, assumptions, seconds_text, transfer_seconds
+from parallel.planning.training_time import (
     batch_of,
     bubble_share,
-    decoder_of,
     optimizer_seconds,
-    sampling_time,
-    seconds_text,
-    spanned,
     step_load,
     training_time,
-    transfer_seconds,
 )
 
 MODELS = Path(__file__).resolve().parents[3] / "tests" / "model_configs"
@@ -609,6 +604,9 @@ def test_assumptions_say_the_lengths_and_what_is_left_out():
         assert part in said, part
     plain = "\n".join(assumptions(run_config(), ALIKE, ROUND))
     assert "responses of 100 tokens each" in plain
+    assert "every group has signal" in plain
+    whole = run_config(learner={"skip_zero_gradients": False})
+    assert "every group has signal" not in "\n".join(assumptions(whole, ALIKE, ROUND))
     assert not any(part in plain for part in ("max_staleness", "computed once", "sampled again"))
 
 
