@@ -76,7 +76,7 @@ def main() -> None:
 def record_answers(scratch: Path, length: int) -> list[bytes]:
     """The bodies of real answers, each of one group."""
     from configs.schema import RunConfig
-    from rollout.servers.client import neutral_sampling_params
+    from rollout.servers.answers import neutral_sampling_params
     from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
     from rollout.tiny_model import make_tiny_countdown_model
@@ -123,7 +123,7 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     from rollout.records import Prompt, Score
     from rollout.sampling.messages import Groups, SamplingStats, decode_reply, encode
     from rollout.sampling.sampler import _check_versions, _make_group
-    from rollout.servers.client import Sent, _collection_paused, read_answer
+    from rollout.servers.answers import Sent, collection_paused, read_answer
     from trainer.batch.sharing_out import split_groups
     from trainer.batch.step_batch import step_batch
     from trainer.ranks.scattering import _end_to_end, _joined, _taken_apart
@@ -134,7 +134,7 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
         prompt = Prompt(
             prompt_id=str(number), token_ids=[4] * PROMPT_TOKENS, text="", task="countdown", reference=""
         )
-        with clock("read"), _collection_paused():
+        with clock("read"), collection_paused():
             asked = Sent.of(prompt.token_ids)
             completions = read_answer(answers[number % len(answers)], GROUP_SIZE, "", asked)
         with clock("group"):

@@ -13,7 +13,7 @@ from rollout.gathering import all_or_first_error
 from rollout.records import Completion, Prompt
 from rollout.run_key import RunKey
 from rollout.sampling.order import epoch_order
-from rollout.servers.client import neutral_sampling_params, server_message
+from rollout.servers.answers import neutral_sampling_params, server_message
 from rollout.tasks import Task
 
 PREFILL_TOKENS = 16_384

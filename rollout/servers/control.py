@@ -41,7 +41,7 @@ from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.run_key import RunKey
-from rollout.servers.client import Sent, finite_logprobs, neutral_sampling_params, parse_completion
+from rollout.servers.answers import Sent, finite_logprobs, neutral_sampling_params, parse_completion
 from rollout.servers.control_line import ControlError, ControlLine
 from rollout.sglang_plugin.tandem_routed_experts import WITH_EXPERTS
 from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL, QUESTION, Announcement

@@ -17,7 +17,8 @@ import orjson
 from rollout.client import RolloutError
 from rollout.connections import PEER_TIMEOUT_S, connect
 from rollout.run_key import RunKey
-from rollout.servers.client import REUSE_S, server_message
+from rollout.servers.answers import server_message
+from rollout.servers.client import REUSE_S
 
 
 class ControlError(RolloutError):

@@ -33,7 +33,8 @@ from parallel.weights.hf_files import PerturbedWeights
 from parallel.weights.transfer import WeightBroadcaster, make_buckets, plan_transfer
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
-from rollout.servers.client import Sent, SGLangClient, neutral_sampling_params, parse_completion
+from rollout.servers.answers import Sent, neutral_sampling_params, parse_completion
+from rollout.servers.client import SGLangClient
 from rollout.servers.command import OWNED_FLAGS, check_flags_exist, choose_ports, flags_of_sglang
 from rollout.servers.control import ControlError, SGLangControl
 from rollout.servers.fleet import ServerDied, ServerFleet

@@ -17,7 +17,8 @@ from parallel.planning.layout import Experts
 from rollout.client import GenerationError, Session
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
-from rollout.servers.client import Sent, SGLangClient, parse_completion
+from rollout.servers.answers import Sent, parse_completion
+from rollout.servers.client import SGLangClient
 from rollout.servers.kept_sets import Truncation
 from tests.support.records import completion
 from tracing import Recorder, Window, at_step, install

@@ -1,0 +1,205 @@
+"""Requests to an SGLang server's /generate, and its answers as records.
+
+Answers have millions of tokens: what is done per token is done by map, without a line of Python for each.
+"""
+
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import itemgetter
+from typing import NamedTuple, Self
+
+import numpy as np
+import orjson
+
+from rollout.client import GenerationError
+from rollout.http_replicas import AttemptFailed
+from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
+from rollout.servers.kept_sets import Truncation, decode_kept
+from rollout.servers.routing import Experts, decode_experts
+
+
+def neutral_sampling_params(*, max_new_tokens: int, temperature: float) -> dict[str, object]:
+    """Sampling from the full distribution at ``temperature``, whatever a server's or a model's defaults are."""
+    return {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": 1.0,
+        "top_k": -1,
+        "min_p": 0.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+    }
+
+
+class Sent(NamedTuple):
+    """The prompt of a request."""
+
+    digest: int
+    num_tokens: int
+    experts: Experts | None
+    """Those of the model, where each token's are asked for."""
+    experts_from: int
+    """The first input token whose experts are asked for."""
+    truncation: Truncation | None
+    """Where each token's kept ids are asked for."""
+
+    @classmethod
+    def of(
+        cls,
+        prompt_ids: Sequence[int],
+        experts: Experts | None = None,
+        experts_from: int = 0,
+        truncation: Truncation | None = None,
+    ) -> Self:
+        prompt_digest = digest(np.array(prompt_ids, dtype=TOKEN_IDS))
+        return cls(prompt_digest, len(prompt_ids), experts, experts_from, truncation)
+
+
+def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Completion]:
+    """The completions of a ``/generate`` answer to a request for ``count`` samples.
+
+    Raises:
+        AttemptFailed: the server has aborted a sample.
+        GenerationError: the answer has another form, or a sample is wrong (see ``parse_completion``).
+    """
+    replies = orjson.loads(content)
+    if not isinstance(replies, list) or len(replies) != count:
+        kind = f"list of {len(replies)}" if isinstance(replies, list) else f"single {type(replies).__name__}"
+        raise GenerationError(
+            f"{url} answered a request for {count} samples with a {kind}, not a list of one reply each"
+        )
+    for reply in replies:
+        finish = reply["meta_info"]["finish_reason"]
+        if finish["type"] == "abort":
+            raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
+    try:
+        return [parse_completion(reply, sent) for reply in replies]
+    except GenerationError as error:
+        raise GenerationError(f"{url}: {error}") from error
+
+
+_LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
+"""Of SGLang's triples (log-prob, id, text)."""
+
+
+def parse_completion(reply: Mapping, sent: Sent) -> Completion:
+    """The record of one sample of a ``/generate`` reply with log-probs.
+
+    Raises:
+        GenerationError: the server has read a prompt of another length. Ids, log-probs and versions do not fit
+            together, a log-prob is not finite, or a version is not a decimal number. Experts that were asked for are
+            missing or wrong (see ``decode_experts``), or kept ids (see ``decode_kept``).
+    """
+    meta = reply["meta_info"]
+    triples, token_ids = meta["output_token_logprobs"], reply["output_ids"]
+    if meta.get("prompt_tokens", sent.num_tokens) != sent.num_tokens:
+        raise GenerationError(
+            f"the server has read a prompt of {meta['prompt_tokens']} tokens, but {sent.num_tokens} were sent"
+        )
+    scored_ids = list(map(_TOKEN, triples))
+    if scored_ids != token_ids:
+        raise GenerationError(
+            f"the server's log-probs are of other tokens than its output: {scored_ids} and {token_ids}"
+        )
+    sampled_ids, logprobs, kept = np.array(token_ids, dtype=TOKEN_IDS), finite_logprobs(triples), None
+    if sent.truncation is not None:
+        kept = decode_kept(meta, sampled_ids, sent.truncation.vocab_size)
+        logprobs = kept.logprobs
+    return Completion(
+        token_ids=sampled_ids,
+        rollout_logprobs=logprobs,
+        token_versions=_versions_per_token(meta, len(token_ids)),
+        finish_reason=FinishReason(meta["finish_reason"]["type"]),
+        prompt_digest=sent.digest,
+        cached_tokens=meta.get("cached_tokens", 0),
+        num_retractions=meta.get("num_retractions", 0),
+        experts=_experts_of(meta, len(token_ids), sent),
+        num_kept=None if kept is None else kept.num_kept,
+        kept_ids=None if kept is None else kept.kept_ids,
+    )
+
+
+def _experts_of(meta: Mapping, num_sampled: int, sent: Sent) -> np.ndarray | None:
+    """None also after a retraction: see ``Completion.experts``."""
+    if sent.experts is None:
+        return None
+    rows = sent.num_tokens + num_sampled - 1 - sent.experts_from
+    experts = decode_experts(meta.get("routed_experts"), sent.experts, rows=rows)
+    return None if meta["num_retractions"] else experts
+
+
+def finite_logprobs(triples: Sequence[Sequence]) -> np.ndarray:
+    """The log-probs, float32 [n], of SGLang's triples (log-prob, id, text). JSON writes one that is not finite as null.
+
+    Raises:
+        GenerationError: a log-prob is not finite; the message names the token's place.
+    """
+    logprobs = np.array(list(map(_LOGPROB, triples)), dtype=LOGPROBS)  # null becomes NaN
+    finite = np.isfinite(logprobs)
+    if finite.all():
+        return logprobs
+    place = int(finite.argmin())
+    raise GenerationError(
+        f"the server gave no finite log-prob for token {place + 1} of {len(triples)} (id {_TOKEN(triples[place])}); "
+        "check the served weights and dtype"
+    )
+
+
+def _versions_per_token(meta: Mapping, num_tokens: int) -> np.ndarray:
+    """A version per token, int32 [n], from spans ``{version, start, end}``, which cover the output in order.
+
+    A response has several spans where a pause for new weights fell into it.
+    """
+    spans, end = meta["weight_versions"], 0
+    for part in spans:
+        if part["start"] != end or part["end"] < end:
+            raise GenerationError(f"weight version spans leave a gap: {spans}")
+        end = part["end"]
+    if end != num_tokens:
+        raise GenerationError(f"weight version spans {spans} do not cover {num_tokens} tokens")
+    versions = np.array([_version_number(part["version"]) for part in spans], dtype=VERSIONS)
+    return versions.repeat([part["end"] - part["start"] for part in spans])
+
+
+def _version_number(version: str) -> int:
+    try:
+        return int(version)
+    except ValueError:
+        raise GenerationError(
+            f"the server's weight version is {version!r}, not a decimal number; start it with --weight-version 0"
+        ) from None
+
+
+def server_message(content: bytes) -> str:
+    """The server's own description of an error, whatever form its answer has."""
+    try:
+        reply = orjson.loads(content)
+    except orjson.JSONDecodeError:
+        return content.decode(errors="replace")[:500]
+    if isinstance(reply, dict):
+        inner = reply.get("error", reply.get("message", reply.get("detail", reply)))
+        return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
+    return str(reply)
+
+
+def error_code(content: bytes) -> object:
+    """The code that the router gives an error; None where there is none."""
+    try:
+        return orjson.loads(content)["error"]["code"]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return None
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No garbage collection inside. JSON makes a list per token, and each 700 of them would start a collection,
+    which took four fifths of the time of reading an answer."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
