@@ -193,8 +193,12 @@ def texts(out: Path, trained: Path, rollout: str) -> list[str]:
 def report(out: Path, trained: Path) -> None:
     pairs = [(learner, rollout) for rollout in ROLLOUTS for learner in LEARNERS]
     rows = {pair: by_length(out, *pair) for pair in pairs}
-    share = [right_share(text) for text in texts(out, trained, ROLLOUTS[0])]
-    print(f"\n{len(share)} responses; {sum(share) / len(share):.1%} of their sums are right\n")
+    written = texts(out, trained, ROLLOUTS[0])
+    print(f"\n{len(written)} responses; of their sums are right:")
+    for before, length in zip((0, *LENGTHS), LENGTHS, strict=False):
+        shares = [right_share(text[before:length]) for text in written]
+        print(f"  characters {before + 1} to {length}: {sum(shares) / len(shares):.1%}")
+    print()
     for title, at in (
         ("max Δp of the first N tokens", 0),
         ("mean Δp of the tokens from the length before to N", 2),
