@@ -7,8 +7,9 @@ rollout layout samples responses that run to their limit, each learner layout sc
 
     python benchmarks/studies/long_mismatch.py --model WARM --folder long
 
-Shown by length: the greatest Δp of a response's first tokens, mean over responses, and the mean Δp of the tokens between one
-length and the next. A command that was stopped goes on with the training or the study in which it was, from its beginning.
+Shown by length: the greatest Δp of a response's first tokens, mean over responses; the mean Δp of the tokens between one
+length and the next, and what share that is of their p (1 - p). A command that was stopped goes on with the training or the
+study in which it was, from its beginning.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +32,12 @@ sys.path.insert(0, str(ROOT))
 LENGTHS = (256, 1024, 2048, 4096, 8192)
 POSITIONS = 16384
 LEARNERS, ROLLOUTS = ("tp=1", "tp=2", "tp=2,sp", "pp=2"), ("tp=1", "tp=2")
+TITLES = {
+    "most": "max Δp of the first N tokens",
+    "mean": "mean Δp from the length before to N",
+    "share": "the same as a share of p (1 - p)",
+}
+"""Of the fields of ``Length``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,26 +164,39 @@ def right(prompt_text: str, response_text: str, reference: str) -> float:
     return right_share(response_text)
 
 
-def by_length(
-    out: Path, learner: str, rollout: str
-) -> dict[int, tuple[float, float | None, float, float | None]]:
-    """By length: (max Δp of the first tokens, its standard error, mean Δp since the length before, its error), over
-    responses."""
+class Length(NamedTuple):
+    """Of the tokens up to one length: means over responses, each with its standard error."""
+
+    most: tuple[float, float | None]
+    """The greatest Δp of a response's tokens from the first on."""
+    mean: tuple[float, float | None]
+    """Δp of the tokens since the length before."""
+    share: tuple[float, float | None]
+    """The sum of their Δp over the sum of their p (1 - p): what certain tokens do not show."""
+
+
+def by_length(out: Path, learner: str, rollout: str) -> dict[int, Length]:
     from trainer.studies.layout_statistics import mean_and_error, probability_gaps, read_samples, read_tensors
 
     part = out / f"rollout-{rollout.replace('=', '').replace(',', '-')}"
     scored = out / f"learner-{learner.replace('=', '').replace(',', '-')}" / "scores.safetensors"
     samples = read_samples(part / "samples.long.safetensors")
     gap_N = probability_gaps(samples.logprobs_N, read_tensors(scored)[f"{rollout}/long"])
+    p_N = samples.logprobs_N.exp()
     gaps: tuple[Tensor, ...] = gap_N.split(samples.response_lengths_R.tolist())
+    doubts = (p_N * (1 - p_N)).split(samples.response_lengths_R.tolist())
     result, before = {}, 0
     for length in LENGTHS:
-        long_enough = [gap for gap in gaps if len(gap) >= length]
-        if not long_enough:
+        rows = [(gap, doubt) for gap, doubt in zip(gaps, doubts, strict=True) if len(gap) >= length]
+        if not rows:
             break
-        most = mean_and_error(torch.stack([gap[:length].max() for gap in long_enough]))
-        mean = mean_and_error(torch.stack([gap[before:length].mean() for gap in long_enough]))
-        result[length] = (*most, *mean)
+        result[length] = Length(
+            most=mean_and_error(torch.stack([gap[:length].max() for gap, _ in rows])),
+            mean=mean_and_error(torch.stack([gap[before:length].mean() for gap, _ in rows])),
+            share=mean_and_error(
+                torch.stack([gap[before:length].sum() / doubt[before:length].sum() for gap, doubt in rows])
+            ),
+        )
         before = length
     return result
 
@@ -199,45 +220,44 @@ def report(out: Path, trained: Path) -> None:
         shares = [right_share(text[before:length]) for text in written]
         print(f"  characters {before + 1} to {length}: {sum(shares) / len(shares):.1%}")
     print()
-    for title, at in (
-        ("max Δp of the first N tokens", 0),
-        ("mean Δp of the tokens from the length before to N", 2),
-    ):
+    for name, title in TITLES.items():
         print(f"| {title} | {' | '.join(map(str, LENGTHS))} |\n|---|{'---|' * len(LENGTHS)}")
         for (learner, rollout), row in rows.items():
-            cells = [f"{values[at]:.3g} ± {values[at + 1] or 0.0:.1g}" for values in row.values()]
+            cells = [
+                f"{value:.3g} ± {error or 0.0:.1g}"
+                for value, error in (getattr(v, name) for v in row.values())
+            ]
             print(f"| learner {learner}, rollout {rollout} | {' | '.join(cells)} |")
         print()
     draw(rows, out.parent / "long_mismatch.png")
 
 
-def draw(rows: dict, path: Path) -> None:
+def draw(rows: dict[tuple[str, str], dict[int, Length]], path: Path) -> None:
+    """A panel for each title. Learners with the same log-probs are one line."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, panels = pyplot.subplots(1, 2, figsize=(9, 3.4))
-    for panel, at, label in zip(
-        panels,
-        (0, 2),
-        ("max Δp of the first N tokens", "mean Δp of the tokens from the length before to N"),
-        strict=True,
-    ):
-        for number, ((learner, rollout), row) in enumerate(rows.items()):
+    figure, panels = pyplot.subplots(1, len(TITLES), figsize=(12, 3.4))
+    for panel, (name, title) in zip(panels, TITLES.items(), strict=True):
+        drawn: dict[tuple, list[str]] = {}
+        for (learner, rollout), row in rows.items():
+            drawn.setdefault((rollout, *row.items()), []).append(learner)
+        for (rollout, *row), learners in drawn.items():
+            lengths = [length for length, _ in row]
+            values, errors = zip(*(getattr(value, name) for _, value in row), strict=True)
             style = "-" if rollout == ROLLOUTS[0] else "--"
-            values, errors = ([v[i] for v in row.values()] for i in (at, at + 1))
-            panel.errorbar(
-                list(row), values, errors, linestyle=style, marker=".", color=f"C{number % len(LEARNERS)}",
-                label=f"learner {learner}, rollout {rollout}",
-            )  # fmt: skip
+            color = f"C{LEARNERS.index(learners[0])}"
+            label = f"rollout {rollout}, learner {' and '.join(learners)}"
+            panel.errorbar(lengths, values, errors, linestyle=style, marker=".", color=color, label=label)
         panel.set_xscale("log", base=2)
-        panel.set_xticks(LENGTHS, [str(length) for length in LENGTHS])
+        panel.set_xticks(LENGTHS, [str(length) for length in LENGTHS], fontsize=8)
         panel.set_xlabel("N, tokens")
-        panel.set_ylabel(label)
+        panel.set_title(title, fontsize=9)
         panel.set_ylim(0)
         panel.grid(alpha=0.3)
-    panels[1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
+    panels[1].legend(fontsize=7, frameon=False, loc="upper left")
     figure.tight_layout()
     figure.savefig(path, dpi=90, metadata={"Software": None})
     pyplot.close(figure)
