@@ -216,7 +216,7 @@ def report(out: Path, trained: Path) -> None:
     rows = {pair: by_length(out, *pair) for pair in pairs}
     written = texts(out, trained, ROLLOUTS[0])
     print(f"\n{len(written)} responses; of their sums are right:")
-    for before, length in zip((0, *LENGTHS), LENGTHS, strict=False):
+    for before, length in zip((0, *LENGTHS[:-1]), LENGTHS, strict=True):
         shares = [right_share(text[before:length]) for text in written]
         print(f"  characters {before + 1} to {length}: {sum(shares) / len(shares):.1%}")
     print()
