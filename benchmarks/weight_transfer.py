@@ -11,8 +11,8 @@ the same bytes, in one run. Targets:
 - to SGLang: the same to a real server with Tandem's plugin.
 - by broadcasts: both of these, by gloo.
 - by requests (``--by-requests``): to the same server by SGLang's own path, one request per bucket, unchecked.
-- rounded (``--precision``): to SGLang, with the weights rounded before they are sent (``rollout.precision``). Target: at
-  most 1.15 of a transfer as they are.
+- rounded (``--precision``): to SGLang, with the weights rounded before they are sent (``rollout.precision``), those of a
+  grid packed. Target: at most 1.15 of a transfer as they are.
 
 All groups have the same size: the sender and ``--tp`` receivers. The ways alternate round by round, so that a
 slow spell of a shared machine hits them alike; the first round warms up and is not counted. ``--load`` adds a
@@ -126,7 +126,11 @@ def measure(given, rounds: int, scratch: Path) -> dict:
         total_optimizer_steps=1, logprob_chunk_tokens=1024, recompute="none", seed=0,
     )  # fmt: skip
     flat = torch.cat([tensor.flatten() for _, tensor in engine.export_hf()]).view(torch.uint8)
-    plan, buffers = plan_transfer(engine.export_plan(), dtype=dtype, device="cpu"), Buffers()
+    plans, buffers = {}, Buffers()
+    for precision in (None, *given.precision):
+        plans[precision] = plan_transfer(
+            engine.export_plan(), dtype=dtype, device="cpu", precision=precision, packs=True
+        )
     seconds: dict[str, list[float]] = {}
 
     def timed(name: str, work: Callable[[], None]) -> None:
@@ -157,7 +161,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
                     to._broadcaster is not None
                 ):  # several share the control, whose group is the one that joined last
                     to._control.group_name = to._broadcaster.group_name
-                timed(name, lambda to=to, how=precision: transfer(to, engine, plan, buffers, how))
+                timed(name, lambda to=to, plan=plans[precision]: transfer(to, engine, plan, buffers))
                 to._control.end_update()
                 to._control.resume()
         for to in {id(to): to for to, _ in ways.values()}.values():
@@ -170,8 +174,8 @@ def measure(given, rounds: int, scratch: Path) -> dict:
         "tp": given.tp,
         "dtype": given.dtype,
         "mib": round(flat.numel() / 2**20, 1),
-        "buckets": len(plan.counts),
-        "tensors": len(plan.names),
+        "buckets": len(plans[None].counts),
+        "tensors": len(plans[None].names),
         "loaded_by_sglang": loaded_by_sglang(scratch / "logs"),
         "seconds": seconds,
         "ratios": {name: medians[name] / medians[SGLANG] for name in TARGETS},
@@ -190,10 +194,10 @@ def sender(control, tp: int, carrier: str = "gloo", **options):
     return StageSender(control, tp, carrier, TIMEOUT_S, **options)
 
 
-def transfer(to, engine, plan, buffers, precision: str | None) -> None:
+def transfer(to, engine, plan, buffers) -> None:
     from parallel.weights.transfer import make_buckets
 
-    to.send(make_buckets(engine.export_hf(), plan, buffers, precision), plan, 1)
+    to.send(make_buckets(engine.export_hf(), plan, buffers), plan, 1)
 
 
 def bare(to, receivers: "Receivers", flat: torch.Tensor) -> None:

@@ -1,1 +1,2 @@
-"""Operations whose every row has the same bits in every batch, for both engines. It imports torch alone."""
+"""What both engines compute alike: operations whose every row has the same bits in every batch, and the grids to which
+weights are rounded. It imports torch alone."""

@@ -97,7 +97,7 @@ class StageSender:
             answers.add(
                 self._control.receive_transfer(
                     names=plan.names,
-                    dtypes=[_dtype_name(plan.dtype_of(name)) for name in plan.names],
+                    dtypes=[plan.form_of(name) for name in plan.names],
                     shapes=plan.shapes,
                     announcement=announcement,
                     version=version,

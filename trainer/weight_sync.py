@@ -148,7 +148,13 @@ class WeightSync:
         self._samples_are_probes = samples_are_probes and rollout.sglang_plugin
         self._samples_ahead = rollout.max_staleness > 0 and rollout.sglang_plugin
         self._has_met_servers = False
-        self._plan = plan_transfer(learner.engine.export_plan(), dtype=self._dtype, device=device().type)
+        self._plan = plan_transfer(
+            learner.engine.export_plan(),
+            dtype=self._dtype,
+            device=device().type,
+            precision=rollout.precision,
+            packs=rollout.sglang_plugin,
+        )
         self._sender: StageSender | None = None
         self._buffers = Buffers()
         self._launch, self._address, self._key = launch, address, key
@@ -344,7 +350,7 @@ class WeightSync:
         self, exported: Iterator[tuple[str, Tensor]], version: int, opening: Pending | None
     ) -> SentByRank:
         groups = self._learner.groups
-        buckets = make_buckets(exported, self._plan, self._buffers, self._rollout.precision)
+        buckets = make_buckets(exported, self._plan, self._buffers)
         first = next(buckets)
         with in_turn(groups):
             # Only the last stage's request names the version (and flushes), so servers never report the new

@@ -13,6 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -25,7 +26,7 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 from configs.schema.rollout import Precision
 from parallel.megatron import platform
 from parallel.weights.hf_names import is_kept_float32
-from parallel.weights.precision import is_rounded, round_into
+from parallel.weights.precision import is_packed, is_rounded, packed_form, round_into
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ CHECK_EVERY_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Consecutive tensors of one dtype as one flat byte string, in the order of ``names``.
+    """Consecutive tensors of one dtype as one flat byte string, in the order of ``names``; packed ones among them.
 
     With one dtype per bucket every byte offset is a multiple of the item size, as the receiver's views need.
     """
@@ -86,6 +87,10 @@ class TransferPlan:
     shapes: list[list[int]]
     dtype: torch.dtype
     """As which they are sent, but for tensors that are float32 everywhere."""
+    precision: Precision | None
+    """To which they are rounded."""
+    packs: bool
+    """Whether what is rounded to a grid is sent as its scales and a byte for each number (``numerics/grids.py``)."""
     counts: list[int]
     """Tensors in each bucket."""
     are_alone: list[bool]
@@ -95,9 +100,20 @@ class TransferPlan:
         """As which the tensor is sent. All tensors of a bucket have the same."""
         return _dtype_of(name, self.dtype)
 
+    def form_of(self, name: str) -> str:
+        """As which the tensor is announced to servers with Tandem's plugin: ``bfloat16``, or ``bfloat16/int8`` if it is
+        packed."""
+        dtype = str(self.dtype_of(name)).removeprefix("torch.")
+        return f"{dtype}/{self.precision}" if self.packs and is_packed(name, self.precision) else dtype
+
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if is_kept_float32(name) else dtype
+
+
+def _bytes_of(name: str, shape: Sequence[int], dtype: torch.dtype, packed_to: Precision | None) -> int:
+    form = packed_form(name, shape, packed_to)
+    return torch.Size(shape).numel() * _dtype_of(name, dtype).itemsize if form is None else form.nbytes
 
 
 def plan_transfer(
@@ -105,20 +121,25 @@ def plan_transfer(
     *,
     dtype: torch.dtype,
     device: str,
+    precision: Precision | None = None,
+    packs: bool = False,
     max_bytes: int | None = None,
     alone_bytes: int | None = None,
 ) -> TransferPlan:
     """Group units, each of one or several ``(name, shape)`` that lie together, into buckets.
 
+    packs: whether the servers take packed matrices: those with Tandem's plugin do.
+
     A unit of ``alone_bytes`` or more, larger than a bucket, or of another dtype is one by itself. All others fill buckets of at most
     ``max_bytes``, past the large ones between them. None: ``BUCKET_BYTES`` and ``ALONE_BYTES`` of the device type.
     """
     max_bytes, alone_bytes = max_bytes or BUCKET_BYTES[device], alone_bytes or ALONE_BYTES[device]
+    packed_to = precision if packs else None
     planned: list[_Planned] = []
     filling, free = None, 0
-    for place, unit in enumerate(units):
+    for place, unit in enumerate(chain.from_iterable(_apart(unit, packed_to) for unit in units)):
         sent_as = _dtype_of(unit[0][0], dtype)
-        size = sum(torch.Size(shape).numel() for _, shape in unit) * sent_as.itemsize
+        size = sum(_bytes_of(name, shape, dtype, packed_to) for name, shape in unit)
         is_alone = size >= min(alone_bytes, max_bytes) or sent_as != dtype
         if is_alone or filling is None or size > free:
             planned.append(_Planned(is_alone))
@@ -134,9 +155,20 @@ def plan_transfer(
         names=[name for name, _ in tensors],
         shapes=[list(shape) for _, shape in tensors],
         dtype=dtype,
+        precision=precision,
+        packs=packs,
         counts=[len(bucket.tensors) for bucket in planned],
         are_alone=[bucket.is_alone for bucket in planned],
     )
+
+
+def _apart(
+    unit: Sequence[tuple[str, Sequence[int]]], packed_to: Precision | None
+) -> Iterable[Sequence[tuple[str, Sequence[int]]]]:
+    """Tensors that are packed no longer lie together, and the receivers need not wait for the next one to be packed."""
+    if any(is_packed(name, packed_to) for name, _ in unit):
+        return [[tensor] for tensor in unit]
+    return [unit]
 
 
 @dataclass(slots=True)
@@ -150,13 +182,12 @@ def make_buckets(
     tensors: Iterable[tuple[str, Tensor]],
     plan: TransferPlan,
     buffers: Buffers | None = None,
-    precision: Precision | None = None,
 ) -> Iterator[Bucket]:
     """The buckets of ``plan``, each as soon as the last of its tensors has come from ``tensors``: the planned names
     with full tensors, in the order of the export.
 
     Tensors that lie one after another in memory are sent from there. Others are converted and copied into buffers, or
-    rounded into them (``precision``): a bucket's bytes stay until the second next bucket is requested.
+    rounded or packed into them: a bucket's bytes stay until the second next bucket is requested.
 
     Raises ValueError where a tensor was not planned, or is missing.
     """
@@ -170,7 +201,7 @@ def make_buckets(
         filling = filling_of.pop(name, None)
         if filling is None or not filling.fits(name, tensor):
             raise ValueError(f"{name} of shape {list(tensor.shape)} was not planned")
-        filling.add(tensor, precision if is_rounded(name, precision) else None)
+        filling.add(name, tensor)
         if name == filling.names[-1]:
             yield filling.bucket(is_last=not filling_of)
     if filling_of:
@@ -184,8 +215,11 @@ class _Filling:
         """take: gives memory, see ``Buffers.take``."""
         self._take = take
         self.names, self._shapes = plan.names[part], plan.shapes[part]
-        self._dtype = plan.dtype_of(self.names[0])
-        self._size = sum(torch.Size(shape).numel() for shape in self._shapes) * self._dtype.itemsize
+        self._dtype, self._precision, self._packs = plan.dtype_of(self.names[0]), plan.precision, plan.packs
+        packed_to = plan.precision if plan.packs else None
+        both = zip(self.names, self._shapes, strict=True)
+        self._sizes = [_bytes_of(name, shape, plan.dtype, packed_to) for name, shape in both]
+        self._size = sum(self._sizes)
         self._number = self._filled = 0
         self._first: Tensor | None = None
         """Begins the memory in which all tensors so far lie; None once they are copied."""
@@ -194,24 +228,27 @@ class _Filling:
     def fits(self, name: str, tensor: Tensor) -> bool:
         return (name, list(tensor.shape)) == (self.names[self._number], self._shapes[self._number])
 
-    def add(self, tensor: Tensor, precision: Precision | None) -> None:
-        """precision: to which it is rounded; None: not at all."""
+    def add(self, name: str, tensor: Tensor) -> None:
         tensor = tensor.detach()
-        size = tensor.numel() * self._dtype.itemsize
-        if self._number == 0 and precision is None and self._can_stay(tensor):
+        is_as_it_is = not is_rounded(name, self._precision)
+        size = self._sizes[self._number]
+        if self._number == 0 and is_as_it_is and self._can_stay(tensor):
             self._first = tensor
-        elif self._first is not None and (precision is not None or not self._follows(self._first, tensor)):
-            self._part(0, self._filled, tensor.device).copy_(
-                _bytes_from(self._first, self._filled).view(self._dtype)
-            )
+        elif self._first is not None and not (is_as_it_is and self._follows(self._first, tensor)):
+            self._part(0, self._filled, tensor.device).copy_(_bytes_from(self._first, self._filled))
             self._first = None
         if self._first is None:
-            part = self._part(self._filled, size, tensor.device).view(tensor.shape)
-            if precision is None:
-                part.copy_(tensor)
-            else:
-                round_into(part, tensor, precision)
+            self._write(self._part(self._filled, size, tensor.device), name, tensor)
         self._number, self._filled = self._number + 1, self._filled + size
+
+    def _write(self, part: Tensor, name: str, tensor: Tensor) -> None:
+        form = packed_form(name, tensor.shape, self._precision) if self._packs else None
+        if form is not None:
+            form.pack_into(part, tensor)
+        elif self._precision is not None and is_rounded(name, self._precision):
+            round_into(part.view(self._dtype).view(tensor.shape), tensor, self._precision)
+        else:
+            part.view(self._dtype).view(tensor.shape).copy_(tensor)
 
     def _can_stay(self, tensor: Tensor) -> bool:
         return tensor.dtype == self._dtype and tensor.is_contiguous()
@@ -223,10 +260,10 @@ class _Filling:
         return self._can_stay(tensor) and same and is_next
 
     def _part(self, start: int, size: int, device: torch.device) -> Tensor:
-        """Flat, of the dtype that is sent: these bytes of the bucket's memory."""
+        """uint8 [size]: these bytes of the bucket's memory."""
         if self._buffer is None:
             self._buffer = self._take(self._size, device)
-        return self._buffer[start : start + size].view(self._dtype)
+        return self._buffer[start : start + size]
 
     def bucket(self, *, is_last: bool) -> Bucket:
         if self._first is not None:

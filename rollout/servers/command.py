@@ -38,7 +38,7 @@ closed during a cut of the network would lose the next request."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
 NUMERICS = Path(__file__).parents[2]
-"""The folder of the package ``numerics``."""
+"""The folder of the package ``numerics``, which the plugin imports."""
 
 OTHER_MODEL = re.compile("model-impl|json-model-override-args|speculative-")
 """Flags with which a server may load the code of another model than its config.json names."""
@@ -186,10 +186,9 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         environment.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
     ours = [] if spec.cuda else [str(STAND_INS)]
     if spec.config.rollout.sglang_plugin:
-        ours.append(str(PLUGIN))
+        ours += [str(PLUGIN), str(NUMERICS)]
     if spec.config.numerics_pieces is not None:
         environment["TANDEM_NUMERICS"] = f"aligned:{spec.config.numerics_pieces}"
-        ours.append(str(NUMERICS))
     paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if spec.cuda:

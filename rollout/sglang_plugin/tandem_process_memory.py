@@ -135,14 +135,18 @@ class Sending:
     def wait_for_all_but(self, newest: int, check: Check) -> None:
         """Return when all receivers have taken what was offered, but for the newest."""
         deadline = time.monotonic() + self._timeout_s
+        self._forget_what_is_taken()  # the offer may have heard of it
         while len(self._due) > newest:
             check()
             if time.monotonic() > deadline:
                 raise TimeoutError(f"a server did not take weights in {self._timeout_s:g} s")
             self._look(LOOK_EVERY_S, check)
-            if len(self._taken) == self._num_receivers:
-                while len(self._due) > self._num_offered - min(self._taken.values()):
-                    self._due.popleft()
+            self._forget_what_is_taken()
+
+    def _forget_what_is_taken(self) -> None:
+        if len(self._taken) == self._num_receivers:
+            while len(self._due) > self._num_offered - min(self._taken.values()):
+                self._due.popleft()
 
     def _look(self, timeout_s: float, check: Check) -> None:
         """Meet receivers, and hear what they have taken."""

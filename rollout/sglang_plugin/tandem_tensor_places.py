@@ -7,10 +7,13 @@ expert weights need no table here. Nothing is received here: ``tandem_weight_rec
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from numerics.grids import GRIDS, Packed
 
 logger = logging.getLogger(__name__)
 aten = torch.ops.aten
@@ -22,11 +25,34 @@ class Sent:
 
     name: str
     dtype: torch.dtype
+    """In which it is loaded."""
     shape: torch.Size
+    packed: Packed | None = None
+    """How it comes; None: as numbers of ``dtype``."""
+
+    @classmethod
+    def parse(cls, name: str, form: str, shape: Sequence[int]) -> "Sent":
+        """form: a dtype as ``bfloat16``, or a dtype and a grid as ``bfloat16/int8``. Raises ValueError."""
+        dtype, _, grid = form.partition("/")
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype) or (grid and (grid not in GRIDS or len(shape) != 2)):
+            raise ValueError(
+                f"{name} of shape {list(shape)} is announced as {form!r:.60}, which nothing can be"
+            )
+        return cls(name, kind, torch.Size(shape), Packed(GRIDS[grid], *shape) if grid else None)
 
     @property
     def nbytes(self) -> int:
-        return self.shape.numel() * self.dtype.itemsize
+        """Bytes that come."""
+        return self.shape.numel() * self.dtype.itemsize if self.packed is None else self.packed.nbytes
+
+    def unpacked(self, flat: Tensor) -> Tensor:
+        """The whole tensor, of the uint8 [nbytes] that came; a view of them if it was not packed."""
+        if self.packed is None:
+            return flat.view(self.dtype).view(self.shape)
+        whole = torch.empty(self.shape, dtype=self.dtype, device=flat.device)
+        self.packed.unpack_into(whole, self.packed.scales_of(flat), self.packed.numbers_of(flat))
+        return whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +65,7 @@ class Copy:
     """View of the sent tensor, without memory: which part of it is copied."""
 
     def is_whole(self, sent: Sent) -> bool:
-        """Whether the parameter's part is, byte for byte, the sent tensor."""
+        """Whether the parameter's part is, byte for byte, the tensor in its dtype."""
         return (
             self.part.dtype == sent.dtype
             and self.part.is_contiguous()
@@ -48,57 +74,97 @@ class Copy:
         )
 
 
+class Memory:
+    """Memory on the CPU in which the rows of all buckets of a model come, some at a time."""
+
+    def __init__(self, size: int) -> None:
+        """size: bytes of the numbers of these rows."""
+        self.numbers, self.packed = torch.empty(size, dtype=torch.uint8), torch.empty(0, dtype=torch.uint8)
+        self.scales = self.packed
+
+    def of_packed(self, scales: int, packed: int) -> tuple[Tensor, Tensor]:
+        """uint8 [scales] and uint8 [packed], apart. What was given before stays valid."""
+        if len(self.scales) < scales:
+            self.scales = torch.empty(scales, dtype=torch.uint8)
+        if len(self.packed) < packed:
+            self.packed = torch.empty(packed, dtype=torch.uint8)
+        return self.scales[:scales], self.packed[:packed]
+
+
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows of a sent tensor, in memory that all rows of a bucket share."""
+    """Some rows of a sent tensor, or the scales of a packed one, in memory that all rows of a bucket share."""
 
     memory: Tensor
-    """uint8 [bytes]."""
-    copies: list[tuple[Tensor, Tensor]]
-    """Parts of parameters, and the views of ``memory`` that belong there."""
+    """uint8 [bytes], as they come."""
+    copies: Sequence[tuple[Tensor, Tensor]] = ()
+    """Parts of parameters, and the views of the numbers' memory that belong there."""
+    unpack: Callable[[], None] | None = None
+    """Makes numbers of ``memory``."""
 
     def load(self) -> None:
+        if self.unpack is not None:
+            self.unpack()
         for part, source in self.copies:
             part.copy_(source)
 
 
-def split_rows(sent: Sent, copies: Sequence[Copy], memory: Tensor) -> list[Rows] | None:
-    """All rows of a tensor (of a vector: its numbers), as many at a time as fit into ``memory``, uint8. None where one
+def split_rows(sent: Sent, copies: Sequence[Copy], memory: Memory) -> list[Rows] | None:
+    """All rows of a tensor (of a vector: its numbers), as many at a time as fit into ``memory``. None where one
     does not fit, or where a copy does not take the same of one row after another."""
     if not sent.nbytes or not sent.shape:
         return None
     num_rows, width = sent.shape[0], sent.shape[1:].numel()
-    at_once = memory.numel() // (width * sent.dtype.itemsize)
-    if not at_once:
+    at_once = min(num_rows, memory.numbers.numel() // (width * sent.dtype.itemsize))
+    if not at_once or not all(_is_by_rows(copy, width) for copy in copies):
         return None
-    for copy in copies:
-        extent = 1 + sum(
-            (n - 1) * step for n, step in zip(copy.source.shape[1:], copy.source.stride()[1:], strict=True)
-        )
-        is_by_rows = copy.source.dim() > 0 and copy.source.stride(0) == width
-        if (
-            not is_by_rows
-            or copy.part.shape != copy.source.shape
-            or copy.source.storage_offset() % width + extent > width
-        ):
-            return None
-    rows = []
+    packed = sent.packed
+    if packed is None:
+        come, rows = memory.numbers, []
+    else:
+        rest = packed.nbytes - packed.scale_bytes - num_rows * width
+        scale_bytes, come = memory.of_packed(packed.scale_bytes, at_once * width + rest)
+        rows, scales = [Rows(scale_bytes)], packed.scales_of(scale_bytes)
+    is_there = len(copies) == 1 and copies[0].is_whole(sent)
     for start in range(0, num_rows, at_once):
         end = min(start + at_once, num_rows)
-        flat = memory[: (end - start) * width * sent.dtype.itemsize]
-        numbers, taken = flat.view(sent.dtype), []
-        for copy in copies:
-            # The copy's first row is this one of the tensor.
-            before, column = divmod(int(copy.source.storage_offset()), width)
-            first, last = max(start - before, 0), min(end - before, copy.source.shape[0])
-            if first < last:
-                shape = (last - first, *copy.source.shape[1:])
-                view = numbers.as_strided(
-                    shape, copy.source.stride(), (before + first - start) * width + column
-                )
-                taken.append((copy.part[first:last], view))
-        rows.append(Rows(flat, taken))
+        numbers = memory.numbers[: (end - start) * width * sent.dtype.itemsize].view(sent.dtype)
+        if packed is None:
+            rows.append(Rows(come[: numbers.nbytes], _taken(copies, numbers, start, end, width)))
+            continue
+        to = copies[0].part.view(sent.shape)[start:end] if is_there else numbers.view(end - start, width)
+        unpack = partial(packed.unpack_into, to, scales, come[: to.numel()], start)
+        taken = () if is_there else _taken(copies, numbers, start, end, width)
+        rows.append(Rows(come[: to.numel() + (rest if end == num_rows else 0)], taken, unpack))
     return rows
+
+
+def _is_by_rows(copy: Copy, width: int) -> bool:
+    """Whether it takes the same numbers of one row of the tensor after another."""
+    source = copy.source
+    extent = 1 + sum((n - 1) * step for n, step in zip(source.shape[1:], source.stride()[1:], strict=True))
+    return (
+        source.dim() > 0
+        and source.stride(0) == width
+        and copy.part.shape == source.shape
+        and source.storage_offset() % width + extent <= width
+    )
+
+
+def _taken(
+    copies: Sequence[Copy], numbers: Tensor, start: int, end: int, width: int
+) -> list[tuple[Tensor, Tensor]]:
+    """What each copy takes of the rows from ``start`` to ``end``, which are in ``numbers``."""
+    taken = []
+    for copy in copies:
+        # The copy's first row is this one of the tensor.
+        before, column = divmod(int(copy.source.storage_offset()), width)
+        first, last = max(start - before, 0), min(end - before, copy.source.shape[0])
+        if first < last:
+            shape = (last - first, *copy.source.shape[1:])
+            offset = (before + first - start) * width + column
+            taken.append((copy.part[first:last], numbers.as_strided(shape, copy.source.stride(), offset)))
+    return taken
 
 
 @dataclass(slots=True)

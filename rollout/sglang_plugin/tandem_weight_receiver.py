@@ -4,12 +4,13 @@ SGLang's own path takes a request per broadcast, receives into new memory and lo
 announces a whole transfer (``tandem_weight_transfer``), whose buckets come by broadcasts, or are copied out of the
 learner's memory. A bucket whose tensors are, one after another, the whole of a contiguous part of a parameter
 is received there. All others go through memory that is kept: a few rows at a time, which stay in a core's cache, or
-else the whole bucket.
+else the whole bucket. Matrices that the learner has rounded come packed (``numerics/grids.py``), and are unpacked from
+there to where they belong.
 
 Where a tensor belongs is asked of SGLang's own loader (``tandem_tensor_places``). Tensors whose loading is no plain copy
 are loaded by SGLang.
 
-Every bucket is hashed where it was received, in the parameter if it went there. The learner sends its hashes
+Every bucket is hashed as it came where it was received, in the parameter if it went there. The learner sends its hashes
 last. A difference fails the request, and so does a parameter that no transfer of the update has filled.
 """
 
@@ -24,7 +25,7 @@ import torch
 import torch.distributed as dist
 from tandem_process_memory import PART_BYTES, Meeting, Receiving
 from tandem_routed_experts import WITH_EXPERTS, is_captured
-from tandem_tensor_places import Places, Rows, Sent, left_out, lies_behind, record, split_rows
+from tandem_tensor_places import Memory, Places, Rows, Sent, left_out, lies_behind, record, split_rows
 from tandem_weight_transfer import PROTOCOL, QUESTION, Announcement, RunningHash, differing, weight_hash
 from torch import Tensor
 
@@ -61,8 +62,7 @@ def receive(original, updater, *, names, dtypes, shapes, group_name, load_format
     from sglang.srt.runtime_context import get_parallel
 
     tensors = [
-        Sent(name, getattr(torch, dtype), torch.Size(shape))
-        for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
+        Sent.parse(name, dtype, shape) for name, dtype, shape in zip(names, dtypes, shapes, strict=True)
     ]
     receiver = _receiver_of(updater)
     if announced.meeting is None:
@@ -186,8 +186,7 @@ class Receiver:
         self._asked: set[Sent] = set()
         self._received: set[str] = set()
         self._memory: list[Tensor | None] = [None, None]
-        self._part: Tensor | None = None
-        """Memory of the rows of all buckets."""
+        self._rows: Memory | None = None
         self._landings: dict[tuple[Sent, ...], Tensor | list[Rows] | None] = {}
         self._complete: set[str] | None = None
         """Tensors of an update that filled every parameter."""
@@ -289,7 +288,7 @@ class Receiver:
         parts: list[Tensor] = []
         for sent in piece:
             copies = self._places.copies.get(sent.name, ())
-            if len(copies) != 1 or not copies[0].is_whole(sent):
+            if sent.packed is not None or len(copies) != 1 or not copies[0].is_whole(sent):
                 return None
             part = copies[0].part
             if parts and not lies_behind(parts[-1], part):
@@ -302,12 +301,12 @@ class Receiver:
         """The rows of a bucket in their order; None where it must be received as a whole."""
         if self._device.type != "cpu":
             return None
-        if self._part is None:
-            self._part = torch.empty(PART_BYTES, dtype=torch.uint8)
+        if self._rows is None:
+            self._rows = Memory(PART_BYTES)
         rows: list[Rows] = []
         for sent in piece:
             copies = self._places.copies.get(sent.name)
-            some = None if copies is None else split_rows(sent, copies, self._part)
+            some = None if copies is None else split_rows(sent, copies, self._rows)
             if some is None:
                 return None
             rows += some
@@ -324,7 +323,7 @@ class Receiver:
         """Copy tensors from ``flat`` to where they belong. Returns what failed."""
         others = []
         for sent, part in zip(piece, flat.split([sent.nbytes for sent in piece]), strict=True):
-            whole = part.view(sent.dtype).view(sent.shape)
+            whole = sent.unpacked(part)
             copies = self._places.copies.get(sent.name)
             if copies is None:
                 others.append((sent.name, whole))

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-PROTOCOL = "tandem-transfer-2"
+PROTOCOL = "tandem-transfer-3"
 """Name and version; both sides must have the same."""
 QUESTION = "tandem-transfer?"
 """The load format of a request that asks for ``PROTOCOL``. SGLang knows no such format and refuses it."""

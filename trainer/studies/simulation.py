@@ -19,7 +19,6 @@ import torch.distributed as dist
 
 import trainer.learner
 from configs.schema import RunConfig
-from configs.schema.rollout import Precision
 from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.engine import MegatronEngine, ValueEngine
 from parallel.planning.memory import row_counts
@@ -227,17 +226,19 @@ class _Sync:
     def __init__(self, learner: Learner, config: RunConfig, memory: Memory):
         self._memory = memory
         self._learner = learner
-        self._precision: Precision | None = config.rollout.precision
-        dtype = getattr(torch, config.rollout.dtype)
-        self._plan = plan_transfer(learner.engine.export_plan(), dtype=dtype, device="cuda")
+        self._plan = plan_transfer(
+            learner.engine.export_plan(),
+            dtype=getattr(torch, config.rollout.dtype),
+            device="cuda",
+            precision=config.rollout.precision,
+            packs=config.rollout.sglang_plugin,
+        )
         self.buckets: list[int] = []
 
     def publish(self) -> SyncResult:
         self._learner.version += 1
         with self._memory.allocating("transfer"):
-            for bucket in make_buckets(
-                self._learner.engine.export_hf(), self._plan, Buffers(), self._precision
-            ):
+            for bucket in make_buckets(self._learner.engine.export_hf(), self._plan, Buffers()):
                 self.buckets.append(bucket.bytes.numel())
         return SyncResult(
             version=self._learner.version, bytes=sum(self.buckets), seconds=0.0, max_logprob_gap=None

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.schema.rollout import ROUNDED, Precision, RolloutConfig
 from launch.roles.learn import compare_engines
-from parallel.weights.precision import MATRIX, _to_fp8, is_rounded, rounded
+from parallel.weights.precision import MATRIX, is_rounded, packed_form, rounded
 from trainer.turns import OwnDevices
 
 PRECISIONS = get_args(Precision)
@@ -114,9 +114,7 @@ def test_numbers_are_rounded_to_e4m3_as_torch_does():
     around = [math.nextafter(middle, side) for middle in middles for side in (-math.inf, math.inf)]
     numbers = torch.tensor([*E4M3, *middles, *around, 0.0, -0.0, 1e-30, -1e-45], dtype=torch.float64).float()
     numbers = torch.cat([numbers, torch.linspace(-448, 448, 100_003), torch.linspace(-0.05, 0.05, 100_003)])
-    found = numbers.clone()
-    _to_fp8(found)
-    assert torch.equal(found, numbers.to(torch.float8_e4m3fn).float())
+    assert torch.equal(rounded(numbers.view(1, -1), "fp8_e4m3")[0], numbers.to(torch.float8_e4m3fn).float())
 
 
 @pytest.mark.parametrize("precision", SCALED)
@@ -221,6 +219,9 @@ def test_just_the_matrices_of_the_layers_are_rounded(kind):
     linear |= {f"model.layers.1.{name}.weight" for name in EXPERTS.get(kind, [])}
     others = {name for name, _ in model.named_parameters() if name not in linear and ".experts." not in name}
     assert linear and others and {name for name in linear | others if MATRIX.search(name)} == linear
+    assert packed_form("model.layers.1.mlp.up_proj.weight", (3, 5), "int4").nbytes == 32
+    assert packed_form("model.norm.weight", (5,), "int4") is None
+    assert packed_form("model.layers.1.mlp.up_proj.weight", (3, 5), "bf16") is None
     for precision in PRECISIONS:
         changed = {name for name in linear | others if is_rounded(name, precision)}
         assert changed == (linear if precision in SCALED else linear | others), precision

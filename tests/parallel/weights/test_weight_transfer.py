@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parallel.weights.precision import rounded
+from parallel.weights.precision import packed_form, rounded
 from parallel.weights.transfer import Buffers, Line, TransferPlan, make_buckets, plan_transfer
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2), min_size=1, max_size=12)
@@ -22,12 +22,14 @@ def tensors_of(shapes: list[list[int]]) -> list[tuple[str, torch.Tensor]]:
 
 
 def plan_of(
-    tensors, dtype=torch.float32, *, max_bytes: int, alone_bytes: int = 2**20, sizes=None
+    tensors, dtype=torch.float32, *, max_bytes: int, alone_bytes: int = 2**20, sizes=None, **rounding
 ) -> TransferPlan:
     """sizes: tensors of each unit."""
     rest = iter([(name, tensor.shape) for name, tensor in tensors])
     units = [list(itertools.islice(rest, size)) for size in sizes or [1] * len(tensors)]
-    return plan_transfer(units, dtype=dtype, device="cpu", max_bytes=max_bytes, alone_bytes=alone_bytes)
+    return plan_transfer(
+        units, dtype=dtype, device="cpu", max_bytes=max_bytes, alone_bytes=alone_bytes, **rounding
+    )
 
 
 def content(tensors) -> bytes:
@@ -123,11 +125,11 @@ def test_what_is_rounded_is_rounded_into_kept_memory_and_nothing_else_changes(dt
     names = [f"layers.{i}.{name}.weight" for i in range(3) for name in ("norm", "q_proj", "k_proj")]
     tensors = [(name, torch.randn([64] if "norm" in name else [64, 40])) for name in names]
     before = [tensor.clone() for _, tensor in tensors]
-    plan = plan_of(tensors, dtype, max_bytes=2**20, alone_bytes=2**12, sizes=[1, 2] * 3)
+    plan = plan_of(tensors, dtype, max_bytes=2**20, alone_bytes=2**12, sizes=[1, 2] * 3, precision="int4")
     buffers, places = Buffers(), []
     for _ in range(2):
         found = {}
-        for bucket in make_buckets(tensors, plan, buffers, "int4"):
+        for bucket in make_buckets(tensors, plan, buffers):
             flat = bucket.bytes.clone().view(dtype)
             places += [bucket.bytes.data_ptr()] if len(bucket.names) == 2 else []
             for name, shape in zip(bucket.names, bucket.shapes, strict=True):
@@ -138,6 +140,38 @@ def test_what_is_rounded_is_rounded_into_kept_memory_and_nothing_else_changes(dt
             assert torch.equal(found[name], sent.to(dtype)), name
     assert len(places) == 6 and len(set(places)) == 2
     assert all(torch.equal(tensor, old) for (_, tensor), old in zip(tensors, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("precision", ["int8", "int4", "fp8_e4m3", "fp8_e4m3_block"])
+@pytest.mark.parametrize("alone_bytes", [2**9, 2**20])
+def test_packed_matrices_are_buckets_of_their_own_or_share_them_with_what_is_not_rounded(
+    dtype, precision, alone_bytes
+):
+    """What lies together before it is packed is apart then, and an odd number of bytes shifts nothing."""
+    names = [f"layers.{i}.{name}.weight" for i in range(3) for name in ("norm", "q_proj", "k_proj")]
+    tensors = [(name, torch.randn([3] if "norm" in name else [33, 39])) for name in names]
+    rounding = {"precision": precision, "packs": True}
+    plan = plan_of(tensors, dtype, max_bytes=2**20, alone_bytes=alone_bytes, sizes=[1, 2] * 3, **rounding)
+    assert len(plan.counts) == (7 if alone_bytes == 2**9 else 1)
+    forms = {name: plan.form_of(name) for name in names}
+    there = str(dtype).removeprefix("torch.")
+    assert forms == {name: there if "norm" in name else f"{there}/{precision}" for name in names}
+    found = {}
+    for bucket in make_buckets(tensors, plan):
+        flat = bucket.bytes.clone()
+        for name, shape in zip(bucket.names, bucket.shapes, strict=True):
+            form = packed_form(name, shape, precision)
+            size = torch.Size(shape).numel() * dtype.itemsize if form is None else form.nbytes
+            part, flat = flat[:size], flat[size:]
+            found[name] = part.clone().view(dtype) if form is None else torch.empty(shape, dtype=dtype)
+            if form is not None:
+                form.unpack_into(found[name], form.scales_of(part), form.numbers_of(part))
+        assert not flat.numel()
+    for name, tensor in tensors:
+        assert torch.equal(
+            found[name], tensor.to(dtype) if "norm" in name else rounded(tensor, precision).to(dtype)
+        )
 
 
 @pytest.mark.parametrize("place", [0, 1])

@@ -86,6 +86,22 @@ def test_every_receiver_gets_every_byte_though_memory_is_used_again(count):
             assert [heard.recv() for _, heard in all_of_them] == [wanted] * count
 
 
+def test_a_sender_that_is_slower_than_its_receivers_waits_for_nothing():
+    """The offer of the second bucket hears that the first is taken."""
+
+    def check() -> None:
+        raise AssertionError("there is nothing to wait for")
+
+    with closing(Sending(1, TIMEOUT_S)) as sending:
+        with receivers(1, receive_one, sending.meeting) as [(_, heard)]:
+            sending.offer(next(flats()), nothing)
+            while not sending._taken:
+                sending._look(TIMEOUT_S, nothing)  # it comes
+            assert heard.recv() == "one"
+            sending.offer(torch.zeros(5, dtype=torch.uint8), nothing)
+            sending.wait_for_all_but(1, check)
+
+
 @pytest.mark.parametrize("way", ["dies", "stalls", "is asked of"])
 def test_a_receiver_that_takes_no_more_ends_the_wait(way):
     """By its end, by the deadline, or by its HTTP answer, whichever comes first."""

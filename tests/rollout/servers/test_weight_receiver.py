@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from numerics.grids import GRIDS, Packed
+from parallel.weights.precision import rounded
 from rollout.servers.command import PLUGIN
 from rollout.sglang_plugin import tandem_weight_transfer as transfer
 
@@ -77,10 +79,12 @@ def weights_of(seed: int) -> dict[str, Tensor]:
 class Sender:
     """In the place of a process group: hands out what is broadcast, or lets it be read from memory."""
 
-    def __init__(self, weights: dict[str, Tensor], counts, kind: str, flip: int | None = None):
-        tensors, self._flats = iter(weights.values()), []
+    def __init__(
+        self, weights: dict[str, Tensor], counts, kind: str, flip: int | None = None, grid: str = ""
+    ):
+        tensors, self._flats = iter(weights.items()), []
         for count in counts:
-            flats = [tensor.flatten().view(torch.uint8) for tensor in itertools.islice(tensors, count)]
+            flats = [as_sent(name, tensor, grid) for name, tensor in itertools.islice(tensors, count)]
             self._flats.append(torch.cat(flats))
         self._flats.append(torch.stack([transfer.weight_hash(flat, kind) for flat in self._flats]))
         if flip is not None:
@@ -99,19 +103,36 @@ class Sender:
         return SimpleNamespace(wait=lambda: None)
 
 
-def sent_of(weights: dict[str, Tensor]) -> list[receiver.Sent]:
-    return [receiver.Sent(name, tensor.dtype, tensor.shape) for name, tensor in weights.items()]
+PACKED = ("words", "gate", "up", "out")
+
+
+def as_sent(name: str, tensor: Tensor, grid: str) -> Tensor:
+    if not grid or name not in PACKED:
+        return tensor.flatten().view(torch.uint8)
+    form = Packed(GRIDS[grid], *tensor.shape)
+    packed = torch.empty(form.nbytes, dtype=torch.uint8)
+    form.pack_into(packed, tensor)
+    return packed
+
+
+def sent_of(weights: dict[str, Tensor], grid: str = "") -> list[receiver.Sent]:
+    return [
+        receiver.Sent.parse(
+            name, f"float32/{grid}" if grid and name in PACKED else "float32", list(tensor.shape)
+        )
+        for name, tensor in weights.items()
+    ]
 
 
 def receive(
-    one: receiver.Receiver, weights, counts, monkeypatch, *, whole: bool = True, flip=None, way="memory"
+    one: receiver.Receiver, weights, counts, monkeypatch, *, whole=True, flip=None, way="memory", grid=""
 ) -> str | None:
     kind = transfer.hash_kind(torch.device("cpu"))
-    sender = Sender(weights, counts, kind, flip)
+    sender = Sender(weights, counts, kind, flip, grid)
     monkeypatch.setattr(receiver.dist, "broadcast", sender.broadcast)
     memory = receiver.FromMemory(SimpleNamespace(receive=sender.read))
     taken = memory if way == "memory" else receiver.Broadcasts(None)
-    return one.receive(sent_of(weights), transfer.Announcement(kind, tuple(counts), whole), taken)
+    return one.receive(sent_of(weights, grid), transfer.Announcement(kind, tuple(counts), whole), taken)
 
 
 @pytest.mark.usefixtures("part_bytes")
@@ -128,6 +149,49 @@ def test_every_parameter_is_as_its_loader_would_have_it(monkeypatch, rank, size,
         assert receive(one, weights, counts, monkeypatch, way=way) is None
         for name, parameter in loaded.named_parameters():
             assert torch.equal(getattr(mine, name), parameter), name
+
+
+@pytest.mark.usefixtures("part_bytes")
+@pytest.mark.parametrize("way", ["memory", "broadcast"])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (1, 2)])
+@pytest.mark.parametrize("counts", [[1] * 7, [7], [2, 1, 3, 1]])
+@pytest.mark.parametrize("records", [True, False])
+def test_packed_matrices_are_loaded_as_the_rounded_ones_would_be(
+    monkeypatch, rank, size, counts, records, way
+):
+    """Whole, in parts and fused; with scales of rows and of groups; all by turns from one server's memory."""
+    mine, loaded = Model(rank, size), Model(rank, size)
+    one = receiver.Receiver(mine, torch.device("cpu"), records=records)
+    for seed, grid in enumerate(["int8", "int4", "", "fp8_e4m3", "fp8_e4m3_block", "int8"]):
+        weights = weights_of(seed)
+        for name in PACKED if grid else ():
+            weights[name] = rounded(weights[name], grid)
+        loaded.load_weights(weights.items())
+        sent = weights_of(seed)
+        assert receive(one, sent, counts, monkeypatch, way=way, grid=grid) is None
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(getattr(mine, name), parameter), (name, grid)
+
+
+@pytest.mark.parametrize("way", ["memory", "broadcast"])
+@pytest.mark.parametrize("flip", range(3))
+def test_a_changed_bit_of_packed_matrices_is_named(monkeypatch, flip, way):
+    """Of a scale here: the first byte of each bucket."""
+    one = receiver.Receiver(Model(0, 1), torch.device("cpu"), records=True)
+    failure = receive(one, weights_of(0), [2, 1, 4], monkeypatch, flip=flip, way=way, grid="int8")
+    assert f"in bucket {flip} of 3: " in failure
+
+
+@pytest.mark.parametrize(
+    ("form", "shape"),
+    [
+        ("float31", [2, 2]), ("Tensor", [2]), ("float32/int9", [2, 2]), ("float32/int8", [4]), ("/int8", [2, 2]),
+        ("", [2]),
+    ],
+)  # fmt: skip
+def test_a_form_that_nothing_has_is_refused(form, shape):
+    with pytest.raises(ValueError, match="which nothing can be"):
+        receiver.Sent.parse("up", form, shape)
 
 
 def test_what_moves_is_asked_for_again_and_what_is_not_recorded_is_loaded(monkeypatch):
@@ -276,10 +340,10 @@ def test_announcements_are_read_as_they_were_written(counts, is_whole, kind, mee
 
 @pytest.mark.parametrize(
     "text",
-    ["tandem-transfer-1:xxh3:whole:1", "tandem-transfer-2:xxh3:whole:1", "tandem-transfer-2:md5:part:1:"],
+    ["tandem-transfer-2:xxh3:whole:1:", "tandem-transfer-3:xxh3:whole:1", "tandem-transfer-3:md5:part:1:"],
 )
 def test_other_versions_and_broken_announcements_are_refused(text):
-    with pytest.raises(ValueError, match="this server takes tandem-transfer-2"):
+    with pytest.raises(ValueError, match="this server takes tandem-transfer-3"):
         transfer.Announcement.parse(text)
     assert transfer.Announcement.parse(None) is None
     assert transfer.Announcement.parse("flattened_bucket") is None
