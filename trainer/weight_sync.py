@@ -153,7 +153,7 @@ class WeightSync:
             dtype=self._dtype,
             device=device().type,
             precision=rollout.precision,
-            packs=rollout.sglang_plugin,
+            packs=rollout.packs,
         )
         self._sender: StageSender | None = None
         self._buffers = Buffers()

@@ -94,7 +94,8 @@ class RolloutConfig(Schema):
 
     bf16, fp16: every weight. The others: the layers' matrices; embeddings, output head and norms stay as they are.
     int8: a scale for each output channel. int4, int3, int2: a scale for each 32 weights of a row. fp8_e4m3: a scale for each
-    matrix. fp8_e4m3_block: a scale for each 128 x 128 block."""
+    matrix. fp8_e4m3_block: a scale for each 128 x 128 block. With ``sglang_plugin`` these matrices are sent as their scales
+    and a byte for each number."""
     prompts_per_step: Count = 32
     """Prompts of one step; the step has ``group_size`` responses to each."""
     group_size: Siblings = 8
@@ -161,6 +162,12 @@ class RolloutConfig(Schema):
     process to read another's memory; else a broadcast."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
+
+    @property
+    def packs(self) -> bool:
+        """Whether the servers are sent rounded matrices as their scales and a byte for each number. SGLang's own way of
+        receiving takes numbers of ``dtype`` alone."""
+        return self.sglang_plugin and self.precision not in (None, "bf16", "fp16")
 
     @property
     def rounding(self) -> str | None:

@@ -369,11 +369,16 @@ def _longest_prompt(config: RunConfig) -> tuple[int, str]:
 def _transfer_lines(config: RunConfig) -> Iterator[str]:
     architecture = read_architecture(read_hf_config(config.model.path))
     layout: LayoutConfig = config.layout
-    stages = bytes_to_send(architecture, config.rollout.dtype, layout)
+    stages = bytes_to_send(architecture, config.rollout, layout)
     servers = config.rollout.replicas * config.rollout.tp
     senders = f"{layout.pp} senders, one after another," if layout.pp > 1 else "one sender"
     total = f"{size_text(sum(stages))} by {senders} to {servers} server rank(s)"
-    yield f"weights sent after every step, as {config.rollout.dtype}: {total}"
+    form = (
+        f"{config.rollout.dtype}, matrices as {config.rollout.precision}"
+        if config.rollout.packs
+        else config.rollout.dtype
+    )
+    yield f"weights sent after every step, as {form}: {total}"
     ranks_per_stage = layout.world_size // layout.pp
     for stage, size in enumerate(stages):
         yield f"  learner rank {stage * ranks_per_stage} (pipeline stage {stage}): {size_text(size)}"

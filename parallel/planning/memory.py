@@ -48,7 +48,10 @@ class Work:
     critic: Architecture | None = None
     transfers_weights: bool = False
     converts_weights: bool = False
-    """Whether weights are sent in another dtype, or rounded (``rollout.precision``): large ones then take buffers too."""
+    """Whether weights are sent in another dtype, or rounded in theirs (``rollout.precision``): large ones then take buffers
+    too."""
+    packs_weights: bool = False
+    """Whether matrices are sent with about a byte for each number."""
 
     @property
     def dtype_bytes(self) -> int:
@@ -74,7 +77,11 @@ def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture 
         critic=critic,
         transfers_weights=is_rl,
         converts_weights=is_rl
-        and (config.rollout.dtype != config.model.dtype or config.rollout.precision is not None),
+        and (
+            config.rollout.dtype != config.model.dtype
+            or (config.rollout.precision is not None and not config.rollout.packs)
+        ),
+        packs_weights=is_rl and config.rollout.packs,
     )
 
 
@@ -411,8 +418,8 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
 
 
 def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
-    """Two buckets of the device's size, of the largest tensor's where weights are converted, but no more than the stage's
-    weights; and the tensors of one gathering: the shards of one tensor and the whole, or one expert's gate and up of each
+    """Two buckets of the device's size, of the largest tensor's where weights are converted or packed, but no more than the
+    stage's weights; and the tensors of one gathering: the shards of one tensor and the whole, or one expert's gate and up of each
     expert-parallel rank. A gathered tensor that is sent as it is stays while the next one is gathered.
     """
     a, b = architecture, work.dtype_bytes
@@ -424,8 +431,12 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
     bucket = TRANSFER_BUCKET_BYTES[work.device]
-    buffers = min(2 * max(bucket, largest if work.converts_weights else 0), weights)
-    stays = 0 if layout.tp == 1 or work.converts_weights else 2 * b * a.hidden_size * a.intermediate_size
+    packed = (
+        a.hidden_size * a.intermediate_size * 9 // 8 if work.packs_weights else 0
+    )  # at most, with a scale for 32
+    written = largest if work.converts_weights else packed
+    buffers = min(2 * max(bucket, written), weights)
+    stays = 0 if layout.tp == 1 or written else 2 * b * a.hidden_size * a.intermediate_size
     return buffers + max(gathered + stays, b * expert_size if layout.ep > 1 else 0)
 
 

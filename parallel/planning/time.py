@@ -37,7 +37,7 @@ def transfer_seconds(
 ) -> float:
     """All stages' weights in turn, each gathered by its ranks (tensor and expert parallelism) while the bucket before is
     sent: the longer of the two. Every server rank gets all of them."""
-    sent = sum(bytes_to_send(architecture, config.rollout.dtype, layout))
+    sent = sum(bytes_to_send(architecture, config.rollout, layout))
     gathering = 0.0
     if layout.tp > 1 or layout.ep > 1:
         gathering = machine.link_seconds(sent, max(layout.tp, layout.ep))

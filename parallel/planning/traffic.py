@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.layout import Architecture
@@ -141,10 +142,6 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
     forward = forward_sent(architecture, layout, 0, tokens, dtype)
     again = again_sent(architecture, layout, 0, tokens, dtype) if config.learner.recompute == "full" else {}
     backward = backward_sent(architecture, layout, 0, tokens, dtype)
-    weights = (
-        shared * layout.tp + expert * layout.ep
-        for shared, expert in (stage_parameters(architecture, layout, stage) for stage in stages)
-    )
     passed = {
         group: forward_passes(config) * sent.bytes + again.get(group, Sent()).bytes + backward[group].bytes
         for group, sent in forward.items()
@@ -156,7 +153,7 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
         expert=passed["expert"],
         data=config.learner.minibatches
         * max(data_bytes(architecture, config, layout, stage) for stage in stages),
-        transfer=BYTES[config.rollout.dtype] * max(weights),
+        transfer=max(bytes_to_send(architecture, rollout, layout)),
     )
 
 
@@ -170,17 +167,41 @@ def forward_passes(config: RunConfig) -> int:
     return 1 + scored_passes(config)
 
 
-def bytes_to_send(architecture: Architecture, dtype: str, layout: LayoutConfig) -> list[int]:
-    """Bytes that the sender of each pipeline stage broadcasts to the servers: all tensors of the stage, whole
-    and without padding. The last stage's copy of a tied embedding is not sent."""
+def matrix_parameters(architecture: Architecture, layout: LayoutConfig, stage: int) -> int:
+    """Numbers of a stage's matrices that ``rollout.precision`` rounds, whole: attention's and the MLPs' of all experts."""
+    a, count = architecture, 0
+    for layer in stage_layers(a, layout, stage):
+        count += 2 * a.hidden_size * (a.num_heads + a.num_kv_heads) * a.head_dim
+        if a.experts and a.experts.is_sparse[layer]:
+            widths = a.experts.num_experts * a.experts.intermediate_size + a.experts.shared_size
+        else:
+            widths = a.intermediate_size
+        count += 3 * a.hidden_size * widths
+    return count
+
+
+def bytes_to_send(architecture: Architecture, rollout: RolloutConfig, layout: LayoutConfig) -> list[int]:
+    """Bytes that the sender of each pipeline stage sends to the servers: all tensors of the stage, whole
+    and without padding. The last stage's copy of a tied embedding is not sent.
+
+    A packed matrix has a byte for each number, and in groups of 32 a scale for each; the few scales of INT8 and FP8 are
+    left out.
+    """
     whole = LayoutConfig(pp=layout.pp, vpp=layout.vpp)
     numbers = [sum(stage_parameters(architecture, whole, stage)) for stage in range(layout.pp)]
     if architecture.tied and layout.pp > 1:
         numbers[-1] -= architecture.vocab_size * architecture.hidden_size
+    packed = [0] * layout.pp
+    if rollout.packs:
+        packed = [matrix_parameters(architecture, whole, stage) for stage in range(layout.pp)]
+    scales = 4 / 32 if (rollout.precision or "").startswith(("int4", "int3", "int2")) else 0.0
     biases = [0] * layout.pp
     if architecture.experts and architecture.experts.has_bias:  # float32 in any dtype
         experts = architecture.experts
         for stage in range(layout.pp):
             sparse = sum(experts.is_sparse[layer] for layer in stage_layers(architecture, layout, stage))
             biases[stage] = 4 * experts.num_experts * sparse
-    return [BYTES[dtype] * count + bias for count, bias in zip(numbers, biases, strict=True)]
+    return [
+        BYTES[rollout.dtype] * (count - small) + int((1 + scales) * small) + bias
+        for count, small, bias in zip(numbers, packed, biases, strict=True)
+    ]

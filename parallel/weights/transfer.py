@@ -96,6 +96,11 @@ class TransferPlan:
     are_alone: list[bool]
     """Per bucket: whether it is one unit by itself. Of the others one is filled at a time."""
 
+    @property
+    def packed_to(self) -> Precision | None:
+        """The grid of packed matrices, if there are any."""
+        return self.precision if self.packs else None
+
     def dtype_of(self, name: str) -> torch.dtype:
         """As which the tensor is sent. All tensors of a bucket have the same."""
         return _dtype_of(name, self.dtype)
@@ -104,7 +109,7 @@ class TransferPlan:
         """As which the tensor is announced to servers with Tandem's plugin: ``bfloat16``, or ``bfloat16/int8`` if it is
         packed."""
         dtype = str(self.dtype_of(name)).removeprefix("torch.")
-        return f"{dtype}/{self.precision}" if self.packs and is_packed(name, self.precision) else dtype
+        return f"{dtype}/{self.packed_to}" if is_packed(name, self.packed_to) else dtype
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -215,10 +220,9 @@ class _Filling:
         """take: gives memory, see ``Buffers.take``."""
         self._take = take
         self.names, self._shapes = plan.names[part], plan.shapes[part]
-        self._dtype, self._precision, self._packs = plan.dtype_of(self.names[0]), plan.precision, plan.packs
-        packed_to = plan.precision if plan.packs else None
+        self._plan, self._dtype = plan, plan.dtype_of(self.names[0])
         both = zip(self.names, self._shapes, strict=True)
-        self._sizes = [_bytes_of(name, shape, plan.dtype, packed_to) for name, shape in both]
+        self._sizes = [_bytes_of(name, shape, plan.dtype, plan.packed_to) for name, shape in both]
         self._size = sum(self._sizes)
         self._number = self._filled = 0
         self._first: Tensor | None = None
@@ -230,7 +234,7 @@ class _Filling:
 
     def add(self, name: str, tensor: Tensor) -> None:
         tensor = tensor.detach()
-        is_as_it_is = not is_rounded(name, self._precision)
+        is_as_it_is = not is_rounded(name, self._plan.precision)
         size = self._sizes[self._number]
         if self._number == 0 and is_as_it_is and self._can_stay(tensor):
             self._first = tensor
@@ -242,11 +246,12 @@ class _Filling:
         self._number, self._filled = self._number + 1, self._filled + size
 
     def _write(self, part: Tensor, name: str, tensor: Tensor) -> None:
-        form = packed_form(name, tensor.shape, self._precision) if self._packs else None
+        precision = self._plan.precision
+        form = packed_form(name, tensor.shape, self._plan.packed_to)
         if form is not None:
             form.pack_into(part, tensor)
-        elif self._precision is not None and is_rounded(name, self._precision):
-            round_into(part.view(self._dtype).view(tensor.shape), tensor, self._precision)
+        elif precision is not None and is_rounded(name, precision):
+            round_into(part.view(self._dtype).view(tensor.shape), tensor, precision)
         else:
             part.view(self._dtype).view(tensor.shape).copy_(tensor)
 

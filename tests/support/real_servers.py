@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from configs.schema.rollout import Precision
 from parallel.weights.transfer import make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
 from rollout.servers.fleet import ServerFleet
@@ -43,11 +44,12 @@ def send(
     tensor_parallel: int = 1,
     in_one_request: bool = True,
     carrier: str | None = None,
+    precision: Precision | None = None,
 ) -> list[int]:
     """The whole update as ``trainer.weight_sync`` makes it, up to ``resume``: the served versions.
 
     The sender's side is the product's; several buckets, and tensors by themselves. carrier: None for the product's
-    choice."""
+    choice. precision: a grid, to which matrices are packed."""
     carrier = carrier or (MEMORY if in_one_request else "gloo")
     sender = StageSender(control, tensor_parallel, carrier, 60, in_one_request=in_one_request)
     try:
@@ -56,7 +58,9 @@ def send(
             dtype=torch.float32,
             device="cpu",
             max_bytes=2**20,
-            alone_bytes=2**17,
+            alone_bytes=2**17 if precision is None else 2**15,
+            precision=precision,
+            packs=precision is not None,
         )
         assert len(plan.counts) > 2 and max(plan.counts) > 1
         sender.send(make_buckets(model.named_parameters(), plan), plan, version, control.open_update())

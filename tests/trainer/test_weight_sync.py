@@ -29,6 +29,7 @@ from parallel.weights.transfer import TransferPlan, plan_transfer
 from rollout.records import Completion, FinishReason
 from rollout.servers.control import ControlError, Pending
 from rollout.sglang_plugin.tandem_process_memory import Meeting, Receiving
+from rollout.sglang_plugin.tandem_tensor_places import Sent
 from rollout.sglang_plugin.tandem_weight_transfer import Announcement, differing, weight_hash
 from tests.support.megatron_workers import (
     learner_config,
@@ -108,11 +109,12 @@ class Replica:
         self._received += 1
         if self._received - 1 == self.refuses_bucket:
             raise ControlError("answered HTTP 400: unknown tensor")
-        flat = self._receive_flat(self._broadcast, names, dtype, shapes, self._received - 1)
+        sent = [Sent.parse(name, dtype, shape) for name, shape in zip(names, shapes, strict=True)]
+        flat = self._receive_flat(self._broadcast, sent, self._received - 1)
         self.before_answer(self._received - 1)
         if self._received - 1 == self.fails_to_load:
             raise ControlError("answered HTTP 400: wrong shape")
-        self._load(names, dtype, shapes, flat, version)
+        self._load(sent, flat, version)
         return {}
 
     def receive_all(
@@ -144,15 +146,13 @@ class Replica:
         announcement: Announcement,
         version: int | None,
     ) -> dict:
-        start, hashes = 0, []
+        hashes, rest = [], map(Sent.parse, names, dtypes, shapes)
         for bucket, count in enumerate(announcement.counts):
-            part = slice(start, start + count)
-            (dtype,) = set(dtypes[part])
-            flat = self._receive_flat(fill, names[part], dtype, shapes[part], bucket)
+            some = list(itertools.islice(rest, count))
+            flat = self._receive_flat(fill, some, bucket)
             self.break_received(bucket, flat)
             hashes.append(int(weight_hash(flat, announcement.hash_kind)))
-            self._load(names[part], dtype, shapes[part], flat, None)
-            start += count
+            self._load(some, flat, None)
         sent = torch.zeros(len(hashes), dtype=torch.int64)
         fill(sent)
         if wrong := differing(sent.tolist(), hashes):
@@ -160,16 +160,8 @@ class Replica:
         self.version = self.version if version is None else version
         return {}
 
-    def _receive_flat(
-        self,
-        fill: Callable[[Tensor], None],
-        names: Sequence[str],
-        dtype: str,
-        shapes: Sequence[Sequence[int]],
-        number: int,
-    ) -> Tensor:
-        size = sum(torch.Size(shape).numel() for shape in shapes) * getattr(torch, dtype).itemsize
-        flat = torch.zeros(size, dtype=torch.uint8)
+    def _receive_flat(self, fill: Callable[[Tensor], None], bucket: Sequence[Sent], number: int) -> Tensor:
+        flat = torch.zeros(sum(sent.nbytes for sent in bucket), dtype=torch.uint8)
         self.before_broadcast(number)
         fill(flat)
         return flat
@@ -179,17 +171,9 @@ class Replica:
         options.rootRank = 0
         self._group.broadcast([flat], options).wait()
 
-    def _load(
-        self,
-        names: Sequence[str],
-        dtype: str,
-        shapes: Sequence[Sequence[int]],
-        flat: Tensor,
-        version: int | None,
-    ) -> None:
-        values = flat.view(getattr(torch, dtype)).split([torch.Size(shape).numel() for shape in shapes])
-        for name, part, shape in zip(names, values, shapes, strict=True):
-            self.tensors[name] = part.clone().view(shape)
+    def _load(self, bucket: Sequence[Sent], flat: Tensor, version: int | None) -> None:
+        for sent, part in zip(bucket, flat.split([sent.nbytes for sent in bucket]), strict=True):
+            self.tensors[sent.name] = sent.unpacked(part).clone()
         self.version = self.version if version is None else version
 
     def answer(self, prompt_ids: Sequence[int], num_tokens: int, temperature: float) -> Completion:
@@ -596,8 +580,10 @@ def test_a_served_dtype_of_fewer_bits_is_checked_by_its_own_bytes(make_sync, lea
     assert 1e-4 < result.max_logprob_gap < 1.0, "the probe compares, but rounding of the weights is no error"
 
 
-def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(make_sync, learner):
-    sync, control = make_sync(precision="int8")
+@pytest.mark.parametrize("has_plugin", [True, False])
+def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(make_sync, learner, has_plugin):
+    """Packed for servers with the plugin; in their dtype for others."""
+    sync, control = make_sync(precision="int8", plugin=has_plugin)
     result = sync.publish()
     held, own = control.replicas[0].tensors, weights_of(learner.engine)
     changed = {name for name, tensor in own.items() if not torch.equal(held[name], tensor)}

@@ -231,7 +231,7 @@ class _Sync:
             dtype=getattr(torch, config.rollout.dtype),
             device="cuda",
             precision=config.rollout.precision,
-            packs=config.rollout.sglang_plugin,
+            packs=config.rollout.packs,
         )
         self.buckets: list[int] = []
 

@@ -14,10 +14,12 @@ import pytest
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from configs.loader import load_config
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
+from configs.schema.rollout import RolloutConfig
 from launch import cli
 from launch.checks import config as checks
 from launch.checks.config import _gap_notes
@@ -27,6 +29,7 @@ from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatche
 from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.memory import GIB, rollout_memory, size_text, work_of, worst_stage
 from parallel.planning.traffic import bytes_to_send
+from parallel.weights.precision import packed_form
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.configs.test_broken_configs import BASE, MODELS
 from tests.support.model_folders import make_model_folder
@@ -466,9 +469,26 @@ def test_what_is_sent_is_the_whole_model_whatever_the_layout(tmp_path, family):
     whole = tensor_bytes(tmp_path / "model" / "model.safetensors")
     for sizes in ({}, {"tp": 2, "sp": True}, {"pp": 2}, {"pp": 2, "vpp": 2, "tp": 2, "sp": True}):
         layout = LayoutConfig(**sizes, dp=1)
-        stages = bytes_to_send(architecture, "float32", layout)
+        stages = bytes_to_send(architecture, RolloutConfig(dtype="float32"), layout)
         assert len(stages) == layout.pp and sum(stages) == whole and min(stages) > 0
-        assert sum(bytes_to_send(architecture, "bfloat16", layout)) == whole // 2
+        assert sum(bytes_to_send(architecture, RolloutConfig(dtype="bfloat16"), layout)) == whole // 2
+        for precision in ("int4", "int8", "fp8_e4m3_block"):
+            packed, scales = packed_bytes(tmp_path / "model" / "model.safetensors", precision)
+            left_out = 0 if precision == "int4" else scales
+            rollout = RolloutConfig(dtype="float32", precision=precision)
+            assert sum(bytes_to_send(architecture, rollout, layout)) == packed - left_out
+        by_sglang = RolloutConfig(dtype="float32", precision="int8", sglang_plugin=False)
+        assert sum(bytes_to_send(architecture, by_sglang, layout)) == whole
+
+
+def packed_bytes(file: Path, precision: str) -> tuple[int, int]:
+    """What the tensors of a file take when it is packed, and the scales among it."""
+    total = scales = 0
+    for name, tensor in load_file(file).items():
+        form = packed_form(name, tensor.shape, precision)
+        total += tensor.nbytes if form is None else form.scale_bytes + tensor.numel()
+        scales += form.scale_bytes if form is not None else 0
+    return total, scales
 
 
 def test_the_bytes_of_experts_are_told_where_they_are_replayed(folder):

@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from typer.testing import CliRunner
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.rollout import RolloutConfig
 from launch.cli import app
 from parallel.megatron.attention import plan_packing
 from parallel.megatron.context_parallel import split_context
@@ -422,7 +423,7 @@ def test_layers_for_further_tokens_are_left_out_and_the_bias_stays_float32(tmp_p
     (bias,) = (bucket for bucket in buckets if bucket.dtype == torch.float32)
     assert torch.equal(bias.bytes.view(torch.float32), weights[bias.names[0]])
     assert sum(bucket.bytes.numel() for bucket in buckets) == sum(
-        bytes_to_send(engine.architecture, "bfloat16", LayoutConfig())
+        bytes_to_send(engine.architecture, RolloutConfig(dtype="bfloat16"), LayoutConfig())
     )
 
 

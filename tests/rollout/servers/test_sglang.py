@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack, nullcontext
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from launch.selftest.check import CheckFailed
 from launch.studies.verify_sync import Answers, _get_answers, differences
 from parallel.megatron.platform import init_distributed
 from parallel.weights.hf_files import PerturbedWeights
+from parallel.weights.precision import is_rounded, rounded
 from parallel.weights.transfer import WeightBroadcaster, make_buckets, plan_transfer
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
@@ -471,7 +473,28 @@ def test_the_server_finds_and_names_a_bit_that_changes_on_the_way_and_what_is_no
     for carrier, model in ((MEMORY, models[(version + 1) % 2]), ("gloo", models[version % 2])):
         assert send(control, model, version=version, carrier=carrier) == [version]
         assert control.checksums() == [expected_checksums(model.named_parameters())]
+    check_packed_matrices_arrive_rounded(control, models[version % 2])
+    assert send(control, models[version % 2], version=version) == [version]
     control.resume()
+
+
+def check_packed_matrices_arrive_rounded(control: SGLangControl, model, tensor_parallel: int = 1) -> None:
+    """The servers hold, bit by bit, what they hold when the rounded numbers are sent as they are."""
+    (version,), found = control.versions(), []
+    to = {"version": version, "tensor_parallel": tensor_parallel}
+    for precision, carrier in (("int8", MEMORY), ("int4", "gloo"), ("fp8_e4m3_block", MEMORY)):
+        whole = deepcopy(model)
+        for name, parameter in whole.named_parameters():
+            if is_rounded(name, precision):
+                parameter.data = rounded(parameter.data, precision)
+        send(control, whole, **to)
+        expected = control.checksums()
+        send(control, model, **to)
+        assert control.checksums() != expected
+        send(control, model, **to, carrier=carrier, precision=precision)
+        assert control.checksums() == expected, precision
+        found.append(expected)
+    assert found[0] != found[1] != found[2]
 
 
 def send_broken(
@@ -605,6 +628,10 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
                     control.require_plugin()
             send(control, models[1], version=1, tensor_parallel=2, in_one_request=has_plugin)
             after = control.checksums()[0]
+            if has_plugin:
+                check_packed_matrices_arrive_rounded(control, models[1], tensor_parallel=2)
+                send(control, models[1], version=1, tensor_parallel=2)
+                assert control.checksums()[0] == after
             control.resume()
             assert {name.split("/")[0] for name in after} == {"rank0", "rank1"}
             assert all(after[name] != before[name] for name in after if "proj" in name)

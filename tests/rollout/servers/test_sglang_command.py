@@ -239,12 +239,12 @@ def test_the_plugin_is_on_every_servers_path_and_stand_ins_on_those_of_cpu_serve
     spec = server_spec(ROOT)
     on_cpu = server_environment(spec, share, place=0)
     on_cuda = server_environment(replace(spec, cuda=True), share, place=0)
-    ours = [str(ROOT / "rollout" / folder) for folder in ("cpu_stand_ins", "sglang_plugin")]
+    ours = [str(ROOT / folder) for folder in ("rollout/cpu_stand_ins", "rollout/sglang_plugin", "")]
     assert on_cpu["PYTHONPATH"].split(":") == [*ours, "/mine"]
     assert on_cpu["SGLANG_CPU_OMP_THREADS_BIND"].count("|") == 1
     first_of_two = replace(share, num_nodes=2, num_ranks=1)
     assert "|" not in server_environment(spec, first_of_two, place=0)["SGLANG_CPU_OMP_THREADS_BIND"]
-    assert on_cuda["PYTHONPATH"].split(":") == [ours[1], "/mine"]
+    assert on_cuda["PYTHONPATH"].split(":") == [*ours[1:], "/mine"]
     without = server_environment(server_spec(ROOT, sglang_plugin=False), share, place=0)
     assert without["PYTHONPATH"].split(":") == [ours[0], "/mine"]
     assert not {"SGLANG_USE_CPU_ENGINE", "SGLANG_CPU_OMP_THREADS_BIND"} & on_cuda.keys() - os.environ.keys()
