@@ -18,6 +18,7 @@ A packed matrix is the scales of its blocks, row by row, in float32, then q, a b
 whole number of ``ALIGNMENT`` bytes.
 """
 
+import threading
 from dataclasses import dataclass
 
 import torch
@@ -81,9 +82,8 @@ class Packed:
         out[self.scale_bytes + q.numel() :].zero_()
         at_once, height = self._rows_at_once(weight.device), self.grid.height
         scales = [] if height is not None else [self._only_scale(weight, at_once)]
-        work = torch.empty(min(at_once, self.rows), self.columns, dtype=torch.float32, device=weight.device)
         for part, snapped in zip(weight.split(at_once), q.split(at_once), strict=True):
-            numbers, quotients = part.float(), work[: len(part)]
+            numbers, quotients = _as_float32(part), _work(part, "quotients")
             if height is not None:
                 scales.append(self._most_of(numbers, quotients).div_(self.grid.greatest))
             # A block of zeros has zeros over the least number above zero.
@@ -113,7 +113,7 @@ class Packed:
         at_once = self._rows_at_once(out.device)
         numbers = q.view(self.grid.dtype).view(out.shape)
         for part, some in zip(out.split(at_once), numbers.split(at_once), strict=True):
-            work = part if part.dtype == torch.float32 else torch.empty_like(part, dtype=torch.float32)
+            work = part if part.dtype == torch.float32 else _work(part, "products")
             if self.grid.dtype == torch.float8_e4m3fn:
                 # torch converts one number at a time on CPU. As bits of a float16, e4m3's are its number times 2^-8.
                 bits = some.view(torch.int8).to(torch.int16).mul_(128).bitwise_and_(~0x4000)
@@ -135,7 +135,7 @@ class Packed:
 
     def _only_scale(self, weight: Tensor, at_once: int) -> Tensor:
         """float32 [1, 1]: the scale of a matrix that is one block, by a pass of its own."""
-        ends = torch.stack([torch.stack(torch.aminmax(part.float())) for part in weight.split(at_once)])
+        ends = torch.stack([torch.stack(torch.aminmax(_as_float32(part))) for part in weight.split(at_once)])
         return ends.abs().amax().view(1, 1).div_(self.grid.greatest)
 
     def _most_of(self, numbers: Tensor, work: Tensor) -> Tensor:
@@ -165,3 +165,22 @@ class Packed:
         if self.columns % width == 0:
             return numbers.view(len(numbers), -1, width), by_row.unsqueeze(-1)
         return numbers, by_row.repeat_interleave(width, dim=1)[:, : self.columns]
+
+
+def _as_float32(numbers: Tensor) -> Tensor:
+    return numbers if numbers.dtype == torch.float32 else _work(numbers, "numbers").copy_(numbers)
+
+
+def _work(like: Tensor, purpose: str) -> Tensor:
+    """float32 memory of this shape for one purpose. On CPU a thread keeps it until its end: the system gives new memory
+    page by page, which takes as long as what is done in it."""
+    if like.device.type != "cpu":
+        return torch.empty(like.shape, dtype=torch.float32, device=like.device)
+    kept = getattr(_kept, purpose, None)
+    if kept is None or kept.numel() < like.numel():
+        kept = torch.empty(like.numel(), dtype=torch.float32)
+        setattr(_kept, purpose, kept)
+    return kept[: like.numel()].view(like.shape)
+
+
+_kept = threading.local()
