@@ -35,6 +35,9 @@ BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
 ALONE_BYTES = {"cuda": 16 * 2**20, "cpu": 2**20}
 """Size by device from which a unit is a bucket by itself, and is copied on neither side. Smaller ones share a
 bucket, since each broadcast costs a round trip."""
+PACKED_PART = 4
+"""Buckets of packed matrices are smaller by this. Their numbers take as long to pack as those of four times the bytes to
+send, and the receivers wait meanwhile."""
 CHECK_EVERY_S = 0.05
 
 
@@ -138,8 +141,10 @@ def plan_transfer(
     A unit of ``alone_bytes`` or more, larger than a bucket, or of another dtype is one by itself. All others fill buckets of at most
     ``max_bytes``, past the large ones between them. None: ``BUCKET_BYTES`` and ``ALONE_BYTES`` of the device type.
     """
-    max_bytes, alone_bytes = max_bytes or BUCKET_BYTES[device], alone_bytes or ALONE_BYTES[device]
     packed_to = precision if packs else None
+    part = 1 if packed_to is None else PACKED_PART
+    max_bytes = max_bytes or BUCKET_BYTES[device] // part
+    alone_bytes = alone_bytes or ALONE_BYTES[device] // part
     planned: list[_Planned] = []
     filling, free = None, 0
     for place, unit in enumerate(chain.from_iterable(_apart(unit, packed_to) for unit in units)):
