@@ -126,7 +126,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
         total_optimizer_steps=1, logprob_chunk_tokens=1024, recompute="none", seed=0,
     )  # fmt: skip
     flat = torch.cat([tensor.flatten() for _, tensor in engine.export_hf()]).view(torch.uint8)
-    plans, buffers = {}, Buffers()
+    plans, buffers = {}, Buffers("cpu")
     for precision in (None, *given.precision):
         plans[precision] = plan_transfer(
             engine.export_plan(), dtype=dtype, device="cpu", precision=precision, packs=True

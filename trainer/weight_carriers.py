@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel.weights.transfer import UnderWay, WeightBroadcaster
+from parallel.weights.transfer import NUM_BUFFERS, UnderWay, WeightBroadcaster
 from rollout.sglang_plugin.tandem_process_memory import Sending
 from rollout.sglang_plugin.tandem_weight_transfer import weight_hash
 
@@ -28,7 +28,8 @@ class Transfer(Protocol):
         ...
 
     def send(self, flat: Tensor, check: Check) -> None:
-        """Begin to send a bucket's bytes. At return all before it are sent; these must stay until the next return."""
+        """Begin to send a bucket's bytes, which must stay while ``Buffers`` keeps them. At return enough of those before it
+        are sent for one more to be filled."""
         ...
 
     def finish(self, check: Check) -> None:
@@ -67,7 +68,7 @@ class FromMemory:
     def send(self, flat: Tensor, check: Check) -> None:
         self._sending.offer(flat.cpu(), check)
         self._hashes.append(weight_hash(flat, self._kind))
-        self._sending.wait_for_all_but(1, check)
+        self._sending.wait_for_all_but(NUM_BUFFERS["cpu"] - 1, check)
 
     def finish(self, check: Check) -> None:
         self._sending.offer(torch.stack(self._hashes).cpu().view(torch.uint8), check)

@@ -156,7 +156,7 @@ class WeightSync:
             packs=rollout.packs,
         )
         self._sender: StageSender | None = None
-        self._buffers = Buffers()
+        self._buffers = Buffers(device().type)
         self._launch, self._address, self._key = launch, address, key
         self._lives, self._stop_reason = lives, stop_requested
         self._served = dict(lives()) if lives is not None else {}

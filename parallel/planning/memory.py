@@ -25,7 +25,9 @@ GIB = 2**30
 Device = Literal["cpu", "cuda"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 TRANSFER_BUCKET_BYTES: dict[Device, int] = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
-"""Equal to ``parallel.weights.transfer.BUCKET_BYTES``, whose import needs torch; a test compares the two."""
+TRANSFER_BUFFERS: dict[Device, int] = {"cuda": 2, "cpu": 3}
+"""Equal to ``BUCKET_BYTES`` and ``NUM_BUFFERS`` of ``parallel.weights.transfer``, whose import needs torch; a test compares
+them."""
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for the items of this file."""
 
@@ -418,7 +420,7 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
 
 
 def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
-    """Two buckets of the device's size, of the largest tensor's where weights are converted or packed, but no more than the
+    """Two buckets (on CPU three) of the device's size, of the largest tensor's where weights are converted or packed, but no more than the
     stage's weights; and the tensors of one gathering: the shards of one tensor and the whole, or one expert's gate and up of each
     expert-parallel rank. A gathered tensor that is sent as it is stays while the next one is gathered.
     """
@@ -435,7 +437,7 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
         a.hidden_size * a.intermediate_size * 9 // 8 if work.packs_weights else 0
     )  # at most, with a scale for 32
     written = largest if work.converts_weights else packed
-    buffers = min(2 * max(bucket, written), weights)
+    buffers = min(TRANSFER_BUFFERS[work.device] * max(bucket, written), weights)
     stays = 0 if layout.tp == 1 or written else 2 * b * a.hidden_size * a.intermediate_size
     return buffers + max(gathered + stays, b * expert_size if layout.ep > 1 else 0)
 

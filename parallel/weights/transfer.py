@@ -38,6 +38,9 @@ bucket, since each broadcast costs a round trip."""
 PACKED_PART = 4
 """Buckets of packed matrices are smaller by this. Their numbers take as long to pack as those of four times the bytes to
 send, and the receivers wait meanwhile."""
+NUM_BUFFERS = {"cuda": 2, "cpu": 3}
+"""Buckets by device of which memory is kept, for each kind: one is filled while the others are sent. On one machine servers
+take longer for a large tensor that needs no buffer than the next bucket takes to be filled; a third one is filled then."""
 CHECK_EVERY_S = 0.05
 
 
@@ -57,28 +60,31 @@ class Bucket:
 
 
 class Buffers:
-    """Memory for two buckets in turns: one is filled while the other is sent. So for the buckets of small tensors, and
-    so for those of one unit, which may come between them.
+    """Memory for ``NUM_BUFFERS`` buckets in turns. So for the buckets of small tensors, and so for those of one unit, which
+    may come between them.
 
     It is kept between transfers: on CPU new memory costs as much as the copy into it.
     """
 
-    def __init__(self) -> None:
-        self._pairs: dict[bool, list[Tensor | None]] = {False: [None, None], True: [None, None]}
+    def __init__(self, device: str) -> None:
+        """device: its type."""
+        self._num = NUM_BUFFERS[device]
+        self._kept: dict[bool, list[Tensor]] = {False: [], True: []}
+        """The one taken last comes first."""
 
     def take(self, size: int, place: torch.device, *, is_alone: bool = False) -> Tensor:
-        """uint8 [at least size]; its content stays until the second next call for the same kind of bucket."""
-        pair = self._pairs[is_alone]
-        pair.reverse()
-        flat = pair[0]
+        """uint8 [at least size]; its content stays until the ``NUM_BUFFERS``-th next call for the same kind of bucket."""
+        kept = self._kept[is_alone]
+        flat = kept.pop() if len(kept) == self._num else None
         if flat is None or flat.numel() < size:
-            flat = pair[0] = torch.empty(size, dtype=torch.uint8, device=place)
+            flat = torch.empty(size, dtype=torch.uint8, device=place)
+        kept.insert(0, flat)
         return flat
 
     def release(self) -> None:
         """Free a GPU's memory for training between transfers; its allocator gives it back at once later."""
-        for pair in self._pairs.values():
-            pair[:] = [flat if flat is not None and flat.device.type == "cpu" else None for flat in pair]
+        for kept in self._kept.values():
+            kept[:] = [flat for flat in kept if flat.device.type == "cpu"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,17 +197,17 @@ class _Planned:
 def make_buckets(
     tensors: Iterable[tuple[str, Tensor]],
     plan: TransferPlan,
-    buffers: Buffers | None = None,
+    buffers: Buffers,
 ) -> Iterator[Bucket]:
     """The buckets of ``plan``, each as soon as the last of its tensors has come from ``tensors``: the planned names
     with full tensors, in the order of the export.
 
     Tensors that lie one after another in memory are sent from there. Others are converted and copied into buffers, or
-    rounded or packed into them: a bucket's bytes stay until the second next bucket is requested.
+    rounded or packed into them: a bucket's bytes stay until the ``NUM_BUFFERS``-th next bucket is requested.
 
     Raises ValueError where a tensor was not planned, or is missing.
     """
-    buffers, start = buffers or Buffers(), 0
+    start = 0
     filling_of: dict[str, _Filling] = {}
     for count, is_alone in zip(plan.counts, plan.are_alone, strict=True):
         filling = _Filling(plan, slice(start, start + count), partial(buffers.take, is_alone=is_alone))

@@ -6,7 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from configs.schema.rollout import Precision
-from parallel.weights.transfer import make_buckets, plan_transfer
+from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
 from rollout.servers.fleet import ServerFleet
 from tests.support.server_specs import server_spec
@@ -63,7 +63,9 @@ def send(
             packs=precision is not None,
         )
         assert len(plan.counts) > 2 and max(plan.counts) > 1
-        sender.send(make_buckets(model.named_parameters(), plan), plan, version, control.open_update())
+        sender.send(
+            make_buckets(model.named_parameters(), plan, Buffers("cpu")), plan, version, control.open_update()
+        )
         return control.close_update()
     finally:
         sender.leave()

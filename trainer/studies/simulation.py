@@ -238,7 +238,7 @@ class _Sync:
     def publish(self) -> SyncResult:
         self._learner.version += 1
         with self._memory.allocating("transfer"):
-            for bucket in make_buckets(self._learner.engine.export_hf(), self._plan, Buffers()):
+            for bucket in make_buckets(self._learner.engine.export_hf(), self._plan, Buffers("cuda")):
                 self.buckets.append(bucket.bytes.numel())
         return SyncResult(
             version=self._learner.version, bytes=sum(self.buckets), seconds=0.0, max_logprob_gap=None

@@ -30,7 +30,7 @@ from parallel.planning.layout import Experts, read_architecture, read_hf_config,
 from parallel.planning.traffic import bytes_to_send
 from parallel.weights.hf_headers import weight_problems
 from parallel.weights.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert
-from parallel.weights.transfer import make_buckets, plan_transfer
+from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
 from rollout.servers.control_line import ControlError
@@ -415,7 +415,7 @@ def test_layers_for_further_tokens_are_left_out_and_the_bias_stays_float32(tmp_p
         assert written[name].dtype == wanted.dtype and torch.equal(written[name], wanted), name
     assert read_hf_config(tmp_path / "out")["num_nextn_predict_layers"] == 0
     plan = plan_transfer(engine.export_plan(), dtype=torch.bfloat16, device="cpu")
-    buckets = list(make_buckets(engine.export_hf(), plan))
+    buckets = list(make_buckets(engine.export_hf(), plan, Buffers("cpu")))
     sent = {name: bucket.dtype for bucket in buckets for name in bucket.names}
     assert {name for name, dtype in sent.items() if dtype == torch.float32} == {
         "model.layers.1.mlp.gate.e_score_correction_bias"

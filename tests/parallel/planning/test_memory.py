@@ -15,6 +15,7 @@ from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.memory import (
     GIB,
     TRANSFER_BUCKET_BYTES,
+    TRANSFER_BUFFERS,
     Work,
     activation_bytes,
     describe,
@@ -328,9 +329,9 @@ def test_the_worst_stage_is_an_end():
 
 
 def test_transfer_buckets_are_those_of_the_transfer():
-    from parallel.weights.transfer import BUCKET_BYTES
+    from parallel.weights.transfer import BUCKET_BYTES, NUM_BUFFERS
 
-    assert TRANSFER_BUCKET_BYTES == BUCKET_BYTES
+    assert TRANSFER_BUCKET_BYTES == BUCKET_BYTES and TRANSFER_BUFFERS == NUM_BUFFERS
 
 
 def test_a_server_by_hand():

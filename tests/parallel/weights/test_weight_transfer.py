@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from parallel.weights.precision import packed_form, rounded
-from parallel.weights.transfer import Buffers, Line, TransferPlan, make_buckets, plan_transfer
+from parallel.weights.transfer import NUM_BUFFERS, Buffers, Line, TransferPlan, make_buckets, plan_transfer
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2), min_size=1, max_size=12)
 
@@ -45,7 +46,7 @@ def content(tensors) -> bytes:
     layout=st.sampled_from(["apart", "together", "strided"]),
     data=st.data(),
 )
-def test_buckets_hold_every_tensor_once_and_stay_until_the_next_but_one(
+def test_buckets_hold_every_tensor_once_and_stay_while_their_buffers_are_kept(
     shapes, max_bytes, alone_bytes, dtype, layout, data
 ):
     """Whatever the units, and wherever in memory the tensors lie."""
@@ -64,16 +65,15 @@ def test_buckets_hold_every_tensor_once_and_stay_until_the_next_but_one(
         left -= sizes[-1]
     plan = plan_of(tensors, dtype, max_bytes=max_bytes, alone_bytes=alone_bytes, sizes=sizes)
     wanted = {name: tensor.to(dtype) for name, tensor in tensors}
-    before, names, counts = None, [], []
-    for bucket in make_buckets(iter(tensors), plan):
-        if before is not None:  # still in flight while this one was filled
-            assert before.bytes.numpy().tobytes() == content(wanted[name] for name in before.names)
-            assert not before.is_last
-        before = bucket
+    before, names, counts = deque(maxlen=NUM_BUFFERS["cpu"]), [], []
+    for bucket in make_buckets(iter(tensors), plan, Buffers("cpu")):
+        assert not any(one.is_last for one in before)
+        before.append(bucket)
+        for one in before:  # still in flight while this one was filled
+            assert one.bytes.numpy().tobytes() == content(wanted[name] for name in one.names)
         names += bucket.names
         counts.append(len(bucket.names))
-    assert before.bytes.numpy().tobytes() == content(wanted[name] for name in before.names)
-    assert before.is_last and (names, counts) == (plan.names, plan.counts)
+    assert before[-1].is_last and (names, counts) == (plan.names, plan.counts)
     assert sorted(names) == sorted(wanted)
     assert plan.shapes == [list(wanted[name].shape) for name in names]
 
@@ -96,14 +96,15 @@ def test_small_units_fill_buckets_past_the_large_ones(sizes, max_bytes):
         assert sum(one) + other[0] > max_bytes
 
 
-def test_two_buffers_take_turns_and_are_kept():
+def test_buffers_take_turns_and_are_kept():
     tensors = [
         (name, tensor.double()) for name, tensor in tensors_of([[4, 2]] * 20)
     ]  # converted, hence copied
-    plan, buffers = plan_of(tensors, max_bytes=65), Buffers()
+    plan, buffers = plan_of(tensors, max_bytes=65), Buffers("cpu")
     places = [bucket.bytes.data_ptr() for _ in range(2) for bucket in make_buckets(tensors, plan, buffers)]
-    assert len(places) == 20 and len(set(places)) == 2
-    assert all(a != b for a, b in itertools.pairwise(places))
+    kept = NUM_BUFFERS["cpu"]
+    assert len(places) == 20 and len(set(places)) == kept
+    assert all(len({*places[start : start + kept]}) == kept for start in range(20 - kept + 1))
 
 
 def test_what_lies_together_is_sent_from_where_it_is():
@@ -111,11 +112,12 @@ def test_what_lies_together_is_sent_from_where_it_is():
     both = torch.cat([tensors[1][1], tensors[2][1]])
     tensors[1:3] = [("t1", both[:4]), ("t2", both[4:])]
     plan = plan_of(tensors, max_bytes=512, alone_bytes=128, sizes=[1, 2, 1, 1])
-    buckets = list(make_buckets(tensors, plan))
+    buckets = list(make_buckets(tensors, plan, Buffers("cpu")))
     assert [bucket.names for bucket in buckets] == [["t1", "t2"], ["t0", "t3", "t4"]]
     assert buckets[0].bytes.data_ptr() == both.data_ptr() and buckets[0].bytes.numel() == both.nbytes
     assert buckets[1].bytes.data_ptr() not in {tensor.data_ptr() for _, tensor in tensors}
-    (converted,) = make_buckets(tensors[1:2], plan_of(tensors[1:2], torch.bfloat16, max_bytes=64))
+    plan = plan_of(tensors[1:2], torch.bfloat16, max_bytes=64)
+    (converted,) = make_buckets(tensors[1:2], plan, Buffers("cpu"))
     assert torch.equal(converted.bytes.view(torch.bfloat16).view(4, 8), tensors[1][1].to(torch.bfloat16))
 
 
@@ -126,7 +128,7 @@ def test_what_is_rounded_is_rounded_into_kept_memory_and_nothing_else_changes(dt
     tensors = [(name, torch.randn([64] if "norm" in name else [64, 40])) for name in names]
     before = [tensor.clone() for _, tensor in tensors]
     plan = plan_of(tensors, dtype, max_bytes=2**20, alone_bytes=2**12, sizes=[1, 2] * 3, precision="int4")
-    buffers, places = Buffers(), []
+    buffers, places = Buffers("cpu"), []
     for _ in range(2):
         found = {}
         for bucket in make_buckets(tensors, plan, buffers):
@@ -138,7 +140,7 @@ def test_what_is_rounded_is_rounded_into_kept_memory_and_nothing_else_changes(dt
         for name, tensor in tensors:
             sent = tensor if "norm" in name else rounded(tensor, "int4")
             assert torch.equal(found[name], sent.to(dtype)), name
-    assert len(places) == 6 and len(set(places)) == 2
+    assert len(places) == 6 and len(set(places)) == NUM_BUFFERS["cpu"]
     assert all(torch.equal(tensor, old) for (_, tensor), old in zip(tensors, before, strict=True))
 
 
@@ -158,7 +160,7 @@ def test_packed_matrices_are_buckets_of_their_own_or_share_them_with_what_is_not
     there = str(dtype).removeprefix("torch.")
     assert forms == {name: there if "norm" in name else f"{there}/{precision}" for name in names}
     found = {}
-    for bucket in make_buckets(tensors, plan):
+    for bucket in make_buckets(tensors, plan, Buffers("cpu")):
         flat = bucket.bytes.clone()
         for name, shape in zip(bucket.names, bucket.shapes, strict=True):
             form = packed_form(name, shape, precision)
@@ -182,9 +184,9 @@ def test_a_tensor_that_was_not_planned_or_is_missing_is_refused(place):
         other = [*tensors]
         other[place] = (name, tensor)
         with pytest.raises(ValueError, match=f"{name} of shape .* was not planned"):
-            list(make_buckets(other, plan))
+            list(make_buckets(other, plan, Buffers("cpu")))
     with pytest.raises(ValueError, match="1 planned tensors did not come, such as t1"):
-        list(make_buckets(tensors[:1], plan))
+        list(make_buckets(tensors[:1], plan, Buffers("cpu")))
 
 
 def test_a_bucket_is_not_filled_before_it_is_asked_for():
@@ -196,9 +198,8 @@ def test_a_bucket_is_not_filled_before_it_is_asked_for():
             taken.append(name)
             yield name, tensor
 
-    buckets = make_buckets(
-        tensors(), plan_of(all_tensors, max_bytes=129, alone_bytes=129)
-    )  # two tensors each
+    plan = plan_of(all_tensors, max_bytes=129, alone_bytes=129)  # two tensors each
+    buckets = make_buckets(tensors(), plan, Buffers("cpu"))
     next(buckets)
     assert len(taken) == 2
     next(buckets)

@@ -32,7 +32,7 @@ from launch.studies.verify_sync import Answers, _get_answers, differences
 from parallel.megatron.platform import init_distributed
 from parallel.weights.hf_files import PerturbedWeights
 from parallel.weights.precision import is_rounded, rounded
-from parallel.weights.transfer import WeightBroadcaster, make_buckets, plan_transfer
+from parallel.weights.transfer import Buffers, WeightBroadcaster, make_buckets, plan_transfer
 from rollout.client import GenerationError
 from rollout.records import Completion, FinishReason
 from rollout.servers.answers import Sent, neutral_sampling_params, parse_completion
@@ -521,7 +521,7 @@ def send_broken(
     try:
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(home, name, broken_one)
-            sender.send(make_buckets(weights, plan), plan, 99, control.open_update())
+            sender.send(make_buckets(weights, plan, Buffers("cpu")), plan, 99, control.open_update())
     finally:
         sender.leave()
         control.take_over()
@@ -534,7 +534,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from parallel.megatron.platform import init_distributed
 from parallel.weights.hf_files import PerturbedWeights
-from parallel.weights.transfer import make_buckets, plan_transfer
+from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
 from trainer import weight_sync
 from trainer.weight_sync import StageSender
@@ -546,7 +546,7 @@ with SGLangControl([sys.argv[2]], tensor_parallel=1, timeout_s=60) as control:
     units = [[(name, tensor.shape)] for name, tensor in model.named_parameters()]
     plan = plan_transfer(units, dtype=torch.float32, device="cpu", max_bytes=2**16)
     def buckets():
-        for place, bucket in enumerate(make_buckets(model.named_parameters(), plan)):
+        for place, bucket in enumerate(make_buckets(model.named_parameters(), plan, Buffers("cpu"))):
             if place == 2:  # announced, and never sent
                 os.kill(os.getpid(), signal.SIGKILL)
             yield bucket
