@@ -14,12 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-import torch.distributed as dist
-
 from rollout.records import Group
 from rollout.sampling.messages import EvaluationResult, SampleRoleLost, SamplingStats
 from rollout.sampling.remote import RemoteSampler
 from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
+from trainer.ranks.objects import from_first_rank
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
@@ -93,7 +92,7 @@ class SharedSampler:
 
     def stop_requested(self) -> bool:
         """Whether a stop was requested, as rank 0 sees it; the same on all ranks."""
-        return _from_first_rank(self._remote is not None and self._stop_reason() is not None)
+        return from_first_rank(self._remote is not None and self._stop_reason() is not None)
 
     def _asked_by_first_rank(self, ask: Callable[[RemoteSampler], T]) -> T | None:
         """Rank 0's answer there, None elsewhere. A collective: an interruption of rank 0 is raised on all ranks."""
@@ -103,9 +102,9 @@ class SharedSampler:
                 answer = self._ask_role_or_successor(self._remote, ask)
             except INTERRUPTIONS as error:
                 interruption = error
-            _from_first_rank(interruption)
+            from_first_rank(interruption)
         else:
-            while isinstance(news := _from_first_rank(None), str):
+            while isinstance(news := from_first_rank(None), str):
                 if news == _SEND_WEIGHTS:
                     assert self._weights is not None
                     with suppress(*INTERRUPTIONS):  # rank 0 has it too, and tells of it next
@@ -124,11 +123,11 @@ class SharedSampler:
                     remote.load_state(self._state)
                 return ask(remote)
             except SampleRoleLost as loss:
-                _from_first_rank(_WAIT_ON)
+                from_first_rank(_WAIT_ON)
                 if not remote.follow(within_s=self._role_start_s, meanwhile=self._heed_stop):
                     raise
                 self._say(f"{loss}; a successor goes on")
-                _from_first_rank(_WAIT_ON)
+                from_first_rank(_WAIT_ON)
                 is_successor = True
 
     def _look_around(self) -> None:
@@ -137,7 +136,7 @@ class SharedSampler:
             return
         self._looked_at = time.monotonic()
         if self._weights.are_needed():
-            _from_first_rank(_SEND_WEIGHTS)
+            from_first_rank(_SEND_WEIGHTS)
             self._weights.restore()
 
     def _heed_stop(self) -> None:
@@ -159,10 +158,3 @@ class SharedSampler:
     def stop(self) -> None:
         if self._remote is not None:
             self._remote.stop()
-
-
-def _from_first_rank(news: T) -> T:
-    """Rank 0's ``news``, on all ranks. A collective."""
-    shared = [news]
-    dist.broadcast_object_list(shared, src=0)
-    return shared[0]

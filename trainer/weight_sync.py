@@ -44,7 +44,6 @@ from functools import partial
 from itertools import chain
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema.launch import LaunchConfig
@@ -61,7 +60,8 @@ from trainer.algorithm.mismatch import SampledGap
 from trainer.batch.farthest_token import Measure
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
-from trainer.ranks.totals import on_first_rank
+from trainer.ranks.objects import from_all_ranks, from_first_rank
+from trainer.ranks.totals import answer_of_first_rank, on_first_rank
 from trainer.stage_sender import MEMORY, StageSender, WeightSyncError, in_turn
 from trainer.turns import OwnDevices
 
@@ -165,13 +165,12 @@ class WeightSync:
 
     def _connect(self) -> None:
         """Make the transfer groups with the servers of rank 0's control, all ranks together."""
-        urls: list[list[str]] = [self._control.urls if self._control is not None else []]
-        dist.broadcast_object_list(urls, src=0)
-        self._num_servers = len(urls[0])
+        urls = from_first_rank(self._control.urls if self._control is not None else [])
+        self._num_servers = len(urls)
         if not self._learner.groups.is_stage_first:
             return
         # Rank 0's control serves its own stage too.
-        control = self._control or self._control_of(urls[0])
+        control = self._control or self._control_of(urls)
         with in_turn(self._learner.groups):
             self._sender = StageSender(
                 control,
@@ -204,9 +203,8 @@ class WeightSync:
         """Whether servers have ended or come back since the transfer groups were made; rank 0 looks, for all."""
         if self._lives is None:
             return False
-        is_changed = [on_first_rank(partial(self._look_for_change, self._lives, within_s))]
-        dist.broadcast_object_list(is_changed, src=0)
-        return bool(is_changed[0])
+        look = partial(self._look_for_change, self._lives, within_s)
+        return answer_of_first_rank(lambda: look() or None) is not None  # None is the cheapest answer
 
     def _changes_after_failure(self) -> bool:
         shared_s = SHARED_FOLDER_S if self._launch.nodes is not None else 0.0
@@ -223,8 +221,7 @@ class WeightSync:
                 self._sender.abandon()
                 self._sender = None
             on_first_rank(partial(self._meet_others, self._lives))
-            failures: list[RolloutError | None] = [None] * self._learner.groups.pp_size
-            dist.all_gather_object(failures, self._connected(), group=self._learner.groups.pp_group)
+            failures = from_all_ranks(self._connected(), self._learner.groups.pp_group)
             on_first_rank(lambda: _raise_first(failures))
             self._has_met_servers, self._is_connected = False, True
         return is_needed
@@ -284,9 +281,7 @@ class WeightSync:
         Until the weights are verified the servers stay paused: half an update never serves.
         """
         self._meet_servers()
-        needed = [on_first_rank(self._finds_other_weights)]
-        dist.broadcast_object_list(needed, src=0)
-        if sends or needed[0]:
+        if answer_of_first_rank(self._finds_other_weights) or sends:
             self.restore()
         else:
             on_first_rank(lambda: self._servers.resume())
@@ -314,7 +309,6 @@ class WeightSync:
         groups = self._learner.groups
         self._turns.both()
         self._meet_servers()
-        by_stage: list[SentByRank] = [SentByRank()] * groups.pp_size
         with span("servers paused", servers=self._num_servers):
             opening = self._control.open_update() if self._control is not None else None
             with span("send") as sending:
@@ -322,7 +316,7 @@ class WeightSync:
                 sending.note(bytes=sent.bytes)
             with span("wait for stages"):
                 # Rank 0's pipeline group has all senders.
-                dist.all_gather_object(by_stage, sent, group=groups.pp_group)
+                by_stage = from_all_ranks(sent, groups.pp_group)
             on_first_rank(lambda: self._close_update(version, by_stage))
         self._turns.servers()
         is_probed = not (self._samples_are_probes or self._samples_ahead)
@@ -381,9 +375,7 @@ class WeightSync:
         def ask() -> list[Completion]:
             return self._servers.probe(PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature)
 
-        answers = [on_first_rank(ask)]
-        dist.broadcast_object_list(answers, src=0)
-        completions = answers[0]
+        completions = answer_of_first_rank(ask)
         with self._turns.learner_there():
             mine = self._learner.logprobs_of(PROBE_PROMPT, completions, temperature=temperature)
         theirs = [x for completion in completions for x in completion.rollout_logprobs.tolist()]

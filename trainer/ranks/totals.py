@@ -10,6 +10,7 @@ from torch import Tensor
 
 from parallel.megatron import platform
 from trainer.ranks.interruption import INTERRUPTIONS
+from trainer.ranks.objects import from_all_ranks, from_first_rank
 
 T = TypeVar("T")
 
@@ -39,30 +40,35 @@ def total_over(group: dist.ProcessGroup | None) -> Total:
 def on_first_rank(ask: Callable[[], T]) -> T | None:
     """Call ``ask`` on rank 0 and return its answer there, None elsewhere. A collective: an interruption of rank 0
     is raised on all ranks."""
-    answer, interruption = None, None
-    if dist.get_rank() == 0:
-        try:
-            answer = ask()
-        except INTERRUPTIONS as error:
-            interruption = error
-    shared = [interruption]
-    dist.broadcast_object_list(shared, src=0)
-    if shared[0] is not None:
-        raise shared[0]
+    answer, interruption = _attempted(ask) if dist.get_rank() == 0 else (None, None)
+    interruption = from_first_rank(interruption)
+    if interruption is not None:
+        raise interruption
     return answer
+
+
+def answer_of_first_rank(ask: Callable[[], T]) -> T:
+    """As ``on_first_rank``, with the answer on all ranks."""
+    outcome = _attempted(ask) if dist.get_rank() == 0 else None
+    answer, interruption = from_first_rank(None if outcome == (None, None) else outcome) or (None, None)
+    if interruption is not None:
+        raise interruption
+    return cast("T", answer)
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
     """The result of this rank's ``work()``. A collective: an interruption of any rank is raised on all ranks, that of the
     lowest rank where there are several."""
-    result, interruption = None, None
-    try:
-        result = work()
-    except INTERRUPTIONS as error:
-        interruption = error
-    interruptions: list[Exception | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(interruptions, interruption)
-    for interruption in interruptions:
+    result, mine = _attempted(work)
+    for interruption in from_all_ranks(mine):
         if interruption is not None:
             raise interruption
     return cast("T", result)
+
+
+def _attempted(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """(result, interruption): one of them is None."""
+    try:
+        return work(), None
+    except INTERRUPTIONS as error:
+        return None, error
