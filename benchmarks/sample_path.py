@@ -121,12 +121,12 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     from rollout.environments.episodes import single_turn
     from rollout.environments.sequence import TokenSequence
     from rollout.records import Prompt, Score
-    from rollout.sampling.messages import Groups, SamplingStats, decode_reply, encode
+    from rollout.sampling.messages import Groups, SamplerState, SamplingStats, decode_reply, encode
     from rollout.sampling.sampler import _check_versions, _make_group
     from rollout.servers.answers import Sent, collection_paused, read_answer
     from trainer.batch.sharing_out import split_groups
     from trainer.batch.step_batch import step_batch
-    from trainer.ranks.scattering import _end_to_end, _joined, _taken_apart
+    from trainer.ranks.scattering import packed, unpacked
 
     clock, groups, num_tokens = Clock(), [], 0
     while num_tokens < given.tokens:
@@ -148,16 +148,16 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
         _check_versions(groups, newest=0, max_staleness=0)
     stats = SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)
     with clock("encode"):
-        message = encode(Groups(groups, stats))
+        message = encode(Groups(groups, stats, SamplerState(position=0, num_prompts=1)))
     del groups
     with clock("decode"):
         groups = decode_reply(message).groups
     with clock("split"):
         shares = split_groups(groups, num_minibatches=1, dp_size=RANKS, token_budget=32768)
     with clock("send"):
-        sent = [(header, _end_to_end(header.sizes, buffers)) for header, buffers in map(_taken_apart, shares)]
+        sent = [packed(share) for share in shares]
     with clock("receive one"):
-        share = _joined(*sent[0])
+        share = unpacked(*sent[0])
     with clock("pack one"):
         step_batch(share)
     return {name: seconds / num_tokens * 1e6 for name, seconds in clock.seconds.items()}

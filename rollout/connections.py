@@ -104,7 +104,7 @@ class Requester:
         self._is_connected = False
         self._socket.connect(address)
 
-    def send(self, message: bytes) -> None:
+    def send(self, message: bytes | memoryview) -> None:
         while self._events.poll(0):  # past events: a connection that was lost and made anew is as good as any
             self._is_connected = self._next_event() == zmq.EVENT_HANDSHAKE_SUCCEEDED
         if not self._is_connected:

@@ -72,10 +72,10 @@ class SharedSampler:
 
     def next_groups(self, count: int, *, newest: int, max_staleness: int, ahead: int) -> Sampled:
         def ask(remote: RemoteSampler) -> Sampled:
-            groups, stats = remote.next_groups(
+            # With the state: a sample role that is gone or busy later gives no answer.
+            groups, stats, self._state = remote.next_groups(
                 count, newest=newest, max_staleness=max_staleness, ahead=ahead, meanwhile=self._look_around
             )
-            self._state = remote.state()  # now: a sample role that is gone or busy later gives no answer
             return Sampled(groups=groups, stats=stats)
 
         return self._asked_by_first_rank(ask) or Sampled(groups=None, stats=None)

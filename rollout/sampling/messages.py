@@ -1,13 +1,23 @@
-"""Messages between learner and sample role: msgpack over ZeroMQ."""
+"""Messages between learner and sample role: msgpack over ZeroMQ.
 
+Groups have their numbers per token behind the msgpack, as plain bytes (``rollout/columns.py``):
+
+    0xc1, 7 zeros    which no msgpack begins with
+    8 bytes          the length of the msgpack, little endian
+    the msgpack, and zeros up to a multiple of ``ALIGNMENT``
+    the content
+"""
+
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate, pairwise
 
 import msgspec
 import numpy as np
 
 from rollout.client import RolloutError
-from rollout.records import EXPERTS, LOGPROBS, MASK, TOKEN_IDS, Group
+from rollout.columns import ALIGNMENT, Columns, Taken, aligned, joined
+from rollout.records import Group, Trajectory
 
 
 class SamplingError(RolloutError):
@@ -121,6 +131,18 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 class Groups(msgspec.Struct, frozen=True, tag=True):
     groups: list[Group]
     stats: SamplingStats
+    state: SamplerState
+    """After these groups."""
+
+
+class GroupsInColumns(msgspec.Struct, frozen=True, tag=True):
+    """``Groups`` as they are sent."""
+
+    groups: list[tuple[int, str, int]]
+    """(number, prompt, trajectories) of each."""
+    columns: Columns
+    stats: SamplingStats
+    state: SamplerState
 
 
 class Evaluated(msgspec.Struct, frozen=True, tag=True):
@@ -143,32 +165,47 @@ Request = NextGroups | Drain | Evaluate | GetState | LoadState | Stop
 Reply = Groups | Evaluated | State | Done | Failure
 
 
-ARRAYS = frozenset(np.dtype(kind).str for kind in (TOKEN_IDS, LOGPROBS, MASK, *EXPERTS))
-"""Types of arrays in messages. A message carries an array as its type, its shape and its bytes."""
+_MARK = b"\xc1".ljust(8, b"\0")
+_PREFIX = len(_MARK) + 8
 
 
-def encode(message: Request | Reply) -> bytes:
-    return msgspec.msgpack.encode(message, enc_hook=_from_array)
+def encode(message: Request | Reply) -> bytes | memoryview:
+    if not isinstance(message, Groups):
+        return msgspec.msgpack.encode(message)
+    taken = Taken.apart([t for group in message.groups for t in group.trajectories])
+    groups = [(group.group_id, group.prompt_id, len(group.trajectories)) for group in message.groups]
+    packed = msgspec.msgpack.encode(GroupsInColumns(groups, taken.columns, message.stats, message.state))
+    before = b"".join([_MARK, len(packed).to_bytes(8, "little"), packed])
+    before = before.ljust(-(-len(before) // ALIGNMENT) * ALIGNMENT, b"\0")
+    whole = np.empty(len(before) + taken.size, dtype=np.uint8)
+    whole[: len(before)] = np.frombuffer(before, dtype=np.uint8)
+    taken.write(whole[len(before) :])
+    return whole.data
 
 
-def decode_request(content: bytes) -> Request:
+def decode_request(content: bytes | memoryview) -> Request:
     """Raises msgspec.DecodeError and UnicodeDecodeError for what is no request."""
-    return msgspec.msgpack.decode(content, type=Request, dec_hook=_to_array)
+    return msgspec.msgpack.decode(content, type=Request)
 
 
 def decode_reply(content: bytes | memoryview) -> Reply:
-    """Raises as ``decode_request``, for what is no reply."""
-    return msgspec.msgpack.decode(content, type=Reply, dec_hook=_to_array)
+    """The arrays of groups are views of ``content``. Raises as ``decode_request``, for what is no reply."""
+    if bytes(content[: len(_MARK)]) != _MARK:
+        return msgspec.msgpack.decode(content, type=Evaluated | State | Done | Failure)
+    end = _PREFIX + int.from_bytes(content[len(_MARK) : _PREFIX], "little")
+    sent = msgspec.msgpack.decode(content[_PREFIX:end], type=GroupsInColumns)
+    try:
+        trajectories = joined(sent.columns, aligned(content[-(-end // ALIGNMENT) * ALIGNMENT :]))
+        return Groups(_grouped(sent.groups, trajectories), sent.stats, sent.state)
+    except ValueError as error:
+        raise msgspec.DecodeError(f"no groups of a message: {error}") from error
 
 
-def _from_array(value: object) -> tuple[str, tuple[int, ...], memoryview]:
-    if not isinstance(value, np.ndarray):
-        raise NotImplementedError(f"{type(value).__name__} in a message")
-    return value.dtype.str, value.shape, np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-
-
-def _to_array(kind: type, content: Any) -> np.ndarray:
-    match content:
-        case [str(dtype), [*shape], bytes(data)] if kind is np.ndarray and dtype in ARRAYS:
-            return np.frombuffer(data, dtype=dtype).reshape(shape)
-    raise ValueError("not an array of a message")
+def _grouped(groups: Sequence[tuple[int, str, int]], trajectories: list[Trajectory]) -> list[Group]:
+    bounds = [*accumulate((count for *_, count in groups), initial=0)]
+    if min((count for *_, count in groups), default=0) < 0 or bounds[-1] != len(trajectories):
+        raise ValueError(f"{len(trajectories)} trajectories for {bounds[-1]} in groups")
+    return [
+        Group(group_id=number, prompt_id=prompt, trajectories=trajectories[start:end])
+        for (number, prompt, _), (start, end) in zip(groups, pairwise(bounds), strict=True)
+    ]

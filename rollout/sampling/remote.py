@@ -111,11 +111,11 @@ class RemoteSampler:
         max_staleness: int,
         ahead: int = 0,
         meanwhile: Callable[[], None] = _do_nothing,
-    ) -> tuple[list[Group], SamplingStats]:
-        """The groups of the next ``count`` prompts, without a token older than ``newest - max_staleness``. From now on
-        the groups of ``ahead`` further steps are sampled too."""
+    ) -> tuple[list[Group], SamplingStats, dict[str, int]]:
+        """The groups of the next ``count`` prompts, without a token older than ``newest - max_staleness``, and ``state()``
+        after them. From now on the groups of ``ahead`` further steps are sampled too."""
         reply = self._request_reply(NextGroups(count, newest, max_staleness, ahead), Groups, meanwhile)
-        return reply.groups, reply.stats
+        return reply.groups, reply.stats, msgspec.to_builtins(reply.state)
 
     def drain(self, within_s: float, meanwhile: Callable[[], None] = _do_nothing) -> None:
         """Return when no training sample is at the servers, or after ``within_s``. Further ones wait for the next
@@ -127,7 +127,7 @@ class RemoteSampler:
         return self._request_reply(Evaluate(), Evaluated, meanwhile).result
 
     def state(self) -> dict[str, int]:
-        """The sampler's state for a checkpoint, as plain JSON values."""
+        """The sampler's state, as plain JSON values: of a checkpoint, that of the last groups."""
         return msgspec.to_builtins(self._request_reply(GetState(), State).state)
 
     def load_state(self, state: dict[str, int] | None) -> None:

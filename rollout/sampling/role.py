@@ -290,7 +290,7 @@ async def _answer_request(sampler: GroupSampler, request: Request) -> Reply:
                 groups, stats = await sampler.next_groups(
                     count, newest=newest, max_staleness=max_staleness, ahead=ahead
                 )
-                return Groups(groups, stats)
+                return Groups(groups, stats, sampler.state)
             case Drain(within_s):
                 await sampler.drain(within_s)
                 return Done()

@@ -7,22 +7,21 @@ import torch
 import torch.distributed as dist
 
 from trainer.batch.exact_turns import TurnsDiffer
-from trainer.batch.sharing_out import Share
 from trainer.batch.step_batch import step_batch
 from trainer.ranks.scattering import scatter
 from trainer.ranks.totals import on_all_ranks
 
 
 def serve_rank(rank: int, world_size: int, store: str, end: Connection) -> None:
-    """(shares, copies) -> this rank's share, where ``copies`` neighbours have the same; or the message of the difference
-    that ends the step on every rank, once all have packed theirs."""
+    """(shares, copies) -> this rank's share, where ``copies`` neighbours have the same, once all have packed theirs; or the
+    message of the difference that ends the step on every rank."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size)
     while True:
         shares, copies = end.recv()
         share = scatter(shares, lambda rank, copies=copies: rank // copies)
         try:
-            if isinstance(share, Share):
+            if share.trajectories:
                 on_all_ranks(partial(step_batch, share))
             end.send(share)
         except TurnsDiffer as difference:

@@ -859,12 +859,11 @@ def served(tmp_path):
 def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
     remote, local = served(make_sampler(tokenizer)), make_sampler(tokenizer)
     expected, expected_stats = next_groups(local, 3)
-    groups, stats = remote.next_groups(3, newest=0, max_staleness=0)
+    groups, stats, state = remote.next_groups(3, newest=0, max_staleness=0)
     assert groups == expected
     assert stats.requests == expected_stats.requests == 9
-    state = remote.state()
-    assert state == {"position": 3, "num_prompts": 5}
-    again, _ = remote.next_groups(2, newest=0, max_staleness=0)
+    assert state == remote.state() == {"position": 3, "num_prompts": 5}
+    again, *_ = remote.next_groups(2, newest=0, max_staleness=0)
     remote.load_state(state)
     assert remote.next_groups(2, newest=0, max_staleness=0)[0] == again == next_groups(local, 2)[0]
     assert remote.evaluate().accuracy == asyncio.run(local.evaluate()).accuracy
@@ -880,7 +879,7 @@ def test_the_role_keeps_nothing_of_a_step_while_the_learner_trains_on_it(tokeniz
         return groups, stats
 
     monkeypatch.setattr(sampler, "next_groups", watched)
-    groups, _ = served(sampler).next_groups(3, newest=0, max_staleness=0)
+    groups, *_ = served(sampler).next_groups(3, newest=0, max_staleness=0)
     assert len(arrays) == sum(len(group.trajectories) for group in groups)
     deadline = time.monotonic() + 20
     while any(array() is not None for array in arrays):
@@ -890,7 +889,7 @@ def test_the_role_keeps_nothing_of_a_step_while_the_learner_trains_on_it(tokeniz
 
 def test_a_learner_that_begins_anew_gets_the_first_groups_again(tokenizer, served):
     remote = served(make_sampler(tokenizer))
-    first, _ = remote.next_groups(3, newest=0, max_staleness=0)
+    first, *_ = remote.next_groups(3, newest=0, max_staleness=0)
     SharedSampler(remote).load_state(None)
     assert remote.state() == {"position": 0, "num_prompts": 5}
     assert remote.next_groups(3, newest=0, max_staleness=0)[0] == first
@@ -902,7 +901,7 @@ def test_a_role_that_is_replaced_is_noticed_and_its_successor_followed(tokenizer
     with RemoteSampler(
         first._address, timeout_s=20, peer_timeout_s=0.3, key=first._key, find=lambda: announced
     ) as remote:
-        groups, _ = remote.next_groups(3, newest=0, max_staleness=0)
+        groups, *_ = remote.next_groups(3, newest=0, max_staleness=0)
         assert not remote.follow(within_s=20), "the same announcement, for longer than peer_timeout_s"
         announced = None
         assert not remote.follow(within_s=0.3)
@@ -1001,9 +1000,9 @@ def ask(remote, count, *, newest, ahead, staleness=2):
 def test_groups_are_the_same_however_far_ahead_they_are_sampled(tokenizer, served, ahead):
     remote, local = served(make_sampler(tokenizer)), make_sampler(tokenizer)
     for step, left in enumerate((3, 2, 1, 0)):
-        groups, stats = ask(remote, 3, newest=min(step, 2), ahead=min(ahead, left))
+        groups, stats, state = ask(remote, 3, newest=min(step, 2), ahead=min(ahead, left))
         assert groups == next_groups(local, 3)[0]
-        assert remote.state() == {"position": 3 * (step + 1), "num_prompts": 5}
+        assert state == remote.state() == {"position": 3 * (step + 1), "num_prompts": 5}
         assert stats.running_groups + stats.ready_groups == 3 * min(ahead, left)
         assert remote.evaluate().accuracy == asyncio.run(make_sampler(tokenizer).evaluate()).accuracy
 
@@ -1011,7 +1010,7 @@ def test_groups_are_the_same_however_far_ahead_they_are_sampled(tokenizer, serve
 def test_a_step_does_not_wait_for_the_groups_of_the_next(tokenizer, served):
     engine = Gated(free=3)
     remote = served(make_sampler(tokenizer, engine=engine))
-    groups, stats = ask(remote, 3, newest=0, ahead=2)
+    groups, stats, _ = ask(remote, 3, newest=0, ahead=2)
     assert [g.group_id for g in groups] == [0, 1, 2]
     assert (stats.running_groups, stats.ready_groups) == (6, 0)
     engine.gate.set()
@@ -1021,7 +1020,7 @@ def test_a_step_does_not_wait_for_the_groups_of_the_next(tokenizer, served):
 def test_groups_under_way_are_given_up_where_the_position_changes_and_at_the_end(tokenizer, served):
     engine = Gated(free=3)
     remote = served(make_sampler(tokenizer, engine=engine))
-    first, _ = ask(remote, 3, newest=0, ahead=1)
+    first, *_ = ask(remote, 3, newest=0, ahead=1)
     remote.load_state(None)
     assert engine.cancelled == engine.waiting == 3
     engine.free = 3

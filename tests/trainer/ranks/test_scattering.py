@@ -1,22 +1,25 @@
 """Shares as they arrive, against the shares that were sent, on gloo ranks."""
 
 import multiprocessing
-from dataclasses import fields
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from rollout.records import EXPERTS, Group
+from rollout.columns import FIELDS
+from rollout.records import COUNTS, EXPERTS, TOKEN_IDS, Group, Status
+from tests.support.records import trajectory
 from tests.support.scattering_workers import serve_rank
 from tests.trainer.batch.test_step_batch import make_groups
 from trainer.batch.sharing_out import Share, split_groups
-from trainer.ranks import scattering
+from trainer.ranks.scattering import packed, unpacked
 
 RANKS = 4
+EMPTY = Share(
+    trajectories=[], sequence_ids=[], rows=[], lengths=[], rewards=[], group_ids=[], episode_ids=[], group_sizes=[]
+)  # fmt: skip
 
 
 def shares_of(groups: list[Group], dp_size: int) -> list[Share]:
@@ -31,13 +34,9 @@ def with_experts(groups: list[Group]) -> list[Group]:
         for i, t in enumerate(group.trajectories):
             experts = np.arange(len(t.token_ids) * 4, dtype=EXPERTS[1]).reshape(-1, 2, 2)
             known = {"experts": experts, "is_replayed": experts[:, 0, 0] % 3 == 0} if i % 2 else {}
-            trajectories.append(_replaced(t, **known))
-        changed.append(_replaced(group, trajectories=trajectories))
+            trajectories.append(replace(t, **known))
+        changed.append(replace(group, trajectories=trajectories))
     return changed
-
-
-def _replaced(record: Any, **changes: Any) -> Any:
-    return type(record)(**{f.name: getattr(record, f.name) for f in fields(record)} | changes)
 
 
 @pytest.fixture(scope="module")
@@ -92,36 +91,63 @@ def test_a_turn_that_differs_on_one_rank_ends_the_step_on_all(ends):
     assert f"prompt {victim.prompt_id}, sibling {victim.sibling_id}: turn" in messages[0]
 
 
-def test_shares_without_arrays_arrive_too(ends):
-    shares = [{"rank": i, "none": np.zeros(0)} for i in range(RANKS)]
-    for rank, share in enumerate(scattered(ends, shares, 1)):
-        assert share["rank"] == rank and share["none"].shape == (0,)
+def test_shares_without_trajectories_arrive_too(ends):
+    shares = [replace(empty, rewards=[float(rank)]) for rank, empty in enumerate([EMPTY] * RANKS)]
+    assert scattered(ends, shares, 1) == shares
 
 
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 40), st.sampled_from(["int32", "float32", "bool", "uint8", "int16"])),
-        max_size=6,
-    )
-)
-def test_arrays_are_put_together_again_from_bytes_alone(kinds):
-    """The header has none of their content, and each begins where any type may."""
-    arrays = [
-        np.random.default_rng(i).integers(0, 2, size).astype(kind) for i, (size, kind) in enumerate(kinds)
-    ]
-    header, buffers = scattering._taken_apart(arrays)
-    content = scattering._end_to_end(header.sizes, buffers)
-    joined = scattering._joined(header, content)
-    assert len(joined) == len(arrays)
-    for found, array in zip(joined, arrays, strict=True):
-        assert found.dtype == array.dtype and np.array_equal(found, array)
-        assert found.flags.aligned or not len(found)
+def test_turns_rewards_experts_and_kept_ids_arrive(ends):
+    """Of every other sample, as of one that was sampled elsewhere."""
+    (groups,) = [make_groups([[5, 9, 70, 4]], [[0.0, 1.0, 0.5, 1.0]], seed=0)]
+    changed = []
+    for i, t in enumerate(with_experts(groups)[0].trajectories):
+        n = len(t.token_ids)
+        kept = {
+            "num_kept": np.arange(n, dtype=COUNTS),
+            "kept_ids": np.arange(n * (n - 1) // 2, dtype=TOKEN_IDS),
+        }
+        turns = [replace(turn, reward=0.25 * i, num_retractions=i) for turn in t.turns]
+        further = {"turns": turns, "reward_parts": {"part": 0.5 * i}, "status": Status.TOKEN_LIMIT}
+        changed.append(replace(t, **further, **(kept if i % 2 else {})))
+    groups = [replace(groups[0], trajectories=changed)]
+    shares = split_groups(groups, num_minibatches=1, dp_size=2, token_budget=1000, credits_turns=True)
+    for rank, share in enumerate(scattered(ends, [replace(s, turn_rewards=None) for s in shares], 2)):
+        expected = shares[rank // 2]
+        assert share.trajectories == expected.trajectories
+        for mine, theirs in zip(share.trajectories, expected.trajectories, strict=True):
+            assert type(mine.status) is Status
+            for name in FIELDS:
+                one, other = getattr(mine, name), getattr(theirs, name)
+                assert (one is None) == (other is None)
+                assert one is None or (one.dtype == other.dtype and one.shape == other.shape)
 
 
-def test_the_header_is_small_and_holds_no_array():
+def test_rewards_of_turns_arrive():
+    groups = make_groups([[5, 9, 70, 4]], [[0.0, 1.0, 0.5, 1.0]], seed=0)
+    shares = split_groups(groups, num_minibatches=1, dp_size=2, token_budget=1000, credits_turns=True)
+    for share in shares:
+        found = unpacked(*packed(share)).turn_rewards
+        assert found is not None and share.turn_rewards is not None
+        assert found.rewards_V.equal(share.turn_rewards.rewards_V)
+        assert found.places_V.equal(share.turn_rewards.places_V)
+
+
+def test_nothing_is_pickled_for_a_token():
     """17 bytes a token would be 17 million; the header grows with samples alone."""
-    sample = [np.full(1_000_000, 7, dtype=np.int32) for _ in range(4)]
-    header, buffers = scattering._taken_apart({"arrays": sample})
-    assert len(header.objects) < 1000
-    assert sum(header.sizes) == 16_000_000 and all(b.base is not None for b in buffers)
-    assert np.shares_memory(buffers[0], sample[0])  # sent from where it lies
+    n = 250_000
+    samples = [
+        trajectory(
+            group_id=0, sibling_id=i, prompt_id="p", token_ids=[i] * n, response_mask=[False] + [True] * (n - 1),
+            rollout_logprobs=[-0.5] * n, token_versions=[3] * n, reward=float(i), reward_parts={},
+        )
+        for i in range(4)
+    ]  # fmt: skip
+    groups = [Group(group_id=0, prompt_id="p", trajectories=samples)]
+    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=2_000_000)
+    message, header = packed(share)
+    num_tokens = sum(len(t.token_ids) for t in share.trajectories)
+    assert header < 2000 and num_tokens == 4 * n
+    assert 0 <= len(message) - header - 13 * num_tokens < 100
+    received = unpacked(message, header)
+    assert received == share
+    assert all(np.shares_memory(t.token_ids, message.numpy()) for t in received.trajectories)
