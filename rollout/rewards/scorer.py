@@ -215,7 +215,9 @@ class Scorer:
             num_tokens = self._max_new_tokens  # the model's positions may have cut it off earlier
         response = _Response(text=response_text, num_tokens=num_tokens, finish_reason=finish_reason)
         with span("reward", family="rewards"):
-            results = await asyncio.gather(*(reward(prompt, response) for reward in self._rewards.values()))
+            under_way = [reward(prompt, response) for reward in self._rewards.values()]
+            # A task each costs more than most rewards.
+            results = await asyncio.gather(*under_way) if len(under_way) > 1 else [await under_way[0]]
         scores = dict(zip(self._rewards, results, strict=True))
         for field, score in scores.items():
             if score.error is not None:

@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from trainer.ranks.objects import bytes_of_all_ranks
 
 
 class Reduction(StrEnum):
@@ -192,9 +195,12 @@ def merge_over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> dict[
     """The exact merge over all ranks of ``group`` (None: this process alone), the same on every rank."""
     if group is None or dist.get_world_size(group) == 1:
         return dict(metrics)
-    everyone: list[Metrics] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, dict(metrics), group=group)
-    return merge_metrics(everyone)
+    everyone = bytes_of_all_ranks(msgspec.msgpack.encode(dict(metrics)), group)
+    return merge_metrics(map(_DECODER.decode, everyone))
+
+
+_DECODER = msgspec.msgpack.Decoder(dict[str, Metric])
+"""msgpack keeps all bits of a float, of infinity and NaN too."""
 
 
 def values(metrics: Metrics) -> dict[str, float]:
