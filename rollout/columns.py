@@ -1,7 +1,8 @@
 """Trajectories by columns: how they travel from the sample role to the learner, and between its ranks.
 
-A step has thousands of trajectories with four arrays each or more. One by one, an array costs a microsecond or two at
-either end, whatever is in it. Here the arrays of a field lie end to end, and what tells them apart is a list of lengths:
+A step has thousands of trajectories with four arrays each or more. An array that travels by itself is an object for the
+encoder and one for the decoder, which costs more than its bytes where responses are short. Here the arrays of a field lie
+end to end, and what tells them apart is a list of lengths:
 
     Columns    everything but numbers per token, for msgpack: a head for each trajectory, the lengths of its arrays
     content    plain bytes: the arrays, field after field, each run of one type at a multiple of ``ALIGNMENT``

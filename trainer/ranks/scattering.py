@@ -64,7 +64,7 @@ def packed(share: Share) -> tuple[Tensor, int]:
 
 def unpacked(message: Tensor, header: int) -> Share:
     content = message.numpy()
-    share, columns = pickle.loads(content[:header])
+    share, columns = pickle.loads(content[:header].data)
     columns = msgspec.msgpack.decode(columns, type=Columns)
     return replace(share, trajectories=joined(columns, content[_content_after(header) :]))
 
