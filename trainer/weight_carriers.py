@@ -5,6 +5,7 @@ Each brings the buckets of a transfer in order, and at the end their hashes, whi
 is in them and who asks the servers to receive is not its concern (``trainer/stage_sender.py``).
 """
 
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -45,13 +46,13 @@ class Broadcasts:
     def __init__(self, broadcaster: WeightBroadcaster, kind: str) -> None:
         self._broadcaster, self._kind = broadcaster, kind
         self._hashes: list[Tensor] = []
-        self._in_flight: UnderWay[None] | None = None
+        self._in_flight: deque[UnderWay[None]] = deque()
 
     def send(self, flat: Tensor, check: Check) -> None:
-        before, self._in_flight = self._in_flight, self._broadcaster.start(flat)
+        self._in_flight.append(self._broadcaster.start(flat))
         self._hashes.append(weight_hash(flat, self._kind))
-        if before is not None:
-            before.wait(check)
+        if len(self._in_flight) == NUM_BUFFERS[flat.device.type]:
+            self._in_flight.popleft().wait(check)
 
     def finish(self, check: Check) -> None:
         self._broadcaster.start(torch.stack(self._hashes)).wait(check)
