@@ -55,7 +55,7 @@ def main() -> None:
 
 def run_layout(cp: int, tokens: int, folder: Path) -> dict[str, Any]:
     from configs.schema.layout import LayoutConfig
-    from parallel.planning.layout import read_architecture, read_hf_config
+    from parallel.planning.architecture import read_architecture, read_hf_config
     from parallel.planning.memory import Work, activation_bytes
     from tests.support.megatron_workers import make_hf_model, run_ranks
 

@@ -39,8 +39,8 @@ from configs.loader import load_config  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.hardware import HardwareConfig, Overheads  # noqa: E402
 from configs.schema.layout import as_overrides, parse_layout  # noqa: E402
+from parallel.planning.architecture import Architecture, read_architecture, read_hf_config  # noqa: E402
 from parallel.planning.decoding import Lengths  # noqa: E402
-from parallel.planning.layout import Architecture, read_architecture, read_hf_config  # noqa: E402
 from parallel.planning.machine import Machine  # noqa: E402
 from parallel.planning.memory import GIB, rollout_memory  # noqa: E402
 from parallel.planning.time import Estimator, StepTime, seconds_text  # noqa: E402

@@ -52,7 +52,8 @@ from parallel.megatron.optimizer import LEAST_LOSS_SCALE, build_optimizer, build
 from parallel.megatron.schedule import Forward, NonFiniteError, Schedule
 from parallel.packing import PackedBatch
 from parallel.planning.adapters import check_lora
-from parallel.planning.layout import Architecture, read_architecture, read_hf_config, validate_layout
+from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.layout import validate_layout
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.peft_adapter import save_adapter

@@ -71,7 +71,7 @@ LIGHT = (
     "parallel.planning.time", "parallel.planning.traffic",
     "launch.commands.clean", "launch.commands.simulate", "launch.commands.stop", "launch.commands.sweep", "launch.commands.trace",
     "launch.commands.watch", "parallel.planning.simulated",
-    "parallel.planning.layout", "parallel.planning.memory", "parallel.planning.planner",
+    "parallel.planning.architecture", "parallel.planning.layout", "parallel.planning.memory", "parallel.planning.planner",
     "rollout.environments.agent_template", "rollout.environments.processes", "rollout.rewards",
     "rollout.servers.fleet", "rollout.tasks", "tracing",
 )  # fmt: skip

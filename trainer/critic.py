@@ -10,7 +10,8 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.model import ModelConfig
 from parallel.engine import ValueEngine
 from parallel.packing import PackedBatch
-from parallel.planning.layout import check_critic_vocabulary, read_hf_config
+from parallel.planning.architecture import read_hf_config
+from parallel.planning.layout import check_critic_vocabulary
 from trainer.algorithm.value_loss import value_loss
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 

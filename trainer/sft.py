@@ -15,7 +15,7 @@ from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
 from parallel.engine import MegatronEngine
 from parallel.packing import PackedBatch, pack_sequences
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer

@@ -28,7 +28,7 @@ from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.model import ModelConfig  # noqa: E402
 from parallel.engine import MegatronEngine  # noqa: E402
 from parallel.packing import PackedBatch, pack_sequences  # noqa: E402
-from parallel.planning.layout import read_architecture, read_hf_config  # noqa: E402
+from parallel.planning.architecture import read_architecture, read_hf_config  # noqa: E402
 from rollout.servers.client import SGLangClient  # noqa: E402
 from rollout.servers.command import ServerSpec  # noqa: E402
 from rollout.servers.fleet import ServerFleet  # noqa: E402

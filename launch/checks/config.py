@@ -23,13 +23,12 @@ from launch.checks.inputs import finding_of, input_findings
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import RunFolder, check_can_be_made
 from parallel.planning.adapters import check_lora
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import (
     check_aligned_servers,
     check_critic_vocabulary,
     check_numerics,
     layout_problems,
-    read_architecture,
-    read_hf_config,
     validate_rollout_layout,
 )
 from parallel.planning.planner import static_share

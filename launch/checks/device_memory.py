@@ -19,7 +19,7 @@ from configs.schema import RunConfig, SftConfig
 from launch.processes.placement import gpus_of_node
 from launch.tables import aligned
 from parallel.planning import memory
-from parallel.planning.layout import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.planner import static_share
 
 CPU_CACHE_TOKENS = 65536

@@ -19,7 +19,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from parallel.checkpoints.files import stored_bytes
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.layout import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.memory import BYTES, size_text, stage_parameters
 
 

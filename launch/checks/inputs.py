@@ -27,7 +27,7 @@ from configs.schema.task import (
     RewardPart,
     WeightedReward,
 )
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.weights.hf_headers import weight_problems
 from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_length, prompt_room
 from rollout.tasks.records import Progress

@@ -29,7 +29,7 @@ from launch.processes.run_folder import RunFolder
 from launch.roles.table import MEGATRON_ROLES, Rendezvous, role_command
 from launch.tables import aligned
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.memory import size_text, stage_parameters
 from parallel.planning.traffic import bytes_to_send
 from rollout.servers import kept_sets

@@ -16,8 +16,8 @@ from launch.checks.config import BadInput
 from launch.processes.run_folder import check_can_be_made
 from launch.tables import print_table
 from parallel.planning import memory
+from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.decoding import SPREAD, Lengths
-from parallel.planning.layout import Architecture, read_architecture, read_hf_config
 from parallel.planning.machine import Machine
 from parallel.planning.planner import NO_TABLE, Cluster, Plan, Timing, plan, read_measured, reasons
 from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text

@@ -11,7 +11,8 @@ from launch.checks.config import BadInput
 from launch.checks.device_memory import critic_architecture
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from launch.tables import aligned, print_table
-from parallel.planning.layout import Architecture, read_architecture, read_hf_config, validate_layout
+from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.layout import validate_layout
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text, work_of
 from parallel.planning.simulated import START, Part, SimulatedRank
 

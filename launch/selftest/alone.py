@@ -20,7 +20,7 @@ from launch.selftest.check import REPORT, CheckFailed, Found
 from parallel.held_memory import KeptBytes, lasting_bytes
 from parallel.megatron import platform
 from parallel.packing import PackedBatch, pack_sequences
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.memory import learner_memory, size_text, work_of
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.hf_names import all_hf_names

@@ -17,7 +17,7 @@ from configs.schema import RunConfig
 from launch.processes.run_folder import RunFolder
 from launch.selftest.check import REPORT, CheckFailed, Found
 from launch.studies.verify_sync import differing_tensors, fixed_prompts
-from parallel.planning.layout import read_hf_config
+from parallel.planning.architecture import read_hf_config
 from parallel.weights.hf_files import HuggingFaceWeights, PerturbedWeights
 from parallel.weights.transfer import WeightBroadcaster
 from rollout.client import RolloutError

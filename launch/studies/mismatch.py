@@ -23,7 +23,7 @@ from launch.processes.run_folder import RunFolder, wait_for_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.studies.mismatch_result import evaluate, write
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 
 
 def run(plan: Plan, start: StartRole) -> Path:

@@ -11,7 +11,7 @@ from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layou
 from configs.schema.task import CountdownTask, TaskConfig
 from launch.checks.config import LoadWith, check_learner_gpus
 from launch.processes.run_folder import RunFolder
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 
 SHORT_PER_PROMPT = 4
 """Short responses to a prompt, each of at most this part of max_new_tokens, beside the long one."""

@@ -30,7 +30,8 @@ from launch.processes import run_folder
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
-from parallel.planning.layout import read_architecture, read_hf_config, validate_rollout_layout
+from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.layout import validate_rollout_layout
 
 if TYPE_CHECKING:
     from rollout.servers.control import Continuation, SGLangControl

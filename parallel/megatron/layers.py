@@ -32,7 +32,7 @@ from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.planning.layout import Architecture, Experts
+from parallel.planning.architecture import Architecture, Experts
 
 
 @dataclass(kw_only=True)

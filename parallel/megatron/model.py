@@ -28,7 +28,8 @@ from parallel.megatron.lora import Lora, adapters_only, freeze_base
 from parallel.megatron.rotary import rotary_frequencies
 from parallel.megatron.shared_prompts import plan_shared_prompts
 from parallel.megatron.vocab_parallel import linear_logprobs
-from parallel.planning.layout import Architecture, check_numerics, padded_vocab_size, read_architecture
+from parallel.planning.architecture import Architecture, padded_vocab_size, read_architecture
+from parallel.planning.layout import check_numerics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

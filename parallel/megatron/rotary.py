@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.planning.architecture import check_rope_type, rotated_share
 from parallel.planning.families import SUPPORTED, family_of
-from parallel.planning.layout import check_rope_type, rotated_share
 
 
 def rotary_frequencies(folder: Path, hf_config: Mapping[str, Any]) -> tuple[Tensor, float]:

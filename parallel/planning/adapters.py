@@ -10,7 +10,7 @@ their B; proj and fc2 by inputs, and so is their A. The other one is on every ra
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig, LoraTarget
-from parallel.planning.layout import Architecture
+from parallel.planning.architecture import Architecture
 
 SPLIT_BY_OUTPUTS = ("qkv", "fc1")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
-from parallel.planning.layout import Architecture, padded_vocab_size
+from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.planning.memory import row_counts, stage_layers
 
 

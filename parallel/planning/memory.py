@@ -19,7 +19,7 @@ from configs.schema.learner import LoraConfig
 from configs.schema.rollout import Quantization
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.layout import Architecture, padded_vocab_size
+from parallel.planning.architecture import Architecture, padded_vocab_size
 
 GIB = 2**30
 Device = Literal["cpu", "cuda"]

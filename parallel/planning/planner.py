@@ -30,8 +30,9 @@ from typing import Any
 
 from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
+from parallel.planning.architecture import Architecture, read_architecture
 from parallel.planning.decoding import Lengths
-from parallel.planning.layout import Architecture, fitting_layouts, read_architecture, rollout_sizes
+from parallel.planning.layout import fitting_layouts, rollout_sizes
 from parallel.planning.machine import Machine
 from parallel.planning.memory import (
     GIB,

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
+from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.planning.decoding import Decoded, Decoder, Lengths, decode, mixed
 from parallel.planning.flops import Flops, Load, forward_flops
-from parallel.planning.layout import Architecture, padded_vocab_size
 from parallel.planning.machine import Machine
 from parallel.planning.memory import BYTES, RolloutMemory
 from parallel.planning.traffic import (

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from configs.schema.run import RunConfig
-from parallel.planning.layout import Architecture
+from parallel.planning.architecture import Architecture
 
 LONGEST_PROMPT = 1024
 """Tokens of a made prompt, where the micro-batch has room for them."""

@@ -20,8 +20,8 @@ from dataclasses import dataclass, fields
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
+from parallel.planning.architecture import Architecture
 from parallel.planning.decoding import Lengths
-from parallel.planning.layout import Architecture
 from parallel.planning.machine import Machine
 from parallel.planning.memory import RolloutMemory
 from parallel.planning.sampling_time import Sampling, sampling_time

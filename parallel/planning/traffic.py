@@ -12,7 +12,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.layout import Architecture
+from parallel.planning.architecture import Architecture
 from parallel.planning.memory import BYTES, stage_layers, stage_parameters
 
 Group = Literal["tensor", "context", "pipeline", "expert"]

@@ -11,9 +11,9 @@ from functools import cached_property, lru_cache
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
 from parallel.planning.adapters import adapter_parameters
+from parallel.planning.architecture import Architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.flops import Flops, Load, forward_flops, update_flops
-from parallel.planning.layout import Architecture
 from parallel.planning.machine import Machine, spanned
 from parallel.planning.memory import BYTES, stage_parameters
 from parallel.planning.traffic import (

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from parallel.megatron import platform
 from parallel.megatron.groups import destroy_groups
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.simulation.device import META, SimulatedDevice
 from parallel.simulation.kernels import fused, replaced
 from parallel.simulation.ranks import Collectives

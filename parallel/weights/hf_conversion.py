@@ -26,7 +26,7 @@ from parallel.megatron.groups import is_stage_first
 from parallel.megatron.lora import adapted_layers, first_a, is_adapter
 from parallel.megatron.model import PackedGPTModel
 from parallel.megatron.moe import first_local_expert
-from parallel.planning.layout import Architecture, padded_vocab_size
+from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.weights.hf_files import (
     MAX_SHARD_BYTES,
     HuggingFaceWeights,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from parallel.planning.layout import Architecture
+from parallel.planning.architecture import Architecture
 from parallel.weights.hf_names import OUTPUT, TOP, hf_shapes, is_left_out
 
 INDEX = "model.safetensors.index.json"

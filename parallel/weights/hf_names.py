@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator
 
+from parallel.planning.architecture import Architecture
 from parallel.planning.families import SUPPORTED
-from parallel.planning.layout import Architecture
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"

@@ -16,7 +16,7 @@ from rollout.sglang_plugin.tandem_routed_experts import wire_type
 
 
 class Experts(Protocol):
-    """The part of a model's architecture that decides the rows; ``parallel.planning.layout.Experts`` has it."""
+    """The part of a model's architecture that decides the rows; ``parallel.planning.architecture.Experts`` has it."""
 
     @property
     def num_experts(self) -> int: ...

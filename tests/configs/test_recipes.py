@@ -22,7 +22,7 @@ from launch.checks import config as checks
 from launch.cli import app
 from launch.commands import train as training
 from launch.processes.placement import check_placement
-from parallel.planning.layout import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.memory import (
     GIB,
     USABLE_SHARE,

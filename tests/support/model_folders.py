@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from parallel.planning.layout import SUPPORTED, read_architecture
+from parallel.planning.architecture import read_architecture
+from parallel.planning.layout import SUPPORTED
 from parallel.weights.hf_names import hf_shapes
 
 CHATML = (

@@ -10,8 +10,8 @@ import pytest
 
 from configs.schema.hardware import HardwareConfig, Overheads
 from configs.schema.run import RunConfig
+from parallel.planning.architecture import Architecture, read_architecture
 from parallel.planning.decoding import Lengths
-from parallel.planning.layout import Architecture, read_architecture
 from parallel.planning.machine import Machine
 from parallel.planning.memory import GIB, RolloutMemory, rollout_memory
 

@@ -26,7 +26,7 @@ from launch.checks.config import _gap_notes
 from launch.checks.device_memory import Device, _smallest_gpu, memory_lines, memory_problems, need_of
 from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.memory import GIB, rollout_memory, size_text, work_of, worst_stage
 from parallel.planning.traffic import bytes_to_send
 from parallel.weights.precision import packed_form

@@ -13,8 +13,8 @@ from configs.reading.hardware import FOLDER, hardware_names, read_hardware
 from configs.schema import RunConfig
 from launch.commands.plan import PlanOptions
 from launch.commands.plan_page import at_its_peak, lanes
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.decoding import Lengths
-from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.machine import Machine
 from parallel.planning.memory import learner_memory, work_of
 from parallel.planning.planner import Cluster, Timing, plan

@@ -13,7 +13,7 @@ from launch.cli import app
 from launch.studies import simulate
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from parallel.megatron import cpu
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.memory import stage_parameters
 from parallel.planning.simulated import made_step
 from tests.launch.studies.simulated import DENSE, small_config, small_model

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.rotary import plain_rotary, rotary_frequencies, rotary_frequencies_of_transformers
-from parallel.planning.layout import padded_vocab_size, read_architecture
+from parallel.planning.architecture import padded_vocab_size, read_architecture
 from parallel.weights import hf_conversion, hf_files
 from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
 from tests.support.moe_workers import make_moe_model

@@ -7,8 +7,8 @@ import pytest
 from transformers import Glm4MoeConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from parallel.planning.architecture import read_architecture
 from parallel.planning.families import REFUSED, SUPPORTED, family_of
-from parallel.planning.layout import read_architecture
 from parallel.weights.hf_names import hf_shapes
 from rollout.tiny_model import FAMILIES
 

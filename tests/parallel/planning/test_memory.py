@@ -11,7 +11,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.memory import (
     GIB,
     TRANSFER_BUCKET_BYTES,

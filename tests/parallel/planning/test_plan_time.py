@@ -31,8 +31,8 @@ from benchmarks.plan_time import (
 from configs.loader import load_config
 from configs.reading.hardware import read_hardware
 from configs.schema import RunConfig
+from parallel.planning.architecture import read_architecture
 from parallel.planning.decoding import Lengths
-from parallel.planning.layout import read_architecture
 
 TINY = {
     "model_type": "qwen3", "vocab_size": 48, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32,

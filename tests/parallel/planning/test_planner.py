@@ -20,13 +20,8 @@ from hypothesis import strategies as st
 
 from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import RunConfig
-from parallel.planning.layout import (
-    fitting_layouts,
-    read_architecture,
-    read_hf_config,
-    validate_layout,
-    validate_rollout_layout,
-)
+from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.layout import fitting_layouts, validate_layout, validate_rollout_layout
 from parallel.planning.memory import GIB, USABLE_SHARE, work_of, worst_stage
 from parallel.planning.planner import (
     AMPLE,

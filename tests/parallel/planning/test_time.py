@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from configs.reading.hardware import hardware_names, read_hardware
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.decoding import Lengths
-from parallel.planning.layout import read_architecture, read_hf_config
 from parallel.planning.machine import Machine, spanned
 from parallel.planning.memory import GIB, rollout_memory, stage_parameters
 from parallel.planning.sampling_time import decoder_of

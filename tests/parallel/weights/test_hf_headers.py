@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from parallel.planning.layout import read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.weights.hf_headers import INDEX, SINGLE, weight_problems
 from parallel.weights.hf_names import hf_shapes
 from rollout.tiny_model import FAMILIES, make_tiny_countdown_model

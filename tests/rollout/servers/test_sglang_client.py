@@ -13,7 +13,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.planning.layout import Experts
+from parallel.planning.architecture import Experts
 from rollout.client import GenerationError, Session
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module

@@ -7,8 +7,8 @@ import pytest
 
 from configs.schema import RunConfig
 from launch.commands.simulate import planned
+from parallel.planning.architecture import padded_vocab_size, read_architecture, read_hf_config
 from parallel.planning.flops import forward_flops, update_flops, whole_samples
-from parallel.planning.layout import padded_vocab_size, read_architecture, read_hf_config
 from parallel.planning.simulated import Part, SimulatedRank
 from parallel.planning.traffic import again_sent, backward_sent, data_bytes, forward_sent, scored_passes
 from tests.launch.studies.simulated import DENSE, small_config, small_model

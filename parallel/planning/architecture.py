@@ -1,0 +1,305 @@
+"""A model's architecture, read from its config.json without torch, for checks before a start. What a family may be is in
+``families.py``."""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from parallel.planning.families import SUPPORTED, Family, family_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The mixture-of-experts part of a model. Router weights are the chosen experts' scores: a softmax over all
+    experts, or a sigmoid of each.
+
+    ``norm_topk``: whether the weights are divided by their sum. ``is_sparse``: per layer, whether it has
+    experts or a dense MLP.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    norm_topk: bool
+    is_sparse: tuple[bool, ...]
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    has_bias: bool = False
+    """Whether experts are chosen by score + bias. The bias is kept as it was loaded: the loss has no gradient of it."""
+    scale: float = 1.0
+    """By which the weights are multiplied at last."""
+    shared_size: int = 0
+    """Intermediate size of the MLP that every token goes through beside its experts; 0: there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The numbers of config.json that decide the model. ``vocab_size`` has no padding rows.
+
+    ``intermediate_size`` is that of dense MLPs; a model with experts in every layer does not use it.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    norm_eps: float
+    max_positions: int
+    tied: bool
+    qkv_bias: bool
+    qk_norm: bool
+    rotary_size: int
+    """Numbers of each head, from the first, that are rotated."""
+    experts: Experts | None = None
+    """None for a dense model."""
+    further_layers: int = 0
+    """Layers behind the last one of a published folder that predict further tokens (multi-token prediction). They are
+    neither loaded nor exported."""
+
+
+MOST_LAYERS = 10_000
+"""Far above any model. A larger number comes from a damaged file, whose checks would not end."""
+
+
+def read_hf_config(folder: Path) -> dict[str, Any]:
+    """config.json of a Hugging Face folder. Raises ValueError where the file is missing or no JSON object."""
+    path = Path(folder) / "config.json"
+    try:
+        loaded = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(
+            f"model.path={folder}: cannot read config.json ({error.strerror}); give a Hugging Face model folder"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} nests its values too deep to be read; restore it") from error
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} holds {type(loaded).__name__}, not an object")
+    return loaded
+
+
+def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
+    """The architecture in config.json. Raises ValueError for a model or variant that this learner does not
+    compute exactly, and for missing or impossible sizes."""
+    kind = hf_config.get("model_type")
+    family = family_of(kind)
+    assert isinstance(kind, str)  # it is the name of a family
+    _refuse_variants(hf_config, kind, family)
+    heads, hidden_size = (
+        _read_size(hf_config, "num_attention_heads", kind),
+        _read_size(hf_config, "hidden_size", kind),
+    )
+    num_layers = _read_size(hf_config, "num_hidden_layers", kind)
+    if num_layers > MOST_LAYERS:
+        raise ValueError(
+            f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it"
+        )
+    kv_heads = _read_size(hf_config, "num_key_value_heads", kind, default=heads)
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it"
+        )
+    if hf_config.get("head_dim") is None and hidden_size % heads:
+        raise ValueError(
+            f"config.json has hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
+        )
+    head_dim = _read_size(hf_config, "head_dim", kind, default=hidden_size // heads)
+    return Architecture(
+        model_type=kind,
+        vocab_size=_read_size(hf_config, "vocab_size", kind),
+        hidden_size=hidden_size,
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_read_size(hf_config, "intermediate_size", kind),
+        norm_eps=_read_positive_number(hf_config, "rms_norm_eps", kind),
+        max_positions=_read_size(hf_config, "max_position_embeddings", kind),
+        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        qkv_bias=_has(hf_config, family.qkv_bias),
+        qk_norm=_has(hf_config, family.qk_norm),
+        rotary_size=_rotary_size(hf_config, family, head_dim),
+        experts=_read_experts(hf_config, kind, family, num_layers),
+        further_layers=int(hf_config.get("num_nextn_predict_layers") or 0) if kind == "glm4_moe" else 0,
+    )
+
+
+def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
+    """``part`` of ``Family``: a fact, or the field that says so."""
+    return part if isinstance(part, bool) else bool(hf_config.get(part))
+
+
+def _rotary_size(hf_config: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    size = int(head_dim * rotated_share(hf_config, family))
+    if size % 2 or size < 2:
+        raise ValueError(
+            f"config.json rotates {size} numbers of each head of {head_dim}, which are not pairs; restore its partial_rotary_factor"
+        )
+    return size
+
+
+def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
+    """The share of each head that is rotated: ``partial_rotary_factor`` of config.json or of its rope parameters."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if share is None:
+        return family.rotated_share or 1.0
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={share!r}; it must be a number above 0, at most 1"
+        )
+    return float(share)
+
+
+def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
+    if family.experts == "glm4_moe":
+        return _read_glm_experts(hf_config, kind, num_layers)
+    if family.experts == "mixtral":
+        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
+    elif family.experts == "qwen3_moe":
+        size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
+        dense = hf_config.get("mlp_only_layers") or ()
+        every = _read_size(hf_config, "decoder_sparse_step", kind, default=1)
+    else:
+        return None
+    # Recent versions of transformers write Mixtral's name for either family.
+    count_name = "num_experts" if "num_experts" in hf_config else "num_local_experts"
+    count, chosen = _read_counts(hf_config, count_name, kind)
+    is_sparse = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
+    if not any(is_sparse):
+        raise ValueError(
+            f"config.json has mlp_only_layers={list(dense)} and decoder_sparse_step={every}, which leave none of the {num_layers} layers "
+            "with experts; restore it, or use a dense model"
+        )
+    return Experts(
+        num_experts=count,
+        experts_per_token=chosen,
+        intermediate_size=_read_size(hf_config, size_name, kind),
+        norm_topk=norm_topk,
+        is_sparse=is_sparse,
+    )
+
+
+def _read_glm_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Experts:
+    count, chosen = _read_counts(hf_config, "n_routed_experts", kind)
+    dense = _read_field(hf_config, "first_k_dense_replace", kind)
+    if type(dense) is not int or not 0 <= dense < num_layers:
+        raise ValueError(
+            f"config.json has first_k_dense_replace={dense!r}, which leaves none of the {num_layers} layers with experts, or is no "
+            "number of layers; restore it, or use a dense model"
+        )
+    size = _read_size(hf_config, "moe_intermediate_size", kind)
+    return Experts(
+        num_experts=count,
+        experts_per_token=chosen,
+        intermediate_size=size,
+        norm_topk=bool(hf_config.get("norm_topk_prob", True)),
+        is_sparse=tuple(layer >= dense for layer in range(num_layers)),
+        score="sigmoid",
+        has_bias=True,
+        scale=_read_positive_number(hf_config, "routed_scaling_factor", kind),
+        shared_size=size * _read_size(hf_config, "n_shared_experts", kind),
+    )
+
+
+def _read_counts(hf_config: Mapping[str, Any], count_name: str, kind: str) -> tuple[int, int]:
+    """(experts, experts of a token)."""
+    count, chosen = (
+        _read_size(hf_config, count_name, kind),
+        _read_size(hf_config, "num_experts_per_tok", kind),
+    )
+    if chosen > count:
+        raise ValueError(
+            f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it"
+        )
+    return count, chosen
+
+
+def _read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: int | None = None) -> int:
+    """A whole number of at least 1; ``default``, if there is one, for a missing field or null."""
+    if default is not None and hf_config.get(name) is None:
+        return default
+    value = _read_field(hf_config, name, kind)
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f"config.json of a {kind} model has {name}={value!r}; it must be a whole number of at least 1"
+        )
+    return value
+
+
+def _read_positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> float:
+    value = _read_field(hf_config, name, kind)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
+    if name not in hf_config:
+        raise ValueError(
+            f"config.json of a {kind} model lacks {name!r}; restore the file that came with the model"
+        )
+    return hf_config[name]
+
+
+def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
+    check_rope_type(_rope_type(hf_config), kind)
+    grouped = family.experts == "glm4_moe"
+    refused = {
+        "use_sliding_window": bool(hf_config.get("use_sliding_window")),
+        # Mixtral has no use_sliding_window.
+        "sliding_window": kind == "mixtral" and hf_config.get("sliding_window") is not None,
+        "layer_types": any(t != "full_attention" for t in hf_config.get("layer_types") or ()),
+        "attention_bias": family.qkv_bias is False and bool(hf_config.get("attention_bias")),
+        "mlp_bias": bool(hf_config.get("mlp_bias")),
+        "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
+        "partial_rotary_factor": family.rotated_share is None and rotated_share(hf_config, family) != 1.0,
+        "quantization_config": hf_config.get("quantization_config") is not None,
+        "router_jitter_noise": bool(hf_config.get("router_jitter_noise")),
+        "router_bias": bool(hf_config.get("router_bias")),
+        "shared_expert_intermediate_size": bool(hf_config.get("shared_expert_intermediate_size")),
+        "n_shared_experts": not grouped and bool(hf_config.get("n_shared_experts")),
+        "n_group": grouped and hf_config.get("n_group", 1) != 1,
+    }
+    for name, is_set in refused.items():
+        if is_set:
+            value = hf_config.get(name, rotated_share(hf_config, family))
+            raise ValueError(
+                f"config.json has {name}={value!r}, which the learner does not compute; use a {kind} without it"
+            )
+    window, positions = (hf_config.get(name) for name in ("sliding_window", "max_position_embeddings"))
+    if family.has_window and window is not None and (type(positions) is not int or window < positions):
+        raise ValueError(
+            f"config.json has sliding_window={window!r}, which the learner does not compute, with max_position_embeddings={positions!r}; "
+            f"set sliding_window to null and max_position_embeddings to at most {window!r}: up to that length both are the same"
+        )
+
+
+def _rope_type(hf_config: Mapping[str, Any]) -> Any:
+    """The rope_type under ``rope_parameters``, or in older files under ``rope_scaling``, also as ``type``."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def check_rope_type(rope_type: Any, model_type: str) -> None:
+    """Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope), or that the
+    family has not."""
+    supported = SUPPORTED[model_type].rope_types
+    if rope_type not in supported:
+        raise ValueError(
+            f"rope_type {rope_type!r} of this {model_type} model is not supported; supported are {', '.join(supported)}"
+        )
+
+
+def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
+    """The vocabulary with as many padding rows as it takes to divide by the tensor-parallel size."""
+    return -(-vocab_size // tensor_parallel) * tensor_parallel

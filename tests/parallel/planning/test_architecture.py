@@ -1,0 +1,138 @@
+"""What can be known of a model from config.json alone: refused by name before anything starts, and without torch."""
+
+import json
+
+import pytest
+
+from configs.schema.layout import LayoutConfig
+from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.layout import validate_layout, validate_rollout_layout
+from tests.support.megatron_workers import make_hf_model
+
+CONFIG = {
+    "model_type": "qwen3", "vocab_size": 43, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 48, "rms_norm_eps": 1e-6, "max_position_embeddings": 256,
+}  # fmt: skip
+CHECKS = [
+    read_architecture,
+    lambda config: validate_layout(config, LayoutConfig()),
+    lambda config: validate_rollout_layout(config, 1),
+]
+OPTIONAL = ("num_key_value_heads", "head_dim")
+
+
+def without(name):
+    return {key: value for key, value in CONFIG.items() if key != name}
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "phi3"])
+def test_what_transformers_writes_is_read(tmp_path, kind):
+    architecture = read_architecture(read_hf_config(make_hf_model(tmp_path / "m", kind, tied=True)))
+    assert (architecture.num_heads, architecture.num_kv_heads, architecture.num_layers) == (4, 2, 2)
+    assert (architecture.head_dim, architecture.vocab_size, architecture.tied) == (
+        16 if kind == "qwen3" else 8,
+        43,
+        True,
+    )
+    assert (architecture.qkv_bias, architecture.qk_norm) == (kind == "qwen2", kind == "qwen3")
+
+
+def test_a_window_that_covers_every_position_hides_nothing():
+    for kind in ("mistral", "phi3"):
+        for window in (None, 256, 4096):
+            assert read_architecture(CONFIG | {"model_type": kind, "sliding_window": window}).num_layers == 2
+
+
+def test_optional_sizes_follow_from_the_others():
+    architecture = read_architecture({k: v for k, v in CONFIG.items() if k not in OPTIONAL})
+    assert (architecture.num_kv_heads, architecture.head_dim) == (4, 8)
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("name", [name for name in CONFIG if name not in (*OPTIONAL, "model_type")])
+def test_a_missing_field_is_named(check, name):
+    with pytest.raises(ValueError, match=f"qwen3 model lacks '{name}'"):
+        check(without(name))
+
+
+@pytest.mark.parametrize("config", [{}, without("model_type")])
+def test_a_config_without_a_model_type_lists_the_supported_ones(config):
+    with pytest.raises(
+        ValueError, match=r"model_type None is not supported; supported are qwen2 .*, qwen3 .*, llama"
+    ):
+        validate_layout(config, LayoutConfig())
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(model_type="tandem"), "'tandem' is not supported; supported are qwen2"),
+        (dict(model_type="deepseek_v3"), r"'deepseek_v3' is not supported: .*\(MLA\).*; supported are qwen2"),
+        (
+            dict(model_type="mistral", sliding_window=255),
+            "sliding_window=255, .* set sliding_window to null and max_position_embeddings to at most 255",
+        ),
+        (dict(model_type="phi3", sliding_window=64), "sliding_window=64, .* set sliding_window to null"),
+        (
+            dict(model_type="phi3", rope_scaling={"type": "longrope"}),
+            "rope_type 'longrope' .* supported are default$",
+        ),
+        (dict(partial_rotary_factor=0.5), "partial_rotary_factor=0.5"),
+        (
+            dict(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}),
+            "partial_rotary_factor=0.5",
+        ),
+        (dict(use_sliding_window=True), "use_sliding_window"),
+        (dict(attention_bias=True), "attention_bias"),
+        (dict(hidden_act="gelu"), "hidden_act"),
+        (dict(layer_types=["sliding_attention"]), "layer_types"),
+        (dict(quantization_config={"bits": 4}), "quantization_config"),
+        (
+            dict(rope_parameters={"rope_type": "dynamic"}),
+            r"rope_type 'dynamic'.*supported are default, linear, llama3, yarn",
+        ),
+        (dict(rope_scaling={"type": "longrope"}), "rope_type 'longrope'"),
+        (dict(rope_scaling=[8]), r"rope parameters \[8\]"),
+        (dict(num_attention_heads="4"), "num_attention_heads='4'; it must be a whole number"),
+        (dict(vocab_size=None), "vocab_size=None"),
+        (dict(num_key_value_heads=0), "num_key_value_heads=0"),
+        (dict(hidden_size=True), "hidden_size=True"),
+        (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
+        (dict(num_key_value_heads=3), "num_attention_heads=4, not a multiple of num_key_value_heads=3"),
+        (dict(hidden_size=30, head_dim=None), "hidden_size=30, which does not divide"),
+    ],
+)
+def test_what_the_learner_cannot_compute_is_refused_by_name(change, message):
+    config = CONFIG | change
+    for check in CHECKS:
+        with pytest.raises(ValueError, match=message):
+            check(config)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_scaling": None},
+        {"rope_scaling": {"rope_type": "yarn"}},
+        {"rope_parameters": {"rope_theta": 1e4}},
+    ],
+)
+def test_static_rope_types_are_accepted_in_either_spelling(rope):
+    read_architecture(CONFIG | rope)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [(None, r"cannot read config\.json"), ("{", "is not valid JSON"), ("[1]", "holds list, not an object")],
+)
+def test_a_config_that_cannot_be_read_is_named(tmp_path, text, message):
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_hf_config(tmp_path)
+
+
+def test_config_is_read_as_it_stands(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    assert read_hf_config(tmp_path) == CONFIG
