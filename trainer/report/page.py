@@ -7,84 +7,37 @@ they are not drawn. ``drawing.py`` draws the pictures of ``pictures.py``.
 
 import base64
 import io
-import json
 import math
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from configs.loader import ConfigError, load_config
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
-from configs.schema.alarms import AlarmsConfig
 from configs.schema.model import ModelConfig
-from trainer.metric_names import TIME_PARTS, known
+from trainer.metric_names import TIME_PARTS
 from trainer.report import comparison, timeline
 from trainer.report.drawing import (
     ALONE,
     COLORS,
-    Recorded,
-    Series,
     draw,
     draw_alone,
     draw_stack,
-    is_drawn,
     new_figure,
 )
-from trainer.report.pictures import FLAT_MEANS, PICTURES, ROUNDING, Lines
+from trainer.report.pictures import PICTURES
+from trainer.report.recorded_run import AlarmHistory, RecordedRun, note_the_data, number_text, read_run
 from trainer.report.samples import ShownSamples, shown_samples
-from trainer.tracking.alarms import Alarm, check_alarms
-from trainer.tracking.ledger import LEDGER, read_ledger, summary
-from trainer.tracking.tracker import duration, flatten, read_metrics
+from trainer.tracking.tracker import duration, flatten
 
 if TYPE_CHECKING:
     import jinja2
     from matplotlib.figure import Figure
 
     from tracing.reading import Trace
-
-_FEWEST_FLAT = 5
-_HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
-"""Alarms of quantities whose healthy value is 1; that of the others is 0."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AlarmHistory:
-    """One alarm over the steps of a run."""
-
-    name: str
-    steps: list[int]
-    """The steps that raised it."""
-    worst_step: int
-    worst: Alarm
-
-
-@dataclass(slots=True)
-class _Run:
-    folder: Path
-    config: RunConfig
-    recorded: Recorded
-    alarms: list[AlarmHistory]
-    elapsed_s: float
-    summary: dict[str, Any]
-    notes: list[str] = field(default_factory=list)
-
-    @property
-    def steps(self) -> list[int]:
-        return self.recorded.steps
-
-    @property
-    def training_steps(self) -> list[int]:
-        """Step 0 only evaluates."""
-        return [step for step in self.steps if step > 0]
-
-    def get(self, metric: str) -> Series:
-        known(metric.removeprefix("1 - "))
-        return self.recorded.get(metric)
 
 
 def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Sequence[Path] = ()) -> Path:
@@ -94,7 +47,7 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
     against: folders of other runs, to be compared with it.
     Raises ValueError if a folder is not that of a training run.
     """
-    run, others = _read_run(run_dir, config), [_read_run(folder, None) for folder in against]
+    run, others = read_run(run_dir, config), [read_run(folder, None) for folder in against]
     figures = run_dir / "figures"
     figures.mkdir(exist_ok=True)
     shown = []
@@ -105,7 +58,7 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
             continue
         figure.savefig(path, dpi=120, metadata={"Software": None})
         shown.append({"title": title, "about": about, "images": [as_svg(panel) for panel in panels]})
-    _note_the_data(run)
+    note_the_data(run)
     samples = shown_samples(run_dir, run.config.model.path)
     run.notes += samples.notes
     page = run_dir / "report.html"
@@ -129,10 +82,10 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
 
     Raises ValueError with every folder that is not of a training run, and where no run has recorded a step.
     """
-    runs, problems, left_out = list[_Run](), list[str](), list[str]()
+    runs, problems, left_out = list[RecordedRun](), list[str](), list[str]()
     for folder in run_dirs:
         try:
-            run = _read_run(folder, None, may_lack_metrics=True)
+            run = read_run(folder, None, may_lack_metrics=True)
         except ValueError as error:
             problems.append(str(error))
             continue
@@ -165,145 +118,11 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
 
 
 # ------------------------------------------------------------------------------------------------------------------
-# reading
-
-
-def _read_run(run_dir: Path, config: RunConfig | None, *, may_lack_metrics: bool = False) -> _Run:
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a folder; name the folder of a run, for example runs/latest")
-    needed = ("config.yaml",) if may_lack_metrics else ("config.yaml", "metrics.jsonl")
-    missing = [name for name in needed if not (run_dir / name).is_file()]
-    if missing:
-        raise ValueError(
-            f"{run_dir} is not the folder of a training run: it has no {' and no '.join(missing)}; name one under runs/"
-        )
-    try:
-        loaded = config or load_config(run_dir / "config.yaml")
-    except ConfigError as error:
-        raise ValueError(
-            f"{run_dir}/config.yaml is not a config of this version of tandem; correct or restore it:\n{error}"
-        ) from error
-    if not isinstance(loaded, RunConfig):
-        raise ValueError(f"{run_dir} is a run of kind {loaded.kind}; reports are made of runs of kind train")
-    metrics = run_dir / "metrics.jsonl"
-    rows = read_metrics(metrics) if metrics.is_file() or not may_lack_metrics else []
-    elapsed_s = max((row.get("elapsed_s") or 0.0 for row in rows), default=0.0)
-    run = _Run(run_dir, loaded, _by_metric(rows), alarm_histories(rows, loaded.alarms), elapsed_s, {})
-    run.summary = _read_summary(run)
-    return run
-
-
-def _read_summary(run: _Run) -> dict[str, Any]:
-    path = run.folder / "summary.json"
-    if not path.exists():
-        run.notes.append(
-            "The run has no summary.json: it is not finished, or was stopped. Figures show what was recorded until now."
-        )
-        return {}
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        summary = None
-    if isinstance(summary, dict):
-        return summary
-    run.notes.append("summary.json is not readable and was left out.")
-    return {}
-
-
-def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
-    """The series of each metric; of two values of one step the later counts."""
-    by_metric: dict[str, dict[int, float]] = {}
-    for row in rows:
-        for name, value in row.items():
-            if name not in ("step", "elapsed_s") and isinstance(value, int | float):
-                by_metric.setdefault(name, {})[row["step"]] = float(value)
-    series = {
-        name: Series(sorted(values), [values[s] for s in sorted(values)])
-        for name, values in by_metric.items()
-    }
-    return Recorded(steps=sorted({row["step"] for row in rows}), series=series)
-
-
-def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> list[AlarmHistory]:
-    """The alarms of a run's lines of metrics.jsonl, by the levels of its config, the most frequent first.
-
-    A null stands for a value that was not finite: an alarm, and the worst value. Step 0 only evaluates.
-    """
-    merged: dict[int, dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        merged[row["step"]] |= {name: math.nan if value is None else value for name, value in row.items()}
-    raised: dict[str, dict[int, Alarm]] = {}
-    for step in sorted(merged.keys() - {0}):
-        for alarm in check_alarms(merged[step], config):
-            raised.setdefault(alarm.name, {})[step] = alarm
-    histories = []
-    for name, by_step in raised.items():
-        worst_step = max(by_step, key=lambda step: _distance_from_healthy(by_step[step]))
-        worst = by_step[worst_step]
-        histories.append(AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=worst))
-    return sorted(histories, key=lambda history: -len(history.steps))
-
-
-def _distance_from_healthy(alarm: Alarm) -> float:
-    away = abs(alarm.value - (alarm.name in _HEALTHY_AT_ONE))
-    return math.inf if math.isnan(away) else away
-
-
-def _note_the_data(run: _Run) -> None:
-    if not run.steps:
-        run.notes.append("No step has been recorded yet.")
-        return
-    if (run.folder / LEDGER).is_file():
-        run.notes.append(f"Data: {summary(read_ledger(run.folder / LEDGER))}.")
-    if gaps := [(a + 1, b - 1) for a, b in zip(run.steps, run.steps[1:], strict=False) if b > a + 1]:
-        listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:10])
-        run.notes.append(
-            f"Steps without a record: {listed}{' and more' if len(gaps) > 10 else ''}. Lines are interrupted there."
-        )
-    pictures = [(p.optional, [panel for panel in p.panels if isinstance(panel, Lines)]) for p in PICTURES]
-    expected = [
-        name
-        for optional, panels in pictures
-        if not optional
-        for panel in panels
-        for name in panel.metrics
-        if "*" not in name  # as many as there are, perhaps none
-    ]
-    absent = [name.removeprefix("1 - ") for name in expected if not run.get(name)]
-    if absent:
-        run.notes.append(f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}.")
-    left_out, rounding = [], []
-    shown = {
-        name: is_drawn(panel, run.recorded)
-        for _, panels in pictures
-        for panel in panels
-        for name in run.recorded.labelled(panel.metrics)
-    }
-    for metric, is_shown in shown.items():
-        series = run.get(metric)
-        if len(set(series.values)) > 1:
-            if not is_shown:
-                rounding.append(metric)
-            continue
-        value, why = _number(series.values[0]), FLAT_MEANS.get((metric, series.values[0]))
-        why = f" ({why})" if why else ""
-        if not is_shown:
-            left_out.append(f"{metric} is {value}{why}")
-        elif len(series) >= _FEWEST_FLAT:
-            run.notes.append(f"{metric} is {value} at all {len(series)} steps{why}.")
-    if rounding:
-        near = f"Nothing but rounding (nearer than {ROUNDING:g} to where the quantity rests)"
-        run.notes.append(f"{near}, so not drawn: {', '.join(rounding)}.")
-    if left_out:
-        run.notes.append(f"The same at every step, so not drawn: {'; '.join(left_out)}.")
-
-
-# ------------------------------------------------------------------------------------------------------------------
 # drawing
 
 
 def _draw_all(
-    run: _Run, others: Sequence[_Run]
+    run: RecordedRun, others: Sequence[RecordedRun]
 ) -> "Iterator[tuple[str, str, str, Figure | None, Iterable[Figure]]]":
     """(name, title, about, the whole picture for its own file, its panels for the page)"""
     compared = {label: each.recorded for label, each in _labelled([run, *others]).items()}
@@ -322,7 +141,7 @@ def _draw_all(
     yield "timeline", timeline.TITLE, timeline.ABOUT, whole, alone
 
 
-def _traced_step(run: _Run) -> "Trace | None":
+def _traced_step(run: RecordedRun) -> "Trace | None":
     try:
         return timeline.last_step(run.folder)
     except ValueError as error:
@@ -330,7 +149,7 @@ def _traced_step(run: _Run) -> "Trace | None":
         return None
 
 
-def _labelled(runs: Sequence[_Run]) -> dict[str, _Run]:
+def _labelled(runs: Sequence[RecordedRun]) -> dict[str, RecordedRun]:
     return dict(
         zip(comparison.labels_of([(each.folder.name, each.config) for each in runs]), runs, strict=True)
     )
@@ -346,7 +165,7 @@ def as_svg(figure: "Figure") -> str:
     return base64.b64encode(svg.getvalue().encode()).decode("ascii")
 
 
-def _draw_step_time(run: _Run, title: str, size: tuple[float, float] | None) -> "Figure | None":
+def _draw_step_time(run: RecordedRun, title: str, size: tuple[float, float] | None) -> "Figure | None":
     steps, parts = _step_times(run)
     if not steps:
         return None
@@ -356,7 +175,7 @@ def _draw_step_time(run: _Run, title: str, size: tuple[float, float] | None) -> 
     return figure
 
 
-def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
+def _step_times(run: RecordedRun) -> tuple[list[int], dict[str, list[float]]]:
     """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which excludes the
     evaluation."""
     series = {part: run.get(f"time/{part}") for part in (*TIME_PARTS, "step")}
@@ -374,7 +193,10 @@ def _step_times(run: _Run) -> tuple[list[int], dict[str, list[float]]]:
 
 
 def _render(
-    run: _Run, others: Sequence[_Run], figures: Sequence[Mapping[str, str]], samples: ShownSamples
+    run: RecordedRun,
+    others: Sequence[RecordedRun],
+    figures: Sequence[Mapping[str, str]],
+    samples: ShownSamples,
 ) -> str:
     return (
         environment()
@@ -421,7 +243,7 @@ def _sections(
     return [(title, about, rows) for title, about, rows in sections if rows]
 
 
-def _facts(run: _Run) -> list[tuple[str, str]]:
+def _facts(run: RecordedRun) -> list[tuple[str, str]]:
     accuracy = run.get("eval/accuracy")
     before = run.summary.get("accuracy_before", accuracy.values[0] if accuracy else None)
     after = run.summary.get("accuracy_after", accuracy.values[-1] if len(accuracy) > 1 else None)
@@ -457,12 +279,12 @@ def _one_line(block: Mapping[str, Any]) -> str:
 def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
     """(name, when and how bad, message of the worst step)"""
     count, value = len(history.steps), history.worst.value
-    worst = "not finite" if math.isnan(value) else _number(value)
+    worst = "not finite" if math.isnan(value) else number_text(value)
     when = f"{count} of {num_steps} steps ({count / num_steps:.0%}), first at step {history.steps[0]}"
     return history.name, f"{when}; worst {worst} at step {history.worst_step}", history.worst.message
 
 
-def _standard_errors(run: _Run) -> tuple[float | None, float | None]:
+def _standard_errors(run: RecordedRun) -> tuple[float | None, float | None]:
     """Standard errors of the first and of the last accuracy, as recorded. For a run of an earlier version they are
     computed as if all answers to a problem were alike."""
     recorded, accuracy = run.get("eval/accuracy_error"), run.get("eval/accuracy")
@@ -484,7 +306,7 @@ def _percent(share: Any, error: float | None) -> str:
     return f"{share:.1%}" + (f" ± {error:.1%}" if error is not None else "")
 
 
-def _total_seconds(run: _Run) -> float:
+def _total_seconds(run: RecordedRun) -> float:
     """Seconds of the learner's start and steps; before the summary is written, of the steps so far. The summary's
     other seconds are parts of these, or precede the run (the quickstart's installation and warm start)."""
     seconds = run.summary.get("seconds")
@@ -493,14 +315,14 @@ def _total_seconds(run: _Run) -> float:
     return run.elapsed_s
 
 
-def _seconds_by_part(run: _Run) -> list[tuple[str, str, str]]:
+def _seconds_by_part(run: RecordedRun) -> list[tuple[str, str, str]]:
     """(part, seconds, share) over all recorded steps."""
     totals = {name: sum(seconds) for name, seconds in _step_times(run)[1].items()}
     whole = sum(totals.values())
     return [(name, f"{total:,.1f}", f"{total / whole:.0%}") for name, total in totals.items() if total > 0]
 
 
-def _settings_table(runs: Mapping[str, _Run]) -> comparison.Table:
+def _settings_table(runs: Mapping[str, RecordedRun]) -> comparison.Table:
     """Empty where the runs differ in no setting."""
     rows = comparison.settings_table([*runs], [run.config for run in runs.values()])
     return [[_redacted(value) for value in row] for row in rows] if len(rows) > 1 and len(rows[0]) > 1 else []
@@ -530,13 +352,9 @@ def _redacted(value: str) -> str:
     return f"{scheme}{slashes}{tail}" if slashes and at and "/" not in host else value
 
 
-def _metric_table(run: _Run) -> list[tuple[str | int, ...]]:
+def _metric_table(run: RecordedRun) -> list[tuple[str | int, ...]]:
     """(name, first, last, least, most, number of values)"""
     return [
-        (name, *map(_number, (s.values[0], s.values[-1], min(s.values), max(s.values))), len(s))
+        (name, *map(number_text, (s.values[0], s.values[-1], min(s.values), max(s.values))), len(s))
         for name, s in sorted(run.recorded.series.items())
     ]
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.4g}"

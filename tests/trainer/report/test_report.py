@@ -23,8 +23,9 @@ from rollout.sampling.sampler import accuracy_error
 from tests.tracing.made import write_run as write_trace
 from trainer.report import comparison, timeline
 from trainer.report.drawing import Recorded, Series, draw, smooth
-from trainer.report.page import alarm_histories, changed_settings, write_report
+from trainer.report.page import changed_settings, write_report
 from trainer.report.pictures import PICTURES, Lines
+from trainer.report.recorded_run import alarm_histories
 
 ALL_FIGURES = {picture.name for picture in PICTURES} | {"step_time"}
 RULES = ("ratio_geometric", "veto", "total")

@@ -1,0 +1,201 @@
+"""A run as its report sees it: what its folder records, read into series, alarms and notes. Nothing is drawn here."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from configs.loader import ConfigError, load_config
+from configs.schema import RunConfig
+from configs.schema.alarms import AlarmsConfig
+from trainer.metric_names import known
+from trainer.report.drawing import Recorded, Series, is_drawn
+from trainer.report.pictures import FLAT_MEANS, PICTURES, ROUNDING, Lines
+from trainer.tracking.alarms import Alarm, check_alarms
+from trainer.tracking.ledger import LEDGER, read_ledger, summary
+from trainer.tracking.tracker import read_metrics
+
+FEWEST_FLAT = 5
+HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
+"""Alarms of quantities whose healthy value is 1; that of the others is 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlarmHistory:
+    """One alarm over the steps of a run."""
+
+    name: str
+    steps: list[int]
+    """The steps that raised it."""
+    worst_step: int
+    worst: Alarm
+
+
+@dataclass(slots=True)
+class RecordedRun:
+    """What a run's folder tells about it."""
+
+    folder: Path
+    config: RunConfig
+    recorded: Recorded
+    alarms: list[AlarmHistory]
+    elapsed_s: float
+    summary: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps(self) -> list[int]:
+        return self.recorded.steps
+
+    @property
+    def training_steps(self) -> list[int]:
+        """Step 0 only evaluates."""
+        return [step for step in self.steps if step > 0]
+
+    def get(self, metric: str) -> Series:
+        known(metric.removeprefix("1 - "))
+        return self.recorded.get(metric)
+
+
+def read_run(run_dir: Path, config: RunConfig | None, *, may_lack_metrics: bool = False) -> RecordedRun:
+    """The run in this folder, with its config if that is known.
+
+    may_lack_metrics: whether a run that has recorded no step is one. Raises ValueError if the folder is not that of a
+    training run.
+    """
+    if not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a folder; name the folder of a run, for example runs/latest")
+    needed = ("config.yaml",) if may_lack_metrics else ("config.yaml", "metrics.jsonl")
+    missing = [name for name in needed if not (run_dir / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{run_dir} is not the folder of a training run: it has no {' and no '.join(missing)}; name one under runs/"
+        )
+    try:
+        loaded = config or load_config(run_dir / "config.yaml")
+    except ConfigError as error:
+        raise ValueError(
+            f"{run_dir}/config.yaml is not a config of this version of tandem; correct or restore it:\n{error}"
+        ) from error
+    if not isinstance(loaded, RunConfig):
+        raise ValueError(f"{run_dir} is a run of kind {loaded.kind}; reports are made of runs of kind train")
+    metrics = run_dir / "metrics.jsonl"
+    rows = read_metrics(metrics) if metrics.is_file() or not may_lack_metrics else []
+    elapsed_s = max((row.get("elapsed_s") or 0.0 for row in rows), default=0.0)
+    run = RecordedRun(run_dir, loaded, _by_metric(rows), alarm_histories(rows, loaded.alarms), elapsed_s, {})
+    run.summary = _read_summary(run)
+    return run
+
+
+def _read_summary(run: RecordedRun) -> dict[str, Any]:
+    path = run.folder / "summary.json"
+    if not path.exists():
+        run.notes.append(
+            "The run has no summary.json: it is not finished, or was stopped. Figures show what was recorded until now."
+        )
+        return {}
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        summary = None
+    if isinstance(summary, dict):
+        return summary
+    run.notes.append("summary.json is not readable and was left out.")
+    return {}
+
+
+def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
+    """The series of each metric; of two values of one step the later counts."""
+    by_metric: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("step", "elapsed_s") and isinstance(value, int | float):
+                by_metric.setdefault(name, {})[row["step"]] = float(value)
+    series = {
+        name: Series(sorted(values), [values[s] for s in sorted(values)])
+        for name, values in by_metric.items()
+    }
+    return Recorded(steps=sorted({row["step"] for row in rows}), series=series)
+
+
+def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> list[AlarmHistory]:
+    """The alarms of a run's lines of metrics.jsonl, by the levels of its config, the most frequent first.
+
+    A null stands for a value that was not finite: an alarm, and the worst value. Step 0 only evaluates.
+    """
+    merged: dict[int, dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        merged[row["step"]] |= {name: math.nan if value is None else value for name, value in row.items()}
+    raised: dict[str, dict[int, Alarm]] = {}
+    for step in sorted(merged.keys() - {0}):
+        for alarm in check_alarms(merged[step], config):
+            raised.setdefault(alarm.name, {})[step] = alarm
+    histories = []
+    for name, by_step in raised.items():
+        worst_step = max(by_step, key=lambda step: _distance_from_healthy(by_step[step]))
+        worst = by_step[worst_step]
+        histories.append(AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=worst))
+    return sorted(histories, key=lambda history: -len(history.steps))
+
+
+def _distance_from_healthy(alarm: Alarm) -> float:
+    away = abs(alarm.value - (alarm.name in HEALTHY_AT_ONE))
+    return math.inf if math.isnan(away) else away
+
+
+def note_the_data(run: RecordedRun) -> None:
+    """Add to the notes what the data lacks: steps, metrics, and those that never change."""
+    if not run.steps:
+        run.notes.append("No step has been recorded yet.")
+        return
+    if (run.folder / LEDGER).is_file():
+        run.notes.append(f"Data: {summary(read_ledger(run.folder / LEDGER))}.")
+    if gaps := [(a + 1, b - 1) for a, b in zip(run.steps, run.steps[1:], strict=False) if b > a + 1]:
+        listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:10])
+        run.notes.append(
+            f"Steps without a record: {listed}{' and more' if len(gaps) > 10 else ''}. Lines are interrupted there."
+        )
+    pictures = [(p.optional, [panel for panel in p.panels if isinstance(panel, Lines)]) for p in PICTURES]
+    expected = [
+        name
+        for optional, panels in pictures
+        if not optional
+        for panel in panels
+        for name in panel.metrics
+        if "*" not in name  # as many as there are, perhaps none
+    ]
+    absent = [name.removeprefix("1 - ") for name in expected if not run.get(name)]
+    if absent:
+        run.notes.append(f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}.")
+    left_out, rounding = [], []
+    shown = {
+        name: is_drawn(panel, run.recorded)
+        for _, panels in pictures
+        for panel in panels
+        for name in run.recorded.labelled(panel.metrics)
+    }
+    for metric, is_shown in shown.items():
+        series = run.get(metric)
+        if len(set(series.values)) > 1:
+            if not is_shown:
+                rounding.append(metric)
+            continue
+        value, why = number_text(series.values[0]), FLAT_MEANS.get((metric, series.values[0]))
+        why = f" ({why})" if why else ""
+        if not is_shown:
+            left_out.append(f"{metric} is {value}{why}")
+        elif len(series) >= FEWEST_FLAT:
+            run.notes.append(f"{metric} is {value} at all {len(series)} steps{why}.")
+    if rounding:
+        near = f"Nothing but rounding (nearer than {ROUNDING:g} to where the quantity rests)"
+        run.notes.append(f"{near}, so not drawn: {', '.join(rounding)}.")
+    if left_out:
+        run.notes.append(f"The same at every step, so not drawn: {'; '.join(left_out)}.")
+
+
+def number_text(value: float) -> str:
+    """Whole numbers whole, others with four digits."""
+    return f"{value:.0f}" if value == round(value) and abs(value) < 1e9 else f"{value:.4g}"
