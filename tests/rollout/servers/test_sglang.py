@@ -534,7 +534,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from parallel.megatron.platform import init_distributed
 from parallel.weights.hf_files import PerturbedWeights
-from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
+from parallel.weights.transfer import NUM_BUFFERS, Buffers, make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
 from trainer import weight_sync
 from trainer.weight_sync import StageSender
@@ -547,7 +547,7 @@ with SGLangControl([sys.argv[2]], tensor_parallel=1, timeout_s=60) as control:
     plan = plan_transfer(units, dtype=torch.float32, device="cpu", max_bytes=2**16)
     def buckets():
         for place, bucket in enumerate(make_buckets(model.named_parameters(), plan, Buffers("cpu"))):
-            if place == 2:  # announced, and never sent
+            if place == NUM_BUFFERS["cpu"]:  # the first is loaded by then; this one is announced, and never sent
                 os.kill(os.getpid(), signal.SIGKILL)
             yield bucket
     sender.send(buckets(), plan, None)
