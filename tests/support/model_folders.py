@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parallel.planning.architecture import read_architecture
-from parallel.planning.layout import SUPPORTED
+from parallel.planning.families import SUPPORTED
 from parallel.weights.hf_names import hf_shapes
 
 CHATML = (
