@@ -76,8 +76,8 @@ class StageSender:
         version: int | None,
         opening: Pending | None = None,
     ) -> int:
-        """Send the buckets of ``plan``; the last request names ``version``, None if a later stage's does. While one
-        bucket is in flight, the next is filled (by ``buckets``) and queued.
+        """Send the buckets of ``plan``; the last request names ``version``, None if a later stage's does. While
+        buckets are in flight, the next is filled (by ``buckets``) and queued.
 
         opening: the pending answer to the opening of the update. The first answer that fails ends the transfer.
         Returns the bytes sent.
@@ -105,9 +105,7 @@ class StageSender:
             )
             with _failing_as_servers():
                 for bucket in buckets:
-                    transfer.send(
-                        bucket.bytes, answers.raise_if_failed
-                    )  # the next bucket may take its buffer
+                    transfer.send(bucket.bytes, answers.raise_if_failed)
                     sent += bucket.bytes.numel()
                 transfer.finish(answers.raise_if_failed)
             answers.wait_for_all_but(0)

@@ -8,7 +8,7 @@ servers: by broadcasts in a process group, or out of its own memory where all ar
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
     all other ranks                        gather with their sender, then wait for rank 0
 
-    [ stage ]  announce all of it to the servers; for each bucket: queue it behind the one in flight, hash it, while the
+    [ stage ]  announce all of it to the servers; for each bucket: queue it behind those in flight, hash it, while the
                stage gathers the next one; then send the hashes
 
 The servers hash what they have received, in the parameters where it went there, and fail the announced request
