@@ -134,7 +134,9 @@ def test_a_job_that_is_preempted_twice_and_loses_a_node_goes_on_by_itself(tmp_pa
         cluster.run("scancel", "--batch", "--signal=USR1", job)  # as Slurm does before the time limit
 
         # Steps may be faster than the signal's way through Slurm and the batch script.
-        cluster.wait_for(lambda: cluster.job(job)["Restarts"] == "2", "the job to be requeued after its signal")
+        cluster.wait_for(
+            lambda: cluster.job(job)["Restarts"] == "2", "the job to be requeued after its signal"
+        )
         wait_for_steps(cluster, job, run, max(6, len(steps_of(run)) + 1))
         cluster.cut()
         cluster.wait_for(lambda: cluster.job(job)["Restarts"] == "3", "the job to be requeued")
