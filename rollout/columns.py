@@ -117,17 +117,7 @@ def joined(columns: Columns, content: np.ndarray) -> list[Trajectory]:
     if start != len(content) or any(len(column) != len(columns.heads) for column in arrays):
         raise ValueError(f"{len(columns.heads)} heads, {len(content)} bytes for {start}")
     return [
-        Trajectory(
-            group_id=head.group_id,
-            sibling_id=head.sibling_id,
-            prompt_id=head.prompt_id,
-            turns=head.turns,
-            reward=head.reward,
-            reward_parts=head.reward_parts,
-            status=head.status,
-            branch=head.branch,
-            **dict(zip(FIELDS, of_one, strict=True)),
-        )
+        Trajectory(**msgspec.structs.asdict(head), **dict(zip(FIELDS, of_one, strict=True)))
         for head, of_one in zip(columns.heads, zip(*arrays, strict=True), strict=True)
     ]
 

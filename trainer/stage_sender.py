@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parallel.megatron.groups import Groups
 from parallel.megatron.platform import device
-from parallel.weights.transfer import Bucket, TransferPlan, UnderWay, WeightBroadcaster
+from parallel.weights.transfer import Bucket, TransferPlan, UnderWay, WeightBroadcaster, dtype_name
 from rollout.client import RolloutError
 from rollout.servers.control import Pending, SGLangControl
 from rollout.sglang_plugin.tandem_process_memory import Sending
@@ -132,7 +132,7 @@ class StageSender:
                 answers.wait_for_all_but(0)
             receiving = self._control.receive_bucket(
                 names=bucket.names,
-                dtype=_dtype_name(bucket.dtype),
+                dtype=dtype_name(bucket.dtype),
                 shapes=bucket.shapes,
                 version=version if names_version else None,
             )
@@ -168,10 +168,6 @@ class StageSender:
     def close(self) -> None:
         self.leave()
         self._control.close()
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class Answers:

@@ -29,8 +29,8 @@ class Transfer(Protocol):
         ...
 
     def send(self, flat: Tensor, check: Check) -> None:
-        """Begin to send a bucket's bytes, which must stay while ``Buffers`` keeps them. At return enough of those before it
-        are sent for one more to be filled."""
+        """Begin to send a bucket's bytes. At return fewer than ``NUM_BUFFERS`` buckets are being sent, the last ones; the
+        memory of all others may be filled again."""
         ...
 
     def finish(self, check: Check) -> None:

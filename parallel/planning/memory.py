@@ -420,9 +420,10 @@ def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
 
 
 def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
-    """Two buckets (on CPU three) of the device's size, of the largest tensor's where weights are converted or packed, but no more than the
-    stage's weights; and the tensors of one gathering: the shards of one tensor and the whole, or one expert's gate and up of each
-    expert-parallel rank. A gathered tensor that is sent as it is stays while the next one is gathered.
+    """Two buckets (on CPU three) of the device's size, of the largest tensor's where weights are converted or packed, but
+    no more than the stage's weights; and the tensors of one gathering: the shards of one tensor and the whole, or one
+    expert's gate and up of each expert-parallel rank. A gathered tensor that is sent as it is stays while the next one is
+    gathered.
     """
     a, b = architecture, work.dtype_bytes
     shared, expert = stage_parameters(a, layout, stage)
@@ -433,9 +434,8 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
     bucket = TRANSFER_BUCKET_BYTES[work.device]
-    packed = (
-        a.hidden_size * a.intermediate_size * 9 // 8 if work.packs_weights else 0
-    )  # at most, with a scale for 32
+    # A byte for each number, and at most a scale of four for each 32.
+    packed = a.hidden_size * a.intermediate_size * 9 // 8 if work.packs_weights else 0
     written = largest if work.converts_weights else packed
     buffers = min(TRANSFER_BUFFERS[work.device] * max(bucket, written), weights)
     stays = 0 if layout.tp == 1 or written else 2 * b * a.hidden_size * a.intermediate_size

@@ -194,7 +194,7 @@ def bytes_to_send(architecture: Architecture, rollout: RolloutConfig, layout: La
     packed = [0] * layout.pp
     if rollout.packs:
         packed = [matrix_parameters(architecture, whole, stage) for stage in range(layout.pp)]
-    scales = 4 / 32 if (rollout.precision or "").startswith(("int4", "int3", "int2")) else 0.0
+    scales = 4 / 32 if rollout.precision in ("int4", "int3", "int2") else 0.0
     biases = [0] * layout.pp
     if architecture.experts and architecture.experts.has_bias:  # float32 in any dtype
         experts = architecture.experts

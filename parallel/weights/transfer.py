@@ -118,8 +118,13 @@ class TransferPlan:
     def form_of(self, name: str) -> str:
         """As which the tensor is announced to servers with Tandem's plugin: ``bfloat16``, or ``bfloat16/int8`` if it is
         packed."""
-        dtype = str(self.dtype_of(name)).removeprefix("torch.")
+        dtype = dtype_name(self.dtype_of(name))
         return f"{dtype}/{self.packed_to}" if is_packed(name, self.packed_to) else dtype
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As requests name it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -35,7 +35,9 @@ class Sent:
         """form: a dtype as ``bfloat16``, or a dtype and a grid as ``bfloat16/int8``. Raises ValueError."""
         dtype, _, grid = form.partition("/")
         kind = getattr(torch, dtype, None)
-        if not isinstance(kind, torch.dtype) or (grid and (grid not in GRIDS or len(shape) != 2)):
+        if not isinstance(kind, torch.dtype) or (
+            grid and (grid not in GRIDS or len(shape) != 2 or min(shape) < 1)
+        ):
             raise ValueError(
                 f"{name} of shape {list(shape)} is announced as {form!r:.60}, which nothing can be"
             )

@@ -186,7 +186,7 @@ def test_a_changed_bit_of_packed_matrices_is_named(monkeypatch, flip, way):
     ("form", "shape"),
     [
         ("float31", [2, 2]), ("Tensor", [2]), ("float32/int9", [2, 2]), ("float32/int8", [4]), ("/int8", [2, 2]),
-        ("", [2]),
+        ("", [2]), ("float32/fp8_e4m3", [0, 2]),
     ],
 )  # fmt: skip
 def test_a_form_that_nothing_has_is_refused(form, shape):
