@@ -1,12 +1,17 @@
 """Settings of all tests."""
 
 import gc
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
 from tests.support.mlflow_store import make_empty_store
+
+# As launch/test.sh: with more threads the same sum has other last bits, and workers of two cores slow each other down.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # No test is timed: the machines are shared, and an example that is slow today says nothing.
 settings.register_profile("untimed", deadline=None)
@@ -64,6 +69,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif not item.get_closest_marker("cluster"):
             item.add_marker("quick")
     items.sort(key=lambda item: (place.get(item.path, len(place)), item.path not in slow_files))
+
+
+@pytest.fixture(autouse=True)
+def meeting_points_left_as_they_were() -> Iterator[None]:
+    """A variable that says where processes meet, and that a test leaves behind, sends the processes of a later
+    test of the same worker there. Libraries may set others."""
+    before = meeting_points()
+    yield
+    assert meeting_points() == before, "a test leaves the environment's names of meeting points as they were"
+
+
+def meeting_points() -> dict[str, str]:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name in names or name.startswith("TANDEM_")}
 
 
 @pytest.fixture(scope="session")

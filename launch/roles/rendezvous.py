@@ -78,6 +78,12 @@ class OneNode(_Rendezvous):
         os.ftruncate(self._file, 0)
         return RendezvousInfo(dist.HashStore(), rank=0, world_size=1, bootstrap_store_info=NO_ADDRESS)
 
+    def shutdown(self) -> bool:
+        """The variable goes with the file: ranks that met there later would read addresses of these."""
+        del os.environ[STORE_VARIABLE]
+        os.close(self._file)
+        return True
+
 
 class SeveralNodes(_Rendezvous):
     """An agent per node. The host's agent is node 0 and holds the store, which the ranks use too. The others are

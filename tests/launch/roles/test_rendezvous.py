@@ -102,7 +102,7 @@ def test_what_a_stranger_writes_into_the_store_is_never_unpickled(port, tmp_path
 
 
 def test_ranks_of_one_node_meet_in_a_file_that_goes_with_its_owner(monkeypatch):
-    monkeypatch.delenv(STORE_VARIABLE, raising=False)
+    monkeypatch.setenv(STORE_VARIABLE, "of another agent")  # so that what stands there before is restored
     before = listening_here()
     handler = make_handler(RendezvousParameters("tandem", "", "run", 1, 1))
     assert isinstance(handler, OneNode) and not handler.use_agent_store
@@ -113,4 +113,5 @@ def test_ranks_of_one_node_meet_in_a_file_that_goes_with_its_owner(monkeypatch):
     stores[0].set("key", b"value")
     assert stores[1].get("key") == b"value"
     assert listening_here() == before
-    monkeypatch.delenv(STORE_VARIABLE)
+    assert handler.shutdown()
+    assert STORE_VARIABLE not in os.environ and not os.path.exists(path)
