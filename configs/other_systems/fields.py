@@ -1,6 +1,7 @@
 """Maps field names of verl, TRL, slime and OpenRLHF to Tandem's fields."""
 
 _STEP = "`rollout.prompts_per_step` prompts, each with `rollout.group_size` responses"
+_UPDATE = "a share of the batch: `rollout.prompts_per_step` times `rollout.group_size` over `learner.minibatches` samples"
 _PARTS = "`learner.minibatches`, the number of optimizer steps that a step's batch is split into"
 _MICRO = (
     "`learner.token_budget`, the tokens of a micro-batch: its number of sequences follows from their lengths"
@@ -25,16 +26,19 @@ _EVERY_EVALUATION, _EVERY_CHECKPOINT = "`evaluation.every`, in steps", "`checkpo
 _RUNS = "`launch.runs_dir`, in which each run makes a folder of its own"
 _REWARD = "`reward={type: function, function: my_module:score}`"
 _KL = "`kl.coefficient`, with `kl.place` loss or reward"
+_ONCE = "no field: a batch is learned from once, in `learner.minibatches` parts"
+_TRUNCATED = "`correction=decoupled_token_is`, a weight per token, truncated at 2"
 _LR = "`learner.optimizer.lr`"
 
 OTHER_FIELDS = {
-    **dict.fromkeys(["batch_size", "train_batch_size", "rollout_batch_size", "global_batch_size", "generation_batch_size"], _STEP),
+    **dict.fromkeys(["batch_size", "train_batch_size", "rollout_batch_size", "generation_batch_size"], _STEP),
+    "global_batch_size": _UPDATE,
     **dict.fromkeys(["mini_batch_size", "ppo_mini_batch_size", "num_steps_per_rollout"], _PARTS),
     **dict.fromkeys(
         ["micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
          "gradient_accumulation_steps", "per_device_train_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu"], _MICRO,
     ),
-    **dict.fromkeys(["num_generations", "n_samples_per_prompt", "num_samples", "rollout_n"], _GROUP),
+    **dict.fromkeys(["num_generations", "n_samples_per_prompt", "num_samples", "rollout_n", "n"], _GROUP),
     **dict.fromkeys(["max_response_length", "max_completion_length", "rollout_max_response_len", "generate_max_len"], _LENGTH),
     **dict.fromkeys(["max_prompt_length", "rollout_max_prompt_len", "prompt_max_len"], _PROMPT),
     **dict.fromkeys(["model_name", "model_name_or_path", "model_path", "hf_checkpoint", "pretrain"], _MODEL),
@@ -50,7 +54,18 @@ OTHER_FIELDS = {
     **dict.fromkeys(["save_freq", "save_steps", "save_interval"], _EVERY_CHECKPOINT),
     **dict.fromkeys(["output_dir", "default_local_dir", "save_path"], _RUNS),
     **dict.fromkeys(["reward_funcs", "custom_reward_function", "custom_rm_path", "rm_type", "reward_fn"], _REWARD),
-    **dict.fromkeys(["kl_coef", "init_kl_coef", "beta"], _KL),
+    **dict.fromkeys(["kl_coef", "init_kl_coef", "beta", "use_kl_loss", "use_kl_in_reward"], _KL),
+    **dict.fromkeys(["ppo_epochs", "num_iterations", "max_epochs"], _ONCE),
+    **dict.fromkeys(["scale_rewards", "norm_adv_by_std_in_grpo"], "`advantage.normalize_by_std`"),
+    "loss_type": "`aggregation.type` and `objective.type`; the one of verl's rollout_correction goes under `correction={verl: {...}}`",
+    **dict.fromkeys(["filter_groups", "dynamic_sampling_filter_path", "dynamic_filtering"], "`rollout.dynamic_sampling`"),
+    **dict.fromkeys(["colocate", "vllm_mode", "colocate_all_models", "hybrid_engine"], "`launch.placement`, auto, separate or colocated"),
+    **dict.fromkeys(["nnodes", "actor_num_nodes"], "`launch.nodes.learner` and `launch.nodes.rollout`"),
+    **dict.fromkeys(["n_gpus_per_node", "actor_num_gpus_per_node"], "`launch.nodes.gpus_per_node`"),
+    **dict.fromkeys(["logger", "report_to", "use_wandb"], "no field: every run writes metrics.jsonl, a report and MLflow (`tracking.uri`)"),
+    **dict.fromkeys(["val_before_train", "eval_on_start"], "`evaluation.at_ends`"),
+    **dict.fromkeys(["use_tis", "vllm_importance_sampling_correction"], _TRUNCATED),
+    "custom_generate_function_path": "`environment={type: tokens}`, a class of your own",
     **dict.fromkeys(["learning_rate", "actor_learning_rate"], _LR),
     **dict.fromkeys(["enable_rollout_routing_replay", "use_rollout_routing_replay"], "`learner.routing=rollout`"),
     "use_routing_replay": "`learner.routing=old`",

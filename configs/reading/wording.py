@@ -120,15 +120,28 @@ def _plain_error(kind: str, message: str, shape: Shape) -> str:
     return re.sub("(Input|String) should", "must", message).replace("must be a valid", "must be a")
 
 
+def _names_within(value: object) -> Iterator[str]:
+    """Keys at any depth of a block: those of another system lie under other blocks there."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield str(name)
+            yield from _names_within(inner)
+
+
 def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: Value | None) -> str:
     if "." in key:
         return f"dots are for the command line; in YAML write {_nested_text(key, given)}"
     if ":" in key and given is not None and given.plain() is None:
         return f"write a blank after the colon: `{key.replace(':', ': ', 1)}`"
+    if RunConfig in root.models:  # the names are those of training by RL
+        if key in OTHER_FIELDS:
+            return f"here it is {OTHER_FIELDS[key]}"
+        if inner := [
+            name for name in _names_within(given.plain() if given else None) if name in OTHER_FIELDS
+        ]:
+            return "; ".join(f"{name}, here it is {OTHER_FIELDS[name]}" for name in inner)
     if foreign := fix_for_foreign_key(key):
         return foreign
-    if key in OTHER_FIELDS and RunConfig in root.models:  # the names are those of training by RL
-        return f"here it is {OTHER_FIELDS[key]}"
     keys = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
     return did_you_mean(key, keys, "keys here", _other_places(path, root))
 

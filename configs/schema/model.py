@@ -11,8 +11,7 @@ class ModelConfig(Schema):
     """The model that is trained."""
 
     path: GivenPath
-    """A Hugging Face folder (config.json, *.safetensors, tokenizer): dense Qwen2/2.5, Qwen3 or Llama,
-    Qwen3-MoE or Mixtral."""
+    """A Hugging Face folder (config.json, *.safetensors, tokenizer) of one of the families in docs/model.md."""
     dtype: Dtype = "bfloat16"
     """Precision of the learner's weights and activations; the optimizer keeps float32 in any case. float16
     scales the loss: a step whose scaled gradient overflows is skipped, the scale is halved, and

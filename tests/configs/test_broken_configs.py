@@ -917,6 +917,13 @@ def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
     assert f"no such option; write {written.lstrip('-')}, without dashes" in said
 
 
+def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder, monkeypatch, capsys):
+    block = "actor_rollout_ref={actor: {ppo_epochs: 2, loss: x}, rollout: {n: 5}}"
+    said = refused(["train", "run.yaml", "--dry-run", block], folder, monkeypatch, capsys)
+    assert "fix:   ppo_epochs, here it is no field" in said
+    assert "; n, here it is `rollout.group_size`" in said and "loss," not in said
+
+
 def test_fields_of_other_systems_are_told_by_fields_that_exist():
     def exists(path: str) -> bool:
         shape = Shape.of(RunConfig)

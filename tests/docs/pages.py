@@ -17,7 +17,7 @@ OUTSIDE = (
 """Prose files with commands that are not under docs/: all but one are pages of the site too."""
 FENCE = re.compile(r"^```bash\n(?P<commands>.*?)^```", re.MULTILINE | re.DOTALL)
 SAID_BEFORE = re.compile(
-    r"<!-- (?P<word>not run|exits with (?P<code>\d+)): (?P<reason>.*?) -->\n\Z", re.DOTALL
+    r"<!-- (?P<word>not run|exits with (?P<code>\d+)): (?P<reason>(?:(?!-->).)*) -->\n\Z", re.DOTALL
 )
 
 
