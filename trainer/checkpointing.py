@@ -69,6 +69,7 @@ class Checkpointer:
         self._turns = turns or OwnDevices()
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
         self.complete, self._saved = 0, 0
+        self._position: dict | None = None
         self.notices: list[str] = []
         """Checkpoints that ``restore`` could not use, for console.log. They are on the console already."""
         self._evaluation_owed = False
@@ -86,9 +87,17 @@ class Checkpointer:
         """Note that ``step`` is complete (weights, metrics and data position), and save it if it is due, or the best so
         far by ``evaluated``, the metrics of its evaluation (on rank 0)."""
         self.complete, self._evaluation_owed = step, evaluation_owed
+        self._position = (
+            sampler.state()
+        )  # the sampler's own moves on with the next groups, which may be dropped
         is_best = self.is_best(step, evaluated)
         if is_best or (self._config.every and step % self._config.every == 0):
-            self.save(step, learner, sampler)
+            self.save(step, learner)
+
+    def after_owed_evaluation(self, learner: Learner, evaluated: Mapping[str, float]) -> None:
+        """Note whether the step that a run was resumed from, and that has a checkpoint, is the best so far."""
+        if self.is_best(self.complete, evaluated) and learner.is_first_rank:
+            self._prune()
 
     def is_best(self, step: int, evaluated: Mapping[str, float]) -> bool:
         """Whether the evaluation of ``step`` is better than all before, the same on all ranks. It is then the best."""
@@ -103,10 +112,10 @@ class Checkpointer:
         self._best = Best(step=step, metric=metric, value=found[0])
         return True
 
-    def save_last(self, learner: Learner, sampler: SharedSampler) -> None:
-        """Save the last complete step, unless it is saved already. Nothing may have moved since that step."""
+    def save_last(self, learner: Learner) -> None:
+        """Save the last complete step, unless it is saved already. No weights may have moved since that step."""
         if self._saved < self.complete:
-            self.save(self.complete, learner, sampler)
+            self.save(self.complete, learner)
 
     def save_before_export(self, learner: Learner, sampler: SharedSampler) -> None:
         """Save the last steps before a long export, which may be killed.
@@ -114,10 +123,10 @@ class Checkpointer:
         A run without checkpoints gets one only if it was asked to stop, as its time to finish may run out.
         """
         if self._config.every or sampler.stop_requested():
-            self.save_last(learner, sampler)
+            self.save_last(learner)
 
-    def save(self, step: int, learner: Learner, sampler: SharedSampler) -> Path:
-        state: list = [sampler.state()]
+    def save(self, step: int, learner: Learner) -> Path:
+        state: list = [self._position]
         dist.broadcast_object_list(state, src=0)
         progress = Progress(
             step=step,
@@ -164,6 +173,7 @@ class Checkpointer:
         learner.version = progress.version
         learner.kl_in_reward.restore(progress.kl_coefficient)
         sampler.load_state(progress.sampler)
+        self._position = progress.sampler
         self.complete = self._saved = progress.step
         self._best = Best(**progress.best) if progress.best else None
         if damaged and learner.is_first_rank:

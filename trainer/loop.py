@@ -120,7 +120,7 @@ def train(run: Run) -> None:
         with clock.time("sampling"):
             rest.attempt(lambda: sampler.drain(rollout.drain_s))
         with clock.time("sync"):
-            sync = rest.attempt(run.weight_sync.publish)
+            sync = rest.attempt(run.weight_sync.publish, in_any_case=True)  # the weights have moved
         clock.end_step()
         with clock.time("evaluation"):
             evaluation = rest.attempt(sampler.evaluate) if is_evaluation_step(step, config) else None
@@ -176,7 +176,7 @@ def evaluate_before(run: Run) -> None:
     if run.tracker is not None and evaluated:
         run.tracker.log(run.first_step - 1, evaluated | {"time/evaluation": clock.seconds["evaluation"]})
     if run.first_step > 1:  # it has a checkpoint, from which the run was resumed
-        run.checkpointer.is_best(run.first_step - 1, evaluated)
+        run.checkpointer.after_owed_evaluation(run.learner, evaluated)
 
 
 @contextmanager
@@ -186,7 +186,7 @@ def saved_where_interrupted(run: Run) -> Iterator[None]:
         yield
     except INTERRUPTIONS:
         with suppress(*INTERRUPTIONS):  # the servers that should make room may be gone
-            run.checkpointer.save_last(run.learner, run.sampler)
+            run.checkpointer.save_last(run.learner)
         raise
 
 

@@ -179,8 +179,11 @@ def live(config: RunConfig, folder: Path, script: Script) -> dict[str, Any]:
     update, ended = learner.update, None
 
     def scripted_update(*arguments, **named):
-        if script.reached("update") == "die":
-            raise ArithmeticError("a loss is not finite")
+        match script.reached("update"):
+            case "die":
+                raise ArithmeticError("a loss is not finite")
+            case "stop":
+                script.stop = "the test asked"
         return update(*arguments, **named)
 
     learner.update = scripted_update

@@ -238,13 +238,32 @@ def test_the_best_step_has_a_checkpoint_that_stays(tmp_path):
     assert json.loads((tmp_path / "best.json").read_text()) == best | {"step": 6, "value": 0.7}
 
 
+def test_an_evaluation_that_a_resumed_run_made_up_for_can_be_the_best(tmp_path):
+    best_steps(tmp_path, learner(critic=True), range(1, 6))
+    run, config = learner(critic=True), CheckpointConfig(every=3, keep=1, keep_best="eval/accuracy")
+    checkpointer = Checkpointer(tmp_path, config)
+    checkpointer.restore(run, Data())
+    checkpointer.after_owed_evaluation(run, {"eval/accuracy": 0.9})
+    found = json.loads((tmp_path / "best.json").read_text())
+    assert found == {"step": 3, "metric": "eval/accuracy", "value": 0.9}
+
+
+def test_groups_that_were_dropped_before_an_update_are_sampled_again(tmp_path):
+    """The sampler is past them when the last complete step is saved."""
+    run, data, checkpointer = learner(critic=False), Data(), Checkpointer(tmp_path, CheckpointConfig())
+    checkpointer.after_step(1, run, data)
+    data.state = lambda: {"position": 8}
+    checkpointer.save_last(run)
+    assert Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data()).sampler == {"position": 7}
+
+
 def test_what_is_no_better_or_no_number_is_not_the_best(tmp_path):
     run, checkpointer = learner(critic=False), best_steps(tmp_path, learner(critic=False), [1, 2])
     assert not checkpointer.is_best(3, {"eval/accuracy": math.nan}) and not checkpointer.is_best(3, {})
     assert checkpointer.is_best(3, {"eval/accuracy": 0.9}) and not checkpointer.is_best(
         4, {"eval/accuracy": 0.9}
     )
-    checkpointer.save(5, run, Data())
+    checkpointer.save(5, run)
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 3
     without = Checkpointer(tmp_path, CheckpointConfig(every=1))
     assert not without.is_best(6, {"eval/accuracy": 1.0})
@@ -268,9 +287,9 @@ def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(t
     """A crash between the two saves leaves a critic's checkpoint alone; after the resume it must not push out
     the one that is needed."""
     run, checkpointer = learner(critic=True), Checkpointer(tmp_path, CheckpointConfig(every=1, keep=1))
-    checkpointer.save(3, run, Data())
+    checkpointer.save(3, run)
     run.critic.engine.save(tmp_path / "critic" / "step_000009", {"step": 9})
-    checkpointer.save(4, run, Data())
+    checkpointer.save(4, run)
     assert [p.name for p in (tmp_path / "critic").iterdir()] == ["step_000004"]
 
 
@@ -307,7 +326,7 @@ def work_stale_listing(root: Path) -> tuple[list[Path], list[Path]]:
 def test_all_ranks_load_the_checkpoint_that_the_first_one_chose(tmp_path):
     root, run = tmp_path / "checkpoints", learner(critic=True)
     for step in (2, 4):
-        Checkpointer(root, CheckpointConfig()).save(step, run, Data())
+        Checkpointer(root, CheckpointConfig()).save(step, run)
     found = run_ranks(work_stale_listing, 2, tmp_path / "ranks", root)
     assert found == [([root / "step_000004"], [root / "critic" / "step_000004"])] * 2
 
@@ -320,7 +339,7 @@ def test_all_ranks_agree_on_the_best_step(tmp_path):
 def test_a_damaged_policy_takes_the_critic_of_its_step_along(tmp_path, capsys):
     run = learner(critic=True)
     for step in (1, 2, 3):
-        Checkpointer(tmp_path, CheckpointConfig(keep=3)).save(step, run, Data())
+        Checkpointer(tmp_path, CheckpointConfig(keep=3)).save(step, run)
     for step in (2, 3):
         (tmp_path / f"step_00000{step}" / "extra.json").write_text("x")
     assert Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data()).step == 1
@@ -337,7 +356,7 @@ def test_a_damaged_policy_takes_the_critic_of_its_step_along(tmp_path, capsys):
 
 
 def test_a_missing_critic_is_an_error_before_the_policy_is_touched(tmp_path):
-    Checkpointer(tmp_path, CheckpointConfig()).save(2, learner(critic=False), Data())
+    Checkpointer(tmp_path, CheckpointConfig()).save(2, learner(critic=False))
     run = learner(critic=True)
     with pytest.raises(CheckpointError, match=r"critic/step_000002 is damaged: complete\.json is missing"):
         Checkpointer(tmp_path, CheckpointConfig()).restore(run, Data())

@@ -27,14 +27,15 @@ class Postponed:
 
     interruption: Exception | None = None
 
-    def attempt(self, part: Callable[[], T]) -> T | None:
-        """The result of ``part``; None if it is interrupted, or an earlier part was."""
-        if self.interruption is not None:
+    def attempt(self, part: Callable[[], T], *, in_any_case: bool = False) -> T | None:
+        """The result of ``part``; None if it is interrupted. Where an earlier part was, it is attempted only
+        ``in_any_case``."""
+        if self.interruption is not None and not in_any_case:
             return None
         try:
             return part()
         except INTERRUPTIONS as error:
-            self.interruption = error
+            self.interruption = self.interruption or error
             return None
 
     def release(self) -> None:

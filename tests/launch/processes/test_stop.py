@@ -39,6 +39,8 @@ JOBS |= {
     AHEAD + name: JOBS[name]
     for name in ("stop while groups are sampled", "the servers fail", "stop while weights are sent")
 }
+DRAINED = AHEAD + "stop in an update that the next samples are waited for behind"
+JOBS[DRAINED] = (Script("update", 2, "stop"), "StopRequested: the test asked", 2)
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +58,8 @@ def lives(root) -> dict[str, list[list[dict]]]:
         name: (
             root / name,
             replace(script, _times={}),
-            ["rollout.max_staleness=2"] if name.startswith(AHEAD) else [],
+            (["rollout.max_staleness=2"] if name.startswith(AHEAD) else [])
+            + (["rollout.drain_s=1"] if name == DRAINED else []),
         )
         for name, (script, _, _) in JOBS.items()
     }
