@@ -63,11 +63,13 @@ class StageSender:
         )
         try:
             self._broadcaster.join(check=joining.raise_if_failed)
-        except RolloutError:
+            joining.wait()
+        except BaseException as error:
+            self._broadcaster.close()  # else its name is taken for the next try, with other servers
+            if isinstance(error, RuntimeError) and not isinstance(error, RolloutError):
+                # From torch: all other members of this group are servers.
+                raise WeightSyncError(f"the servers did not join the transfer group: {error}") from error
             raise
-        except RuntimeError as error:  # from torch; all other members of this group are servers
-            raise WeightSyncError(f"the servers did not join the transfer group: {error}") from error
-        joining.wait()
 
     def send(
         self,
@@ -103,10 +105,11 @@ class StageSender:
                     version=version,
                 )
             )
-            with _failing_as_servers():
-                for bucket in buckets:
+            for bucket in buckets:  # gathered by the learner's ranks, whose errors are their own
+                with _failing_as_servers():
                     transfer.send(bucket.bytes, answers.raise_if_failed)
-                    sent += bucket.bytes.numel()
+                sent += bucket.bytes.numel()
+            with _failing_as_servers():
                 transfer.finish(answers.raise_if_failed)
             answers.wait_for_all_but(0)
         return sent

@@ -130,8 +130,8 @@ class WeightSync:
         weights that sampled them. are_aligned: both engines give a token the same bits (``model.numerics``).
         address: where the servers reach this rank's host, if it is a sender.
         turns: None where the servers have devices of their own. key: the run's, which the servers check.
-        lives: the address of each server that can be sent weights, with the number of its life; asked on the first
-        rank; it raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
+        lives: the address of each server that can be sent weights, with the number of its life; asked on all ranks first,
+        then on rank 0 alone; it raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
         stay the same until the run ends. stop_requested: the reason to stop, or None; heeded while servers start."""
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
@@ -172,15 +172,19 @@ class WeightSync:
         # Rank 0's control serves its own stage too.
         control = self._control or self._control_of(urls)
         with in_turn(self._learner.groups):
-            self._sender = StageSender(
-                control,
-                self._rollout.tp,
-                carrier_of(self._rollout, self._launch, devices_are_shared=self._turns.are_shared),
-                self._launch.patience_s,
-                self._address,
-                stage=self._learner.groups.pp_rank,
-                in_one_request=self._rollout.sglang_plugin,
-            )
+            try:
+                self._sender = StageSender(
+                    control,
+                    self._rollout.tp,
+                    carrier_of(self._rollout, self._launch, devices_are_shared=self._turns.are_shared),
+                    self._launch.patience_s,
+                    self._address,
+                    stage=self._learner.groups.pp_rank,
+                    in_one_request=self._rollout.sglang_plugin,
+                )
+            except BaseException:
+                control.close()  # the next try makes one anew
+                raise
 
     def _control_of(self, urls: Sequence[str]) -> SGLangControl:
         return SGLangControl(
@@ -408,7 +412,7 @@ class WeightSync:
             if not value <= tolerance:
                 raise ForeignSamplesError(
                     f"learner and server differ by {value:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
-                    f"(mismatch/{name}; {self._engines} allows {tolerance:g}): the server did not serve these weights or this softmax. The "
+                    f"({name}; {self._engines} allows {tolerance:g}): the server did not serve these weights or this softmax. The "
                     f"farthest token is {farthest(name)}"
                 )
 
