@@ -113,7 +113,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("loss/policy", "loss", "reward", "the objective's term of the loss"),
     Entry("loss/kl", "loss", "reward", "the KL term of the loss, times its coefficient"),
     Entry("loss/entropy", "loss", "reward", "the entropy term of the loss, times minus its coefficient"),
-    Entry("policy/entropy", "mean", "nats per token", "entropy of current, over the whole vocabulary"),
+    Entry("policy/entropy", "mean", "nats per token", "entropy of current, over the vocabulary or, if the sampler truncates, the kept ids"),
     Entry("policy/ppo_kl", "mean", "nats per token", "mean log π_old − log π_current: estimates KL(old ‖ current) from samples of rollout"),
     Entry("policy/ppo_kl_negative_fraction", None, "share of minibatches", "minibatches whose ppo_kl is negative, as no divergence is"),
     Entry("policy/ref_kl", "mean", "nats per token", "KL(current ‖ ref), by the configured estimator"),

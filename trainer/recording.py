@@ -98,15 +98,28 @@ class Recorder:
 def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:
     """The ranks' shares as one batch, sorted by sequence id."""
     first = parts[0]
+    if any(part.num_kept_T is not None for part in parts):
+        parts = [_with_kept_sets(part) for part in parts]
     joined = {
         f.name: torch.cat([getattr(part, f.name) for part in parts])
         for f in fields(PackedBatch)
-        if f.name.endswith(("_T", "_TLK", "_M", "_S")) and getattr(first, f.name) is not None
+        if f.name.endswith(("_T", "_TLK", "_M", "_S")) and getattr(parts[0], f.name) is not None
     }
     lengths = torch.cat([torch.diff(part.cu_seqlens) for part in parts])
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     whole = replace(first, **joined, cu_seqlens=cu_seqlens)
     return whole.select(whole.sequence_ids_S.argsort().tolist())
+
+
+def _with_kept_sets(part: PackedBatch) -> PackedBatch:
+    """A share has none where all its episodes failed before a first turn."""
+    if part.num_kept_T is not None:
+        return part
+    return replace(
+        part,
+        num_kept_T=torch.zeros(part.num_tokens, dtype=torch.int32),
+        kept_ids_M=torch.zeros(0, dtype=torch.int32),
+    )
 
 
 def write_batch(path: Path, batch: RecordedBatch) -> None:

@@ -53,7 +53,11 @@ class SampleKeeper:
         if groups is None or self._tracker is None:
             return
         trajectories = [t for group in groups[: self._num_groups] for t in group.trajectories]
-        by_place = {place: row.float().cpu().numpy() for place, row in (logprobs or {}).items()}
+        by_place = {
+            place: row.float().cpu().numpy()
+            for place, row in (logprobs or {}).items()
+            if batch.group_ids_S[place] >= 0  # a sample that is left out is off the learner's mask
+        }
         file = sample_file(self._folder, step)
         try:
             write_whole(

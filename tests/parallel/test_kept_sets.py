@@ -56,6 +56,17 @@ def test_kept_ids_stay_with_their_targets_through_packing_splitting_and_joining(
     assert torch.equal(joined.kept_ids_M, batch.kept_ids_M) and joined.kept_ids_M.dtype == torch.int32
 
 
+def test_a_share_whose_episodes_all_failed_has_no_kept_sets_and_is_joined_all_the_same():
+    rows = [[[1, 2], [3]]]
+    failed = pack_sequences(
+        token_ids=[[5, 6]], response_masks=[[False, False]], rollout_logprobs=[[0.0, 0.0]], sequence_ids=[1]
+    )
+    for parts in ([packed(rows), failed], [failed, packed(rows)]):
+        joined = in_order(parts)
+        assert as_rows(joined.kept) == [*as_rows(packed(rows).kept), []] and joined.num_tokens == 3
+    assert in_order([failed]).num_kept_T is None
+
+
 def test_counts_and_ids_that_do_not_fit_are_refused():
     batch = packed([[[1, 2], [3]]])
     with pytest.raises(ValueError, match="counts 3 kept ids, but kept_ids_M has 2"):

@@ -23,6 +23,7 @@ from tests.trainer.batch.test_step_batch import (
     make_groups,
     scores,
 )
+from tests.trainer.batch.test_unscored import unscored
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import step_batch
 from trainer.learner import Update
@@ -119,6 +120,25 @@ def test_a_step_leaves_its_first_groups_with_the_learners_log_probs(ranks, tmp_p
         before, token = torch.from_numpy(t.token_ids[places - 1]), torch.from_numpy(t.token_ids[places])
         own = log_VV[before.long(), token.long()]
         assert sample.learner_logprobs == pytest.approx(own.tolist(), abs=6e-7)
+
+
+def test_a_sample_without_a_score_has_nothing_by_the_learner(tmp_path):
+    """The engine gives 0 off the mask, and such a sample is off it."""
+    groups = make_groups(LENGTHS, REWARDS, seed=5)
+    groups[0] = unscored(groups[0], {1})
+    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=100, needs_siblings=True)
+    batch = step_batch(share)
+    packed = batch.packed
+    batch = batch.with_fields(
+        old_logprobs_T=torch.where(packed.response_mask_T, packed.rollout_logprobs_T, 0.0)
+    )
+    learner = SimpleNamespace(
+        correction_mode="decoupled", groups=SimpleNamespace(dp_group=None), version=VERSION
+    )
+    SampleKeeper(tmp_path, config_of(), ToldOf()).keep(3, groups, batch, [], learner)
+    first, left_out, *_ = read_samples(sample_file(tmp_path, 3))
+    assert left_out.reward is None and left_out.learner_logprobs is None and left_out.rollout_logprobs
+    assert first.learner_logprobs == pytest.approx(first.rollout_logprobs, abs=6e-7)
 
 
 def alone(folder: Path, config: RunConfig, step: int, told: ToldOf) -> None:

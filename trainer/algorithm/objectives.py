@@ -166,7 +166,9 @@ def cispo(
     ratio_T = bounded((current_logprobs_T - old_logprobs_T).detach()).exp()
     weight_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
     return ObjectiveLoss(
-        loss_T=-weight_T * advantages_T * current_logprobs_T, ratio_T=ratio_T, clipped_T=weight_T != ratio_T
+        loss_T=-weight_T * advantages_T * current_logprobs_T,
+        ratio_T=ratio_T,
+        clipped_T=(weight_T != ratio_T) & (advantages_T != 0),
     )
 
 
@@ -221,7 +223,8 @@ def dppo(
     moved_T = current_T.exp() - old_logprobs_T.exp()
     outside_T = torch.where(advantages_T > 0, moved_T > max_increase, moved_T < -max_decrease)
     weight_T = torch.where(outside_T, 0.0, -advantages_T * ratio_T.clamp(max=ratio_max))
-    return ObjectiveLoss(loss_T=weight_T * current_logprobs_T, ratio_T=ratio_T, clipped_T=outside_T)
+    clipped_T = outside_T & (advantages_T != 0)
+    return ObjectiveLoss(loss_T=weight_T * current_logprobs_T, ratio_T=ratio_T, clipped_T=clipped_T)
 
 
 def policy_gradient(current_logprobs_T: Tensor, advantages_T: Tensor) -> ObjectiveLoss:

@@ -1,6 +1,7 @@
 """The sampled token on which learner and servers are farthest apart, in words: an error that ends a run names it."""
 
 import math
+from itertools import accumulate, pairwise
 from typing import Literal
 
 import torch
@@ -54,7 +55,8 @@ def _farthest_here(batch: StepBatch, learner_T: Tensor, measure: Measure) -> tup
 
 
 def _sibling(batch: StepBatch, number: int) -> int:
-    """The number of the sequence's episode among those of its group."""
+    """The number of the sequence's episode among those of its group, the ones without a score included."""
     episodes_S = torch.arange(len(batch.group_ids_S)) if batch.episode_ids_S is None else batch.episode_ids_S
-    siblings = episodes_S[batch.group_ids_S == batch.group_ids_S[number]].unique()
-    return int(torch.searchsorted(siblings, episodes_S[number]))
+    bounds = [0, *accumulate(batch.group_sizes)]
+    start, end = next(pair for pair in pairwise(bounds) if number < pair[1])
+    return int(torch.searchsorted(episodes_S[start:end].unique(), episodes_S[number]))

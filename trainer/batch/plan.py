@@ -1,7 +1,7 @@
 """The plan that splits a step's sequences into minibatches, ranks and micro-batches. Pure arithmetic.
 
 Sequences of the whole step are numbered 0..S-1. Lengths are places in a packed
-batch (``packed_length``: one less than the tokens). Every rank computes the same plan from the same lengths.
+batch (``packed_length``: one less than the tokens). The same lengths give the same plan anywhere.
 """
 
 import math

@@ -162,6 +162,7 @@ def test_without_dual_clip_a_negative_advantage_has_no_ceiling():
         (0.5, 2.0, 0.8, True),
         (1.5, -2.0, 1.28, True),
         (0.5, -2.0, 0.8, True),
+        (1.5, 0.0, 1.28, False),  # there is nothing that the bound changes
     ],
 )
 def test_cispo_by_hand_every_token_keeps_its_gradient(ratio, advantage, weight, is_clipped):
@@ -209,6 +210,7 @@ def test_sapo_by_hand(ratio, advantage, loss, slope):
         (0.5, 0.29, -1.0, True),  # - 0.21, below -0.2
         (0.5, 0.9, -1.0, False),
         (0.01, 0.04, 1.0, False),  # four times likelier, yet little has moved
+        (0.5, 0.2, 0.0, False),  # there is nothing to mask
     ],
 )
 def test_dppo_by_hand(old, current, advantage, is_masked):

@@ -780,6 +780,10 @@ def test_the_farthest_token_is_found_on_any_rank_with_its_place_and_both_values(
         changed.rollout_logprobs[place] -= off
     _, wanted, place = chosen[measure](sampled, key=lambda token: token[0])
     token = np.count_nonzero(wanted.response_mask[:place])
+    siblings = groups[wanted.group_id].trajectories
+    assert [t.sibling_id for t in siblings] == [*range(len(siblings))] and wanted in siblings
+    if before := wanted.sibling_id:  # one without a score counts as a sibling
+        siblings[before - 1] = replace(siblings[before - 1], reward=None)
     for num_ranks in (1, 2, 3):
         shares = split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
         for found in ranks.call(farthest_on_rank, shares, measure):
