@@ -53,7 +53,7 @@ from parallel.megatron.schedule import Forward, NonFiniteError, Schedule
 from parallel.packing import PackedBatch
 from parallel.planning.adapters import check_lora
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
-from parallel.planning.layout import validate_layout
+from parallel.planning.layout import check_trainable, validate_layout
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.peft_adapter import save_adapter
@@ -133,14 +133,10 @@ class _Engine:
         hf_config = read_hf_config(model.path)
         layout = layout.resolved(dist.get_world_size())
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
-        has_experts = read_architecture(hf_config).experts is not None
         if lora is not None:
             check_lora(lora.config, read_architecture(hf_config))
-        if optimizer is not None and model.dtype == "float16" and has_experts:
-            # Megatron gives the experts' optimizer its own loss scale, which would differ from the loss's.
-            raise ValueError(
-                "model.dtype=float16 cannot train a model with experts, whose gradients have two loss scales; use bfloat16"
-            )
+        if optimizer is not None:
+            check_trainable(read_architecture(hf_config), model.dtype)
         join_groups(layout, seed, timeout_s)
         self.groups = groups_of_this_process()
         self.source = model.path

@@ -10,7 +10,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.model import ModelConfig
 from parallel.engine import ValueEngine
 from parallel.packing import PackedBatch
-from parallel.planning.architecture import read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import check_critic_vocabulary
 from trainer.algorithm.value_loss import value_loss
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
@@ -46,7 +46,7 @@ class Critic:
         timeout_s: float,
     ):
         model = config.model or policy
-        check_critic_vocabulary(read_hf_config(model.path), read_hf_config(policy.path))
+        check_critic_vocabulary(*(read_architecture(read_hf_config(of.path)) for of in (model, policy)))
         self._value_clip = config.value_clip
         self.engine = ValueEngine(
             model,

@@ -23,11 +23,13 @@ from launch.checks.inputs import finding_of, input_findings
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import RunFolder, check_can_be_made
 from parallel.planning.adapters import check_lora
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.layout import (
     check_aligned_servers,
+    check_critic_positions,
     check_critic_vocabulary,
     check_numerics,
+    check_trainable,
     layout_problems,
     validate_rollout_layout,
 )
@@ -221,6 +223,7 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
         return
     layout_errors = layout_problems(architecture, config.layout)
     yield from (("layout", error) for error in layout_errors)
+    yield from finding_of("model.dtype", check_trainable, architecture, config.model.dtype)
     if isinstance(config, RunConfig):
         rollout, positions = config.rollout, architecture.max_positions
         yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
@@ -236,22 +239,26 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
             yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
         room = partial(prompt_room, config, "training", max_positions=positions)
         yield from finding_of("rollout.max_new_tokens", room)
-        yield from _check_critic(config, hf_config, reported=layout_errors)
+        yield from _check_critic(config, architecture, reported=layout_errors)
 
 
-def _check_critic(config: RunConfig, hf_config: dict[str, Any], reported: Sequence[str]) -> Iterator[Finding]:
+def _check_critic(config: RunConfig, policy: Architecture, reported: Sequence[str]) -> Iterator[Finding]:
     """``reported``: layout errors of the policy, which are not repeated."""
     model = config.critic.model if config.critic is not None else None
     if model is None or not (model.path / "config.json").is_file():
         return
     try:
-        critic_hf_config = read_hf_config(model.path)
-        layout_errors = layout_problems(read_architecture(critic_hf_config), config.layout)
+        critic = read_architecture(read_hf_config(model.path))
+        layout_errors = layout_problems(critic, config.layout)
     except ValueError as error:
         yield "critic.model.path", str(error)
         return
     yield from (("layout", f"of critic.model: {error}") for error in layout_errors if error not in reported)
-    yield from finding_of("critic.model.path", check_critic_vocabulary, critic_hf_config, hf_config)
+    yield from finding_of("critic.model.dtype", check_trainable, critic, model.dtype)
+    yield from finding_of("critic.model.path", check_critic_vocabulary, critic, policy)
+    yield from finding_of(
+        "critic.model.path", check_critic_positions, critic, policy, config.learner.token_budget
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------

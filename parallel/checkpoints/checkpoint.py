@@ -50,6 +50,8 @@ from parallel.weights.hf_files import replace_folder
 T = TypeVar("T")
 
 EXTRA = "extra.json"
+OF_CONFIG = ("max_lr", "min_lr", "betas", "eps")
+"""Settings of an optimizer's groups that a checkpoint holds too, and that the running config decides."""
 
 
 class CheckpointError(RuntimeError):
@@ -221,8 +223,8 @@ def load(
 ) -> dict[str, Any]:
     """Restore the state that ``save`` wrote, in any layout, and return its ``extra``. A collective.
 
-    A folder is verified first. The running config decides learning rates and schedule; the number of steps
-    comes from the checkpoint. Random state is restored if the number of processes is the same. Raises
+    A folder is verified first. The running config decides learning rates, schedule and AdamW's betas and eps; the
+    number of steps comes from the checkpoint. Random state is restored if the number of processes is the same. Raises
     CheckpointError on every rank where for any rank the checkpoint is damaged (DamagedCheckpoint), holds
     another model, adapters of another model or of other settings (``adapters``, as in ``save``), or anything that could
     run code.
@@ -232,7 +234,7 @@ def load(
     same_processes = whole.manifest.world_size == dist.get_world_size()
 
     def restore() -> dict[str, Any]:
-        rates = [(group["max_lr"], group["min_lr"]) for group in optimizer.param_groups]
+        settings = [{name: group[name] for name in OF_CONFIG} for group in optimizer.param_groups]
         state = _checkpoint_state(chunks, optimizer, scheduler, is_loading=True, with_random=same_processes)
         with pickles.restricted():
             loaded = cast("dict[str, Any]", dist_checkpointing.load(state, str(folder)))
@@ -242,8 +244,8 @@ def load(
         optimizer.load_state_dict(loaded["optimizer"])
         for part in optimizer_parts(optimizer):
             _complete_steps(part)
-        for group, (max_lr, min_lr) in zip(optimizer.param_groups, rates, strict=True):
-            group["max_lr"], group["min_lr"] = max_lr, min_lr
+        for group, of_config in zip(optimizer.param_groups, settings, strict=True):
+            group.update(of_config)
         scheduler.num_steps = 0
         scheduler.load_state_dict(loaded["scheduler"])
         if same_processes:

@@ -17,6 +17,9 @@ from megatron.core.distributed import DistributedDataParallel
 from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.megatron import platform
 
+BLOCK_BYTES = 2**26
+"""torch rounds every pinned block up to a power of two, so that one for each storage could take twice its size."""
+
 
 class Offloaded:
     """Tensors that are offloaded until ``restore``. Until then their storages are empty and must not be used.
@@ -35,7 +38,10 @@ class Offloaded:
             optimizer.zero_grad()  # drops its own copies of the gradients, as the next backward pass would
         gradients = _distinct_storages(buffer.grad_data for buffer in _buffers(trained))
         kept = _distinct_storages(_lasting_tensors(chunks, trained, optimizer))
-        self._kept = [(storage, _host_copy(storage)) for key, storage in kept.items() if key not in gradients]
+        self._kept = [(storage, storage.nbytes()) for key, storage in kept.items() if key not in gradients]
+        self._blocks = _host_blocks(sum(size for _, size in self._kept))
+        for storage, there, here in self._places():
+            here.copy_(_bytes_of(storage)[there])
         self._gradients = [(storage, storage.nbytes()) for storage in gradients.values()]
         for storage, _ in (*self._kept, *self._gradients):
             storage.resize_(0)
@@ -43,12 +49,25 @@ class Offloaded:
 
     def restore(self) -> None:
         """Fill all storages: bitwise as before, gradients with zeros."""
-        for storage, copy in self._kept:
-            storage.resize_(copy.numel())
-            _bytes_of(storage).copy_(copy)
+        for storage, size in self._kept:
+            storage.resize_(size)
+        for storage, there, here in self._places():
+            _bytes_of(storage)[there].copy_(here)
         for storage, size in self._gradients:
             storage.resize_(size)
             _bytes_of(storage).zero_()
+
+    def _places(self) -> Iterator[tuple[UntypedStorage, slice, Tensor]]:
+        """The parts of storages, end to end, and the bytes of the blocks that each takes."""
+        taken = 0
+        for storage, size in self._kept:
+            done = 0
+            while done < size:
+                number, start = divmod(taken + done, BLOCK_BYTES)
+                count = min(size - done, BLOCK_BYTES - start)
+                yield storage, slice(done, done + count), self._blocks[number][start : start + count]
+                done += count
+            taken += size
 
 
 def _buffers(trained: Sequence[Any]) -> Iterator[Any]:
@@ -79,9 +98,9 @@ def _distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:
     return {storage._cdata: storage for storage in storages}
 
 
-def _host_copy(storage: UntypedStorage) -> Tensor:
-    copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=platform.has_cuda())
-    return copy.copy_(_bytes_of(storage))
+def _host_blocks(size: int) -> list[Tensor]:
+    sizes = [min(BLOCK_BYTES, size - start) for start in range(0, size, BLOCK_BYTES)]
+    return [torch.empty(count, dtype=torch.uint8, pin_memory=platform.has_cuda()) for count in sizes]
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

@@ -66,7 +66,7 @@ SUPPORTED: dict[str, Family] = {
     "glm4_moe": Family(
         title="GLM-4.5, GLM-4.5-Air and GLM-4.6",
         layers="attention with biases and norms as config.json says, half of each head rotated; first layers dense, then experts by "
-        "sigmoid with a frozen correction bias, and a shared expert; layers that predict further tokens are left out",
+        "sigmoid with a frozen correction bias, and a shared expert; multi-token-prediction (MTP) layers are left out",
         qkv_bias="attention_bias",
         qk_norm="use_qk_norm",
         rotated_share=0.5,

@@ -243,13 +243,31 @@ def layout_yaml(layout: LayoutConfig) -> str:
     )
 
 
-def check_critic_vocabulary(critic: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
-    """Raises ValueError where a critic's model lacks tokens of the policy's. Both are config.json."""
-    critic_size, policy_size = (read_architecture(hf_config).vocab_size for hf_config in (critic, policy))
-    if critic_size < policy_size:
+def check_critic_vocabulary(critic: Architecture, policy: Architecture) -> None:
+    """Raises ValueError where a critic's model lacks tokens of the policy's."""
+    if critic.vocab_size < policy.vocab_size:
         raise ValueError(
-            f"critic.model has a vocabulary of {critic_size} tokens, the policy's has {policy_size}; "
+            f"critic.model has a vocabulary of {critic.vocab_size} tokens, the policy's has {policy.vocab_size}; "
             "give a critic of the policy's model family, or leave critic.model out"
+        )
+
+
+def check_critic_positions(critic: Architecture, policy: Architecture, token_budget: int) -> None:
+    """Raises ValueError where a critic's model lacks positions of the policy's longest sequence."""
+    longest = min(token_budget, policy.max_positions)
+    if critic.max_positions < longest:
+        raise ValueError(
+            f"critic.model has {critic.max_positions} positions (max_position_embeddings), and a sequence may have {longest} tokens; "
+            "give a critic with as many, or lower learner.token_budget"
+        )
+
+
+def check_trainable(architecture: Architecture, dtype: str) -> None:
+    """Raises ValueError where the model cannot be trained in this dtype."""
+    if dtype == "float16" and architecture.experts is not None:
+        # Megatron gives the experts' optimizer its own loss scale, which would differ from the loss's.
+        raise ValueError(
+            "model.dtype=float16 cannot train a model with experts, whose gradients have two loss scales; use bfloat16"
         )
 
 

@@ -47,7 +47,11 @@ class Work:
     lora: LoraConfig | None = None
     has_reference: bool = False
     """Whether a reference policy has weights of its own. With adapters the policy without them is the reference."""
+    fp32_lm_head: bool = False
     critic: Architecture | None = None
+    critic_dtype: str = "bfloat16"
+    critic_distributed: bool = True
+    """Whether the critic's optimizer is distributed."""
     transfers_weights: bool = False
     converts_weights: bool = False
     """Whether weights are sent in another dtype, or rounded in theirs (``rollout.precision``): large ones then take buffers
@@ -67,6 +71,7 @@ class Work:
 def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture | None = None) -> Work:
     """The work of a run. ``critic`` is the architecture of the run's critic, if it has one."""
     is_rl = isinstance(config, RunConfig)
+    of_critic = config.critic if is_rl else None
     return Work(
         device=device,
         dtype=config.model.dtype,
@@ -76,7 +81,10 @@ def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture 
         distributed_optimizer=(config.learner.optimizer if is_rl else config.optimizer).distributed,
         lora=config.learner.lora if is_rl else None,
         has_reference=is_rl and config.kl.coefficient > 0 and config.learner.lora is None,
+        fp32_lm_head=config.model.fp32_lm_head,
         critic=critic,
+        critic_dtype=((of_critic and of_critic.model) or config.model).dtype,
+        critic_distributed=of_critic is None or of_critic.optimizer.distributed,
         transfers_weights=is_rl,
         converts_weights=is_rl
         and (
@@ -98,6 +106,7 @@ class LearnerMemory:
     reference: int
     critic: int
     """Parameters, gradients and optimizer state of the value model."""
+    # Policy and critic are updated one after the other: these three are of the one that takes more.
     activations: int
     logits: int
     pipeline: int
@@ -138,10 +147,14 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
     else:
         parameters, gradients, optimizer = _adapted_bytes(architecture, layout, work, stage, work.lora)
-    # Policy and critic are updated one after the other, so that activations count once. A critic is trained whole.
-    largest = work if work.critic is None else replace(work, lora=None)
-    critic = _trained_bytes(work.critic, layout, work, stage, output=False) if work.critic else (0, 0, 0)
-    last = stage == layout.pp - 1
+    critic, updates = (0, 0, 0), [_update_bytes(architecture, layout, work, stage, output=True)]
+    if work.critic is not None:  # trained whole
+        of_critic = replace(
+            work, dtype=work.critic_dtype, distributed_optimizer=work.critic_distributed, lora=None
+        )
+        critic = _trained_bytes(work.critic, layout, of_critic, stage, output=False)
+        updates.append(_update_bytes(work.critic, layout, of_critic, stage, output=False))
+    activations, logits, pipeline = max(updates, key=sum)
     return LearnerMemory(
         stage=stage,
         parameters=parameters,
@@ -149,12 +162,23 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         optimizer=optimizer,
         reference=parameters if work.has_reference else 0,
         critic=sum(critic),
-        activations=activation_bytes(architecture, layout, largest, stage)
-        + _waiting_gradient(architecture, layout, work),
-        logits=_logits_beside(architecture, layout, work, largest, stage) if last else 0,
-        pipeline=_pipeline_bytes(architecture, layout, work, stage),
+        activations=activations,
+        logits=logits,
+        pipeline=pipeline,
         transfer=_transfer_bytes(architecture, layout, work, stage) if work.transfers_weights else 0,
     )
+
+
+def _update_bytes(
+    architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, *, output: bool
+) -> tuple[int, int, int]:
+    """Bytes of an update of one model: (activations, logits, pipeline). ``output=False``: a critic, without logits."""
+    activations = activation_bytes(architecture, layout, work, stage)
+    logits = 0
+    if output:
+        activations += _waiting_gradient(architecture, layout, work)
+        logits = _logits_beside(architecture, layout, work, stage) if stage == layout.pp - 1 else 0
+    return activations, logits, _pipeline_bytes(architecture, layout, work, stage)
 
 
 def _trained_bytes(
@@ -286,16 +310,14 @@ def _waiting_gradient(architecture: Architecture, layout: LayoutConfig, work: Wo
     return work.dtype_bytes * rows * architecture.hidden_size
 
 
-def _logits_beside(
-    architecture: Architecture, layout: LayoutConfig, work: Work, largest: Work, stage: int
-) -> int:
+def _logits_beside(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:
     """What the log-probs' backward pass takes beside the activations. Under recompute no layer is whole then: it is what
-    they take, with the final norm, beyond the whole layer that the activations count. ``largest``: the work of these."""
+    they take, with the final norm, beyond the whole layer that the activations count."""
     logits = logits_bytes(architecture, layout, work)
     if work.recompute == "none":
         return logits
-    end = _end_bytes(architecture, layout, largest)
-    layer = max(end, *_whole_layers(architecture, layout, largest, stage))
+    end = _end_bytes(architecture, layout, work)
+    layer = max(end, *_whole_layers(architecture, layout, work, stage))
     return max(0, end + logits - layer - _waiting_gradient(architecture, layout, work))
 
 
@@ -400,14 +422,17 @@ def logits_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -
 
     A chunk of C tokens: logits and probabilities in float32, 8 C V / t, and in a 2-byte dtype the product
     before the logits, 2 C V / t. The weight's gradient is summed in float32, 4 V H / t, and rounded to a 2-byte
-    dtype, 2 V H / t; a frozen one, beside adapters, has none. The hidden states' gradient is b T H.
+    dtype, 2 V H / t; a frozen one, beside adapters, has none. The hidden states' gradient is b T H. ``fp32_lm_head``
+    multiplies by a float32 copy of a 2-byte weight, 4 V H / t, and needs no product in that dtype.
     """
     rows = padded_vocab_size(architecture.vocab_size, layout.tp) // layout.tp
     rounded = 2 if work.dtype_bytes == 2 else 0
     tokens = -(-work.token_budget // layout.cp)
-    chunk = min(work.chunk_tokens, tokens) * rows * (8 + rounded)
+    has_copy = work.fp32_lm_head and rounded > 0
+    chunk = min(work.chunk_tokens, tokens) * rows * (8 + (0 if has_copy else rounded))
+    copy = rows * architecture.hidden_size * 4 if has_copy else 0
     weight_gradient = rows * architecture.hidden_size * (4 + rounded) if work.lora is None else 0
-    return chunk + weight_gradient + tokens * architecture.hidden_size * work.dtype_bytes
+    return chunk + copy + weight_gradient + tokens * architecture.hidden_size * work.dtype_bytes
 
 
 def _pipeline_bytes(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> int:

@@ -32,7 +32,7 @@ from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture, read_architecture
 from parallel.planning.decoding import Lengths
-from parallel.planning.layout import fitting_layouts, rollout_sizes
+from parallel.planning.layout import fitting_layouts, layout_problems, rollout_sizes
 from parallel.planning.machine import Machine
 from parallel.planning.memory import (
     GIB,
@@ -292,7 +292,8 @@ def _possible_learners(
     """The learner's layouts on the GPUs that ``num_rollout`` leaves, and the memory of their fullest stages."""
     sequences = config.rollout.prompts_per_step * config.rollout.group_size // config.learner.minibatches
     for layout in fitting_layouts(architecture, cluster.num_gpus - num_rollout, context=CONTEXT_SIZES):
-        if _within_node(layout.tp, cluster) and sequences % layout.dp_size == 0:
+        is_critics = work.critic is None or not layout_problems(work.critic, layout)
+        if is_critics and _within_node(layout.tp, cluster) and sequences % layout.dp_size == 0:
             yield layout, worst_stage(architecture, layout, work)
 
 

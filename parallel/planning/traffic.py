@@ -139,13 +139,24 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
     rollout, dtype, stages = config.rollout, config.model.dtype, range(layout.pp)
     samples = rollout.prompts_per_step * rollout.group_size
     tokens = samples * rollout.max_new_tokens // (layout.cp * layout.dp_size)
-    forward = forward_sent(architecture, layout, 0, tokens, dtype)
-    again = again_sent(architecture, layout, 0, tokens, dtype) if config.learner.recompute == "full" else {}
-    backward = backward_sent(architecture, layout, 0, tokens, dtype)
-    passed = {
-        group: forward_passes(config) * sent.bytes + again.get(group, Sent()).bytes + backward[group].bytes
-        for group, sent in forward.items()
-    }
+
+    def sent_by(stage: int) -> dict[Group, int]:
+        forward = forward_sent(architecture, layout, stage, tokens, dtype)
+        again = (
+            again_sent(architecture, layout, stage, tokens, dtype)
+            if config.learner.recompute == "full"
+            else {}
+        )
+        backward = backward_sent(architecture, layout, stage, tokens, dtype)
+        return {
+            group: forward_passes(config) * sent.bytes
+            + again.get(group, Sent()).bytes
+            + backward[group].bytes
+            for group, sent in forward.items()
+        }
+
+    by_stage = [sent_by(stage) for stage in stages]
+    passed = {group: max(sent[group] for sent in by_stage) for group in by_stage[0]}
     return Traffic(
         tensor=passed["tensor"],
         context=passed["context"],

@@ -57,6 +57,10 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "head_dim": 128, "intermediate_size": 12288, "num_experts": 128, "num_experts_per_tok": 8,
         "moe_intermediate_size": 1536,
     },
+    "few-positions": COMMON | {
+        "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "max_position_embeddings": 64,
+    },
     "other-kind": {"model_type": "gpt2"},
 }  # fmt: skip
 SFT = yaml.safe_dump(
@@ -459,6 +463,15 @@ TABLE = {
     "critic of another vocabulary": Broken(
         options="advantage={type: gae} critic.model={path: small-vocabulary}", field="critic.model.path", value="small-vocabulary",
         error="a vocabulary of 32 tokens, the policy's has 64", fix="give a critic of the policy's model family",
+    ),
+    "critic of fewer positions": Broken(
+        options="advantage={type: gae} critic.model={path: few-positions}", field="learner.token_budget",
+        value="16384 (default)", error="critic.model has 64 positions (max_position_embeddings), and a sequence may have 16384 tokens",
+        fix="lower learner.token_budget",
+    ),
+    "experts in float16": Broken(
+        options="model={path: experts, dtype: float16}", field="model.dtype", value="float16",
+        error="cannot train a model with experts", fix="use bfloat16",
     ),
     "resume without a checkpoint": Broken(
         options="resume=stopped_early", field="resume", value="stopped_early", error="holds no complete checkpoint",

@@ -12,6 +12,7 @@ import torch
 from configs.schema.launch import LaunchConfig
 from configs.schema.objective import AggregationConfig, KLConfig
 from configs.schema.rollout import RolloutConfig
+from parallel.checkpoints import offload
 from parallel.megatron import platform
 from rollout.client import RolloutError
 from rollout.records import Completion
@@ -65,7 +66,10 @@ def assert_same(found: list[dict]) -> None:
         ), case
 
 
-def test_an_offloaded_engine_takes_no_memory_and_goes_on_bitwise(folder):
+@pytest.mark.parametrize("block_bytes", [offload.BLOCK_BYTES, 1000])
+def test_an_offloaded_engine_takes_no_memory_and_goes_on_bitwise(folder, monkeypatch, block_bytes):
+    """In blocks of which one has all tensors, and in ones that cut them anywhere."""
+    monkeypatch.setattr(offload, "BLOCK_BYTES", block_bytes)
     assert_same(work_offloaded_updates(folder, CASES))
 
 

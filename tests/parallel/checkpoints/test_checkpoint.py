@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from configs.schema.layout import LayoutConfig
 from parallel.checkpoints import checkpoint, writers
-from parallel.checkpoints.checkpoint import CheckpointError
+from parallel.checkpoints.checkpoint import CheckpointError, optimizer_parts
 from parallel.checkpoints.files import latest_valid, prune, step_folder
 from tests.support.megatron_workers import (
     make_batch,
@@ -84,6 +84,19 @@ def test_random_state_is_restored(folder, tmp_path):
     torch.manual_seed(6)
     engine.load(tmp_path / "step_000001")
     assert torch.equal(torch.rand(3), wanted)
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_the_running_config_decides_the_optimizers_settings(folder, tmp_path, distributed):
+    make_engine(folder, distributed=distributed).save(tmp_path / "step_000001", {})
+    settings = {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.3}
+    engine = make_engine(folder, distributed=distributed, **settings)
+    engine.load(tmp_path / "step_000001")
+    engine.update([make_batch([4, 6])], weighted_loss, temperature=1.0)
+    for part in optimizer_parts(engine._optimizer):
+        for group in part.optimizer.param_groups:
+            assert (group["betas"], group["eps"]) == (settings["betas"], settings["eps"])
+            assert group["weight_decay"] in (0.0, settings["weight_decay"])
 
 
 def test_the_running_config_decides_the_learning_rate(folder, tmp_path):

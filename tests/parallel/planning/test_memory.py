@@ -22,6 +22,7 @@ from parallel.planning.memory import (
     in_flight,
     layer_activation_bytes,
     learner_memory,
+    logits_bytes,
     rollout_memory,
     size_text,
     stage_layers,
@@ -316,6 +317,47 @@ def test_a_critic_beside_adapters_is_trained_whole():
     assert (memory.critic, memory.activations) == (whole.critic, whole.activations)
     alone = learner_memory(architecture, layout, replace(work, critic=None), 0)
     assert alone.activations < memory.activations
+
+
+def test_a_critic_counts_by_its_own_model_and_settings():
+    """Its update is the worst moment where its model is larger, its bytes are those of its dtype, and its optimizer is
+    divided where it says so."""
+    small = read_architecture(QWEN2 | {"num_hidden_layers": 2, "hidden_size": 896, "intermediate_size": 4864})
+    large, layout = read_architecture(QWEN2), LayoutConfig(dp=4)
+    fields = {"model": {"path": "m"}, "task": {"type": "countdown"}, "advantage": {"type": "gae"}}
+    found = {
+        name: learner_memory(
+            small, layout, work_of(RunConfig.model_validate(fields | {"critic": critic}), "cuda", large), 0
+        )
+        for name, critic in {
+            "default": {},
+            "whole": {"optimizer": {"distributed": False}},
+            "float32": {"model": {"path": "c", "dtype": "float32"}},
+        }.items()
+    }
+    numbers = sum(stage_parameters(large, layout, 0, output=False))
+    assert found["default"].critic == (2 + 4) * numbers + 12 * -(-numbers // 4)
+    assert found["whole"].critic == (2 + 4 + 12) * numbers
+    assert found["float32"].critic == (4 + 4) * numbers + 8 * -(-numbers // 4)
+    work = work_of(RunConfig.model_validate(fields), "cuda")
+    assert found["default"].activations == activation_bytes(large, layout, work, 0)
+    assert found["default"].logits == 0 and found["float32"].activations > found["default"].activations
+    swapped = learner_memory(large, layout, work_of(RunConfig.model_validate(fields), "cuda", small), 0)
+    alone = learner_memory(large, layout, work, 0)
+    assert (swapped.activations, swapped.logits) == (alone.activations, alone.logits)
+
+
+def test_a_float32_output_layer_is_a_copy_of_the_weight():
+    architecture, layout = read_architecture(QWEN2), LayoutConfig()
+    rows = 152064
+    plain, copied = (
+        logits_bytes(architecture, layout, replace(GPU_WORK, fp32_lm_head=value)) for value in (False, True)
+    )
+    assert copied - plain == 4 * rows * 3584 - 2 * 1024 * rows
+    whole = replace(GPU_WORK, dtype="float32")
+    assert logits_bytes(architecture, layout, replace(whole, fp32_lm_head=True)) == logits_bytes(
+        architecture, layout, whole
+    )
 
 
 def test_the_worst_stage_is_an_end():

@@ -511,6 +511,22 @@ def test_traffic_of_experts_by_hand():
     assert found.data == 6 * shared // 2
 
 
+def test_the_busiest_stage_counts():
+    """The first of two stages has a dense layer in the place of one with experts."""
+    moe = read_architecture(SMALL_MOE | {"mlp_only_layers": [0]})
+    layout = LayoutConfig(tp=2, sp=True, pp=2, dp=2, ep=4)
+    assert moe.experts is not None and moe.experts.is_sparse == (False, *[True] * 5)
+    assert traffic(moe, run_config(), layout).expert == 3 * 2 * 2 * 2**28 * 3 // 4 * 3
+
+
+def test_a_plan_fits_the_critic_too():
+    """Its 27 layers divide by no number of stages that the policy's 28 do."""
+    config = run_config(advantage={"type": "gae"}, critic={"model": {"path": "unused"}})
+    assert {p.learner.pp for p in plan(QWEN_7B, run_config(), cluster(16))} == {1, 2, 4}
+    with_critic = plan(QWEN_7B, config, cluster(16), critic=QWEN_7B | {"num_hidden_layers": 27})
+    assert {p.learner.pp for p in with_critic} == {1}
+
+
 def write_config(folder: Path, hf_config: dict) -> Path:
     """A run whose model folder has a config.json and nothing else."""
     (folder / "model").mkdir()
