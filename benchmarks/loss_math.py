@@ -48,6 +48,7 @@ from trainer.algorithm import correction as packed_correction  # noqa: E402
 from trainer.algorithm.aggregation import GlobalCounts, aggregation_weights  # noqa: E402
 from trainer.algorithm.correction import correct  # noqa: E402
 from trainer.algorithm.policy_loss import policy_loss  # noqa: E402
+from trainer.algorithm.segments import count_per_sequence  # noqa: E402
 from trainer.ranks.metrics import values  # noqa: E402
 
 TARGETS = {"speedup": 3.0, "memory_ratio": 1 / 3}
@@ -224,7 +225,7 @@ def run_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
 
 
 def with_loss_weights(batch: PackedBatch, correction: packed_correction.Correction) -> PackedBatch:
-    counts = GlobalCounts.of(correction.kept_S)
+    counts = GlobalCounts.of(count_per_sequence(correction.keep_T, batch.cu_seqlens))
     aggregation_T = aggregation_weights(
         correction.keep_T, batch.cu_seqlens, mode="token_mean", constant=None, counts=counts
     )

@@ -25,6 +25,7 @@ from parallel.checkpoints.files import (
 )
 from trainer.batch.files import write_whole
 from trainer.learner import Learner
+from trainer.ranks.objects import from_first_rank
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
 
@@ -39,7 +40,7 @@ class Progress:
 
     step: int
     version: int
-    sampler: dict
+    sampler: dict | None
     kl_coefficient: float | None = None
     """The coefficient of the KL in the reward; None where no adaptive controller moves it."""
     evaluation_owed: bool = False
@@ -104,12 +105,11 @@ class Checkpointer:
         metric = self._config.keep_best
         if metric is None:
             return False
-        found: list = [evaluated.get(metric)]
-        dist.broadcast_object_list(found, src=0)
+        found = from_first_rank(evaluated.get(metric))
         before = -math.inf if self._best is None or self._best.metric != metric else self._best.value
-        if found[0] is None or not found[0] > before:
+        if found is None or not found > before:
             return False
-        self._best = Best(step=step, metric=metric, value=found[0])
+        self._best = Best(step=step, metric=metric, value=found)
         return True
 
     def save_last(self, learner: Learner) -> None:
@@ -126,12 +126,10 @@ class Checkpointer:
             self.save_last(learner)
 
     def save(self, step: int, learner: Learner) -> Path:
-        state: list = [self._position]
-        dist.broadcast_object_list(state, src=0)
         progress = Progress(
             step=step,
             version=learner.version,
-            sampler=state[0],
+            sampler=from_first_rank(self._position),
             kl_coefficient=learner.kl_in_reward.state,
             evaluation_owed=self._evaluation_owed,
             best=self._best and asdict(self._best),
@@ -182,14 +180,13 @@ class Checkpointer:
 
     def _folders_of_steps(self, *, has_critic: bool) -> list[tuple[list[Path], list[Path]]]:
         """(folders of policy and critic, those that rank 0 sees complete) of each checkpoint, newest first."""
-        seen: list = [[]]
+        seen = []
         if dist.get_rank() == 0:
             roots = (self._folder, self._critic_folder) if has_critic else (self._folder,)
             names = [folder.name for folder in step_folders(self._folder).values()]
             steps = [[root / name for root in roots] for name in reversed(names)]
-            seen = [[(folders, [*filter(is_valid, folders)]) for folders in steps]]
-        dist.broadcast_object_list(seen, src=0)
-        return seen[0]
+            seen = [(folders, [*filter(is_valid, folders)]) for folders in steps]
+        return from_first_rank(seen)
 
     def _set_aside(self, damaged: Mapping[Path, str], *, instead: Path) -> None:
         """Rename damaged checkpoints, so that they are not taken for the newest, and say so. On rank 0."""

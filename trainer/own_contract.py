@@ -148,9 +148,9 @@ class _Sequence:
     mask_T: Tensor
 
 
-def _made_sequences(responses: Sequence[Sequence[int]] = RESPONSES) -> list[_Sequence]:
+def _made_sequences() -> list[_Sequence]:
     generator, sequences = torch.Generator().manual_seed(0), []
-    for response in responses:
+    for response in RESPONSES:
         mask_T = torch.tensor(response, dtype=torch.bool)
         old_T = -torch.randn(len(response), generator=generator).abs() - 2.0
         current_T = old_T + 0.5 * torch.randn(len(response), generator=generator).clamp(-2, 2)

@@ -21,6 +21,7 @@ from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
 from trainer.batch.plan import packed_length, plan_batches
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
+from trainer.ranks.objects import from_first_rank
 
 REPORT_EVERY_S = 5.0
 
@@ -60,9 +61,7 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
         tokens += counted
         now = time.perf_counter()
         # Rank 0's clock decides for all ranks, because the merge below is a collective.
-        due = [now - last_report >= REPORT_EVERY_S or step in (1, config.steps)]
-        dist.broadcast_object_list(due, src=0)
-        if due[0]:
+        if from_first_rank(now - last_report >= REPORT_EVERY_S or step in (1, config.steps)):
             last_report = now
             loss = merge_over_ranks(merge_metrics(result.outputs), engine.groups.dp_group)["loss"].value
             left = (now - started) / step * (config.steps - step)

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from parallel.weights.transfer import NUM_BUFFERS, UnderWay, WeightBroadcaster
+from parallel.planning.memory import NUM_BUFFERS
+from parallel.weights.transfer import UnderWay, WeightBroadcaster
 from rollout.sglang_plugin.tandem_process_memory import Sending
 from rollout.sglang_plugin.tandem_weight_transfer import weight_hash
 

@@ -133,7 +133,6 @@ class Decoded:
     """Responses of one server, decoded."""
 
     seconds: float
-    steps: int
     profile: tuple[tuple[float, int], ...]
     """(seconds since the beginning, responses that run from then on), wherever their number changes."""
 
@@ -171,4 +170,4 @@ def decode(lengths: Sequence[int], prompt: int, places: int, decoder: Decoder) -
         now, cached = now + steps, cached + count * steps
         while running and running[0][0] == now:
             cached -= heapq.heappop(running)[1]
-    return Decoded(seconds=seconds, steps=now, profile=tuple(profile))
+    return Decoded(seconds=seconds, profile=tuple(profile))

@@ -24,10 +24,12 @@ from parallel.planning.architecture import Architecture, padded_vocab_size
 GIB = 2**30
 Device = Literal["cpu", "cuda"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-TRANSFER_BUCKET_BYTES: dict[Device, int] = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
-TRANSFER_BUFFERS: dict[Device, int] = {"cuda": 2, "cpu": 3}
-"""Equal to ``BUCKET_BYTES`` and ``NUM_BUFFERS`` of ``parallel.weights.transfer``, whose import needs torch; a test compares
-them."""
+BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
+"""Size by device of a bucket of small tensors that are sent to servers. On CPU it stays in the cache until it is sent."""
+NUM_BUFFERS = {"cuda": 2, "cpu": 3}
+"""Such buckets by device of which memory is kept, for each kind: one is filled while the others are sent. On one machine
+servers take longer for a large tensor that needs no buffer than the next bucket takes to be filled; a third one is filled
+then."""
 USABLE_SHARE = 0.9
 """Share of a GPU's memory for the items of this file."""
 
@@ -458,11 +460,11 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     largest = b * max(table, a.hidden_size * a.intermediate_size)
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
-    bucket = TRANSFER_BUCKET_BYTES[work.device]
+    bucket = BUCKET_BYTES[work.device]
     # A byte for each number, and at most a scale of four for each 32.
     packed = a.hidden_size * a.intermediate_size * 9 // 8 if work.packs_weights else 0
     written = largest if work.converts_weights else packed
-    buffers = min(TRANSFER_BUFFERS[work.device] * max(bucket, written), weights)
+    buffers = min(NUM_BUFFERS[work.device] * max(bucket, written), weights)
     stays = 0 if layout.tp == 1 or written else 2 * b * a.hidden_size * a.intermediate_size
     return buffers + max(gathered + stays, b * expert_size if layout.ep > 1 else 0)
 

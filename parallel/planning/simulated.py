@@ -8,8 +8,8 @@ from parallel.planning.architecture import Architecture
 
 LONGEST_PROMPT = 1024
 """Tokens of a made prompt, where the micro-batch has room for them."""
-START, UPDATE, TRANSFER = "start", "update", "sync"
-"""Parts of a step, by the names of ``trainer/loop.py``; ``START`` is what comes before."""
+START = "start"
+"""What comes before the parts of a step, whose names are those of ``trainer/loop.py``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

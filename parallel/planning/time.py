@@ -63,10 +63,6 @@ class StepTime:
         """Seconds in which servers have nothing to do, transfer aside."""
         return self.total - self.transfer - self.sampling.total
 
-    @property
-    def learner_waits(self) -> float:
-        return self.total - self.transfer - self.training.total
-
     def shares(self) -> dict[str, float]:
         """Seconds of the three parts by name."""
         return {

@@ -8,7 +8,7 @@ Legend: N sequences, A query heads, K key/value heads, n queries, L keys, D head
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -39,22 +39,11 @@ def fused(device: SimulatedDevice) -> Iterator[None]:
         return _RMSNorm.apply(x, weight)
 
     with (
-        replaced(F, "scaled_dot_product_attention", simulated_attention),
-        replaced(F, "rms_norm", simulated_norm),
-        replaced(packed_attention, "causal_lower_right", lambda queries, keys: LOWER_RIGHT),
+        patch.object(F, "scaled_dot_product_attention", simulated_attention),
+        patch.object(F, "rms_norm", simulated_norm),
+        patch.object(packed_attention, "causal_lower_right", lambda queries, keys: LOWER_RIGHT),
     ):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    """Inside, ``owner.name`` is the stand-in."""
-    before = getattr(owner, name)
-    setattr(owner, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 def attention_flops(query: Tensor, key: Tensor) -> int:

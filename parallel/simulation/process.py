@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from parallel.megatron import platform
 from parallel.megatron.groups import destroy_groups
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.simulation.device import META, SimulatedDevice
-from parallel.simulation.kernels import fused, replaced
+from parallel.simulation.kernels import fused
 from parallel.simulation.ranks import Collectives
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
@@ -54,7 +55,7 @@ def simulated_rank(rank: int, world_size: int) -> Iterator[tuple[SimulatedDevice
     ]
     with ExitStack() as inside:
         for owner, name, stand_in in stand_ins:
-            inside.enter_context(replaced(owner, name, stand_in))
+            inside.enter_context(patch.object(owner, name, stand_in))
         inside.callback(_leave_groups)
         inside.enter_context(device)
         inside.enter_context(fused(device))

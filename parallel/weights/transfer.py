@@ -26,22 +26,18 @@ from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_proces
 
 from configs.schema.rollout import Precision
 from parallel.megatron import platform
+from parallel.planning.memory import BUCKET_BYTES, NUM_BUFFERS
 from parallel.weights.hf_names import is_kept_float32
 from parallel.weights.precision import is_packed, is_rounded, packed_form, round_into
 
 T = TypeVar("T")
 
-BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
-"""Size by device of a bucket of small tensors. On CPU it stays in the cache until it is sent."""
 ALONE_BYTES = {"cuda": 16 * 2**20, "cpu": 2**20}
 """Size by device from which a unit is a bucket by itself, and is copied on neither side. Smaller ones share a
 bucket, since each broadcast costs a round trip."""
 PACKED_PART = 4
 """Buckets of packed matrices are smaller by this. Their numbers take as long to pack as those of four times the bytes to
 send, and the receivers wait meanwhile."""
-NUM_BUFFERS = {"cuda": 2, "cpu": 3}
-"""Buckets by device of which memory is kept, for each kind: one is filled while the others are sent. On one machine servers
-take longer for a large tensor that needs no buffer than the next bucket takes to be filled; a third one is filled then."""
 CHECK_EVERY_S = 0.05
 
 

@@ -65,8 +65,6 @@ class Correction:
     pass (``correct_current``), and ``keep_T`` is the response mask."""
     keep_T: Tensor
     """bool; the response mask without rejected tokens."""
-    kept_S: Tensor
-    """int64; tokens of each sequence in ``keep_T``."""
     metrics: dict[str, Metric]
 
 
@@ -104,8 +102,7 @@ def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) 
     require_numbers(batch, "ref_logprobs_T")
     if tokens is None:
         mask_T = batch.response_mask_T
-        kept_S = count_per_sequence(mask_T, batch.cu_seqlens)
-        return Correction(weights_T=None, keep_T=mask_T, kept_S=kept_S, metrics={})
+        return Correction(weights_T=None, keep_T=mask_T, metrics={})
     return _corrected(tokens, batch.cu_seqlens, config, total)
 
 
@@ -170,7 +167,7 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
             keep_N=valid.pick(keep_T),
             bounds_S=bounds_S,
         )
-    return Correction(weights_T=valid.put_back(weights_N), keep_T=keep_T, kept_S=kept_S, metrics=metrics)
+    return Correction(weights_T=valid.put_back(weights_N), keep_T=keep_T, metrics=metrics)
 
 
 def _weigh(

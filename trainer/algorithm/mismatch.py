@@ -78,7 +78,7 @@ def mismatch_metrics(
     # Each response is cut at the edges of the position buckets. All sums and maxima by response, length and
     # position are made of these pieces.
     counts_RB = _lengths_by_position(lengths_R)
-    bounds_P = _boundaries(counts_RB.flatten())
+    bounds_P = bounds_of(counts_RB.flatten())
     gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
     sums_XRB = torch.stack([counts_RB.to(torch.float64), gap_RB, k3_RB])
     maxima_XRB = torch.stack(
@@ -225,7 +225,7 @@ def negative_fraction(estimates: Iterable[float]) -> Metric:
     return Metric.quotient(sum(e < 0 for e in estimates), len(estimates))
 
 
-def _boundaries(lengths: Tensor) -> Tensor:
+def bounds_of(lengths: Tensor) -> Tensor:
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 

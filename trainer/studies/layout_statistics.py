@@ -27,7 +27,7 @@ from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
 from trainer.algorithm.kl import bounded
-from trainer.algorithm.mismatch import HIGH_GAP, NEAR_ONE
+from trainer.algorithm.mismatch import HIGH_GAP, NEAR_ONE, bounds_of
 from trainer.algorithm.segments import max_per_sequence, sum_per_sequence
 from trainer.batch.files import write_whole
 
@@ -145,10 +145,6 @@ def _estimate(name: str, estimate: tuple[float, float | None]) -> Row:
 def probability_gaps(rollout_N: Tensor, learner_N: Tensor) -> Tensor:
     """Δp of each token, float64. Near 1 expm1 keeps the digits that exp loses."""
     return (torch.expm1(rollout_N.double()) - torch.expm1(learner_N.double())).abs()
-
-
-def bounds_of(lengths_R: Tensor) -> Tensor:
-    return torch.cat([lengths_R.new_zeros(1), lengths_R.cumsum(0)])
 
 
 def response_gaps(gap_N: Tensor, lengths_R: Tensor) -> tuple[Tensor, Tensor]:

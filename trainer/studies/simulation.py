@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -24,7 +25,6 @@ from parallel.engine import MegatronEngine, ValueEngine
 from parallel.planning.memory import row_counts
 from parallel.planning.simulated import START, Collective, MadeStep, Part, SimulatedRank, made_step
 from parallel.simulation.device import Memory, SimulatedDevice
-from parallel.simulation.kernels import replaced
 from parallel.simulation.ranks import Collectives
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.records import LOGPROBS, MASK, TOKEN_IDS, VERSIONS, FinishReason, Group, Trajectory, Turn, digest
@@ -105,7 +105,7 @@ def simulate(
         ledger=None,
         doing=watch.doing,
     )
-    with replaced(trainer.learner, "scatter", _own_share):
+    with patch.object(trainer.learner, "scatter", _own_share):
         train(run)
     watch.end()
     return SimulatedRank(

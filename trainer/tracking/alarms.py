@@ -16,7 +16,6 @@ class Alarm:
     name: str
     """The field of ``AlarmsConfig`` that is its level; None there turns the alarm off."""
     value: float
-    level: float
     message: str
     """One paragraph: what is wrong, what usually causes it, what to try."""
 
@@ -161,7 +160,7 @@ def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Ala
                 f"{name} is {metrics[name]:.4g} (alarms.{rule.name}: {level:g}): {rule.wrong}. "
                 f"Usual cause: {rule.cause}. Try: {rule.advice}.{_share_of_staleness(name, metrics)}"
             )
-            alarms.append(Alarm(name=rule.name, value=metrics[name], level=level, message=message))
+            alarms.append(Alarm(name=rule.name, value=metrics[name], message=message))
     return alarms
 
 

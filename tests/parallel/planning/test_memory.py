@@ -14,8 +14,6 @@ from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.memory import (
     GIB,
-    TRANSFER_BUCKET_BYTES,
-    TRANSFER_BUFFERS,
     Work,
     activation_bytes,
     describe,
@@ -368,12 +366,6 @@ def test_the_worst_stage_is_an_end():
     assert worst_stage(architecture, layout, GPU_WORK) == max(stages, key=lambda m: m.total)
     assert [m.logits > 0 for m in stages] == [False, False, False, True]
     assert stages[0].activations > stages[1].activations > stages[2].activations
-
-
-def test_transfer_buckets_are_those_of_the_transfer():
-    from parallel.weights.transfer import BUCKET_BYTES, NUM_BUFFERS
-
-    assert TRANSFER_BUCKET_BYTES == BUCKET_BYTES and TRANSFER_BUFFERS == NUM_BUFFERS
 
 
 def test_a_server_by_hand():

@@ -4,7 +4,7 @@ import pytest
 
 from configs.schema.layout import LayoutConfig
 from parallel.planning.decoding import Lengths
-from parallel.planning.flops import forward_flops, update_flops, whole_samples
+from parallel.planning.flops import forward_flops, update_flops
 from parallel.planning.machine import Machine
 from parallel.planning.memory import stage_parameters
 from parallel.planning.training_time import (
@@ -14,6 +14,7 @@ from parallel.planning.training_time import (
     step_load,
     training_time,
 )
+from tests.support.loads import whole_samples
 from tests.support.step_times import ALIKE, DENSE, ROUND, close, hardware, run_config
 
 

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel.planning.memory import NUM_BUFFERS
 from parallel.weights.precision import packed_form, rounded
-from parallel.weights.transfer import NUM_BUFFERS, Buffers, Line, TransferPlan, make_buckets, plan_transfer
+from parallel.weights.transfer import Buffers, Line, TransferPlan, make_buckets, plan_transfer
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2), min_size=1, max_size=12)
 

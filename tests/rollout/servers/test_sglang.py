@@ -534,7 +534,8 @@ import torch
 from transformers import AutoModelForCausalLM
 from parallel.megatron.platform import init_distributed
 from parallel.weights.hf_files import PerturbedWeights
-from parallel.weights.transfer import NUM_BUFFERS, Buffers, make_buckets, plan_transfer
+from parallel.planning.memory import NUM_BUFFERS
+from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
 from trainer import weight_sync
 from trainer.weight_sync import StageSender

@@ -8,10 +8,11 @@ import pytest
 from configs.schema import RunConfig
 from launch.commands.simulate import planned
 from parallel.planning.architecture import padded_vocab_size, read_architecture, read_hf_config
-from parallel.planning.flops import forward_flops, update_flops, whole_samples
+from parallel.planning.flops import forward_flops, update_flops
 from parallel.planning.simulated import Part, SimulatedRank
 from parallel.planning.traffic import again_sent, backward_sent, data_bytes, forward_sent, scored_passes
 from tests.launch.studies.simulated import DENSE, small_config, small_model
+from tests.support.loads import whole_samples
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.moe_workers import make_moe_model
 from tests.support.simulation_workers import simulate_all, work_step

@@ -60,8 +60,9 @@ def test_a_healthy_step_and_an_empty_one_raise_nothing():
 @pytest.mark.parametrize(("name", "metric", "value"), FIRING)
 def test_each_level_fires_alone_and_can_be_turned_off(name, metric, value):
     (alarm,) = check_alarms(HEALTHY | {metric: value}, AlarmsConfig())
-    assert (alarm.name, alarm.value, alarm.level) == (name, value, getattr(AlarmsConfig(), name))
-    assert alarm.message.startswith(f"{metric} is {value:.4g} (alarms.{name}: ")
+    level = getattr(AlarmsConfig(), name)
+    assert (alarm.name, alarm.value) == (name, value)
+    assert alarm.message.startswith(f"{metric} is {value:.4g} (alarms.{name}: {level:g})")
     assert "Usual cause: " in alarm.message and "Try: " in alarm.message
     assert check_alarms(HEALTHY | {metric: value}, AlarmsConfig(**{name: None})) == []
 
