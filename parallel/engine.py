@@ -353,7 +353,7 @@ class MegatronEngine(_Engine):
         self, microbatches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool = False
     ) -> list[tuple[Tensor, Tensor | None]]:
         """(logprobs_T, entropy_T or None) of each micro-batch's targets: float32, in nats, on the device,
-        without gradient, and 0 off the response mask.
+        without gradient, on the response mask. Off it they mean nothing (see ``LogprobGPTModel``).
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
