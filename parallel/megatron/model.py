@@ -210,8 +210,8 @@ class LogprobGPTModel(PackedGPTModel):
         kept: KeptSets | None = None,
     ) -> tuple[Tensor, Tensor | None] | Tensor:
         """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden
-        states on earlier ones. They are of the targets in ``mask_T`` (of the first one, where there is none) and 0 elsewhere: nobody asks for those, and
-        logits are most of a small model's work. kept: see ``linear_logprobs``."""
+        states on earlier ones. They are of the targets in ``mask_T`` (of the first one, where there is none) and 0
+        elsewhere: nobody asks for those, and logits are most of a small model's work. kept: see ``linear_logprobs``."""
         plan, predictions = packed.plan, packed.plan.predictions(mask_T)
         request = {
             "places_R": predictions.places_R,
