@@ -894,6 +894,14 @@ def test_extends_of_another_type(folder, value):
             "no value after",
             "uri=null for no value or tracking.uri='\"\"' for empty text",
         ),
+        (
+            "tracking.experiment=run #3",
+            "tracking.experiment",
+            "run #3",
+            "`#3` for a comment",
+            "'tracking.experiment=\"run #3\"'",
+        ),
+        ("name=#3", "name", "#3", "`#3` for a comment", "'name=\"#3\"'"),
         ("kl.estimator=[k1", "kl.estimator", "[k1", "malformed YAML", "correct the YAML"),
         (
             "kl={estimator: k1, estimator: k2}",
@@ -908,6 +916,12 @@ def test_malformed_overrides(folder, override, field, value, error, fix):
     problem = the_problem("base.yaml", [override])
     assert (problem.where, problem.field, problem.value) == ("command line", field, value)
     assert error in problem.error and fix in problem.fix
+
+
+@pytest.mark.parametrize("value", ["run#3", '"run #3"', "'#3'", "|\n  run #3"])
+def test_a_hash_within_a_text_is_no_comment(folder, value):
+    config = load_config("base.yaml", [f"tracking.experiment={value}"])
+    assert config.tracking.experiment == yaml.safe_load(value)
 
 
 # ---- the files that a config names
