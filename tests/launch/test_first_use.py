@@ -59,6 +59,16 @@ def test_every_field_and_block_says_what_it_is():
     assert silent == []
 
 
+def test_a_default_is_that_of_the_block_s_own_fields():
+    """Else a block of which a user sets one key would get other defaults than a block that is left out, and those of no page."""
+    for block in blocks(RunConfig, set()) | blocks(SftConfig, set()):
+        for name, info in block.model_fields.items():
+            if isinstance(info.default, BaseModel):
+                given = info.default.model_dump(include=info.default.model_fields_set)
+                shown = {key: kind.default for key, kind in type(info.default).model_fields.items()}
+                assert given.items() <= shown.items(), f"{block.__name__}.{name}"
+
+
 def says_which_block(annotation: object) -> bool:
     return getattr(annotation, "__origin__", None) is Literal and len(annotation.__args__) == 1
 
