@@ -18,7 +18,7 @@ from configs.schema.base import (
     Tokens,
     at_most,
 )
-from configs.schema.contradictions import contradictions_of
+from configs.schema.contradictions import contradictions_of, endless_warmup
 from configs.schema.correction import CorrectionConfig, ImportanceWeight
 from configs.schema.critic import CriticConfig
 from configs.schema.environment import EnvironmentConfig, SingleTurn
@@ -301,6 +301,12 @@ class SftConfig(Schema):
                 f"each rank has {per_rank} sequences of batch_size={self.batch_size}",
                 f"use a multiple of {stages}, or layout.vpp=1",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_has_steps(self):
+        if found := list(endless_warmup(self.optimizer, "optimizer", self.steps, ("steps",))):
+            raise Contradictions(found)
         return self
 
 

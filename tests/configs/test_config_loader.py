@@ -1064,3 +1064,41 @@ def test_a_trace_of_nothing_is_refused(settings, told):
         load_config(recipe, [*given, f"tracking.trace={settings}"])
     trace = load_config(recipe, [*given, "tracking.trace={steps: 2, profile_rank: 1}"]).tracking.trace
     assert (trace.first, trace.end) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "updates"),
+    [
+        (["steps=5"], "learner.optimizer", 5),
+        (["steps=5", "learner.minibatches=4"], "learner.optimizer", 20),
+        (["steps=5", "learner.minibatches=4", "advantage.type=gae"], "critic.optimizer", 20),
+        (
+            ["steps=5", "learner.minibatches=4", "advantage.type=gae", "critic.warmup_steps=2"],
+            "learner.optimizer",
+            12,
+        ),
+        (
+            ["steps=5", "learner.minibatches=4", "advantage.type=gae", "critic.warmup_steps=2"],
+            "critic.optimizer",
+            20,
+        ),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_schedule_begins_to_decay_before_the_run_ends(folder, given, block, updates, schedule):
+    """The learner counts updates: minibatches of every step, of the policy without those of the critic's warm-up."""
+    given = [*given, f"{block}.schedule={schedule}"]
+    load_config("base.yaml", [*given, f"{block}.warmup_steps={updates - 1}"])
+    load_config("base.yaml", [*given, f"{block}.warmup_steps={updates}", f"{block}.schedule=constant"])
+    problem = the_problem("base.yaml", [*given, f"{block}.warmup_steps={updates}"])
+    assert f"{block}.warmup_steps" in problem.field
+    assert (
+        f"none of the {updates} optimizer steps" in problem.error and f"fewer than {updates}" in problem.fix
+    )
+
+
+def test_a_warm_start_decays_before_it_ends(folder):
+    text = "kind: sft\nsteps: 5\nmodel: {path: m}\noutput: out\ndata: {type: countdown}\n"
+    load_config(write("sft.yaml", text), ["optimizer.warmup_steps=4"])
+    problem = the_problem("sft.yaml", ["optimizer.warmup_steps=5"])
+    assert "optimizer.warmup_steps" in problem.field and "none of the 5 optimizer steps" in problem.error
