@@ -8,7 +8,7 @@ from configs.errors import Contradiction
 from configs.schema.environment import AgentEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
-from configs.schema.task import CodeReward, CountdownTask, WeightedReward
+from configs.schema.task import CodeReward, CountdownTask, FileTask, WeightedReward
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -440,6 +440,19 @@ def _of_best_checkpoint(config: "RunConfig") -> Iterator[Contradiction]:
             ("checkpoint.keep_best", "evaluation.every"),
             f"checkpoint.keep_best={metric} chooses among evaluations, and evaluation.every=0 makes none between the ends",
             "set evaluation.every to a number of steps, or remove it",
+        )
+    if config.evaluation.every > config.steps and not config.evaluation.at_ends:
+        yield Contradiction(
+            ("checkpoint.keep_best", "evaluation.every", "evaluation.at_ends", "steps"),
+            f"checkpoint.keep_best={metric} chooses among evaluations, and evaluation.every={config.evaluation.every} with at_ends=false "
+            f"makes none in steps={config.steps}",
+            f"use at most {config.steps}, or remove it",
+        )
+    if isinstance(config.task, FileTask) and config.task.heldout_path is None:
+        yield Contradiction(
+            ("checkpoint.keep_best", "task.heldout_path"),
+            f"checkpoint.keep_best={metric} chooses among evaluations, and without task.heldout_path nothing is evaluated",
+            "name a file of held-out problems, or remove it",
         )
     if metric.startswith("eval/greedy/") and not config.evaluation.greedy:
         yield Contradiction(
