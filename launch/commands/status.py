@@ -36,6 +36,8 @@ ERROR_LINES = 3
 """Most lines of an error that are shown."""
 JOB = {"job_id": (str, int), "restart": int}
 """Fields of job.json."""
+OWN_RESULT = {"model": str}
+"""Fields of summary.json of a warm start or an evaluation, which is written at its end. A training run's has no model."""
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
     ("reward", known("reward/mean"), ".3f"),
@@ -70,11 +72,14 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
     if job is not None:
         start = f", start {job['restart'] + 1}" if job["restart"] else ""
         lines.append(("job", f"{job['job_id']} {in_slurm}{start}"))
-    steps = config["steps"] if config else None
-    lines += _progress_lines(folder.path / "metrics.jsonl", steps, now if running else None)
-    if folder.ledger.exists():
-        lines.append(("data", summary(read_ledger(folder.ledger))))
-    lines.append(("checkpoint", _checkpoint_text(folder, now)))
+    if folder.request.exists() or (config or {}).get("kind") == "sft":
+        lines += _result_lines(folder)
+    else:
+        steps = config["steps"] if config else None
+        lines += _progress_lines(folder.path / "metrics.jsonl", steps, now if running else None)
+        if folder.ledger.exists():
+            lines.append(("data", summary(read_ledger(folder.ledger))))
+        lines.append(("checkpoint", _checkpoint_text(folder, now)))
     lines += _role_lines(folder, damaged, now) if running else []
     lines.append(("logs", _logs_text(folder)))
     return Status(state=state, lines=[*lines, *(("damaged", text) for text in damaged)])
@@ -95,7 +100,8 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
         return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
         return f"waiting in the queue ({in_slurm})"
-    # The summary of an evaluation has neither steps nor a model.
+    if _read_file(folder.summary, OWN_RESULT, []):
+        return "finished"
     if (
         folder.hf.is_dir()
         and _read_file(folder.summary, {"steps": int}, damaged)
@@ -115,6 +121,13 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
     if not (folder.path / "roles").is_dir():
         return "not started"
     return "not running: interrupted, killed, or started on another machine"
+
+
+def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
+    """What a warm start or an evaluation has found."""
+    result = _read_file(folder.summary, OWN_RESULT, []) or {}
+    accuracy = f"{result['accuracy']:.1%}" if isinstance(result.get("accuracy"), float) else None
+    return [(title, text) for title, text in (("model", result.get("model")), ("held out", accuracy)) if text]
 
 
 def _progress_lines(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:

@@ -119,6 +119,11 @@ class RunFolder:
         """The number of failed starts without a newer checkpoint in between."""
         return self.path / "restarts.json"
 
+    @property
+    def request(self) -> Path:
+        """The request of `tandem eval`, or of a study; a training run has none."""
+        return self.path / "request.json"
+
     def run_key(self) -> RunKey:
         """The key that this run's servers and sampler ask for; the first call makes it. See ``rollout.run_key``."""
         return run_key(self.path / KEY)

@@ -78,7 +78,7 @@ def _draw_with(part: Part, plan: Plan, out: Path, start: StartRole, *, first: Pa
         "repeat": first is None,
         "first_gpu": 0,  # no learner runs beside these servers
     }
-    write_json(folder.path / "request.json", request)
+    write_json(folder.request, request)
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
         supervisor.start(start("serve", folder, part.config))
         supervisor.start(start("mismatch-draw", folder, part.config, show_stdout=True))
@@ -93,7 +93,7 @@ def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Se
         lengths = [(rollout, length) for rollout in sampled for length in ("long", "short")]
         sets |= {f"{rollout.text}/{length}": str(rollout.samples(out, length)) for rollout, length in lengths}
     switches = str(base) if _has_switches(part, plan) else None
-    write_json(folder.path / "request.json", {"sets": sets, "switches": switches})
+    write_json(folder.request, {"sets": sets, "switches": switches})
     ranks = part.config.layout.world_size
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
         supervisor.start(start("score-rank", folder, part.config, ranks=ranks, show_stdout=True))
@@ -122,7 +122,7 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     from rollout.sampling.role import load_checked_task
     from rollout.tokenization import end_token_ids
 
-    request = json.loads((folder.path / "request.json").read_text())
+    request = json.loads(folder.request.read_text())
     tokenizer, task = load_checked_task(config)
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
@@ -214,7 +214,7 @@ def score(folder: RunFolder, config: RunConfig) -> None:
     from trainer.studies.layout_scoring import Scorer, score_under_switches
     from trainer.studies.layout_statistics import read_samples, write_tensors
 
-    request = json.loads((folder.path / "request.json").read_text())
+    request = json.loads(folder.request.read_text())
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     first = dist.get_rank() == 0
     scorer = Scorer(config, _print_indented)

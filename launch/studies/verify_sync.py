@@ -203,7 +203,7 @@ class Fleets:
         config = self.base.model_copy(update={"rollout": rollout, "model": served, "layout": ONE_PROCESS})
         folder.path.mkdir()
         folder.config.write_text(resolved_yaml(config))
-        write_json(folder.path / "request.json", {"first_gpu": first_gpu})
+        write_json(folder.request, {"first_gpu": first_gpu})
         role = self.start("serve", folder, config)
         supervisor.start(replace(role, name=f"serve ({folder.path.name})"))
 
@@ -244,7 +244,7 @@ def _transfer_from(
     folder.config.write_text(resolved_yaml(config))
     keys = {tp: str(control.key.file) for tp, control in controls.items()}
     servers = [{"tp": tp, "urls": control.urls, "key_file": keys[tp]} for tp, control in controls.items()]
-    write_json(folder.path / "request.json", {"servers": servers})
+    write_json(folder.request, {"servers": servers})
     ranks = config.layout.world_size
     # A supervisor of its own: the servers go on when it has ended its roles.
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
@@ -388,7 +388,7 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     learner = Learner.of_policy_alone(config)
     learner.engine.load_weights(PerturbedWeights(config.model.path))
     learner.save_hf(folder.export)
-    for servers in json.loads((folder.path / "request.json").read_text())["servers"]:
+    for servers in json.loads(folder.request.read_text())["servers"]:
         key, control = run_key(Path(servers["key_file"])), None
         if learner.is_first_rank:
             urls, tp = servers["urls"], servers["tp"]
