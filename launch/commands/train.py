@@ -20,6 +20,7 @@ from launch.processes.heartbeat import Watch
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import RoleFailed, Supervisor
 from launch.roles.start import existing_run, folder_of, new_run, role, start_sampling, wait_ready
+from launch.slurm.job import is_finished
 from parallel.checkpoints.files import step_of
 
 WITHOUT_NODES = "set launch.nodes=null"
@@ -31,11 +32,17 @@ def train(
     parsed = parse_config(config_path, overrides)
     if dry_run:
         config = load_checked(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory)
-        print_dry_run(config, TRAINING, gpu_memory)
+        if finished := _finished(config):
+            print(f"# {finished}", flush=True)  # the output of a dry run is a config
+        else:
+            print_dry_run(config, TRAINING, gpu_memory)
         return None
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
     config = load_checked(parsed, RunConfig, runs=TRAINING, instead_of_nodes=instead)
+    if config.resume is not None and (finished := _finished(config)):
+        print(finished, flush=True)
+        return existing_run(config.resume)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     ending = stopping.ending(folder)
@@ -60,6 +67,14 @@ def train(
         raise stopping.RunStopped(_after_stop(folder, outcome))
     print_result(folder, config)
     return folder
+
+
+def _finished(config: RunConfig) -> str:
+    """The line for a run that is to go on and has done all its steps; "" otherwise. It is no error: whoever starts a run
+    again until it is finished, as a job of Slurm does, is done."""
+    if config.resume is None or not is_finished(RunFolder(config.resume), config):
+        return ""
+    return f"{config.resume} is finished, with steps={config.steps}; for more: `tandem resume {config.resume} steps=N`"
 
 
 @contextlib.contextmanager
