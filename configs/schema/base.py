@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -56,6 +57,37 @@ def at_least(limit: float, reason: str) -> AfterValidator:
         if value < limit:
             raise ValueError(f"beyond reason: {reason}; use at least {limit}")
         return value
+
+    return AfterValidator(check)
+
+
+def address_of(url: str) -> SplitResult | None:
+    """The parts of a URL; None where it cannot be taken apart."""
+    try:
+        return urlsplit(url)
+    except ValueError:  # brackets that do not close
+        return None
+
+
+KEY_IN_A_VARIABLE = "leave them out, and name a variable in api_key_variable"
+
+
+def served_at(example: str, *more_schemes: str, secret: str = "leave them out") -> AfterValidator:
+    """Addresses of servers, like ``example``, of http, https or ``more_schemes``. A user or a password in one would stay
+    readable in the run folder and in MLflow; ``secret`` is the fix."""
+
+    def check(urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            address = address_of(url)
+            if (
+                address is None
+                or address.scheme not in ("http", "https", *more_schemes)
+                or not address.hostname
+            ):
+                raise ValueError(f"{url!r} is not an address of a server; write it like {example}")
+            if address.username or address.password:
+                raise ValueError(f"an address of {address.hostname} holds a user or a password; {secret}")
+        return urls
 
     return AfterValidator(check)
 

@@ -1,11 +1,10 @@
 """The environment: what happens between a problem and its reward."""
 
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
-from configs.schema.base import Count, GivenPath, Schema, Seconds, Tokens
+from configs.schema.base import KEY_IN_A_VARIABLE, Count, GivenPath, Schema, Seconds, Tokens, served_at
 
 
 def _module_and_name(environment: str) -> str:
@@ -157,7 +156,11 @@ class OpenEnvironment(MessageEnvironment):
     messages."""
 
     type: Literal["openenv"] = "openenv"
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    urls: Annotated[
+        tuple[str, ...],
+        Field(min_length=1),
+        served_at("http://node:8000", "ws", "wss", secret=KEY_IN_A_VARIABLE),
+    ]
     """Its servers, such as http://node:8000. An episode goes to the one with the fewest. Their max_concurrent_envs
     together must be at least max_concurrency; an episode without room waits, up to reset_timeout_s."""
     interface: Literal["text", "tools"] = "text"
@@ -178,14 +181,6 @@ class OpenEnvironment(MessageEnvironment):
     """Time to connect, to get a free place, and for ``reset``."""
     step_timeout_s: Seconds = 60.0
     """Time for a step."""
-
-    @field_validator("urls")
-    @classmethod
-    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if urlsplit(url).scheme not in ("http", "https", "ws", "wss") or not urlsplit(url).hostname:
-                raise ValueError(f"url {url!r} is not of the form http://HOST:PORT")
-        return urls
 
     @model_validator(mode="after")
     def _the_answer_has_a_place(self):

@@ -3,12 +3,12 @@
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
+    KEY_IN_A_VARIABLE,
     Count,
     Fraction,
     GivenPath,
@@ -20,6 +20,7 @@ from configs.schema.base import (
     Tokens,
     at_least,
     at_most,
+    served_at,
 )
 from configs.schema.own_function import FunctionPath
 
@@ -186,13 +187,6 @@ def _checked_template(field: str, template: str) -> str:
     return template
 
 
-def _is_address(url: str) -> bool:
-    try:
-        return urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
-    except ValueError:  # brackets that do not close
-        return False
-
-
 class PlainText(Schema):
     """The reward model reads ``template`` with ``{prompt}``, ``{response}`` and ``{reference}`` filled in."""
 
@@ -223,7 +217,7 @@ class ModelReward(Schema):
     type: Literal["model"] = "model"
     weight: Weight = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    urls: Annotated[tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:30000")]
     """Replicas of the same model; each batch goes to the least loaded. ``sglang``: ``http://host:port``.
     ``json``: the full address."""
     protocol: Literal["sglang", "json"] = "sglang"
@@ -241,16 +235,6 @@ class ModelReward(Schema):
     max_retries: NonNegativeInt = 3
     """Most further attempts at a request that got no answer, HTTP 429 or 5xx. After the last the run stops."""
 
-    @field_validator("urls")
-    @classmethod
-    def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if not _is_address(url):
-                raise ValueError(
-                    f"{url!r} is not an address of a reward model; write it like http://10.0.0.7:30000"
-                )
-        return urls
-
 
 class JudgeReward(Schema):
     """The score that a language model gives in words, asked through any OpenAI-compatible server. The value is
@@ -259,7 +243,9 @@ class JudgeReward(Schema):
     type: Literal["judge"]
     weight: Weight = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    urls: Annotated[
+        tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:8000/v1", secret=KEY_IN_A_VARIABLE)
+    ]
     """Base addresses of replicas of the same model, like ``http://host:8000/v1``. Each request goes to
     ``/chat/completions`` of the least loaded."""
     model: str
@@ -295,15 +281,6 @@ class JudgeReward(Schema):
     @classmethod
     def _are_base_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            if not _is_address(url):
-                raise ValueError(
-                    f"{url!r} is not an address of a server; write it like http://10.0.0.7:8000/v1"
-                )
-            if urlsplit(url).username or urlsplit(url).password:
-                host = urlsplit(url).hostname
-                raise ValueError(
-                    f"an address of {host} holds a user or a password; leave them out, and name a variable in api_key_variable"
-                )
             if url.rstrip("/").endswith("/chat/completions"):
                 raise ValueError(f"{url!r} is not a base address; leave out /chat/completions")
         return urls

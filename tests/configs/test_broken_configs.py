@@ -725,6 +725,18 @@ TABLE = {
         options="rollout.max_staleness=1 launch.placement=colocated", field="rollout.max_staleness, launch.placement",
         value="colocated", error="samples while the learner trains", fix="set rollout.max_staleness=0, or launch.placement=separate",
     ),
+    **{f"a password in {field}": Broken(options=setting, field=field, value="secret", error=error, fix=fix)
+       for field, setting, error, fix in [
+        ("reward.urls", "reward={type: model, urls: ['http://me:secret@host:1']}", "an address of host holds a user or a password",
+         "leave them out"),
+        ("environment.urls", "environment={type: openenv, urls: ['ws://me:secret@host']}", "an address of host holds a user or a password",
+         "name a variable in api_key_variable"),
+        ("tracking.uri", "tracking.uri=postgresql://me:secret@host/mlflow", "the URI of host holds a password", "set MLFLOW_TRACKING_URI"),
+    ]},
+    "an environment's address without a scheme": Broken(
+        options="environment={type: openenv, urls: ['host:8000']}", field="environment.urls", value="host:8000",
+        error="'host:8000' is not an address of a server", fix="write it like http://node:8000",
+    ),
     "turns of an agent with rewards": Broken(
         options="environment={type: agent, command: [agent.py]} advantage={type: grpo, credit: turn}",
         field="advantage.credit, environment.type", value="turn", error="with environment.type=agent a sample has one reward",
