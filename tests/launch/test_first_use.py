@@ -172,6 +172,23 @@ def test_an_experiment_of_ones_own_passes_the_dry_run_and_gives_its_reward_the_r
         make_experiment(tmp_path / "mine", None)
 
 
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("2024", "2024"),
+        ("true", "true"),
+        ("1e5", "1e5"),
+        ("null", "null"),
+        ("ünï code", "n--code"),
+        ("x" * 150, "x" * 100),
+        ("___", "experiment"),
+    ],
+)
+def test_an_experiment_has_a_name_whatever_its_folder_is_called(tmp_path, folder, name):
+    make_experiment(tmp_path / folder, tmp_path)
+    assert load_config(tmp_path / folder / "experiment.yaml").name == name
+
+
 def test_an_experiment_without_a_model_says_where_to_name_it(tmp_path, capsys):
     make_experiment(tmp_path / "mine", None)
     assert "set model.path in experiment.yaml" in capsys.readouterr().out
