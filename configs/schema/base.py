@@ -94,9 +94,12 @@ def served_at(example: str, *more_schemes: str, secret: str = "leave them out") 
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+UnitFraction = Annotated[float, Field(ge=0, le=1)]
+"""From 0 to 1, both included."""
 Count = Annotated[PositiveInt, at_most(10**6, "no cluster runs a million of these at once")]
 """Processes, prompts or requests at a time: at most a million."""
 Siblings = Annotated[PositiveInt, at_most(2**16, "nobody samples so many responses to one prompt")]
