@@ -11,7 +11,7 @@ Each part is a run folder of its own, with the config of its layout and the requ
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,6 +117,7 @@ def _prepared(part: Part, out: Path) -> RunFolder:
 
 def draw(folder: RunFolder, config: RunConfig) -> None:
     """The mismatch-draw role: serves request.json with the servers of this folder."""
+    from launch.roles.start import progress_printer
     from rollout.client import GenerationError
     from rollout.sampling.fixed_samples import fixed_prompts
     from rollout.sampling.role import load_checked_task
@@ -126,8 +127,10 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     tokenizer, task = load_checked_task(config)
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
-    alive = _progress_printer(15.0, "  waiting for SGLang")
-    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=alive)
+    show, began = progress_printer("  waiting for SGLang", still="waiting for SGLang"), time.monotonic()
+    urls = wait_for_servers(
+        folder, serve_roles(config), timeout_s=timeout_s, alive=lambda: show(time.monotonic() - began)
+    )
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))
@@ -137,19 +140,6 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
         except GenerationError as error:  # the pairs do not need it
             _print_indented(f"left out prefill: {error}")
             (folder.path / "prefill_failed.txt").write_text(str(error))
-
-
-def _progress_printer(period_s: float, text: str) -> Callable[[], None]:
-    began, printed = time.monotonic(), 0
-
-    def print_progress() -> None:
-        nonlocal printed
-        waited = time.monotonic() - began
-        if waited // period_s > printed:
-            printed = int(waited // period_s)
-            print(f"{text} … {waited:.0f} s", flush=True)
-
-    return print_progress
 
 
 def _print_indented(line: str) -> None:

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
-from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
+from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text
 from launch.checks.config import LoadWith, check_server_gpus
 from launch.processes import run_folder
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
+from launch.studies.mismatch_plan import learner_layout
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
 
@@ -98,10 +99,7 @@ def make_plan(
 
 def layouts(texts: Sequence[str]) -> dict[str, LayoutConfig]:
     """The ``--learner`` options without repetitions, by name. Raises ValueError."""
-    try:
-        return {layout_text(layout): layout for layout in (parse_layout(text).smallest() for text in texts)}
-    except ValueError as error:
-        raise ValueError(f"--learner: {error}") from error
+    return {layout_text(layout): layout for layout in map(learner_layout, texts)}
 
 
 def rollout_sizes(texts: Sequence[str]) -> list[int]:
