@@ -191,6 +191,15 @@ def read_yaml(text: str, source: str, override: str | None = None) -> Value | No
     return _Reader(text, source, override).read()
 
 
+def comments_in(text: str) -> list[str]:
+    """The comments of a YAML text, each from its `#` on. Raises yaml.YAMLError."""
+    comments, end = [], 0
+    for token in yaml.scan(text, Loader=_Loader):
+        comments += re.findall("#.*", text[end : token.start_mark.index])  # blanks and comments alone
+        end = max(end, token.end_mark.index)
+    return comments
+
+
 class _Reader:
     """Turns the YAML nodes of one text into values that know their line."""
 

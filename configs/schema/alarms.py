@@ -1,19 +1,15 @@
 """Thresholds at which a step's metrics raise an alarm."""
 
-from typing import Annotated
-
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from configs.errors import Contradiction
-from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
-
-Share = Annotated[float, Field(ge=0, le=1)]
+from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema, UnitFraction
 
 
 class AlarmsConfig(Schema):
     """Each alarm is named after its threshold; None turns it off. trainer/README.md explains them."""
 
-    kept_min: Share | None = 0.0
+    kept_min: UnitFraction | None = 0.0
     """Share of response tokens that the correction keeps: alarm at or below it."""
     first_ratio_tolerance: NonNegativeFloat | None = 1e-3
     """Largest distance of a ratio current / old from 1 on the first minibatch, where both are the same
@@ -22,20 +18,20 @@ class AlarmsConfig(Schema):
     """Least mean importance weight, after the bound and before normalisation."""
     weight_mean_max: PositiveFloat | None = 2.0
     """Largest mean importance weight."""
-    ess_min: Share | None = 0.3
+    ess_min: UnitFraction | None = 0.3
     """Least effective share of the samples, computed from the weights before the bound."""
     kl_max: PositiveFloat | None = 0.1
     """Largest |k1| and k3 of KL(rollout || train), in nats per token."""
     chi2_token_max: PositiveFloat | None = 1.0
     """Largest mean squared ratio of a token, less 1."""
-    response_abs_prob_over_max: Share | None = 0.02
+    response_abs_prob_over_max: UnitFraction | None = 0.02
     """Largest share of responses with a token whose two probabilities differ by more than 0.5. The study that
     names this quantity (F. Yao et al., 2025) counts 1 or 2 of 512 responses with aligned layouts, and tens
     with different ones."""
-    rejected_max: Share | None = 0.5
+    rejected_max: UnitFraction | None = 0.5
     """Largest share of the response tokens, and of the responses, that all rules together reject."""
 
-    reward_failed_max: Share | None = 0.05
+    reward_failed_max: UnitFraction | None = 0.05
     """Largest share of samples whose reward raised, ran out of time or returned no number. Such a reward
     counts as 0. Where all samples fail, the run ends."""
 

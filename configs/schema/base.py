@@ -4,6 +4,7 @@ import os
 import re
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -60,11 +61,45 @@ def at_least(limit: float, reason: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def address_of(url: str) -> SplitResult | None:
+    """The parts of a URL; None where it cannot be taken apart."""
+    try:
+        return urlsplit(url)
+    except ValueError:  # brackets that do not close
+        return None
+
+
+KEY_IN_A_VARIABLE = "leave them out, and name a variable in api_key_variable"
+
+
+def served_at(example: str, *more_schemes: str, secret: str = "leave them out") -> AfterValidator:
+    """Addresses of servers, like ``example``, of http, https or ``more_schemes``. A user or a password in one would stay
+    readable in the run folder and in MLflow; ``secret`` is the fix."""
+
+    def check(urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            address = address_of(url)
+            if (
+                address is None
+                or address.scheme not in ("http", "https", *more_schemes)
+                or not address.hostname
+            ):
+                raise ValueError(f"{url!r} is not an address of a server; write it like {example}")
+            if address.username or address.password:
+                raise ValueError(f"an address of {address.hostname} holds a user or a password; {secret}")
+        return urls
+
+    return AfterValidator(check)
+
+
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+UnitFraction = Annotated[float, Field(ge=0, le=1)]
+"""From 0 to 1, both included."""
 Count = Annotated[PositiveInt, at_most(10**6, "no cluster runs a million of these at once")]
 """Processes, prompts or requests at a time: at most a million."""
 Siblings = Annotated[PositiveInt, at_most(2**16, "nobody samples so many responses to one prompt")]

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from configs.errors import Contradiction
 from configs.schema.environment import AgentEnvironment, SingleTurn
+from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
-from configs.schema.task import CodeReward, CountdownTask, WeightedReward
+from configs.schema.task import CodeReward, CountdownTask, FileTask, WeightedReward
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -53,6 +54,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     yield from _of_loss(config)
     yield from _of_reward(config)
     yield from _of_batch(config)
+    yield from _of_schedules(config)
     yield from _of_routing(config)
     yield from _of_pieces(config)
     yield from _of_numerics(config)
@@ -213,6 +215,30 @@ def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
             f"rollout.max_new_tokens={config.rollout.max_new_tokens} leaves no room for a prompt in learner.token_budget="
             f"{config.learner.token_budget}",
             "raise the budget, since a sequence is never split over micro-batches",
+        )
+
+
+def _of_schedules(config: "RunConfig") -> Iterator[Contradiction]:
+    parts, waits = config.learner.minibatches, config.critic_warmup_steps
+    if waits < config.steps:
+        fields = ("steps", "learner.minibatches", *(("critic.warmup_steps",) if waits else ()))
+        updates = (config.steps - waits) * parts
+        yield from endless_warmup(config.learner.optimizer, "learner.optimizer", updates, fields)
+    if config.critic is not None:
+        fields = ("steps", "learner.minibatches")
+        yield from endless_warmup(config.critic.optimizer, "critic.optimizer", config.steps * parts, fields)
+
+
+def endless_warmup(
+    optimizer: OptimizerConfig, block: str, updates: int, fields: tuple[str, ...]
+) -> Iterator[Contradiction]:
+    """Of a schedule that would begin to decay behind the last of ``updates``, which come from ``fields``."""
+    if optimizer.schedule != "constant" and optimizer.warmup_steps >= updates:
+        yield Contradiction(
+            (f"{block}.warmup_steps", f"{block}.schedule", *fields),
+            f"{block}.warmup_steps={optimizer.warmup_steps} leaves none of the {updates} optimizer steps ({', '.join(fields)}) to the "
+            f"{optimizer.schedule} schedule",
+            f"use fewer than {updates}, or {block}.schedule=constant",
         )
 
 
@@ -414,6 +440,19 @@ def _of_best_checkpoint(config: "RunConfig") -> Iterator[Contradiction]:
             ("checkpoint.keep_best", "evaluation.every"),
             f"checkpoint.keep_best={metric} chooses among evaluations, and evaluation.every=0 makes none between the ends",
             "set evaluation.every to a number of steps, or remove it",
+        )
+    if config.evaluation.every > config.steps and not config.evaluation.at_ends:
+        yield Contradiction(
+            ("checkpoint.keep_best", "evaluation.every", "evaluation.at_ends", "steps"),
+            f"checkpoint.keep_best={metric} chooses among evaluations, and evaluation.every={config.evaluation.every} with at_ends=false "
+            f"makes none in steps={config.steps}",
+            f"use at most {config.steps}, or remove it",
+        )
+    if isinstance(config.task, FileTask) and config.task.heldout_path is None:
+        yield Contradiction(
+            ("checkpoint.keep_best", "task.heldout_path"),
+            f"checkpoint.keep_best={metric} chooses among evaluations, and without task.heldout_path nothing is evaluated",
+            "name a file of held-out problems, or remove it",
         )
     if metric.startswith("eval/greedy/") and not config.evaluation.greedy:
         yield Contradiction(

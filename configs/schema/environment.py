@@ -1,23 +1,20 @@
 """The environment: what happens between a problem and its reward."""
 
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from configs.schema.base import Count, GivenPath, Schema, Seconds, Tokens
-
-
-def _module_and_name(environment: str) -> str:
-    module, colon, name = environment.partition(":")
-    if not (module and colon and name) or ":" in name:
-        raise ValueError(
-            f"environment {environment!r} is not of the form module:name, e.g. my_environment:Game"
-        )
-    return environment
-
-
-Named = Annotated[str, AfterValidator(_module_and_name)]
+from configs.schema.base import (
+    KEY_IN_A_VARIABLE,
+    Count,
+    FiniteFloat,
+    GivenPath,
+    Schema,
+    Seconds,
+    Tokens,
+    served_at,
+)
+from configs.schema.own_function import ModuleAndName
 
 
 class SingleTurn(Schema):
@@ -40,7 +37,7 @@ class EnvironmentLimits(Schema):
     (``time_limit``)."""
     max_concurrency: Count = 512
     """Episodes under way at the same time."""
-    reward_at_limit: Annotated[float, Field(allow_inf_nan=False)] | None = 0.0
+    reward_at_limit: FiniteFloat | None = 0.0
     """Reward of an episode that max_turns or max_tokens ends. None: it is not scored, so it is not trained on and its
     group's baseline is without it."""
 
@@ -49,7 +46,7 @@ class TokenEnvironment(EnvironmentLimits):
     """An environment of the user's own that handles tokens (``rollout/environments/protocol.py``)."""
 
     type: Literal["tokens"] = "tokens"
-    environment: Named
+    environment: ModuleAndName
     """``module:Class``, called once with ``options``. Its ``async run(problem, context)`` plays an episode. The module
     is looked for in the current folder, and among the installed ones. It runs in the sample role's event loop: what
     blocks belongs into a thread."""
@@ -76,6 +73,10 @@ class MessageEnvironment(EnvironmentLimits):
 
     @model_validator(mode="after")
     def _fits_together(self):
+        if getattr(self, "interface", None) == "tools" and self.tool_call_parser is None:
+            raise ValueError(
+                "environment.interface=tools needs environment.tool_call_parser, SGLang's name of the model's form of calls"
+            )
         if self.reasoning_parser is not None and self.tool_call_parser is None:
             raise ValueError(
                 "environment.reasoning_parser needs environment.tool_call_parser; name it, or leave both out"
@@ -99,7 +100,7 @@ class ChatEnvironment(ProcessEnvironment):
     is killed with everything that it started. ``rollout/environments/chat.py`` turns messages into tokens."""
 
     type: Literal["chat"] = "chat"
-    environment: Named
+    environment: ModuleAndName
     """``module:Class``, called once per process with ``options``. The module is looked for in the current folder, and
     among the installed ones. What must outlive an episode, such as a browser, is started by the class: after an
     episode everything that it started since is killed."""
@@ -118,14 +119,6 @@ class ChatEnvironment(ProcessEnvironment):
     """Time for ``reset``."""
     step_timeout_s: Seconds = 60.0
     """Time for a step; all tool calls of one answer are a step. A process that is late is killed (``time_limit``)."""
-
-    @model_validator(mode="after")
-    def _tools_need_a_parser(self):
-        if self.interface == "tools" and self.tool_call_parser is None:
-            raise ValueError(
-                "environment.interface=tools needs environment.tool_call_parser, SGLang's name of the model's form of calls"
-            )
-        return self
 
 
 class AgentEnvironment(ProcessEnvironment):
@@ -157,7 +150,11 @@ class OpenEnvironment(MessageEnvironment):
     messages."""
 
     type: Literal["openenv"] = "openenv"
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    urls: Annotated[
+        tuple[str, ...],
+        Field(min_length=1),
+        served_at("http://node:8000", "ws", "wss", secret=KEY_IN_A_VARIABLE),
+    ]
     """Its servers, such as http://node:8000. An episode goes to the one with the fewest. Their max_concurrent_envs
     together must be at least max_concurrency; an episode without room waits, up to reset_timeout_s."""
     interface: Literal["text", "tools"] = "text"
@@ -179,20 +176,8 @@ class OpenEnvironment(MessageEnvironment):
     step_timeout_s: Seconds = 60.0
     """Time for a step."""
 
-    @field_validator("urls")
-    @classmethod
-    def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if urlsplit(url).scheme not in ("http", "https", "ws", "wss") or not urlsplit(url).hostname:
-                raise ValueError(f"url {url!r} is not of the form http://HOST:PORT")
-        return urls
-
     @model_validator(mode="after")
     def _the_answer_has_a_place(self):
-        if self.interface == "tools" and self.tool_call_parser is None:
-            raise ValueError(
-                "environment.interface=tools needs environment.tool_call_parser, SGLang's name of the model's form of calls"
-            )
         if self.interface == "text" and "{answer}" not in str(self.action):
             raise ValueError(
                 f"environment.action={self.action} has no place for the policy's answer; write {{answer}} there"

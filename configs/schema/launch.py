@@ -16,6 +16,7 @@ from configs.schema.base import (
     Seconds,
     Siblings,
     Temperature,
+    address_of,
     at_most,
 )
 
@@ -195,13 +196,20 @@ class TraceConfig(Schema):
         return self
 
 
+def _without_password(uri: str | None) -> str | None:
+    if uri and (address := address_of(uri)) and address.password:
+        error = f"the URI of {address.hostname} holds a password, which would stay readable in the run folder"
+        raise ValueError(f"{error}; leave uri out, and set MLFLOW_TRACKING_URI where the run is started")
+    return uri
+
+
 class TrackingConfig(Schema):
     """Where MLflow records the run, how many samples are kept to look at, and which steps are traced."""
 
     experiment: str = "tandem"
     """Name of the MLflow experiment, in which runs can be compared."""
-    uri: str | None = None
-    """MLflow tracking URI. None: MLFLOW_TRACKING_URI if set, else the sqlite store ``launch.runs_dir``/mlflow.db
+    uri: Annotated[str | None, AfterValidator(_without_password)] = None
+    """MLflow tracking URI, without a password. None: MLFLOW_TRACKING_URI if set, else the sqlite store ``launch.runs_dir``/mlflow.db
     of all runs there. On a network file system, whose locks sqlite cannot trust, each run folder has a store of
     its own."""
     sample_groups: NonNegativeInt = 2

@@ -6,11 +6,17 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from configs.errors import Contradiction
-from configs.schema.base import Coefficient, NonNegativeFloat, PositiveFloat, PositiveInt, Schema
+from configs.schema.base import (
+    Coefficient,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Schema,
+    UnitFraction,
+)
 from configs.schema.own_function import OwnFunction
 
 ClipLow = Annotated[float, Field(ge=0, lt=1)]
-UnitFraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class ClippedObjective(Schema):

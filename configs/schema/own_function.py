@@ -7,19 +7,20 @@ from pydantic import AfterValidator, Field, StringConstraints
 from configs.schema.base import Schema, Seconds
 
 
-def _module_and_name(function: str) -> str:
-    if function.count(":") != 1:
-        raise ValueError(f"function {function!r} is not of the form module:name")
-    return function
+def _module_and_name(path: str) -> str:
+    module, colon, name = path.partition(":")
+    if not (module and colon and name) or ":" in name:
+        raise ValueError(f"{path!r} is not of the form module:name, such as my_module:my_name")
+    return path
 
 
-FunctionPath = Annotated[str, AfterValidator(_module_and_name)]
-"""``module:function``."""
+ModuleAndName = Annotated[str, AfterValidator(_module_and_name)]
+"""``module:name`` of a function or a class."""
 Plain = str | int | float | bool | None
 
 
 class OwnFunction(Schema):
-    function: FunctionPath
+    function: ModuleAndName
     """``module:function``. The module is looked for in the current folder, and among the installed ones, on every
     node of the learner. [Your own parts](own_parts.md) says what the function is given and must return."""
     settings: dict[

@@ -7,8 +7,18 @@ from pydantic import Field, model_validator
 
 from configs.errors import Contradiction, Contradictions
 from configs.schema.alarms import AlarmsConfig
-from configs.schema.base import Count, GivenPath, PositiveInt, Schema, Steps, Tokens, at_most
-from configs.schema.contradictions import contradictions_of
+from configs.schema.base import (
+    Count,
+    GivenPath,
+    LearningRate,
+    NonNegativeFloat,
+    PositiveInt,
+    Schema,
+    Steps,
+    Tokens,
+    at_most,
+)
+from configs.schema.contradictions import contradictions_of, endless_warmup
 from configs.schema.correction import CorrectionConfig, ImportanceWeight
 from configs.schema.critic import CriticConfig
 from configs.schema.environment import EnvironmentConfig, SingleTurn
@@ -227,6 +237,19 @@ class JsonlSftData(Schema):
 SftData = Annotated[CountdownSftData | JsonlSftData, Field(discriminator="type")]
 
 
+class SftOptimizerConfig(OptimizerConfig):
+    """The learner's optimizer settings with the step and the decay of a warm start."""
+
+    lr: LearningRate = 2e-3
+    """Learning rate, after the warm-up."""
+    min_lr: NonNegativeFloat = 2e-4
+    """Learning rate at the end of a schedule that decays."""
+    schedule: Literal["constant", "cosine", "linear"] = "cosine"
+    """Decay from ``lr`` to ``min_lr`` over the warm start: none, along a cosine, or along a line."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """Decay rates of AdamW's two moments."""
+
+
 class SftConfig(Schema):
     """A supervised warm start; the result is a Hugging Face folder."""
 
@@ -249,7 +272,7 @@ class SftConfig(Schema):
     """Most tokens of one packed micro-batch on one rank."""
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
-    optimizer: OptimizerConfig = OptimizerConfig(lr=2e-3, min_lr=2e-4, schedule="cosine", betas=(0.9, 0.98))
+    optimizer: SftOptimizerConfig = SftOptimizerConfig()
     launch: LaunchConfig = LaunchConfig()
 
     @model_validator(mode="after")
@@ -278,6 +301,12 @@ class SftConfig(Schema):
                 f"each rank has {per_rank} sequences of batch_size={self.batch_size}",
                 f"use a multiple of {stages}, or layout.vpp=1",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _schedule_has_steps(self):
+        if found := list(endless_warmup(self.optimizer, "optimizer", self.steps, ("steps",))):
+            raise Contradictions(found)
         return self
 
 

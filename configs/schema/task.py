@@ -3,13 +3,14 @@
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
+    KEY_IN_A_VARIABLE,
     Count,
+    FiniteFloat,
     Fraction,
     GivenPath,
     NonNegativeFloat,
@@ -20,17 +21,15 @@ from configs.schema.base import (
     Tokens,
     at_least,
     at_most,
+    served_at,
 )
-from configs.schema.own_function import FunctionPath
+from configs.schema.own_function import ModuleAndName
 
 MAX_NUMBERS = 5
 """Most numbers of a Countdown problem; more have too many expressions to enumerate."""
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 SetName = Annotated[str, StringConstraints(pattern=rf"^{PART_NAME.pattern}$")]
 VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
-Weight = Annotated[float, Field(allow_inf_nan=False)]
-"""Factor of a reward's value."""
 
 
 class CountdownTask(Schema):
@@ -121,7 +120,7 @@ class CountdownReward(Schema):
     """1 for an expression that uses each given number once and equals the target, else 0."""
 
     type: Literal["countdown"] = "countdown"
-    weight: Weight = 1.0
+    weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
 
 
@@ -129,7 +128,7 @@ class Gsm8kReward(Schema):
     """1 for a final number equal to the reference, else 0."""
 
     type: Literal["gsm8k"] = "gsm8k"
-    weight: Weight = 1.0
+    weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
 
 
@@ -137,7 +136,7 @@ class MathVerifyReward(Schema):
     """1 for a final expression that math-verify finds equal to the reference, else 0."""
 
     type: Literal["math_verify"] = "math_verify"
-    weight: Weight = 1.0
+    weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
     timeout_s: Seconds = 10.0
     """Deadline of one sample. A sample that misses it scores 0 and is marked failed."""
@@ -150,9 +149,9 @@ class FunctionReward(Schema):
     """A function of the user's own."""
 
     type: Literal["function"] = "function"
-    weight: Weight = 1.0
+    weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
-    function: FunctionPath
+    function: ModuleAndName
     """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or
     ``(number, parts)``, where ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. It may be
     ``async``. Further parameters, by name: ``row``, the whole record of the data file as a dict (None for
@@ -186,13 +185,6 @@ def _checked_template(field: str, template: str) -> str:
     return template
 
 
-def _is_address(url: str) -> bool:
-    try:
-        return urlsplit(url).scheme in ("http", "https") and bool(urlsplit(url).hostname)
-    except ValueError:  # brackets that do not close
-        return False
-
-
 class PlainText(Schema):
     """The reward model reads ``template`` with ``{prompt}``, ``{response}`` and ``{reference}`` filled in."""
 
@@ -221,9 +213,9 @@ class ModelReward(Schema):
     """The score of a reward model served over HTTP (``rollout/rewards/model.py`` describes request and answer)."""
 
     type: Literal["model"] = "model"
-    weight: Weight = 1.0
+    weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    urls: Annotated[tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:30000")]
     """Replicas of the same model; each batch goes to the least loaded. ``sglang``: ``http://host:port``.
     ``json``: the full address."""
     protocol: Literal["sglang", "json"] = "sglang"
@@ -241,25 +233,17 @@ class ModelReward(Schema):
     max_retries: NonNegativeInt = 3
     """Most further attempts at a request that got no answer, HTTP 429 or 5xx. After the last the run stops."""
 
-    @field_validator("urls")
-    @classmethod
-    def _are_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        for url in urls:
-            if not _is_address(url):
-                raise ValueError(
-                    f"{url!r} is not an address of a reward model; write it like http://10.0.0.7:30000"
-                )
-        return urls
-
 
 class JudgeReward(Schema):
     """The score that a language model gives in words, asked through any OpenAI-compatible server. The value is
     ``(score - low) / (high - low)``, from 0 to 1; the score itself is recorded as ``reward/part/judge_score``."""
 
     type: Literal["judge"]
-    weight: Weight = 1.0
+    weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
-    urls: Annotated[tuple[str, ...], Field(min_length=1)]
+    urls: Annotated[
+        tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:8000/v1", secret=KEY_IN_A_VARIABLE)
+    ]
     """Base addresses of replicas of the same model, like ``http://host:8000/v1``. Each request goes to
     ``/chat/completions`` of the least loaded."""
     model: str
@@ -295,15 +279,6 @@ class JudgeReward(Schema):
     @classmethod
     def _are_base_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
-            if not _is_address(url):
-                raise ValueError(
-                    f"{url!r} is not an address of a server; write it like http://10.0.0.7:8000/v1"
-                )
-            if urlsplit(url).username or urlsplit(url).password:
-                host = urlsplit(url).hostname
-                raise ValueError(
-                    f"an address of {host} holds a user or a password; leave them out, and name a variable in api_key_variable"
-                )
             if url.rstrip("/").endswith("/chat/completions"):
                 raise ValueError(f"{url!r} is not a base address; leave out /chat/completions")
         return urls
@@ -358,7 +333,7 @@ class CodeReward(Schema):
     one without a language; a response without one scores 0, and counts in ``reward/part/no_code``."""
 
     type: Literal["code"]
-    weight: Weight = 1.0
+    weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
     tests_field: str = "tests"
     """The data's field with the tests; a field inside others is named with dots. A list, or a single one. A test
@@ -388,7 +363,7 @@ class OverlongPenalty(Schema):
     ``rollout.max_new_tokens``."""
 
     type: Literal["overlong"] = "overlong"
-    weight: Weight = 1.0
+    weight: FiniteFloat = 1.0
     """Factor of the penalty, positive: the penalty itself is negative."""
     buffer_tokens: PositiveInt
     """L_cache: the penalty grows linearly from 0 to 1 over this many tokens before max_new_tokens."""

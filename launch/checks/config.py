@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from configs.loader import Finding, ParsedConfig, load_config
+from configs.reading.yaml_values import show
 from configs.schema import RunConfig, SftConfig
 from configs.schema.correction import ImportanceWeight
 from configs.schema.launch import NodesConfig
@@ -22,6 +23,8 @@ from launch.checks.disk_space import disk_problems
 from launch.checks.inputs import finding_of, input_findings
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import RunFolder, check_can_be_made
+from parallel.checkpoints.base_model import fingerprint
+from parallel.checkpoints.files import step_of
 from parallel.planning.adapters import check_lora
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.layout import (
@@ -361,7 +364,8 @@ def _check_resume(config: RunConfig, resume: Path) -> Iterator[str]:
     if not isinstance(before, RunConfig):
         yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; start anew without `resume`"
         return
-    if folder.newest_checkpoint() is None:
+    newest = folder.newest_checkpoint()
+    if newest is None:
         reason = folder.why_no_checkpoint()
         yield f"resume: {resume} holds no complete checkpoint to go on from{reason}; start anew without `resume`"
     elif config.critic is not None and not folder.has_critic_checkpoint():
@@ -369,14 +373,44 @@ def _check_resume(config: RunConfig, resume: Path) -> Iterator[str]:
             f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
             "a new run from its exported model"
         )
+    if newest is not None and config.steps < (done := step_of(newest) or 0):
+        yield f"resume: {resume} has done {done} steps, and steps={config.steps} is below; give steps={done} or more"
     if changed := _changed_adapters(before, config):
         yield f"resume: {resume} was trained {changed}"
+    for field, old, new in _changed_fields(before, config):
+        yield (
+            f"resume: `{field}` of {resume} is {show(old)}, but {show(new)} was given; "
+            f"resume with `tandem resume {resume}`, or start a new run"
+        )
+    yield from _check_moved_model(before.model.path, config.model.path, resume)
+
+
+def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(field, value of the run, value now) of what makes another run. The model may have moved."""
     for part in ("seed", "model", "task"):
-        if getattr(before, part) != getattr(config, part):
-            yield (
-                f"resume: `{part}` of {resume} is {getattr(before, part)!r}, but {getattr(config, part)!r} was given; "
-                f"resume with `tandem train {resume}/config.yaml resume={resume}`, or start a new run"
-            )
+        old, new = (each.model_dump(mode="json", include={part})[part] for each in (before, config))
+        fields = {part: (old, new)}
+        if isinstance(old, dict) and old.get("type") == new.get("type"):
+            fields = {f"{part}.{name}": (old[name], new[name]) for name in new}
+        yield from (
+            (field, *both) for field, both in fields.items() if both[0] != both[1] and field != "model.path"
+        )
+
+
+def _check_moved_model(old: Path, new: Path, resume: Path) -> Iterator[str]:
+    """The checkpoint has weights of its own. What is read from the model's folder, such as those of ``ref``, must be
+    what the run began with."""
+    if old == new or not new.is_dir():
+        return
+    if not old.is_dir():
+        _print_comment(
+            f"{old}, the model of {resume}, is not here: that {new} is the same one cannot be seen"
+        )
+    elif fingerprint(old) != fingerprint(new):
+        yield (
+            f"resume: `model.path` of {resume} is {old}, and the weights in {new} are others; give the same model, or start "
+            "a new run"
+        )
 
 
 def _changed_adapters(before: RunConfig, config: RunConfig) -> str:

@@ -138,7 +138,8 @@ def _gpus(config: RunConfig | SftConfig | None) -> Iterator[Finding]:
         return
     yield ok("gpus", f"{len(gpus)} x {gpus[0]['name']}, {gpus[0]['memory']} MiB, driver {gpus[0]['driver']}")
     for index, gpu in enumerate(gpus):
-        if int(gpu["used"]) > BUSY_GPU_MIB:
+        # A part of a divided GPU (MIG) has [N/A] here.
+        if gpu["used"].isdecimal() and int(gpu["used"]) > BUSY_GPU_MIB:
             text = f"GPU {index} has {gpu['used']} MiB in use before the run"
             yield warn("gpus", text, "end what is left of earlier jobs (nvidia-smi names the processes)")
     yield _driver(gpus[0]["driver"])
@@ -162,7 +163,8 @@ def _driver(driver: str) -> Finding:
         fix = "remove .venv and run `bash launch/install.sh` on a node with GPUs"
         return fail("driver", "GPUs are here, but torch is the build without CUDA", fix)
     needed = SMALLEST_DRIVER.get(cuda.split(".")[0])
-    if needed is not None and int(driver.split(".")[0]) < needed:
+    version = driver.split(".")[0]
+    if needed is not None and version.isdecimal() and int(version) < needed:
         text = f"driver {driver} is too old for CUDA {cuda} of torch"
         return fail("driver", text, f"ask for driver {needed} or newer")
     return ok("driver", f"driver {driver} with CUDA {cuda} of torch")

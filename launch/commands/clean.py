@@ -189,7 +189,7 @@ def _items(run: RunFolder) -> list[Item] | LeftAlone:
         config = load_config(run.config)
     except (ConfigError, OSError):
         return LeftAlone(run.path, "its config.yaml is not a config of this version, or cannot be read")
-    if not isinstance(config, RunConfig) or (run.path / "request.json").exists():
+    if not isinstance(config, RunConfig) or run.request.exists():
         return []  # a warm start, an evaluation or a study leaves nothing of the kind
     return [*_checkpoints(run, config), *_leftovers(run)]
 

@@ -179,7 +179,8 @@ def _devices(first: int, count: int, device: Device) -> str:
 def _command_lines(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[str]:
     """A command per role, for each node that the table lists for it (is_host: for the first). Values that are
     known at the start alone are in capitals."""
-    folder = RunFolder(config.launch.runs_dir / f"{config.name}-DATE-TIME")
+    fresh = config.launch.runs_dir / f"{config.name}-DATE-TIME"
+    folder = RunFolder(getattr(config, "resume", None) or fresh)
     nodes = config.launch.nodes
     meeting = None
     if nodes is not None and nodes.learner > 1:

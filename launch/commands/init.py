@@ -1,5 +1,6 @@
 """``tandem init``: writes a small experiment with data and a reward of its own, as a start for the user's."""
 
+import re
 import shlex
 from pathlib import Path
 
@@ -69,10 +70,11 @@ def make_experiment(folder: Path, model: Path | None) -> None:
     """Write the folder and print the next commands. Raises BadInput where the folder exists already."""
     check_new_folder("FOLDER", folder)
     path = MODEL_TO_CHOOSE if model is None else model.resolve()
-    name = "".join(c if c.isalnum() else "-" for c in folder.name).strip("-") or "experiment"
+    name = re.sub(r"[^A-Za-z0-9]", "-", folder.name).strip("-")[:100] or "experiment"  # as RunName
     folder.mkdir(parents=True)
-    quoted_path = yaml.safe_dump(str(path), default_style='"').strip()
-    (folder / CONFIG).write_text(_YAML.format(name=name, model=quoted_path))
+    # Quoted, since a name may look like a number.
+    quoted_name, quoted_path = (yaml.safe_dump(text, default_style='"').strip() for text in (name, str(path)))
+    (folder / CONFIG).write_text(_YAML.format(name=quoted_name, model=quoted_path))
     (folder / "my_reward.py").write_text(_REWARD)
     for file, numbers in (("train.jsonl", range(10, 42)), ("heldout.jsonl", range(42, 50))):
         row = '{{"prompt": "{a}+{b}=", "answer": "{sum}", "level": {level}}}\n'.format

@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from launch.checks.config import BadInput
-from launch.commands.status import brief_state
+from launch.commands.status import brief_state, read_file
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.metric_names import known
@@ -50,7 +50,7 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
         return path.name, "config.yaml is not readable", "-", "-", "-"
     if kind != "train":
         return path.name, f"({kind})", "-", "-", "-"
-    summary = _read_json(path / "summary.json")
+    summary = read_file(path / "summary.json", {}, []) or {}
     if "accuracy" in summary:
         return path.name, "(evaluation)", "-", f"{summary['accuracy']:.1%}", "-"
     accuracy, last = _last_metrics(path / "metrics.jsonl")
@@ -58,14 +58,6 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
     step = f"{last.get('step', 0)}/{steps}"
     held_out = "-" if accuracy is None else f"{accuracy:.1%}"
     return path.name, brief_state(RunFolder(path)), step, held_out, "-" if reward is None else f"{reward:.3f}"
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        content = json.loads(file.read_text())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _last_metrics(file: Path) -> tuple[float | None, dict]:

@@ -31,7 +31,6 @@ WIDTH = 9.5
 LEARNER_PARTS = (
     "parameters", "gradients", "optimizer", "reference", "critic", "activations", "logits", "pipeline", "transfer",
 )  # fmt: skip
-SERVER_PARTS = ("weights", "cache", "reserved")
 TIME_COLORS = {
     "prefill": "#56b4e9", "decode": "#0072b2", "requests": "#004a75",
     "score": "#e69f00", "update": "#d55e00", "optimizer": "#8c3d00", "rest": "#b9770e",

@@ -67,7 +67,7 @@ def _check_and_write(
             f"--gpu-memory {gpu_memory:g}: the job asks for no GPUs ({script.DECIDED['gpus']}); leave it out"
         )
     for element, config in zip(elements, configs, strict=True):
-        _check_element(element, config)
+        _check_element(element, config, configs[0])
     count = len(configs) if arrays else None
     make_script = partial(script.script_text, configs[0], submitted_from=Path.cwd(), count=count)
     draft = make_script(_draft_place(configs[0], arrays))
@@ -88,8 +88,10 @@ def _check_and_write(
         print(f"submit it:  sbatch {place.script}", flush=True)
 
 
-def _check_element(element: Sequence[str], config: RunConfig) -> None:
+def _check_element(element: Sequence[str], config: RunConfig, first: RunConfig) -> None:
     problems = script.check(config)
+    if other := script.other_request(config, first):
+        problems.append(f"it would ask for {other}; {script.ONE_REQUEST}")
     if element and config.resume is not None:
         problems.append("resume: an array begins new runs; go on with each by itself")
     if config.resume is not None and (job := running_elsewhere(RunFolder(config.resume))) is not None:

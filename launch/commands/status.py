@@ -12,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +36,8 @@ ERROR_LINES = 3
 """Most lines of an error that are shown."""
 JOB = {"job_id": (str, int), "restart": int}
 """Fields of job.json."""
+OWN_RESULT = {"model": str}
+"""Fields of summary.json of a warm start or an evaluation, which is written at its end. A training run's has no model."""
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
     ("reward", known("reward/mean"), ".3f"),
@@ -61,8 +63,8 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
     """The state of a run at time ``now`` (seconds since the epoch; None: this moment), read from its folder."""
     now = time.time() if now is None else now
     damaged: list[str] = []
-    config = _read_file(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
-    job = _read_file(folder.job, JOB, damaged)
+    config = read_file(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
+    job = read_file(folder.job, JOB, damaged)
     in_slurm = _slurm_state(job) if job is not None else ""
     state = _state(folder, in_slurm, damaged)
     running = state.startswith("running")
@@ -70,11 +72,14 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
     if job is not None:
         start = f", start {job['restart'] + 1}" if job["restart"] else ""
         lines.append(("job", f"{job['job_id']} {in_slurm}{start}"))
-    steps = config["steps"] if config else None
-    lines += _progress_lines(folder.path / "metrics.jsonl", steps, now if running else None)
-    if folder.ledger.exists():
-        lines.append(("data", summary(read_ledger(folder.ledger))))
-    lines.append(("checkpoint", _checkpoint_text(folder, now)))
+    if folder.request.exists() or (config or {}).get("kind") == "sft":
+        lines += _result_lines(folder)
+    else:
+        steps = config["steps"] if config else None
+        lines += _progress_lines(folder.path / "metrics.jsonl", steps, now if running else None)
+        if folder.ledger.exists():
+            lines.append(("data", summary(read_ledger(folder.ledger))))
+        lines.append(("checkpoint", _checkpoint_text(folder, now)))
     lines += _role_lines(folder, damaged, now) if running else []
     lines.append(("logs", _logs_text(folder)))
     return Status(state=state, lines=[*lines, *(("damaged", text) for text in damaged)])
@@ -82,7 +87,7 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
 
 def brief_state(folder: RunFolder) -> str:
     """The state of a run in a word or two, without its reasons."""
-    job = _read_file(folder.job, JOB, [])
+    job = read_file(folder.job, JOB, [])
     state = _state(folder, _slurm_state(job) if job is not None else "", [])
     return re.split(r"[,:;(]", state, maxsplit=1)[0].strip()
 
@@ -91,18 +96,15 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
     left when it ended."""
     if is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
-        request = _read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
+        request = read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
         return f"waiting in the queue ({in_slurm})"
-    # The summary of an evaluation has neither steps nor a model.
-    if (
-        folder.hf.is_dir()
-        and _read_file(folder.summary, {"steps": int}, damaged)
-        and folder.has_final_model()
-    ):
+    if read_file(folder.summary, OWN_RESULT, []):
         return "finished"
-    if stopped := _read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
+    if folder.hf.is_dir() and read_file(folder.summary, {"steps": int}, damaged) and folder.has_final_model():
+        return "finished"
+    if stopped := read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
         script = folder.path / "train.sbatch"
         begin = f"tandem resume {folder.path}" if stopped["step"] else f"tandem train {folder.config}"
         again = f"sbatch {script}" if script.exists() else begin
@@ -115,6 +117,13 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
     if not (folder.path / "roles").is_dir():
         return "not started"
     return "not running: interrupted, killed, or started on another machine"
+
+
+def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
+    """What a warm start or an evaluation has found."""
+    result = read_file(folder.summary, OWN_RESULT, []) or {}
+    accuracy = f"{result['accuracy']:.1%}" if isinstance(result.get("accuracy"), float) else None
+    return [(title, text) for title, text in (("model", result.get("model")), ("held out", accuracy)) if text]
 
 
 def _progress_lines(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:
@@ -184,7 +193,7 @@ def _slurm_state(job: dict) -> str:
 def _role_lines(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:
     lines = []
     for file in sorted((folder.path / "roles").glob("s[ae]*.json")):  # sample, serve, serve-0, ...; not stop
-        address = _read_file(file, {}, damaged) or {}
+        address = read_file(file, {}, damaged) or {}
         where = address.get("address") or ", ".join(address.get("urls", []))
         if where:
             lines.append((file.stem, f"listens at {where}"))
@@ -251,9 +260,9 @@ def _kernel_name_of(lock: Path) -> str:
     return f" {int(device[1]):02x}:{int(device[2]):02x}:{inode} " if device else f":{inode} "
 
 
-def _read_file(
+def read_file(
     file: Path,
-    fields: dict[str, type | tuple[type, ...]],
+    fields: Mapping[str, type | tuple[type, ...]],
     damaged: list[str],
     parse: Callable[[str], object] = json.loads,
 ) -> dict | None:

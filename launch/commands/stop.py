@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.loader import ConfigError, load_config
+from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import LaunchConfig
 from launch.commands.status import lock_holders, status
 from launch.processes import stopping
@@ -138,9 +139,12 @@ def _stop_none(folder: RunFolder) -> int:
 def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -> int:
     """Wait for the end of a run that was asked to stop. ``has_ended`` takes the seconds that it may wait."""
     limits = _limits_of(folder)
-    deadline_s = limits.stop_grace_s + KILLED_S + (0.0 if now else limits.stop_timeout_s)
+    at_once = now or _command_of(folder) != "train"  # which alone leaves checkpoints
+    deadline_s = limits.stop_grace_s + KILLED_S + (0.0 if at_once else limits.stop_timeout_s)
     what = (
-        "every process is ended" if now else "the step is finished or dropped, then a checkpoint is written"
+        "every process is ended"
+        if at_once
+        else "the step is finished or dropped, then a checkpoint is written"
     )
     show = progress_printer(f"stopping {folder.path}: {what}; at most {deadline_s:.0f} s", still="stopping")
     began = time.monotonic()
@@ -162,16 +166,28 @@ def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -
 
 def _limits_of(folder: RunFolder) -> LaunchConfig:
     """The deadlines of the run; those of the schema where its config is not of this version."""
+    config = _config_of(folder)
+    return LaunchConfig() if config is None else config.launch
+
+
+def _command_of(folder: RunFolder) -> str:
+    """The command that starts such a run."""
+    if isinstance(_config_of(folder), SftConfig):
+        return "sft"
+    return "eval" if folder.request.exists() else "train"
+
+
+def _config_of(folder: RunFolder) -> RunConfig | SftConfig | None:
     try:
-        return load_config(folder.config).launch
+        return load_config(folder.config)
     except ConfigError:
-        return LaunchConfig()
+        return None
 
 
 def _left_by(folder: RunFolder) -> str:
     newest = folder.newest_checkpoint()
     if newest is None:
-        return f"and nothing was saved; start again with `tandem train {folder.config}`"
+        return f"and nothing was saved; start again with `tandem {_command_of(folder)} {folder.config}`"
     return f"after it had saved step {step_of(newest)}; go on with `tandem resume {folder.path}`"
 
 

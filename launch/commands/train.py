@@ -10,16 +10,17 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.loader import parse_config, resolved_yaml
+from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
 from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput, load_checked
 from launch.commands.dry_run import print_dry_run
-from launch.processes import run_folder, stopping
+from launch.processes import stopping
 from launch.processes.heartbeat import Watch
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import RoleFailed, Supervisor
-from launch.roles.start import existing_run, folder_of, role, start_sampling, wait_ready
+from launch.roles.start import existing_run, folder_of, new_run, role, start_sampling, wait_ready
+from launch.slurm.job import is_finished
 from parallel.checkpoints.files import step_of
 
 WITHOUT_NODES = "set launch.nodes=null"
@@ -31,11 +32,17 @@ def train(
     parsed = parse_config(config_path, overrides)
     if dry_run:
         config = load_checked(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory)
-        print_dry_run(config, TRAINING, gpu_memory)
+        if finished := _finished(config):
+            print(f"# {finished}", flush=True)  # the output of a dry run is a config
+        else:
+            print_dry_run(config, TRAINING, gpu_memory)
         return None
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
     config = load_checked(parsed, RunConfig, runs=TRAINING, instead_of_nodes=instead)
+    if config.resume is not None and (finished := _finished(config)):
+        print(finished, flush=True)
+        return existing_run(config.resume)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
     ending = stopping.ending(folder)
@@ -60,6 +67,14 @@ def train(
         raise stopping.RunStopped(_after_stop(folder, outcome))
     print_result(folder, config)
     return folder
+
+
+def _finished(config: RunConfig) -> str:
+    """The line for a run that is to go on and has done all its steps; "" otherwise. It is no error: whoever starts a run
+    again until it is finished, as a job of Slurm does, is done."""
+    if config.resume is None or not is_finished(RunFolder(config.resume), config):
+        return ""
+    return f"{config.resume} is finished, with steps={config.steps}; for more: `tandem resume {config.resume} steps=N`"
 
 
 @contextlib.contextmanager
@@ -110,10 +125,11 @@ def sft(
         print_dry_run(config, WARM_START, gpu_memory)
         return None
     _refuse_other_machines(gpu_memory)
-    folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
+    folder = new_run(config, config.name)
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         supervisor.start(role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
         supervisor.wait_until_done("sft-rank")
+    write_json(folder.summary, {"model": str(config.output.resolve()), "steps": config.steps})
     print(f"warm-started model: {config.output}", flush=True)
     return config.output
 
@@ -135,8 +151,8 @@ def evaluate(
     # No learner takes part, which would bring weights to a server that was started again.
     rollout = config.rollout.model_copy(update={"max_server_restarts": 0})
     config = config.model_copy(update={"layout": ONE_PROCESS, "rollout": rollout})
-    folder = run_folder.create(config.launch.runs_dir, f"{config.name}-eval", resolved_yaml(config))
-    run_folder.write_json(folder.path / "request.json", {"first_gpu": 0})
+    folder = new_run(config, f"{config.name}-eval")
+    write_json(folder.request, {"first_gpu": 0})
     with (
         Supervisor(grace_s=config.launch.stop_grace_s) as supervisor,
         adding_causes(folder, config, supervisor),
@@ -158,7 +174,7 @@ def evaluate(
     summary |= (
         {"sets": {name: of_set.accuracy for name, of_set in result.sets.items()}} if result.sets else {}
     )
-    run_folder.write_json(folder.summary, summary)
+    write_json(folder.summary, summary)
     further = [f"pass@{k} {share:.4f}" for k, share in result.pass_at.items()]
     further += [f"at temperature 0 {result.greedy.accuracy:.4f}"] if result.greedy else []
     further += [f"{name} {of_set.accuracy:.4f}" for name, of_set in result.sets.items()]

@@ -119,6 +119,11 @@ class RunFolder:
         """The number of failed starts without a newer checkpoint in between."""
         return self.path / "restarts.json"
 
+    @property
+    def request(self) -> Path:
+        """The request of `tandem eval`, or of a study; a training run has none."""
+        return self.path / "request.json"
+
     def run_key(self) -> RunKey:
         """The key that this run's servers and sampler ask for; the first call makes it. See ``rollout.run_key``."""
         return run_key(self.path / KEY)
@@ -348,11 +353,16 @@ def locked(path: Path) -> TextIO:
 
 def point_latest(folder: RunFolder) -> None:
     """Point the link ``latest``, beside the training runs, to this run. A rename replaces it, so that it always
-    exists."""
-    fresh = folder.path.parent / f".latest-{os.getpid()}"
-    fresh.unlink(missing_ok=True)
-    fresh.symlink_to(folder.path.name)
-    fresh.replace(folder.path.parent / "latest")
+    exists. Where it cannot be made, a note says so: the run does not need it."""
+    fresh, latest = (folder.path.parent / name for name in (f".latest-{os.getpid()}", "latest"))
+    try:
+        fresh.unlink(missing_ok=True)
+        fresh.symlink_to(folder.path.name)
+        fresh.replace(latest)
+    except OSError as error:  # a folder of that name, or a file system without links
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
+        print(f"{latest} stays as it is ({error.strerror}): name {folder.path} instead", flush=True)
 
 
 def write_json(path: Path, content: dict) -> None:

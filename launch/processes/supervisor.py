@@ -26,7 +26,7 @@ from typing import NoReturn
 
 import psutil
 
-from rollout.servers.watched_process import how_it_ended, log_tail
+from rollout.servers.watched_process import how_it_ended, log_tail, signal_group
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -145,7 +145,7 @@ class Supervisor:
     def start_again(self, name: str) -> None:
         """Start a role again whose process has ended, and end what it has left of its group."""
         running = self._running[name]
-        _signal_group(running.process.pid, signal.SIGKILL)
+        signal_group(running.process.pid, signal.SIGKILL)
         self.start(running.role)
 
     def wait_for(
@@ -230,12 +230,12 @@ class Supervisor:
                 self._ending.touch()
         processes = [running.process for running in reversed(self._running.values())]
         for process in processes:
-            _signal_group(process.pid, signal.SIGTERM)
+            signal_group(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + self._grace_s
         for process in processes:
             _wait_for_end(process.pid, deadline)
         for process in processes:
-            _signal_group(process.pid, signal.SIGKILL)
+            signal_group(process.pid, signal.SIGKILL)
         deadline = time.monotonic() + KILL_TIMEOUT_S
         for process in processes:
             _wait_for_end(process.pid, deadline)
@@ -304,11 +304,6 @@ def _cause_text(running: _Running) -> str:
     if error and deaths:
         error = f"another rank, which lost it, said: {error}"
     return textwrap.indent("\n".join([*deaths, error or running.last_lines(LAST_LINES)]), "    ")
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
 
 
 def _wait_for_end(pid: int, deadline: float) -> None:

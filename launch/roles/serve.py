@@ -129,7 +129,7 @@ def is_superseded(folder: RunFolder, name: str) -> bool:
 def shares_of(folder: RunFolder, config: RunConfig, node: int) -> list[ServerShare]:
     """The servers of a node. Their GPUs follow the learner's on the same machine, unless a request (of several
     fleets on one machine) sets the first one."""
-    shares, file = servers_on(config, node), folder.path / "request.json"
+    shares, file = servers_on(config, node), folder.request
     request = json.loads(file.read_text()) if file.exists() else {}
     offset = request.get("first_gpu", shares[0].first_gpu) - shares[0].first_gpu
     return [replace(share, first_gpu=share.first_gpu + offset) for share in shares]

@@ -48,20 +48,27 @@ def existing_run(run: Path) -> RunFolder:
     return RunFolder(run.resolve())
 
 
-def folder_of(config: RunConfig) -> RunFolder:
-    if config.resume is None:
-        folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
-    else:
-        folder = existing_run(config.resume)
+def new_run(config: RunConfig | SftConfig, name: str) -> RunFolder:
+    """A new folder, which this process runs until it ends. Raises ConfigError or BadInput."""
+    return _claimed(run_folder.create(config.launch.runs_dir, name, resolved_yaml(config)))
+
+
+def _claimed(folder: RunFolder) -> RunFolder:
     try:
         folder.claim()
     except BlockingIOError:
-        error = f"resume: {config.resume} is being run by another process"
+        error = f"resume: {folder.path} is being run by another process"
         raise BadInput(f"{error}; wait for it, or stop it first") from None
     except ValueError as error:
         raise BadInput(f"launch.runs_dir: {error}") from error
+    return folder
+
+
+def folder_of(config: RunConfig) -> RunFolder:
+    resume = config.resume
+    folder = new_run(config, config.name) if resume is None else _claimed(existing_run(resume))
     try:
-        if config.resume is not None:
+        if resume is not None:
             # Without `resume`: a later start from this file is a new run.
             run_folder.change_config(folder, resolved_yaml(config.model_copy(update={"resume": None})))
         run_folder.point_latest(folder)

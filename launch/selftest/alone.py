@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from configs.schema import RunConfig
+from launch.checks.between_nodes import COLLECTIVE_BYTES
 from launch.processes.run_folder import RunFolder
 from launch.selftest.check import REPORT, CheckFailed, Found
 from parallel.held_memory import KeptBytes, lasting_bytes
@@ -34,7 +35,6 @@ SPREAD = 0.12
 LENGTHS = (90, 41, 7, 66, 23, 90, 12, 58)
 EXACT_NATS = 1e-4
 SANE_PROBABILITY = 0.1
-COLLECTIVE_BYTES = {"gloo": 64 * 2**20, "nccl": 1024 * 2**20}
 UPDATES = 3
 PLAN_TOLERANCE = 0.05
 

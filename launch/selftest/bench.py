@@ -97,7 +97,7 @@ class Bench:
             server = RunFolder(self.out / "server")
             key = server.run_key().file
             request |= {"urls": read_servers(server, [ONE_MACHINE]), "key_file": str(key)}
-        write_json(folder.path / "request.json", {"part": part, **request})
+        write_json(folder.request, {"part": part, **request})
         work = role("selftest-rank", folder, self.config, ranks=ranks)
         try:
             self.run(replace(work, env=work.env | dict(env or {})))

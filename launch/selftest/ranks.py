@@ -37,7 +37,7 @@ def run_part(folder: RunFolder, config: RunConfig) -> None:
 
     from parallel.megatron.platform import init_distributed
 
-    request = json.loads((folder.path / "request.json").read_text())
+    request = json.loads(folder.request.read_text())
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     found = work_of_part(folder, config, request)
     if dist.get_rank() == 0:

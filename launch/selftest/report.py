@@ -11,7 +11,6 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from getpass import getuser
-from importlib import metadata
 from pathlib import Path
 from textwrap import indent
 from typing import Any
@@ -22,7 +21,7 @@ from launch.checks.device_memory import ask_gpus
 from launch.processes.run_folder import KEY, write_json, write_text
 from launch.selftest.check import Outcome, Result
 from launch.tables import aligned, print_table
-from trainer.tracking.provenance import provenance
+from trainer.tracking.provenance import installed_versions, provenance
 
 TEXT, JSON = "selftest.txt", "selftest.json"
 PACKAGES = (
@@ -44,17 +43,11 @@ TITLES = ("check", "result", "   s", "found")
 def environment() -> dict[str, Any]:
     """Versions and hardware. No names of user or host, no paths, no variables."""
     tags = provenance()
-    installed = {}
-    for package in PACKAGES:
-        try:
-            installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     memory = psutil.virtual_memory()
     return {
         "commit": tags.get("mlflow.source.git.commit", "unknown"),
         "uncommitted_changes": tags.get("tandem.uncommitted_changes", "unknown"),
-        "packages": installed,
+        "packages": installed_versions(PACKAGES),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "libc": " ".join(platform.libc_ver()),

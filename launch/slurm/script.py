@@ -49,6 +49,7 @@ DECIDED = {
     "no-requeue": "launch.slurm.max_restarts",
 }
 """Options of sbatch that are decided elsewhere: option -> field, or other source."""
+ONE_REQUEST = "one job array asks for the same of Slurm for every run; submit such runs one by one"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +79,26 @@ def elements(arrays: Sequence[str]) -> list[tuple[str, ...]]:
     for text in arrays:
         key = text.partition("=")[0]
         if key == "resume" or key.startswith("launch."):
-            error = "one job array asks for the same of Slurm for every run; submit such runs one by one"
-            raise ValueError(f"--array {text}: {error}")
+            raise ValueError(f"--array {text}: {ONE_REQUEST}")
     return combinations(arrays, "--array ")
 
 
 def element_name(name: str, overrides: Sequence[str]) -> str:
     """The name of the run folder of an array's element, without characters that file names or Slurm refuse."""
     return "-".join([name, *(re.sub(r"[^A-Za-z0-9._=+-]", "_", text)[-60:] for text in overrides)])
+
+
+def other_request(config: RunConfig, first: RunConfig) -> str:
+    """What an array's element asks of Slurm otherwise than the first, whose script all elements share; "" for
+    nothing. The job has one name."""
+    own, its = (
+        [*directives(each.model_copy(update={"name": first.name}), log=""), *each.launch.slurm.setup]
+        for each in (config, first)
+    )
+    if own == its:
+        return ""
+    more, less = ([line for line in a if line not in b] for a, b in ((own, its), (its, own)))
+    return f"`{', '.join(more) or 'nothing'}`, where the first run asks for `{', '.join(less) or 'nothing'}`"
 
 
 def check(config: RunConfig) -> list[str]:

@@ -11,7 +11,7 @@ Each part is a run folder of its own, with the config of its layout and the requ
 import asyncio
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,7 +78,7 @@ def _draw_with(part: Part, plan: Plan, out: Path, start: StartRole, *, first: Pa
         "repeat": first is None,
         "first_gpu": 0,  # no learner runs beside these servers
     }
-    write_json(folder.path / "request.json", request)
+    write_json(folder.request, request)
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
         supervisor.start(start("serve", folder, part.config))
         supervisor.start(start("mismatch-draw", folder, part.config, show_stdout=True))
@@ -93,7 +93,7 @@ def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Se
         lengths = [(rollout, length) for rollout in sampled for length in ("long", "short")]
         sets |= {f"{rollout.text}/{length}": str(rollout.samples(out, length)) for rollout, length in lengths}
     switches = str(base) if _has_switches(part, plan) else None
-    write_json(folder.path / "request.json", {"sets": sets, "switches": switches})
+    write_json(folder.request, {"sets": sets, "switches": switches})
     ranks = part.config.layout.world_size
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
         supervisor.start(start("score-rank", folder, part.config, ranks=ranks, show_stdout=True))
@@ -117,17 +117,20 @@ def _prepared(part: Part, out: Path) -> RunFolder:
 
 def draw(folder: RunFolder, config: RunConfig) -> None:
     """The mismatch-draw role: serves request.json with the servers of this folder."""
+    from launch.roles.start import progress_printer
     from rollout.client import GenerationError
     from rollout.sampling.fixed_samples import fixed_prompts
     from rollout.sampling.role import load_checked_task
     from rollout.tokenization import end_token_ids
 
-    request = json.loads((folder.path / "request.json").read_text())
+    request = json.loads(folder.request.read_text())
     tokenizer, task = load_checked_task(config)
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
-    alive = _progress_printer(15.0, "  waiting for SGLang")
-    urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=alive)
+    show, began = progress_printer("  waiting for SGLang", still="waiting for SGLang"), time.monotonic()
+    urls = wait_for_servers(
+        folder, serve_roles(config), timeout_s=timeout_s, alive=lambda: show(time.monotonic() - began)
+    )
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))
@@ -137,19 +140,6 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
         except GenerationError as error:  # the pairs do not need it
             _print_indented(f"left out prefill: {error}")
             (folder.path / "prefill_failed.txt").write_text(str(error))
-
-
-def _progress_printer(period_s: float, text: str) -> Callable[[], None]:
-    began, printed = time.monotonic(), 0
-
-    def print_progress() -> None:
-        nonlocal printed
-        waited = time.monotonic() - began
-        if waited // period_s > printed:
-            printed = int(waited // period_s)
-            print(f"{text} … {waited:.0f} s", flush=True)
-
-    return print_progress
 
 
 def _print_indented(line: str) -> None:
@@ -214,7 +204,7 @@ def score(folder: RunFolder, config: RunConfig) -> None:
     from trainer.studies.layout_scoring import Scorer, score_under_switches
     from trainer.studies.layout_statistics import read_samples, write_tensors
 
-    request = json.loads((folder.path / "request.json").read_text())
+    request = json.loads(folder.request.read_text())
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     first = dist.get_rank() == 0
     scorer = Scorer(config, _print_indented)

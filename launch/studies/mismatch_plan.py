@@ -84,7 +84,7 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
         raise ValueError(f"--out {request.out} exists already; name a new folder, or remove it first")
     request = replace(
         request,
-        learners=tuple(layout_text(_learner_layout(text)) for text in request.learners),
+        learners=tuple(layout_text(learner_layout(text)) for text in request.learners),
         rollouts=tuple(",".join(_rollout_words(text)) for text in request.rollouts),
     )
     for option, texts in (("--learner", request.learners), ("--rollout", request.rollouts)):
@@ -152,7 +152,7 @@ def _check_enough(prompts: int, task: TaskConfig) -> None:
         raise ValueError(f"{error}; ask for at most so many")
 
 
-def _learner_layout(text: str) -> LayoutConfig:
+def learner_layout(text: str) -> LayoutConfig:
     """The layout with as few copies of the model as it allows, where the text sets none: more copies score the same."""
     try:
         return parse_layout(text).smallest()
@@ -161,7 +161,7 @@ def _learner_layout(text: str) -> LayoutConfig:
 
 
 def _learner_part(kind: str, text: str, load: LoadWith, prompts: int, gpus: int) -> Part:
-    config = load(f"--learner {text}", as_overrides(_learner_layout(text)))
+    config = load(f"--learner {text}", as_overrides(learner_layout(text)))
     if gpus:
         try:
             check_learner_gpus(config.layout.world_size, gpus)

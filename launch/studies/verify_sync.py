@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
-from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
+from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text
 from launch.checks.config import LoadWith, check_server_gpus
 from launch.processes import run_folder
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
+from launch.studies.mismatch_plan import learner_layout
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
 
@@ -98,10 +99,7 @@ def make_plan(
 
 def layouts(texts: Sequence[str]) -> dict[str, LayoutConfig]:
     """The ``--learner`` options without repetitions, by name. Raises ValueError."""
-    try:
-        return {layout_text(layout): layout for layout in (parse_layout(text).smallest() for text in texts)}
-    except ValueError as error:
-        raise ValueError(f"--learner: {error}") from error
+    return {layout_text(layout): layout for layout in map(learner_layout, texts)}
 
 
 def rollout_sizes(texts: Sequence[str]) -> list[int]:
@@ -203,7 +201,7 @@ class Fleets:
         config = self.base.model_copy(update={"rollout": rollout, "model": served, "layout": ONE_PROCESS})
         folder.path.mkdir()
         folder.config.write_text(resolved_yaml(config))
-        write_json(folder.path / "request.json", {"first_gpu": first_gpu})
+        write_json(folder.request, {"first_gpu": first_gpu})
         role = self.start("serve", folder, config)
         supervisor.start(replace(role, name=f"serve ({folder.path.name})"))
 
@@ -244,7 +242,7 @@ def _transfer_from(
     folder.config.write_text(resolved_yaml(config))
     keys = {tp: str(control.key.file) for tp, control in controls.items()}
     servers = [{"tp": tp, "urls": control.urls, "key_file": keys[tp]} for tp, control in controls.items()]
-    write_json(folder.path / "request.json", {"servers": servers})
+    write_json(folder.request, {"servers": servers})
     ranks = config.layout.world_size
     # A supervisor of its own: the servers go on when it has ended its roles.
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
@@ -388,7 +386,7 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     learner = Learner.of_policy_alone(config)
     learner.engine.load_weights(PerturbedWeights(config.model.path))
     learner.save_hf(folder.export)
-    for servers in json.loads((folder.path / "request.json").read_text())["servers"]:
+    for servers in json.loads(folder.request.read_text())["servers"]:
         key, control = run_key(Path(servers["key_file"])), None
         if learner.is_first_rank:
             urls, tp = servers["urls"], servers["tp"]

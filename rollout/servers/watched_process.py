@@ -65,14 +65,14 @@ def end_watched(processes: Sequence[subprocess.Popen]) -> None:
     """
     members = [_group_members(process.pid) for process in processes]
     for process in processes:
-        _signal_group(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
     for process, group in zip(processes, members, strict=True):
         _kill_all(process, group)
 
 
 def _kill_all(process: subprocess.Popen, members: set[psutil.Process]) -> None:
     members |= _group_members(process.pid)
-    _signal_group(process.pid, signal.SIGKILL)
+    signal_group(process.pid, signal.SIGKILL)
     for member in members:  # also one that moved to a group of its own
         with suppress(psutil.NoSuchProcess):
             member.kill()
@@ -107,7 +107,7 @@ def _group_members(group: int) -> set[psutil.Process]:
     return members
 
 
-def _signal_group(group: int, number: signal.Signals) -> None:
+def signal_group(group: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
         os.killpg(group, number)
 

@@ -28,6 +28,7 @@ from configs.reading.schema_shape import Shape
 from configs.schema import RunConfig
 from launch import cli
 from launch.processes.supervisor import Supervisor
+from parallel.checkpoints.files import write_manifest
 from tests.support.model_folders import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -484,6 +485,18 @@ TABLE = {
         options="resume=stopped_early seed=7", field="resume", value="stopped_early", error="`seed` of stopped_early is 0, but 7 was given",
         fix="or start a new run",
     ),
+    "resume of a run of another model": Broken(
+        options="resume=stopped_early model.path=7b", field="model.path", value="7b",
+        error="`model.path` of stopped_early is dense, and the weights in 7b are others", fix="give the same model, or start a new run",
+    ),
+    "resume in another precision": Broken(
+        options="resume=stopped_early model.dtype=float16", field="model.dtype", value="float16",
+        error="`model.dtype` of stopped_early is bfloat16, but float16 was given", fix="or start a new run",
+    ),
+    "resume with fewer steps than are done": Broken(
+        options="resume=stopped_late steps=6", field="resume", value="stopped_late", error="has done 7 steps, and steps=6 is below",
+        fix="give steps=7 or more",
+    ),
     "evaluation without held-out problems": Broken(
         command="eval", options="--dry-run task={type: gsm8k, train_path: sound.jsonl}", field="task.heldout_path", value="null",
         error="no held-out problems to evaluate on", fix="name a file of them",
@@ -725,6 +738,18 @@ TABLE = {
         options="rollout.max_staleness=1 launch.placement=colocated", field="rollout.max_staleness, launch.placement",
         value="colocated", error="samples while the learner trains", fix="set rollout.max_staleness=0, or launch.placement=separate",
     ),
+    **{f"a password in {field}": Broken(options=setting, field=field, value="secret", error=error, fix=fix)
+       for field, setting, error, fix in [
+        ("reward.urls", "reward={type: model, urls: ['http://me:secret@host:1']}", "an address of host holds a user or a password",
+         "leave them out"),
+        ("environment.urls", "environment={type: openenv, urls: ['ws://me:secret@host']}", "an address of host holds a user or a password",
+         "name a variable in api_key_variable"),
+        ("tracking.uri", "tracking.uri=postgresql://me:secret@host/mlflow", "the URI of host holds a password", "set MLFLOW_TRACKING_URI"),
+    ]},
+    "an environment's address without a scheme": Broken(
+        options="environment={type: openenv, urls: ['host:8000']}", field="environment.urls", value="host:8000",
+        error="'host:8000' is not an address of a server", fix="write it like http://node:8000",
+    ),
     "turns of an agent with rewards": Broken(
         options="environment={type: agent, command: [agent.py]} advantage={type: grpo, credit: turn}",
         field="advantage.credit, environment.type", value="turn", error="with environment.type=agent a sample has one reward",
@@ -840,6 +865,10 @@ def folder(tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
     os.truncate(tmp_path / "large.bin", 20_000_000)
     (tmp_path / "stopped_early").mkdir()
     (tmp_path / "stopped_early" / "config.yaml").write_text(yaml.safe_dump(BASE))
+    saved = tmp_path / "stopped_late" / "checkpoints" / "step_000007"
+    saved.mkdir(parents=True)
+    write_manifest(saved, world_size=1)
+    (tmp_path / "stopped_late" / "config.yaml").write_text(yaml.safe_dump(BASE))
     (tmp_path / "warm_start").mkdir()
     (tmp_path / "warm_start" / "config.yaml").write_text(SFT)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(BASE))

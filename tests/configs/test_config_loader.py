@@ -61,6 +61,14 @@ def the_problem(path, overrides=(), **options) -> Problem:
     return problem
 
 
+def test_a_partly_given_block_keeps_the_defaults_of_the_rest(folder):
+    """What the optimizer of a warm start, of the policy and of the critic is without a block, it is with one too."""
+    sft = write("sft.yaml", "kind: sft\nmodel: {path: m}\noutput: out\ndata: {type: countdown}\n")
+    given = load_config(sft, ["optimizer={weight_decay: 0.1}"]).optimizer
+    assert given == load_config(sft).optimizer.model_copy(update={"weight_decay": 0.1})
+    assert (given.lr, given.min_lr, given.schedule, given.betas) == (2e-3, 2e-4, "cosine", (0.9, 0.98))
+
+
 # ---- merging
 
 
@@ -894,6 +902,14 @@ def test_extends_of_another_type(folder, value):
             "no value after",
             "uri=null for no value or tracking.uri='\"\"' for empty text",
         ),
+        (
+            "tracking.experiment=run #3",
+            "tracking.experiment",
+            "run #3",
+            "`#3` for a comment",
+            "'tracking.experiment=\"run #3\"'",
+        ),
+        ("name=#3", "name", "#3", "`#3` for a comment", "'name=\"#3\"'"),
         ("kl.estimator=[k1", "kl.estimator", "[k1", "malformed YAML", "correct the YAML"),
         (
             "kl={estimator: k1, estimator: k2}",
@@ -908,6 +924,12 @@ def test_malformed_overrides(folder, override, field, value, error, fix):
     problem = the_problem("base.yaml", [override])
     assert (problem.where, problem.field, problem.value) == ("command line", field, value)
     assert error in problem.error and fix in problem.fix
+
+
+@pytest.mark.parametrize("value", ["run#3", '"run #3"', "'#3'", "|\n  run #3"])
+def test_a_hash_within_a_text_is_no_comment(folder, value):
+    config = load_config("base.yaml", [f"tracking.experiment={value}"])
+    assert config.tracking.experiment == yaml.safe_load(value)
 
 
 # ---- the files that a config names
@@ -1042,3 +1064,41 @@ def test_a_trace_of_nothing_is_refused(settings, told):
         load_config(recipe, [*given, f"tracking.trace={settings}"])
     trace = load_config(recipe, [*given, "tracking.trace={steps: 2, profile_rank: 1}"]).tracking.trace
     assert (trace.first, trace.end) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("given", "block", "updates"),
+    [
+        (["steps=5"], "learner.optimizer", 5),
+        (["steps=5", "learner.minibatches=4"], "learner.optimizer", 20),
+        (["steps=5", "learner.minibatches=4", "advantage.type=gae"], "critic.optimizer", 20),
+        (
+            ["steps=5", "learner.minibatches=4", "advantage.type=gae", "critic.warmup_steps=2"],
+            "learner.optimizer",
+            12,
+        ),
+        (
+            ["steps=5", "learner.minibatches=4", "advantage.type=gae", "critic.warmup_steps=2"],
+            "critic.optimizer",
+            20,
+        ),
+    ],
+)
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_a_schedule_begins_to_decay_before_the_run_ends(folder, given, block, updates, schedule):
+    """The learner counts updates: minibatches of every step, of the policy without those of the critic's warm-up."""
+    given = [*given, f"{block}.schedule={schedule}"]
+    load_config("base.yaml", [*given, f"{block}.warmup_steps={updates - 1}"])
+    load_config("base.yaml", [*given, f"{block}.warmup_steps={updates}", f"{block}.schedule=constant"])
+    problem = the_problem("base.yaml", [*given, f"{block}.warmup_steps={updates}"])
+    assert f"{block}.warmup_steps" in problem.field
+    assert (
+        f"none of the {updates} optimizer steps" in problem.error and f"fewer than {updates}" in problem.fix
+    )
+
+
+def test_a_warm_start_decays_before_it_ends(folder):
+    text = "kind: sft\nsteps: 5\nmodel: {path: m}\noutput: out\ndata: {type: countdown}\n"
+    load_config(write("sft.yaml", text), ["optimizer.warmup_steps=4"])
+    problem = the_problem("sft.yaml", ["optimizer.warmup_steps=5"])
+    assert "optimizer.warmup_steps" in problem.field and "none of the 5 optimizer steps" in problem.error

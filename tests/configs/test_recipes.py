@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from configs.loader import ConfigError, load_config, parse_config
 from configs.presets import preset_name
+from configs.reading.yaml_values import comments_in
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, layout_text
 from launch.checks import config as checks
@@ -216,6 +217,16 @@ def test_one_task_takes_the_whole_place_of_another(recipe):
             and config.layout == gsm8k.layout
             and config.correction == gsm8k.correction
         )
+
+
+@pytest.mark.parametrize("file", sorted(RECIPES.rglob("*.yaml")), ids=lambda file: file.stem)
+def test_no_text_of_a_recipe_ends_in_a_comment(file):
+    """A comment begins with a hash and a blank; YAML also takes ` ####.` of an unquoted text for one."""
+    assert all(comment.startswith("# ") for comment in comments_in(file.read_text(encoding="utf-8")))
+
+
+def test_the_prompt_of_gsm8k_names_the_mark_of_its_answers():
+    assert "####" in load_config(RECIPES / "qwen2_5_7b.yaml", [over("tasks/gsm8k")]).task.system_prompt
 
 
 def test_corrections_fit_the_kind_of_model():

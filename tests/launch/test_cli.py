@@ -332,6 +332,28 @@ def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, 
     assert run._held == []
 
 
+def without_links(path, target):
+    raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+
+@pytest.mark.parametrize("obstacle", ["a folder", "no links"])
+def test_a_run_starts_where_latest_cannot_be_pointed_to_it(tmp_path, model, monkeypatch, capsys, obstacle):
+    """A copy of the runs has a folder in place of the link; some file systems have no links."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(config_file(tmp_path, model), [])
+    if obstacle == "a folder":
+        (tmp_path / "runs" / "latest").mkdir(parents=True)
+        (tmp_path / "runs" / "latest" / "config.yaml").touch()
+    else:
+        monkeypatch.setattr(Path, "symlink_to", without_links)
+    folder = start.folder_of(config)
+    folder.release()
+    said = capsys.readouterr().out
+    assert said.count("\n") == 1 and f"name {folder.path} instead" in said
+    left = {path.name for path in folder.path.parent.iterdir()} - {"latest"}
+    assert left == {folder.path.name}
+
+
 def test_help_has_its_commands_in_groups_and_each_sentence_whole():
     commands = typer.main.get_command(cli.app).commands
     shown = {name: command for name, command in commands.items() if not command.hidden}

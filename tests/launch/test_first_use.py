@@ -59,6 +59,16 @@ def test_every_field_and_block_says_what_it_is():
     assert silent == []
 
 
+def test_a_default_is_that_of_the_block_s_own_fields():
+    """Else a block of which a user sets one key would get other defaults than a block that is left out, and those of no page."""
+    for block in blocks(RunConfig, set()) | blocks(SftConfig, set()):
+        for name, info in block.model_fields.items():
+            if isinstance(info.default, BaseModel):
+                given = info.default.model_dump(include=info.default.model_fields_set)
+                shown = {key: kind.default for key, kind in type(info.default).model_fields.items()}
+                assert given.items() <= shown.items(), f"{block.__name__}.{name}"
+
+
 def says_which_block(annotation: object) -> bool:
     return getattr(annotation, "__origin__", None) is Literal and len(annotation.__args__) == 1
 
@@ -160,6 +170,23 @@ def test_an_experiment_of_ones_own_passes_the_dry_run_and_gives_its_reward_the_r
     assert code["score"](row["prompt"], "17", row["answer"], row) == (1.0, {"length": 2})
     with pytest.raises(BadInput, match="mine exists already"):
         make_experiment(tmp_path / "mine", None)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"),
+    [
+        ("2024", "2024"),
+        ("true", "true"),
+        ("1e5", "1e5"),
+        ("null", "null"),
+        ("ünï code", "n--code"),
+        ("x" * 150, "x" * 100),
+        ("___", "experiment"),
+    ],
+)
+def test_an_experiment_has_a_name_whatever_its_folder_is_called(tmp_path, folder, name):
+    make_experiment(tmp_path / folder, tmp_path)
+    assert load_config(tmp_path / folder / "experiment.yaml").name == name
 
 
 def test_an_experiment_without_a_model_says_where_to_name_it(tmp_path, capsys):

@@ -992,6 +992,7 @@ def test_a_buffer_longer_than_a_response_is_refused():
         ({"type": "gsm8k", "weight": float("inf")}, "finite number"),
         ({"type": "function"}, "Field required"),
         ({"type": "function", "function": "score"}, "is not of the form module:name"),
+        ({"type": "function", "function": "module:"}, "is not of the form module:name"),
         ({"type": "countdown", "timeout_s": 3.0}, "Extra inputs"),
         ({"type": "model", "urls": []}, "at least 1 item"),
         (

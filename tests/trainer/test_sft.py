@@ -16,9 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from configs.schema.layout import LayoutConfig
-from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
-from configs.schema.run import CountdownSftData, JsonlSftData, SftConfig
+from configs.schema.run import CountdownSftData, JsonlSftData, SftConfig, SftOptimizerConfig
 from rollout.tasks.files import LONGEST_KEPT
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
@@ -38,7 +37,7 @@ def sft_config(model: Path = Path("unused"), **changes) -> SftConfig:
         output=Path("unused"),
         token_budget=150,
         # Adam's eps is large enough that a rounding error of a tiny gradient is not blown up to a whole step.
-        optimizer=OptimizerConfig(lr=2e-3, min_lr=2e-4, schedule="cosine", eps=1e-4),
+        optimizer=SftOptimizerConfig(betas=(0.9, 0.95), eps=1e-4),
     )
     return SftConfig(**{**fields, **changes})
 

@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import platform
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,8 +41,14 @@ def _git(root: Path, *arguments: str) -> str | None:
 
 
 def _version_tags() -> dict[str, str]:
-    tags = {"tandem.version.python": platform.python_version()}
-    for package in PACKAGES:
+    versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
+    return {f"tandem.version.{name}": version for name, version in versions.items()}
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The version of each package that is installed."""
+    versions = {}
+    for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            tags[f"tandem.version.{package}"] = importlib.metadata.version(package)
-    return tags
+            versions[package] = importlib.metadata.version(package)
+    return versions

@@ -128,6 +128,14 @@ def test_busy_gpus_and_a_build_without_cuda_are_found(nvidia_smi, without_cuda):
     assert "torch is the build without CUDA" in found["driver"]
 
 
+def test_what_nvidia_smi_does_not_tell_is_no_problem(nvidia_smi, monkeypatch):
+    import torch
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    nvidia_smi("NVIDIA H200 MIG 3g.71gb, [N/A], [N/A], [N/A]")
+    assert {"gpus", "driver"}.isdisjoint(failures(checks_of_node(None, None)))
+
+
 def test_a_driver_older_than_torchs_cuda_is_found(nvidia_smi, monkeypatch):
     import torch
 

@@ -4,6 +4,7 @@ them in a run."""
 import json
 import os
 import re
+import shutil
 import stat
 import struct
 import subprocess
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from configs.loader import load_config
+from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
@@ -26,6 +27,9 @@ from launch.checks.config import _gap_notes
 from launch.checks.device_memory import Device, _smallest_gpu, memory_lines, memory_problems, need_of
 from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
+from launch.processes.run_folder import RunFolder
+from launch.processes.supervisor import Supervisor
+from parallel.checkpoints.files import write_manifest
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.memory import GIB, rollout_memory, size_text, work_of, worst_stage
 from parallel.planning.traffic import bytes_to_send
@@ -135,6 +139,58 @@ def test_what_the_data_hold(folder):
 def test_gpus_of_other_machines_are_for_planning_alone(folder):
     with pytest.raises(checks.BadInput, match=r"--gpu-memory 80 .* use it with --dry-run"):
         training.train(Path("run.yaml"), [], gpu_memory=80)
+
+
+@pytest.fixture
+def stopped(folder) -> RunFolder:
+    """A run that has stopped after 7 of its 9 steps."""
+    run = RunFolder(folder / "runs" / "before")
+    saved = run.checkpoints / "step_000007"
+    saved.mkdir(parents=True)
+    write_manifest(saved, world_size=1)
+    run.config.write_text(yaml.safe_dump(BASE | {"steps": 9, "layout": {"dp": 1}}))
+    return run
+
+
+def test_a_run_goes_on_in_its_own_folder_whatever_its_name(stopped, capsys):
+    training.resume(stopped.path, ["name=other", "launch.runs_dir=elsewhere"], dry_run=True)
+    printed = capsys.readouterr().out
+    assert f"learn: {sys.executable}" in printed and f" {stopped.path}\n" in printed
+    assert "other-DATE-TIME" not in printed
+
+
+def test_a_run_goes_on_after_its_model_has_moved(stopped, folder, capsys):
+    """The run names it as dense. What has moved is known by its weights, where both are here; else it is told."""
+    shutil.copytree("dense", "copy")
+    training.resume(stopped.path, ["model.path=copy"], dry_run=True)
+    assert "cannot be seen" not in capsys.readouterr().err
+    Path("dense").rename("moved")
+    training.resume(stopped.path, ["model.path=moved"], dry_run=True)
+    assert f"# dense, the model of {stopped.path}, is not here" in capsys.readouterr().err
+    Path("copy").rename("dense")
+    with pytest.raises(
+        ConfigError, match=r"`model\.path` .* is dense, and the weights in experts are others"
+    ):
+        training.resume(stopped.path, ["model.path=experts"], dry_run=True)
+
+
+def test_a_finished_run_is_told_of_and_begun_no_more(stopped, monkeypatch, capsys):
+    """By whatever starts it again, and without an error: only with more steps does it go on."""
+    monkeypatch.setattr(Supervisor, "start", lambda *_: pytest.fail("a process would have been started"))
+    (stopped.path / "hf").mkdir()
+    stopped.summary.write_text('{"steps": 7}')
+    told = f"{stopped.path} is finished, with steps=7; for more: `tandem resume {stopped.path} steps=N`"
+    before = sorted(stopped.path.rglob("*"))
+    assert training.train(stopped.config, [f"resume={stopped.path}", "steps=7"]) == stopped
+    assert capsys.readouterr().out == f"{told}\n"
+    training.resume(stopped.path, ["steps=7"], dry_run=True)
+    assert capsys.readouterr().out == f"# {told}\n" and sorted(stopped.path.rglob("*")) == before
+    training.resume(stopped.path, [], dry_run=True)
+    assert "processes that would be started" in capsys.readouterr().out
+    with pytest.raises(
+        ConfigError, match=r"has done 7 steps, and steps=6 is below\s+fix: +give steps=7 or more"
+    ):
+        training.resume(stopped.path, ["steps=6"], dry_run=True)
 
 
 def test_a_dry_run_imports_no_engine(folder):

@@ -18,11 +18,15 @@ RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
     [
         (["evaluation.every=0"], "evaluation.every=0 makes none between the ends"),
         (["checkpoint.keep_best=eval/greedy/accuracy"], "evaluation.greedy=false does not ask for"),
+        (["steps=1", "evaluation.at_ends=false"], "every=2 with at_ends=false makes none in steps=1"),
+        (["task={type: gsm8k, train_path: a}"], r"without task\.heldout_path nothing is evaluated"),
     ],
 )
 def test_a_metric_that_no_evaluation_has_is_refused(overrides, message):
     given = ["checkpoint.keep_best=eval/accuracy", "evaluation.every=2"]
     load_config(RECIPE, given)
+    load_config(RECIPE, [*given, "steps=2", "evaluation.at_ends=false"])
+    load_config(RECIPE, [*given, "task={type: gsm8k, train_path: a, heldout_path: b}"])
     with pytest.raises(ConfigError, match=message):
         load_config(RECIPE, [*given, *overrides])
 

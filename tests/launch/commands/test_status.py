@@ -1,6 +1,8 @@
 """What ``tandem status`` and ``tandem logs`` say of run folders in every state, and that a look does not
 disturb a run."""
 
+import contextlib
+import gc
 import json
 import os
 import subprocess
@@ -10,8 +12,10 @@ from pathlib import Path
 import pytest
 
 from launch.checks.config import BadInput
-from launch.commands.status import _kernel_name_of, is_held, log_files, status
+from launch.commands import train as training
+from launch.commands.status import _kernel_name_of, is_held, lock_holders, log_files, status
 from launch.processes.run_folder import RunFolder
+from launch.processes.supervisor import RoleFailed
 from parallel.checkpoints.files import write_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -153,6 +157,78 @@ def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
         "none",
         "none yet",
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "request_file", "summary", "lines"),
+    [
+        ("kind: sft", None, {"model": "/m/warm", "steps": 40}, {"model": "/m/warm"}),
+        (
+            "kind: train",
+            "{}",
+            {"model": "/m/base", "accuracy": 0.25},
+            {"model": "/m/base", "held out": "25.0%"},
+        ),
+    ],
+    ids=["warm start", "evaluation"],
+)
+def test_a_run_without_checkpoints_is_finished_by_its_result(folder, config, request_file, summary, lines):
+    folder.config.write_text(f"name: tiny\nsteps: 40\n{config}\n")
+    if request_file is not None:
+        folder.request.write_text(request_file)
+    folder.claim()
+    assert lines_of(folder)["state"] == "running"
+    folder.release()
+    assert lines_of(folder)["state"].startswith("not running")
+    folder.summary.write_text(json.dumps(summary))
+    found = lines_of(folder)
+    assert found["state"] == "finished" and lines.items() <= found.items()
+    assert "step" not in found and "checkpoint" not in found
+
+
+class NoProcesses:
+    """A supervisor whose roles do their work at once; ``look`` is called meanwhile."""
+
+    def __init__(self, look):
+        self.start, self.wait_until_done, self.processes = lambda _: None, lambda _: look(), dict
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "after"),
+    [
+        (training.sft, "kind: sft\ndata: {type: countdown}\noutput: warm", "finished"),
+        (training.evaluate, "task: {type: countdown}", "not running"),
+    ],
+)
+def test_a_warm_start_and_an_evaluation_hold_their_folders(tmp_path, monkeypatch, command, text, after):
+    """While they run; the evaluation here fails, since it has no servers."""
+    seen = []
+
+    def look(*_, **__):
+        (run,) = (tmp_path / "runs").iterdir()
+        seen.append((status(RunFolder(run)).state, lock_holders(RunFolder(run))))
+
+    def fail(*_):
+        raise RoleFailed("no servers")
+
+    monkeypatch.chdir(tmp_path)
+    Path("config.yaml").write_text(f"{text}\nmodel: {{path: m}}\nlayout: {{dp: 1}}\n")
+    monkeypatch.setattr(training, "load_checked", lambda parsed, *_, **__: parsed.validated())
+    monkeypatch.setattr(training, "Supervisor", lambda **_: NoProcesses(look))
+    monkeypatch.setattr(training, "start_sampling", look)
+    monkeypatch.setattr(training, "wait_ready", fail)
+    with contextlib.nullcontext() if command is training.sft else pytest.raises(RoleFailed):
+        command(Path("config.yaml"), [])
+    gc.collect()  # what the error keeps
+    assert seen == [("running", [os.getpid()])]
+    (run,) = (tmp_path / "runs").iterdir()
+    assert status(RunFolder(run)).state.startswith(after)
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,24 @@ def test_a_run_that_still_starts_ends_at_once(folder, supervisor, tmp_path, opti
     assert process.wait(timeout=DEADLINE_S) == 130
 
 
+@pytest.mark.parametrize(("kind", "command"), [("sft", "sft"), ("train", "eval")])
+def test_a_run_without_checkpoints_ends_at_once_and_is_begun_by_its_own_command(
+    folder, supervisor, tmp_path, kind, command
+):
+    config = yaml.safe_load(folder.config.read_text()) | {"kind": kind}
+    if kind == "sft":
+        config = {name: config[name] for name in ("kind", "steps", "model", "launch")}
+        config |= {"data": {"type": "countdown"}, "output": "out"}
+    else:
+        write_json(folder.request, {"first_gpu": 0})
+    folder.config.write_text(yaml.safe_dump(config))
+    process = supervisor(NOT_READY, "supervised")
+    done = tandem("stop", "run", cwd=tmp_path)
+    assert (done.returncode, process.wait(timeout=DEADLINE_S)) == (0, 130), done.stderr
+    assert "finished or dropped" not in done.stdout
+    assert f"start again with `tandem {command} {folder.config}`" in done.stdout
+
+
 def test_now_ends_a_run_at_once_and_names_the_checkpoint_that_is_there(folder, supervisor, tmp_path):
     saved = folder.checkpoints / "step_000002"
     saved.mkdir(parents=True)

@@ -363,6 +363,28 @@ def test_an_array_has_a_checked_run_folder_for_each_element(config_file):
     assert asked_of_slurm((array / "train.sbatch").read_text())["array"] == "0-3"
 
 
+@pytest.mark.parametrize(
+    ("second", "arguments", "says"),
+    [
+        ("launch: {slurm: {time: '48:00:00'}}", ["extends=a.yaml,b.yaml"], "--time=48:00:00"),
+        ("launch: {slurm: {setup: [module load cuda]}}", ["extends=a.yaml,b.yaml"], "module load cuda"),
+        ("", ["rollout.replicas=1,4", "launch.nodes=null", "layout.dp=1"], "--gres=gpu:5"),
+    ],
+)
+def test_an_array_whose_runs_ask_for_different_things_is_refused(config_file, second, arguments, says):
+    (config_file.parent / "a.yaml").write_text("name: a")
+    (config_file.parent / "b.yaml").write_text(f"name: b\n{second}")
+    done = tandem_slurm(config_file, "--array", *arguments)
+    assert done.returncode == 2 and nothing_written(config_file)
+    assert says in done.stderr and "submit such runs one by one" in done.stderr
+
+
+def test_an_array_s_runs_may_have_names_of_their_own(config_file):
+    for name in "ab":
+        (config_file.parent / f"{name}.yaml").write_text(f"name: {name}")
+    assert tandem_slurm(config_file, "--array", "extends=a.yaml,b.yaml").returncode == 0
+
+
 def test_submitting_prints_the_job_and_how_to_watch_it(config_file, fake_slurm):
     done = tandem_slurm_in_a_process(config_file, "--submit", PATH=fake_slurm)
     assert done.returncode == 0, done.stderr

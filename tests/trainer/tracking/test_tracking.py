@@ -388,10 +388,12 @@ def test_misuse_is_named(tmp_path):
 
 
 @pytest.fixture
-def hanging_server():
-    """Accepts connections (into its backlog) and never answers."""
+def hanging_server(monkeypatch):
+    """Accepts connections (into its backlog) and never answers. Its address has a password, which no config takes."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        yield f"http://user:secret@127.0.0.1:{server.getsockname()[1]}"
+        address = f"http://user:secret@127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+        yield address
 
 
 def closed_port() -> str:
@@ -402,7 +404,7 @@ def closed_port() -> str:
 def test_a_hanging_server_holds_up_neither_steps_nor_the_end(tmp_path, monkeypatch, hanging_server, caplog):
     monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 1.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "60")
-    tracker = Tracker(make_config(tracking={"uri": hanging_server}), tmp_path)
+    tracker = Tracker(make_config(), tmp_path)
     started = time.monotonic()
     for step in range(1, 101):
         tracker.log(step, FULL)
@@ -453,7 +455,7 @@ def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
 def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_server, caplog):
     monkeypatch.setattr(tracking, "CLOSE_DEADLINE_S", 0.2)
     monkeypatch.setattr(mlflow_thread, "QUEUE_SIZE", 10)
-    with Tracker(make_config(tracking={"uri": hanging_server}), tmp_path) as tracker:
+    with Tracker(make_config(), tmp_path) as tracker:
         for step in range(1, 31):
             tracker.log(step, {"reward/mean": 0.1})
         assert len(tracker._mlflow._items) == 12  # and config: params and config.yaml
