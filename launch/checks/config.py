@@ -395,6 +395,11 @@ def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str,
         yield from (
             (field, *both) for field, both in fields.items() if both[0] != both[1] and field != "model.path"
         )
+    # Its state on disk has another form.
+    for block in ("learner", "critic"):
+        old, new = (getattr(each, block) for each in (before, config))
+        if old and new and old.optimizer.distributed != new.optimizer.distributed:
+            yield f"{block}.optimizer.distributed", old.optimizer.distributed, new.optimizer.distributed
 
 
 def _check_moved_model(old: Path, new: Path, resume: Path) -> Iterator[str]:

@@ -481,6 +481,10 @@ TABLE = {
     "resume of a warm start": Broken(
         options="resume=warm_start", field="resume", value="warm_start", error="is a run of kind sft", fix="start anew without `resume`",
     ),
+    "resume with another form of the optimizer": Broken(
+        options="resume=stopped_early learner.optimizer.distributed=false", field="learner.optimizer.distributed", value="false",
+        error="`learner.optimizer.distributed` of stopped_early is true, but false was given", fix="or start a new run",
+    ),
     "resume of another run": Broken(
         options="resume=stopped_early seed=7", field="resume", value="stopped_early", error="`seed` of stopped_early is 0, but 7 was given",
         fix="or start a new run",
