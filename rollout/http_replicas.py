@@ -13,6 +13,9 @@ from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, watched_socke
 
 T = TypeVar("T")
 
+MOST_DOUBLINGS = 32
+"""Of the first wait. A cut network may fail a request a thousand times, and a float holds no 2**1024."""
+
 
 class AttemptFailed(Exception):
     """One attempt failed in a way that another one may not."""
@@ -96,5 +99,6 @@ async def request_with_retries(
         failed.append(replica)
         if len(failed) == len(replicas):
             failed.clear()
-            await asyncio.sleep(max(wait_s, min(backoff_s[0] * 2 ** (len(failures) - 1), backoff_s[1])))
+            doublings = min(len(failures) - 1, MOST_DOUBLINGS)
+            await asyncio.sleep(max(wait_s, min(backoff_s[0] * 2**doublings, backoff_s[1])))
             wait_s = 0.0

@@ -200,6 +200,30 @@ def test_a_server_that_asks_for_time_gets_it(monkeypatch):
     assert [seconds for seconds in waits if seconds >= 0.001] == [7.0, served.LONGEST_WAIT_S, 0.004]
 
 
+def test_the_wait_stays_the_longest_however_often_a_request_fails(monkeypatch):
+    """Failures of a cut network are not counted, and 2**1024 is no float."""
+    waits, failed = [], []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def attempt(url: str) -> str:
+        if len(failed) < 1100:
+            raise http_replicas.AttemptFailed
+        return url
+
+    monkeypatch.setattr(http_replicas.asyncio, "sleep", wait)
+    ask = http_replicas.request_with_retries(
+        [http_replicas.Replica("a")],
+        attempt,
+        lambda error, _: failed.append(error),
+        num_samples=1,
+        backoff_s=(0.1, 2.0),
+    )
+    assert asyncio.run(ask) == "a"
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6] + [2.0] * 1095
+
+
 def test_a_judge_that_stays_away_ends_the_run():
     with pytest.raises(
         RewardModelError, match=r"reward: 2 attempts .*HTTP 503.*correct reward.urls, reward.model"
