@@ -1,6 +1,7 @@
 """Asynchronous generation over HTTP from any number of SGLang replicas."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -88,7 +89,8 @@ class SGLangClient:
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
-        self._replicas = [Replica(url.rstrip("/")) for url in urls]
+        # What comes back has old weights: ``_look_at`` says when a replica is no longer lost.
+        self._replicas = [Replica(url.rstrip("/"), lost_for_s=math.inf) for url in urls]
         self._max_concurrency, self._whole_groups, self._experts = max_concurrency, whole_groups, experts
         self._truncation = truncation
         self._places = _Places(max_concurrency)

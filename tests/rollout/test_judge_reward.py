@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -222,6 +223,22 @@ def test_the_wait_stays_the_longest_however_often_a_request_fails(monkeypatch):
     )
     assert asyncio.run(ask) == "a"
     assert waits == [0.1, 0.2, 0.4, 0.8, 1.6] + [2.0] * 1095
+
+
+def test_a_server_that_was_lost_is_asked_again_after_a_while(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(http_replicas, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def go():
+        nonlocal now
+        async with asyncio.timeout(DEADLINE_S), Server(["drop"]) as lost, Server() as other:
+            async with Scorer(config_of(lost.url, other.url), max_new_tokens=9) as scorer:
+                for passed_s, asked in ((0.0, 1), (0.9, 1), (0.1, 2), (0.0, 3)):
+                    now += passed_s * http_replicas.LOST_FOR_S
+                    assert (await score(scorer)).value == 0.8 and len(lost.bodies) == asked
+                assert scorer.retries == 1 and len(other.bodies) == 2
+
+    asyncio.run(go())
 
 
 def test_a_judge_that_stays_away_ends_the_run():
