@@ -365,7 +365,7 @@ class _InFlight:
 
 
 class _NetworkPatience:
-    """Time that a request gives a cut network: ``seconds`` from its first failed attempt on."""
+    """Time that a request gives a cut network: ``seconds`` from its first attempt on that did not reach a host."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -376,7 +376,8 @@ class _NetworkPatience:
         is_unreached = isinstance(error, (aiohttp.ConnectionTimeoutError, _ServerUnreached))
         if isinstance(error, aiohttp.ClientConnectorError):
             is_unreached = is_unreachable(error.os_error)
-        if self._until is None:
-            # A connection that the kernel gave up has used that time already.
-            self._until = time.monotonic() + (self._seconds if is_unreached else 0.0)
-        return is_unreached and time.monotonic() < self._until
+        if self._until is None and is_unreached:
+            self._until = time.monotonic() + self._seconds
+        elif self._until is None and isinstance(error, aiohttp.ClientOSError) and is_unreachable(error):
+            self._until = time.monotonic()  # a connection that the kernel gave up has used that time already
+        return is_unreached and self._until is not None and time.monotonic() < self._until

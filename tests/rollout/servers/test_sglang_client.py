@@ -3,10 +3,13 @@
 import asyncio
 import base64
 import copy
+import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 
 from parallel.planning.architecture import Experts
 from rollout.client import GenerationError, Session
+from rollout.http_replicas import AttemptFailed
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
 from rollout.servers.answers import Sent, parse_completion
@@ -252,6 +256,41 @@ def test_a_router_that_does_not_reach_its_servers_is_asked_again_until_the_netwo
     assert asyncio.run(scenario([unreached, unreached, answer([5])], 20.0)) == ([5], 2)
     with pytest.raises(GenerationError, match="nobody there"):
         asyncio.run(scenario([unreached], 0.2))
+
+
+def cut(error: type[aiohttp.ClientOSError], number: int) -> aiohttp.ClientOSError:
+    if error is aiohttp.ClientOSError:
+        return error(number, os.strerror(number))
+    return error(SimpleNamespace(host="a", port=1, ssl=True), OSError(number, os.strerror(number)))
+
+
+UNREACHED = cut(aiohttp.ClientConnectorError, errno.EHOSTUNREACH)
+
+
+@pytest.mark.parametrize(
+    ("errors", "covered"),
+    [
+        ([AttemptFailed("HTTP 503"), UNREACHED, UNREACHED], [False, True, True]),
+        ([cut(aiohttp.ClientOSError, errno.ECONNRESET), UNREACHED], [False, True]),
+        ([cut(aiohttp.ClientConnectorError, errno.ECONNREFUSED), UNREACHED], [False, True]),
+        ([cut(aiohttp.ClientOSError, errno.ETIMEDOUT), UNREACHED], [False, False]),
+        ([cut(aiohttp.ClientConnectorError, errno.ETIMEDOUT), UNREACHED], [True, True]),
+    ],
+)
+def test_the_time_for_a_cut_network_begins_with_the_first_attempt_that_reached_no_host(
+    monkeypatch, errors, covered
+):
+    """A connection that the kernel gave up has waited for the network already."""
+    now = 1000.0
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now))
+    patience = client_module._NetworkPatience(60.0)
+    found = []
+    for error in errors:
+        found.append(patience.covers(error))
+        now += 29.0
+    assert found == covered
+    now += 60.0
+    assert not patience.covers(UNREACHED)
 
 
 class RefusesSeed12(LocalServer):
