@@ -252,6 +252,7 @@ class SGLangClient:
                             return await self._request_with_retries(body, count, sent, session)
                 except _AllLost:
                     await self._some_server()
+                    await self._is_open.wait()  # a drain may have begun meanwhile
                 except TimeoutError as error:
                     raise GenerationError(
                         f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} "

@@ -751,6 +751,39 @@ def test_requests_wait_for_a_server_that_is_started_again_until_it_has_the_weigh
     asyncio.run(scenario())
 
 
+def test_a_request_that_waited_for_a_server_is_held_back_by_a_drain(monkeypatch):
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.005)
+
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: None if n == 0 else answer(), hold=hold) as server,
+            make_client(server, restart_s=30.0, max_retries=0) as client,
+        ):
+            server.version = "-1"
+            waiting = asyncio.create_task(ask(client))
+            hold.set()
+            await until(lambda: server.looks > 0)
+            hold.clear()
+            await client.drain(20)  # nothing is at the servers: at once
+            server.version = "4"
+            await until(lambda: not client._are_all_lost())
+            await client._some_server()  # the request has noticed it too
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(server.bodies) == 1
+            client.reopen()
+            await until(lambda: server.running == 1)
+            draining = asyncio.create_task(client.drain(20))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not draining.done()
+            hold.set()
+            await asyncio.gather(waiting, draining)
+
+    asyncio.run(scenario())
+
+
 def test_a_network_that_is_cut_is_waited_for_no_longer_than_a_peer(monkeypatch):
     """The host of a server that has ended refuses; one that cannot be reached says nothing."""
     monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.02)
