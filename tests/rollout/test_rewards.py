@@ -572,6 +572,16 @@ def test_a_function_that_names_row_is_given_the_record(user_module):
     check_reward(function_config(user_module, "of_everything"))
     (told,) = scores_of(function_config(user_module, "of_everything"), "3", prompt=prompt)
     assert (told.value, told.parts) == (1.0, {"is_cut": 0.0, "has_row": 1.0})
+    cut = score_once(
+        function_config(user_module, "of_everything"),
+        "3",
+        prompt=prompt,
+        num_tokens=7,
+        finish=FinishReason.LENGTH,
+    )
+    assert (cut.value, cut.parts) == (7.0, {"is_cut": 1.0, "has_row": 1.0}), (
+        "its length, of at most 100 tokens"
+    )
     with pytest.raises(ValueError, match="'metadata'"):
         check_reward(function_config(user_module, "unknown_fourth"))
 
