@@ -227,7 +227,7 @@ def checked(outcome: object) -> Outcome:
     """The outcome with plain values. One without a score where its reward is no finite number.
 
     Raises:
-        TypeError: it is no Outcome, its status is none, or its parts are no numbers by name.
+        TypeError: it is no Outcome, its status is none, its parts are no numbers by name, or it has a reward and an error.
     """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"run() returned {type(outcome).__name__}; return an Outcome")
@@ -240,6 +240,11 @@ def checked(outcome: object) -> Outcome:
     )
     if outcome.reward is None:
         return replace(outcome, parts={}, error=outcome.error or "the environment gave no reward")
+    if outcome.error is not None:
+        raise TypeError(
+            f"run() returned the reward {outcome.reward!r} and the error {outcome.error!r}, which says why an episode was not "
+            "scored; give the reward None, or leave out the error"
+        )
     try:
         score = to_score((outcome.reward, dict(outcome.parts)))
     except ValueError as error:
