@@ -256,11 +256,18 @@ GOOD = {"question": "1+1", "answer": "One and one.\n#### 1,002"}
 
 
 def test_gsm8k(tmp_path, tokenizer):
-    path = write_lines(tmp_path / "train.jsonl", GOOD, "", {"question": "2", "answer": "#### -3"})
+    path = write_lines(
+        tmp_path / "train.jsonl",
+        GOOD,
+        "",
+        {"question": "2", "answer": "#### -3"},
+        {"question": "3", "answer": "#### $-1,234,567.50 or so, 2"},
+    )
     task = load_task(gsm8k(path), tokenizer=tokenizer)
     assert [(p.text, p.reference, p.task) for p in task.train] == [
         ("1+1", "1002", "gsm8k"),
         ("2", "-3", "gsm8k"),
+        ("3", "$-1234567.50 or so, 2", "gsm8k"),
     ]
     assert len(task.heldout) == 0
     assert task.train[0].token_ids == tokenizer.encode("1+1")
@@ -383,6 +390,12 @@ def test_chat_template_is_asked_for_at_load_time(tmp_path, tokenizer):
         ({"question": " ", "answer": "#### 1"}, r"line 3: field `question` is empty"),
         ({"question": "1", "answer": "eleven"}, r"line 3: field `answer` has no `####`"),
         ({"question": "1", "answer": "#### eleven"}, r"line 3: field `answer` has no number after"),
+        (
+            {"question": "1", "answer": "#### 10,5"},
+            r"line 3: field `answer` has a comma .*'10,5'; write e\.g\.",
+        ),
+        ({"question": "1", "answer": "#### 1,0000"}, r"line 3: field `answer` has a comma"),
+        ({"question": "1", "answer": "#### 12,34,567"}, r"line 3: field `answer` has a comma"),
     ],
 )
 def test_broken_lines_are_named(tmp_path, tokenizer, bad, message):
