@@ -425,6 +425,11 @@ def test_missing_empty_unknown_and_broken_files(tmp_path, tokenizer):
             gsm8k(write_lines(tmp_path / "a.jsonl", GOOD), heldout_path=tmp_path / "gone.jsonl"),
             tokenizer=tokenizer,
         )
+    (tmp_path / "locked.jsonl").symlink_to("/proc/self/mem")  # nobody can read its beginning, root neither
+    with pytest.raises(
+        ValueError, match=r"locked\.jsonl cannot be read \(Input/output error\); let this user"
+    ):
+        load_task(gsm8k(tmp_path / "locked.jsonl"), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="holds no records"):
         load_task(gsm8k(write_lines(tmp_path / "b.jsonl")), tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"must end in \.jsonl"):
