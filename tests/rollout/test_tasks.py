@@ -1,6 +1,7 @@
 """Countdown against brute force, and the user's files, whole and broken."""
 
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -387,6 +388,8 @@ def test_chat_template_is_asked_for_at_load_time(tmp_path, tokenizer):
         ),
         ({"question": "1", "answer": None}, r"line 3: field `answer` is null"),
         ({"question": ["1"], "answer": "#### 1"}, r"line 3: field `question` is a list"),
+        ({"question": math.nan, "answer": "#### 1"}, r"line 3: field `question` is nan, no finite number"),
+        ({"question": "1", "answer": -math.inf}, r"line 3: field `answer` is -inf, no finite number"),
         ({"question": " ", "answer": "#### 1"}, r"line 3: field `question` is empty"),
         ({"question": "1", "answer": "eleven"}, r"line 3: field `answer` has no `####`"),
         ({"question": "1", "answer": "#### eleven"}, r"line 3: field `answer` has no number after"),
