@@ -45,9 +45,8 @@ START_TIMEOUT_S = 120.0
 """Time for a worker to start and import the reward while all others may be starting; the config may set more."""
 STOP_TIMEOUT_S = 5.0
 """Time for the kernel to end a killed process."""
-BOOTSTRAP = (
-    "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({descriptor}, *{arguments!r})"
-)
+BOOTSTRAP = "import sys; sys.path[:] = {path!r}; {first}from {module} import serve; serve({descriptor}, *{arguments!r})"
+END_WITH_US = "from rollout.environments.tandem_worker.guard import end_with; end_with({pid}); "
 MATH_VERIFY = "math_verify"
 
 
@@ -121,17 +120,25 @@ def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Re
 
 
 def start_process(
-    module: str, *arguments: str, output: int, options: Sequence[str] = ()
+    module: str,
+    *arguments: str,
+    output: int,
+    options: Sequence[str] = (),
+    ends_with_this_thread: bool = False,
 ) -> tuple[subprocess.Popen, Connection]:
     """A process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of its pipe.
 
     Args:
         output: descriptor for all that the process prints.
         options: of the Python interpreter.
+        ends_with_this_thread: the kernel kills it even where it hangs. Without, the end of the pipe has to do.
     """
     ours, theirs = Pipe()
     path = [entry or os.getcwd() for entry in sys.path]
-    command = BOOTSTRAP.format(path=path, module=module, descriptor=theirs.fileno(), arguments=arguments)
+    first = END_WITH_US.format(pid=os.getpid()) if ends_with_this_thread else ""
+    command = BOOTSTRAP.format(
+        path=path, first=first, module=module, descriptor=theirs.fileno(), arguments=arguments
+    )
     with theirs:
         process = subprocess.Popen(
             [sys.executable, *options, "-c", command],

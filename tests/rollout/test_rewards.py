@@ -5,6 +5,7 @@ import ast
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -786,6 +787,26 @@ def test_a_module_that_never_comes_back_is_refused(trial, content, message):
     with pytest.raises(ValueError, match=message):
         tried("f", module="broken", import_timeout_s=2.5 if "sleep" in content else 60.0)
     assert children() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_module_that_hangs_ends_with_a_check_that_is_killed(trial, number):
+    (trial / "hangs.py").write_text(
+        "import os, time\nos.write(os.open('pid', os.O_WRONLY | os.O_CREAT), b'%d.' % os.getpid())\ntime.sleep(60)"
+    )
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from configs.schema.task import FunctionReward; from rollout.rewards.trial import try_function\n"
+        "try_function(FunctionReward(function='hangs:f', import_timeout_s=300), None, print)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script])
+    pid, deadline = trial / "pid", time.monotonic() + 60
+    while not (pid.exists() and pid.read_text().endswith(".")):
+        assert owner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    owner.send_signal(number)
+    owner.wait()
+    assert ends(int(pid.read_text().rstrip(".")))
 
 
 def test_a_slow_import_is_told_meanwhile(trial, monkeypatch):
