@@ -32,11 +32,7 @@ from rollout.rewards import (
     WorkerStartError,
     check_reward,
     countdown_reward,
-    gsm8k_reward,
-    import_reward_function,
-    math_verify_reward,
     may_read_rows,
-    overlong_penalty,
 )
 from rollout.rewards.arithmetic import (
     MAX_CHARACTERS,
@@ -46,7 +42,16 @@ from rollout.rewards.arithmetic import (
     format_problem,
     parse_problem,
 )
-from rollout.rewards.math_answers import NUMBER, _first_number, _last_number, _to_decimal
+from rollout.rewards.function import import_reward_function
+from rollout.rewards.length import overlong_penalty
+from rollout.rewards.math_answers import (
+    NUMBER,
+    _first_number,
+    _last_number,
+    _to_decimal,
+    gsm8k_reward,
+    math_verify_reward,
+)
 from rollout.rewards.scorer import default_num_workers
 from rollout.tasks import Problem
 
