@@ -11,9 +11,10 @@ from rollout.client import GenerationClient, GenerationError
 from rollout.environments.context import EpisodeContext, EpisodeLimits, ScoreText, Texts
 from rollout.environments.protocol import Environment, EpisodeEnded, EpisodeFailed, Outcome
 from rollout.environments.sequence import TokenSequence
+from rollout.environments.tandem_worker.failures import describe
 from rollout.gathering import all_or_first_error
 from rollout.records import FinishReason, Prompt, Score, Status, Trajectory
-from rollout.rewards.function import describe, to_score
+from rollout.rewards.function import to_score
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from rollout.rewards.function import is_library
+from rollout.environments.tandem_worker.failures import is_library
 from rollout.rewards.worker import kill_tree, start_process
 from rollout.servers.watched_process import how_it_ended
 

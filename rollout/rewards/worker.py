@@ -29,10 +29,10 @@ from typing import Literal
 
 import psutil
 
+from rollout.environments.tandem_worker.failures import describe
 from rollout.records import Score
 from rollout.rewards.function import (
     RewardFunction,
-    describe,
     further_parameters,
     import_reward_function,
     place_of,
