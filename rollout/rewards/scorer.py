@@ -25,6 +25,7 @@ from rollout.rewards.judge import Judge, judge_key
 from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward
 from rollout.rewards.model import RewardModel
+from rollout.rewards.served import ServedReward
 from rollout.rewards.trial import try_function
 from rollout.rewards.worker import MATH_VERIFY, START_TIMEOUT_S, Job, WorkerPool
 from tracing import span
@@ -138,7 +139,7 @@ class Scorer:
         candidates = [field for field, part in self._parts.items() if part.type != "overlong"]
         self._deciding = min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
         self._rewards: dict[str, _Reward] = {}
-        self._models: list[RewardModel | Judge] = []
+        self._models: list[ServedReward] = []
         self._exits = AsyncExitStack()
         self._num_errors = 0
 
