@@ -173,7 +173,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
                 ):  # several share the control, whose group is the one that joined last
                     to._control.group_name = to._broadcaster.group_name
                 timed(name, lambda to=to, plan=plans[precision]: transfer(to, engine, plan, buffers))
-                to._control.end_update()
+                to._control.close_update()
                 to._control.resume()
         for to in {id(to): to for to, _ in ways.values()}.values():
             to.leave()
@@ -297,7 +297,7 @@ class Receivers:
     def open_update(self):
         return self.ask(("nothing", None))
 
-    def end_update(self) -> None: ...
+    def close_update(self) -> None: ...
 
     def resume(self) -> None: ...
 

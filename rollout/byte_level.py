@@ -47,7 +47,11 @@ def decoder_of(tokenizer: "PreTrainedTokenizerBase") -> Decode:
 
 def bytes_of_ids(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
     """The bytes of each id; none for an id without a token."""
-    by_character = {character: value for value, character in enumerate(alphabet())}
+    from transformers.convert_slow_tokenizer import (
+        bytes_to_unicode,
+    )  # loaded with any tokenizer of transformers
+
+    by_character = {character: value for value, character in bytes_to_unicode().items()}
     backend: Any = tokenizer.backend_tokenizer
 
     def bytes_of(token: str | None) -> bytes:
@@ -58,20 +62,6 @@ def bytes_of_ids(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
 
     highest = max(backend.get_vocab().values(), default=-1)
     return [bytes_of(backend.id_to_token(token_id)) for token_id in range(1 + highest)]
-
-
-def alphabet() -> list[str]:
-    """The character of each byte. Printable ones of Latin-1 stand for themselves, the others for U+0100 and on, in order.
-
-    Source: ``bytes_to_unicode`` of GPT-2 (github.com/openai/gpt-2, encoder.py).
-    """
-    printable = {
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    }
-    others = [value for value in range(256) if value not in printable]
-    return [chr(value if value in printable else 256 + others.index(value)) for value in range(256)]
 
 
 def _is_plain(tokenizer: "PreTrainedTokenizerBase") -> bool:

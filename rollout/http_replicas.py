@@ -1,6 +1,8 @@
 """HTTP requests to several equal servers: the least loaded one first, another one after a failure, then backoff."""
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +14,11 @@ from rollout.client import Session
 from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, watched_socket
 
 T = TypeVar("T")
+
+LOST_FOR_S = 30.0
+"""After this time a lost replica is asked like any other: it may have been started again."""
+MOST_DOUBLINGS = 32
+"""Of the first wait. A cut network may fail a request a thousand times, and a float holds no 2**1024."""
 
 
 class AttemptFailed(Exception):
@@ -32,9 +39,19 @@ class Replica:
     url: str
     in_flight: int = 0
     """Samples that its unanswered requests hold."""
-    is_lost: bool = False
-    """A connection failed, or the server was started again, with other weights: it is asked only where no other replica
-    is left."""
+    lost_for_s: float = LOST_FOR_S
+    """How long it stays lost. Infinite: until its owner says otherwise."""
+    _lost_since: float = -math.inf
+
+    @property
+    def is_lost(self) -> bool:
+        """A connection failed, or the server was started again, with other weights: it is asked only where no other
+        replica is left."""
+        return time.monotonic() - self._lost_since < self.lost_for_s
+
+    @is_lost.setter
+    def is_lost(self, is_lost: bool) -> None:
+        self._lost_since = time.monotonic() if is_lost else -math.inf
 
 
 def open_session(
@@ -49,7 +66,7 @@ def open_session(
     )
 
 
-def _choose(replicas: Sequence[Replica], session: Session | None) -> Replica:
+def choose(replicas: Sequence[Replica], session: Session | None = None) -> Replica:
     """The session's own, or the one with the fewest samples in flight, which is the session's from now on."""
     chosen = min(replicas, key=lambda r: (r.is_lost, r.in_flight))
     if session is not None:
@@ -82,12 +99,13 @@ async def request_with_retries(
     failed: list[Replica] = []
     wait_s = 0.0
     while True:
-        replica = _choose([r for r in replicas if r not in failed], session)
+        replica = choose([r for r in replicas if r not in failed], session)
         replica.in_flight += num_samples
         try:
             return await attempt(replica.url)
         except (aiohttp.ClientError, AttemptFailed) as error:
-            replica.is_lost |= isinstance(error, (aiohttp.ClientConnectionError, ReplicaLost))
+            if isinstance(error, (aiohttp.ClientConnectionError, ReplicaLost)):
+                replica.is_lost = True
             failures.append(f"{replica.url}: {str(error) or type(error).__name__}")
             on_failure(error, failures)
             wait_s = max(wait_s, getattr(error, "wait_s", 0.0))
@@ -96,5 +114,6 @@ async def request_with_retries(
         failed.append(replica)
         if len(failed) == len(replicas):
             failed.clear()
-            await asyncio.sleep(max(wait_s, min(backoff_s[0] * 2 ** (len(failures) - 1), backoff_s[1])))
+            doublings = min(len(failures) - 1, MOST_DOUBLINGS)
+            await asyncio.sleep(max(wait_s, min(backoff_s[0] * 2**doublings, backoff_s[1])))
             wait_s = 0.0

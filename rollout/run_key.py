@@ -54,7 +54,10 @@ def run_key(file: Path) -> RunKey:
         raise ValueError(
             f"others can read {file}, the key of the run; remove it: the next start makes another (use a file system with permissions)"
         )
-    content = yaml.safe_load(file.read_text())
+    try:
+        content = yaml.safe_load(file.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError):  # such as a file that is cut off
+        content = None
     secret = content.get(FIELD) if isinstance(content, dict) else None
     if not isinstance(secret, str) or len(secret) < 32:
         raise ValueError(f"{file} holds no key of a run; remove it: the next start makes another")

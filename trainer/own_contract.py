@@ -23,7 +23,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from configs.schema.own_function import OwnFunction
-from rollout.rewards.function import describe
+from rollout.environments.tandem_worker.failures import describe
 from trainer.algorithm.own_parts import (
     ADVANTAGE,
     OBJECTIVE,

@@ -10,9 +10,8 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
-from functools import partial
 
 from configs.schema.environment import AgentEnvironment
 from rollout.environments.agent_process import AgentStarter, NewProcesses, agent_variables, command_of
@@ -80,12 +79,6 @@ class AgentTemplate:
     async def __aexit__(self, *exc_info: object) -> None:
         await self._end()
 
-    @property
-    def pid(self) -> int:
-        """Of the template."""
-        assert self._process is not None
-        return self._process.pid
-
     async def ready(self) -> None:
         """Start the template, if there is none. Raises EnvironmentStartError."""
         if self._socket is None:
@@ -148,7 +141,7 @@ class AgentTemplate:
                 await self._end()
                 raise EnvironmentStartError(f"{self._python} cannot be started: {error}") from error
         try:
-            ready = json.loads(await self._reply(self._start_timeout_s) or b"null")
+            ready = json.loads(await self._reply(self._start_timeout_s))
         except BaseException as error:
             code = await self._end(END_TIMEOUT_S if isinstance(error, ConnectionError) else 0.0)
             if not isinstance(error, (OSError, ValueError, TimeoutError)):
@@ -198,25 +191,16 @@ class ForkedGuard:
         self, pid: int, stdin: int, streams: Sequence[tuple[asyncio.StreamReader, asyncio.BaseTransport]]
     ) -> None:
         (self.stdout, out), (self.stderr, errors), (status, _) = streams
-        self.pid, self.stdin = pid, _Closing(partial(os.close, stdin))
-        self._transport = _Closing(out.close, errors.close)
+        # Closing is done once, however often it is asked for.
+        self.pid, self.stdin, self._transport = pid, ExitStack(), ExitStack()
+        self.stdin.callback(os.close, stdin)
+        self._transport.callback(errors.close)
+        self._transport.callback(out.close)
         self._code = asyncio.ensure_future(status.read())
 
     async def wait(self) -> int:
         text = await asyncio.shield(self._code)
         return int(text) if text else KILLED
-
-
-class _Closing:
-    """Does once what closing takes."""
-
-    def __init__(self, *close: Callable[[], object]) -> None:
-        self._close = close
-
-    def close(self) -> None:
-        close, self._close = self._close, ()
-        for one in close:
-            one()
 
 
 def _pipe(closing: ExitStack) -> tuple[int, int]:

@@ -106,8 +106,11 @@ class ChatEpisodes:
             ValueError: the template cannot be used, or nothing finds the calls of the environment's tools.
         """
         ready = await self._pool.ready()
-        require_parser(ready, None if self._parse is None else "given")
+        self._require_parser(ready.tools)
         self._renderer_of(ready.tools)
+
+    def _require_parser(self, tools: Tools) -> None:
+        require_parser(tools, None if self._parse is None else "given")
 
     async def run(self, problem: Prompt, context: Context) -> Outcome:
         async with self._pool.episode() as process:
@@ -115,6 +118,10 @@ class ChatEpisodes:
             return await self._play(opened, process.step, context)
 
     async def _play(self, opened: Opened, step: Callable, context: Context) -> Outcome:
+        try:
+            self._require_parser(opened.tools)
+        except ValueError as error:
+            raise EpisodeFailed(Status.FAILED, str(error)) from error
         with _messages_of_the_environment():
             renderer = self._renderer_of(opened.tools)
             opening = renderer.opening(opened.messages)

@@ -11,9 +11,10 @@ from rollout.client import GenerationClient, GenerationError
 from rollout.environments.context import EpisodeContext, EpisodeLimits, ScoreText, Texts
 from rollout.environments.protocol import Environment, EpisodeEnded, EpisodeFailed, Outcome
 from rollout.environments.sequence import TokenSequence
+from rollout.environments.tandem_worker.failures import describe
 from rollout.gathering import all_or_first_error
 from rollout.records import FinishReason, Prompt, Score, Status, Trajectory
-from rollout.rewards.function import describe, to_score
+from rollout.rewards.function import to_score
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 
@@ -227,7 +228,7 @@ def checked(outcome: object) -> Outcome:
     """The outcome with plain values. One without a score where its reward is no finite number.
 
     Raises:
-        TypeError: it is no Outcome, its status is none, or its parts are no numbers by name.
+        TypeError: it is no Outcome, its status is none, its parts are no numbers by name, or it has a reward and an error.
     """
     if not isinstance(outcome, Outcome):
         raise TypeError(f"run() returned {type(outcome).__name__}; return an Outcome")
@@ -240,6 +241,11 @@ def checked(outcome: object) -> Outcome:
     )
     if outcome.reward is None:
         return replace(outcome, parts={}, error=outcome.error or "the environment gave no reward")
+    if outcome.error is not None:
+        raise TypeError(
+            f"run() returned the reward {outcome.reward!r} and the error {outcome.error!r}, which says why an episode was not "
+            "scored; give the reward None, or leave out the error"
+        )
     try:
         score = to_score((outcome.reward, dict(outcome.parts)))
     except ValueError as error:

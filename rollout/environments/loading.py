@@ -26,10 +26,11 @@ from rollout.environments.gateway import Gateway
 from rollout.environments.openenv import OpenEnvServers
 from rollout.environments.processes import ProcessPool, Program, limits_of, max_processes
 from rollout.environments.protocol import Environment
+from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import Scorer
-from rollout.rewards.function import describe, import_named
+from rollout.rewards.function import import_named
 from rollout.sampling.prompt_room import PromptsOf, sequence_limits
 
 if TYPE_CHECKING:

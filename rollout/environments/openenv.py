@@ -36,7 +36,7 @@ from rollout.environments.processes import (
 )
 from rollout.environments.protocol import EpisodeFailed
 from rollout.guarded_process import finished
-from rollout.http_replicas import Replica, open_session
+from rollout.http_replicas import Replica, choose, open_session
 from rollout.records import Status
 from rollout.rewards.function import to_score
 
@@ -193,11 +193,12 @@ class OpenEnvSession:
         return _schemas((await self._ask("step", {"type": "list_tools"})).get("observation"))
 
     async def _placed(self, arguments: JSON | None) -> JSON:
-        """The answer to reset, or to a question for the state, of the first server that has room. Raises _Unreachable
-        where none can be connected to."""
-        wait_s, unreachable = WAIT_FOR_ROOM_S[0], set()
+        """The answer to reset, or to a question for the state, of the first server that has room. Before a wait for room
+        each server is asked, but one that has just been unreachable. Raises _Unreachable where none can be connected
+        to."""
+        wait_s, unreachable, full = WAIT_FOR_ROOM_S[0], set[Replica](), set[Replica]()
         while True:
-            server = min(self._servers, key=lambda one: (one.is_lost, one.in_flight))
+            server = choose([one for one in self._servers if one not in unreachable | full])
             server.in_flight += 1
             self._server = server
             try:
@@ -210,12 +211,16 @@ class OpenEnvSession:
                     raise
             except _NoRoom:
                 self._waits_for_room = self.has_connected = True
+                full.add(server)
                 await self.close()
-                await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, WAIT_FOR_ROOM_S[1])
             else:
                 server.is_lost, self._waits_for_room, self.has_connected = False, False, True
                 return data
+            if len(unreachable) + len(full) == len(self._servers):
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, WAIT_FOR_ROOM_S[1])
+                full.clear()
+                unreachable = {one for one in unreachable if one.is_lost}
 
     async def _open(self, url: str, arguments: JSON | None) -> JSON:
         try:

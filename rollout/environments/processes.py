@@ -11,7 +11,7 @@ import os
 import re
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -452,7 +452,7 @@ def check_environment(
     except EnvironmentStartError as error:
         raise ValueError(str(error)) from error
     if isinstance(config, ChatEnvironment):
-        require_parser(ready, config.tool_call_parser)
+        require_parser(ready.tools, config.tool_call_parser)
     return ready
 
 
@@ -471,10 +471,10 @@ async def _tell_of_waiting(config: ChatEnvironment | TokenEnvironment, tell: Cal
         tell(f"making {config.environment} … {waited:.0f} s of environment.start_timeout_s={limit_s:g}")
 
 
-def require_parser(ready: Ready, parser: str | None) -> None:
+def require_parser(tools: Sequence[Mapping[str, Any]], parser: str | None) -> None:
     """Refuse an environment whose tools nobody could call. Raises ValueError."""
-    if ready.tools and parser is None:
-        names = ", ".join(str(tool.get("function", {}).get("name", "?")) for tool in ready.tools)
+    if tools and parser is None:
+        names = ", ".join(str(tool.get("function", {}).get("name", "?")) for tool in tools)
         raise ValueError(
             f"the environment has tools ({names}), but environment.tool_call_parser is null, so no call is found; name the "
             "parser of the model's form of calls"

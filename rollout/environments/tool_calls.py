@@ -7,22 +7,17 @@ expressions) would hang the server, and with it every sample there. A process of
 """
 
 import json
-import os
-import subprocess
-import sys
-import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any, cast
+from typing import Any
 
-from rollout.rewards.worker import WorkerStartError, kill_tree
+from rollout.rewards.worker import START_TIMEOUT_S, AnsweringProcess
+from rollout.servers import tool_call_parsers
 from rollout.servers.tool_call_parsers import check_parser_name
 
-START_TIMEOUT_S = 120.0
 PARSE_TIMEOUT_S = 10.0
-BOOTSTRAP = "import sys; sys.path[:] = {path!r}; from rollout.servers.tool_call_parsers import serve; serve({descriptor})"
 
 Tools = Sequence[Mapping[str, Any]]
 """Functions in OpenAI's form."""
@@ -46,100 +41,38 @@ class ParsedTurn:
     """The thinking, where a parser of it is given."""
 
 
-class ParserProcess:
-    """The process of SGLang's parsers. It starts again after it was lost. Several threads may ask."""
+class ParserProcess(AnsweringProcess):
+    """The process of SGLang's parsers, which ``tool_call_parsers.parse`` answers in."""
 
     def __init__(
         self, *, timeout_s: float = PARSE_TIMEOUT_S, start_timeout_s: float = START_TIMEOUT_S
     ) -> None:
-        self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
-        self._asking = threading.Lock()
-        """Held by the thread that asks or starts: one question at a time."""
-        self._lock = threading.Lock()
-        """Keeps ``close`` and a start apart. Nobody waits for the process while holding it."""
-        self._is_closed = False
-        self._process: subprocess.Popen | None = None
-        self._connection: Connection | None = None
+        super().__init__(
+            "the process of SGLang's tool-call parsers", tool_call_parsers.__name__,
+            timeout_s=timeout_s, start_timeout_s=start_timeout_s,
+        )  # fmt: skip
 
-    @property
-    def pid(self) -> int | None:
-        return None if self._process is None else self._process.pid
-
-    def start(self) -> None:
-        """Raises WorkerStartError."""
-        with self._asking:
-            self._running()
-
-    def close(self) -> None:
-        """End the process, for good. A thread that waits for it sees its end, and cleans up."""
-        with self._lock:
-            self._is_closed = True
-            if self._process is not None:
-                kill_tree(self._process)
-        if self._asking.acquire(blocking=False):
-            try:
-                self._end()
-            finally:
-                self._asking.release()
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+    def parse(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer of ``tool_call_parsers.parse``.
 
         Raises:
             WorkerStartError: the process cannot be started.
             LateOrLost: it did not answer in time, ended meanwhile, or was closed.
         """
-        with self._asking:
-            connection = self._running()
-            try:
-                connection.send_bytes(
-                    json.dumps(request).encode()
-                )  # JSON can carry a lone surrogate, UTF-8 cannot
-                return _receive(connection, self._timeout_s)
-            except TimeoutError as error:
-                self._end()
-                raise LateOrLost(f"no answer of the parser within {self._timeout_s:g} s") from error
-            except (EOFError, OSError) as error:
-                self._end()
-                raise LateOrLost("the parser's process ended") from error
-
-    def _running(self) -> Connection:
-        connection = self._connection
-        if connection is None or self._process is None or self._process.poll() is not None:
-            self._end()
-            connection = self._start()
-        return connection
-
-    def _start(self) -> Connection:
-        ours, theirs = cast("tuple[Connection, Connection]", Pipe())
-        path = [entry or os.getcwd() for entry in sys.path]
-        command = BOOTSTRAP.format(path=path, descriptor=theirs.fileno())
-        with theirs, self._lock:
-            if self._is_closed:
-                raise LateOrLost("the parser was closed")
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", command],
-                stdin=subprocess.DEVNULL, stdout=sys.__stderr__, pass_fds=[theirs.fileno()],
-            )  # fmt: skip
-            self._connection = ours
         try:
-            _receive(ours, self._start_timeout_s)
-        except (TimeoutError, EOFError, OSError) as error:
-            self._end()
-            if self._is_closed:
-                raise LateOrLost("the parser was closed") from error
-            raise WorkerStartError(
-                "the process of SGLang's tool-call parsers did not start; its error output says why"
-            ) from error
-        return ours
+            return self.ask(request)
+        except TimeoutError as error:
+            raise LateOrLost(f"no answer of the parser within {self._timeout_s:g} s") from error
+        except EOFError as error:
+            raise LateOrLost("the parser's process ended") from error
+        except CancelledError as error:
+            raise LateOrLost("the parser was closed") from error
 
-    def _end(self) -> None:
-        with self._lock:
-            if self._process is not None:
-                kill_tree(self._process)
-            if self._connection is not None:
-                self._connection.close()
-            self._process = self._connection = None
+    def _write(self, connection: Connection, question: Mapping[str, Any]) -> None:
+        connection.send_bytes(json.dumps(question).encode())  # JSON can carry a lone surrogate, UTF-8 cannot
+
+    def _read(self, connection: Connection) -> dict[str, Any]:
+        return json.loads(connection.recv_bytes())  # of a sampled text: nothing is unpickled
 
 
 class ToolCallParser:
@@ -187,7 +120,9 @@ class ToolCallParser:
             WorkerStartError: the process cannot be started.
         """
         try:
-            answer = self._process.ask({"text": text, "tools": [dict(tool) for tool in tools], **self._names})
+            answer = self._process.parse(
+                {"text": text, "tools": [dict(tool) for tool in tools], **self._names}
+            )
         except LateOrLost as error:
             return ParsedTurn(content=text, calls=[], error=str(error))
         return ParsedTurn(
@@ -196,9 +131,3 @@ class ToolCallParser:
             error=answer["error"],
             reasoning=answer["reasoning"],
         )
-
-
-def _receive(connection: Connection, timeout_s: float) -> dict[str, Any]:
-    if not connection.poll(timeout_s):
-        raise TimeoutError(f"no answer within {timeout_s:g} s")
-    return json.loads(connection.recv_bytes())

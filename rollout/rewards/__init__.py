@@ -1,9 +1,6 @@
 """Rewards of responses. ``Scorer`` is the one entrance; rule-based rewards are pure functions."""
 
 from rollout.rewards.arithmetic import countdown_reward
-from rollout.rewards.function import import_reward_function
-from rollout.rewards.length import overlong_penalty
-from rollout.rewards.math_answers import gsm8k_reward, math_verify_reward
 from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
@@ -14,9 +11,5 @@ __all__ = [
     "WorkerStartError",
     "check_reward",
     "countdown_reward",
-    "gsm8k_reward",
-    "import_reward_function",
-    "math_verify_reward",
     "may_read_rows",
-    "overlong_penalty",
 ]

@@ -6,12 +6,11 @@ import inspect
 import math
 import os
 import sys
-import sysconfig
-import traceback
 from collections.abc import Callable
 from numbers import Real
 from typing import cast
 
+from rollout.environments.tandem_worker.failures import describe
 from rollout.records import Score
 
 RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
@@ -134,30 +133,6 @@ def _finite_number(value: object, name: str) -> float:
 def _short_text(value: object) -> str:
     has_content = isinstance(value, str | dict | tuple | list)
     return f"{type(value).__name__} {value!r:.60}" if has_content else f"{type(value)}"
-
-
-def describe(error: BaseException) -> str:
-    """``KeyError: 'x' (rewards.py:12 in score)``: the exception, and the innermost line of the user's code."""
-    message = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    message = " ".join(message.split())
-    message = message if len(message) <= _LONGEST_MESSAGE else f"{message[:_LONGEST_MESSAGE]}…"
-    lines = [(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-    if isinstance(error, SyntaxError) or not lines:  # a syntax error names its own line
-        return message
-    code, number = ([line for line in lines if not is_library(line[0].co_filename)] or lines)[-1]
-    return f"{message} ({os.path.basename(code.co_filename)}:{number} in {code.co_name})"
-
-
-_LONGEST_MESSAGE = 300
-_LIBRARIES = tuple(
-    os.path.realpath(sysconfig.get_path(name)) + os.sep
-    for name in ("stdlib", "platstdlib", "purelib", "platlib")
-)
-
-
-def is_library(file: str) -> bool:
-    """Whether a file belongs to Python or an installed package, and so is not the user's own."""
-    return file.startswith("<") or os.path.realpath(file).startswith(_LIBRARIES)
 
 
 def place_of(function: Callable) -> str:

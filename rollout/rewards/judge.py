@@ -9,7 +9,6 @@ Prompt and response are data of strangers: they are filled in in one pass, so th
 in it is not expanded, and the score is read from the judge's own answer alone.
 """
 
-import asyncio
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from collections.abc import Sequence
 from configs.schema.task import JudgeReward
 from rollout.http_replicas import Replica
 from rollout.records import Prompt, Score
-from rollout.rewards.served import PROBE, Refused, Replicas, score_of
+from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
 
 _SHOWN = 200
 """Characters of an answer in a message."""
@@ -40,8 +39,8 @@ def judge_key(config: JudgeReward, name: str) -> str | None:
     return key
 
 
-class Judge:
-    """Client of one judge; made and used inside one event loop, after ``start`` and until ``close``."""
+class Judge(ServedReward):
+    """Client of one judge."""
 
     def __init__(self, config: JudgeReward, *, name: str = "reward") -> None:
         """
@@ -51,8 +50,7 @@ class Judge:
         Raises:
             ValueError: the key's variable is not set.
         """
-        self._config, self._name = config, name
-        self._replicas = Replicas(
+        super().__init__(
             config,
             name=name,
             kind="judge",
@@ -60,44 +58,13 @@ class Judge:
             fix=f"start the server, or correct {name}.urls, {name}.model or {name}.api_key_variable",
             key=judge_key(config, name),
         )
-        self._places = asyncio.Semaphore(config.max_concurrency)
-        self._requests: set[asyncio.Task[Score]] = set()
-
-    @property
-    def retries(self) -> int:
-        """Attempts that failed and were repeated."""
-        return self._replicas.retries
-
-    async def start(self) -> None:
-        """Have every replica judge one trial sample, before anything is sampled.
-
-        Raises:
-            RewardModelError: a replica does not, or its answer has no score.
-        """
-
-        async def probe(replicas: Sequence[Replica]) -> Score:
-            return await self._judge(self._body(*PROBE, reference=PROBE[1]), replicas)
-
-        await self._replicas.start(probe)
+        self._config: JudgeReward = config
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
-        """The judge's score of one response.
+        return await self._start_request(self._score(prompt, response_text))
 
-        Raises:
-            RewardModelError: the judge does not answer, or its answer has the wrong form.
-        """
-        request = asyncio.ensure_future(self._score(prompt, response_text))
-        self._requests.add(request)
-        request.add_done_callback(self._requests.discard)
-        return await request
-
-    async def close(self) -> None:
-        """Drop all requests under way; their callers get a CancelledError. Safe to call twice."""
-        requests = list(self._requests)
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
-        await self._replicas.close()
+    async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
+        return await self._judge(self._body(*PROBE, reference=PROBE[1]), replicas)
 
     async def _score(self, prompt: Prompt, response_text: str) -> Score:
         body = self._body(prompt.text, response_text, reference=prompt.reference)
@@ -106,7 +73,7 @@ class Judge:
                 score = await self._judge(body)
             except Refused as error:
                 score = Score(value=0.0, error=str(error))
-        self._replicas.count_failures([score])
+        self.count_failures([score])
         return score
 
     def _body(self, prompt: str, response: str, *, reference: str) -> dict[str, object]:
@@ -120,10 +87,10 @@ class Judge:
         return {"model": config.model, "messages": messages, **sent, **config.extra_body}
 
     async def _judge(self, body: dict[str, object], replicas: Sequence[Replica] | None = None) -> Score:
-        answer, is_cut = await self._replicas.request(body, self._parse_answer, replicas=replicas)
+        answer, is_cut = await self.request(body, self._parse_answer, replicas=replicas)
         matches = [match[1] for match in re.finditer(self._config.score_pattern, answer)]
         if not matches:
-            shown = self._replicas.shown(answer)[-_SHOWN:]
+            shown = self.shown(answer)[-_SHOWN:]
             cut = f", cut off after max_tokens={self._config.max_tokens}" if is_cut else ""
             return Score(
                 value=0.0,
@@ -147,7 +114,7 @@ class Judge:
             choice = json.loads(content)["choices"][0]
             text = choice["message"].get("content")
         except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise self._replicas.wrong_form(
-                url, f"sent {self._replicas.shown(content)[:_SHOWN]!r}, which is no chat completion"
+            raise self.wrong_form(
+                url, f"sent {self.shown(content)[:_SHOWN]!r}, which is no chat completion"
             ) from error
         return (text if isinstance(text, str) else ""), choice.get("finish_reason") == "length"

@@ -14,6 +14,7 @@ NUMBER = re.compile(
     r"(?P<minus>(?<![\w)])-)?\$?(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+)"
 )
 _DIGIT = re.compile("[0-9]")
+_COMMA_IN_NUMBER = re.compile("[0-9],[0-9]")
 _OF_NUMBERS = frozenset("0123456789,.$-")
 """All characters that NUMBER can match. It looks at one more before them, which may be any."""
 _LAST_CHARACTERS = 64
@@ -21,10 +22,10 @@ _LAST_CHARACTERS = 64
 
 
 def gsm8k_reference(answer: str) -> str:
-    """The final answer of a GSM8K solution: the text after ``####``, without commas.
+    """The final answer of a GSM8K solution: the text after ``####``, without commas between thousands.
 
     Raises:
-        ValueError: there is no mark, or no number after it.
+        ValueError: there is no mark, no number after it, or another comma between digits.
     """
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark:
@@ -33,7 +34,13 @@ def gsm8k_reference(answer: str) -> str:
         raise ValueError(
             f"has no number after `{ANSWER_MARK}` but {tail.strip()[:40]!r}; write e.g. `{ANSWER_MARK} 72`"
         )
-    return tail.strip().replace(",", "")
+    plain = NUMBER.sub(lambda match: match[0].replace(",", ""), tail.strip())
+    if _COMMA_IN_NUMBER.search(plain):
+        raise ValueError(
+            f"has a comma after `{ANSWER_MARK}` that is not between thousands: {tail.strip()[:40]!r}; write e.g. "
+            f"`{ANSWER_MARK} 1,002` or `{ANSWER_MARK} 10.5`"
+        )
+    return plain
 
 
 def gsm8k_reward(reference: str, response_text: str) -> Score:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from configs.schema.task import ModelReward, PlainText
 from rollout.http_replicas import Replica
 from rollout.records import Prompt, Score
-from rollout.rewards.served import PROBE, Refused, Replicas, score_of
+from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
 from rollout.tokenization import load_tokenizer
 
 LINGER_S = 0.02
@@ -52,8 +52,8 @@ class Item:
     """Tokens of ``text`` where a chat template wrote it; None leaves the tokens to the server."""
 
 
-class RewardModel:
-    """Client of one reward model; made and used inside one event loop, after ``start`` and until ``close``."""
+class RewardModel(ServedReward):
+    """Client of one reward model."""
 
     def __init__(self, config: ModelReward, *, name: str = "reward") -> None:
         """
@@ -63,7 +63,9 @@ class RewardModel:
         Raises:
             ValueError: the tokenizer cannot be loaded or has no chat template.
         """
-        self._config = config
+        suffix = "/classify" if config.protocol == "sglang" else ""
+        super().__init__(config, name=name, kind="reward model", suffix=suffix, fix=_fix_text(config, name))
+        self._config: ModelReward = config
         self._tokenizer = None
         if config.text.type == "chat":
             self._tokenizer = load_tokenizer(config.text.tokenizer)
@@ -71,40 +73,14 @@ class RewardModel:
                 raise ValueError(
                     f"{name}.text.tokenizer={config.text.tokenizer} has no chat template; use text: {{type: plain}}"
                 )
-        suffix = "/classify" if config.protocol == "sglang" else ""
-        self._replicas = Replicas(
-            config, name=name, kind="reward model", suffix=suffix, fix=_fix_text(config, name)
-        )
-        self._places = asyncio.Semaphore(config.max_concurrency)
         self._waiting: list[tuple[Item, asyncio.Future[Score]]] = []
         self._linger: asyncio.TimerHandle | None = None
-        self._requests: set[asyncio.Task[None]] = set()
 
-    @property
-    def retries(self) -> int:
-        """Attempts that failed and were repeated."""
-        return self._replicas.retries
-
-    async def start(self) -> None:
-        """Have every replica score one trial sample, before anything is sampled.
-
-        Raises:
-            RewardModelError: a replica does not.
-        """
-        item = self._make_item(*PROBE, reference=PROBE[1])
-
-        async def probe(replicas: Sequence[Replica]) -> Score:
-            [score] = await self._request([item], replicas)
-            return score
-
-        await self._replicas.start(probe)
+    async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
+        [score] = await self._request([self._make_item(*PROBE, reference=PROBE[1])], replicas)
+        return score
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
-        """The model's score of one response.
-
-        Raises:
-            RewardModelError: the model does not answer, or its answer has the wrong form.
-        """
         item = self._make_item(prompt.text, response_text, reference=prompt.reference)
         content = item.text if item.token_ids is None else item.token_ids
         if self._config.protocol == "sglang" and not content:
@@ -118,18 +94,13 @@ class RewardModel:
         return await future
 
     async def close(self) -> None:
-        """Drop all requests under way; their callers get a CancelledError. Safe to call twice."""
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None
         waiting, self._waiting = self._waiting, []
         for _, future in waiting:
             future.cancel()
-        requests = list(self._requests)
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
-        await self._replicas.close()
+        await super().close()
 
     def _make_item(self, prompt: str, response: str, *, reference: str) -> Item:
         token_ids = None
@@ -147,16 +118,14 @@ class RewardModel:
             self._linger.cancel()
             self._linger = None
         batch, self._waiting = self._waiting, []
-        request = asyncio.get_running_loop().create_task(self._send_batch(batch))
-        self._requests.add(request)
-        request.add_done_callback(self._requests.discard)
+        self._start_request(self._send_batch(batch))
 
     async def _send_batch(self, batch: Sequence[tuple[Item, asyncio.Future[Score]]]) -> None:
         """Give every future of the batch its score, or the error."""
         try:
             async with self._places:
                 scores = await self._score_items([item for item, _ in batch])
-            self._replicas.count_failures(scores)
+            self.count_failures(scores)
         except asyncio.CancelledError:
             for _, future in batch:
                 future.cancel()
@@ -184,7 +153,7 @@ class RewardModel:
             return self._parse_scores(url, content, len(items))
 
         body = self._request_body(items)
-        return await self._replicas.request(body, parse, num_samples=len(items), replicas=replicas)
+        return await self.request(body, parse, num_samples=len(items), replicas=replicas)
 
     def _request_body(self, items: Sequence[Item]) -> dict[str, object]:
         if self._config.protocol == "json":
@@ -208,16 +177,14 @@ class RewardModel:
         if not isinstance(scores, list) or len(scores) != count:
             form = '{"scores": [...]}' if is_json else '[{"embedding": [...]}, ...]'
             received = f"{len(scores)} of them" if isinstance(scores, list) else repr(content[:200])
-            raise self._replicas.wrong_form(
-                url, f"was asked for {count} scores as {form} and sent {received}"
-            )
+            raise self.wrong_form(url, f"was asked for {count} scores as {form} and sent {received}")
         return [_to_score(score if is_json else self._embedded_score(url, score)) for score in scores]
 
     def _embedded_score(self, url: str, reply: object) -> object:
         numbers = reply.get("embedding") if isinstance(reply, dict) else None
         if not isinstance(numbers, list) or len(numbers) > 1:
             received = f"{len(numbers)} numbers" if isinstance(numbers, list) else f"{reply!r:.200}"
-            raise self._replicas.wrong_form(
+            raise self.wrong_form(
                 url,
                 f"sent {received} for a text, not one score; serve a reward model with a single label, with --is-embedding",
             )

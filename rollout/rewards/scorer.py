@@ -25,6 +25,7 @@ from rollout.rewards.judge import Judge, judge_key
 from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward
 from rollout.rewards.model import RewardModel
+from rollout.rewards.served import ServedReward
 from rollout.rewards.trial import try_function
 from rollout.rewards.worker import MATH_VERIFY, START_TIMEOUT_S, Job, WorkerPool
 from tracing import span
@@ -109,7 +110,7 @@ def default_num_workers(cores: int) -> int:
 class _Response:
     text: str
     num_tokens: int
-    """With the end token. ``rollout.max_new_tokens`` where a limit cut it off."""
+    """With the end token."""
     finish_reason: FinishReason
 
 
@@ -138,7 +139,7 @@ class Scorer:
         candidates = [field for field, part in self._parts.items() if part.type != "overlong"]
         self._deciding = min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
         self._rewards: dict[str, _Reward] = {}
-        self._models: list[RewardModel | Judge] = []
+        self._models: list[ServedReward] = []
         self._exits = AsyncExitStack()
         self._num_errors = 0
 
@@ -179,7 +180,13 @@ class Scorer:
                         f"{field}.buffer_tokens={buffer} is more than rollout.max_new_tokens={longest}; lower it"
                     )
                 penalty = partial(overlong_penalty, max_tokens=longest, buffer_tokens=buffer)
-                return _inline_reward(lambda prompt, response: Score(value=penalty(response.num_tokens)))
+
+                def score_length(_: Prompt, response: _Response) -> Score:
+                    # The model's positions may have cut it off earlier: it counts as the longest all the same.
+                    is_cut = response.finish_reason is FinishReason.LENGTH
+                    return Score(value=penalty(longest if is_cut else response.num_tokens))
+
+                return _inline_reward(score_length)
             case "code":
                 programs = ProgramTests(part, num_workers=part.num_workers or self._num_workers, name=field)
                 self._exits.push_async_callback(programs.close)
@@ -211,8 +218,6 @@ class Scorer:
             RewardModelError: a reward model does not answer, or its answer has the wrong form.
             CancelledError: the scorer was closed meanwhile.
         """
-        if finish_reason is FinishReason.LENGTH:
-            num_tokens = self._max_new_tokens  # the model's positions may have cut it off earlier
         response = _Response(text=response_text, num_tokens=num_tokens, finish_reason=finish_reason)
         with span("reward", family="rewards"):
             under_way = [reward(prompt, response) for reward in self._rewards.values()]

@@ -12,14 +12,14 @@
 import asyncio
 import json
 import logging
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 
 from configs.schema.task import JudgeReward, ModelReward
 from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
-from rollout.records import Score
+from rollout.records import Prompt, Score
 from rollout.rewards.function import to_score
 
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class Refused(Exception):
     """The server blames the content of the request."""
 
 
-class Replicas:
+class ServedReward:
     """The servers of one reward; made and used inside one event loop, after ``start`` and until ``close``."""
 
     def __init__(
@@ -66,32 +66,58 @@ class Replicas:
         """
         self._config, self._name, self._kind, self._fix, self._key = config, name, kind, fix, key
         self._replicas = [Replica(f"{url.rstrip('/')}{suffix}" if suffix else url) for url in config.urls]
+        self._places = asyncio.Semaphore(config.max_concurrency)
+        self._under_way: set[asyncio.Task] = set()
         self._failed_in_a_row = 0
         self._session: aiohttp.ClientSession | None = None
         self.retries = 0
         """Attempts that failed and were repeated."""
 
-    async def start(self, probe: Callable[[Sequence[Replica]], Awaitable[Score]]) -> None:
+    async def score(self, prompt: Prompt, response_text: str) -> Score:
+        """The score of one response.
+
+        Raises:
+            RewardModelError: the servers do not answer, or an answer has the wrong form.
+        """
+        raise NotImplementedError
+
+    async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
+        """The score of the trial sample, ``PROBE``, by one of these."""
+        raise NotImplementedError
+
+    async def start(self) -> None:
         """Have every replica score one trial sample, before anything is sampled.
 
         Raises:
-            RewardModelError: a replica does not.
+            RewardModelError: a replica does not, or its answer has no score.
         """
         self._session = open_session(headers={"Authorization": f"Bearer {self._key}"} if self._key else None)
-        scores = await asyncio.gather(*(self._probe(probe, replica) for replica in self._replicas))
+        scores = await asyncio.gather(*map(self._probe, self._replicas))
         for replica, score in zip(self._replicas, scores, strict=True):
             if score.error is not None:
                 raise RewardModelError(
                     f"{self._name}: the {self._kind} at {replica.url} cannot score a trial sample: {score.error}"
                 )
 
-    async def _probe(self, probe: Callable[[Sequence[Replica]], Awaitable[Score]], replica: Replica) -> Score:
+    async def _probe(self, replica: Replica) -> Score:
         try:
-            return await probe([replica])
+            return await self._score_probe([replica])
         except Refused as error:
             raise RewardModelError(f"{self._name}: {error}; {self._fix}") from error
 
+    def _start_request(self, request: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """The request as a task, which ``close`` ends."""
+        task = asyncio.get_running_loop().create_task(request)
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
+        return task
+
     async def close(self) -> None:
+        """Drop all requests under way; their callers get a CancelledError. Safe to call twice."""
+        requests = list(self._under_way)
+        for request in requests:
+            request.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 

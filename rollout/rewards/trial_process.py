@@ -3,7 +3,7 @@
     this process: TrialProcess ── pipe ──> serve(descriptor, ...) of a module, in a fresh interpreter
 
 This process waits with a deadline and reports that it waits. It asks a late process for its current line, then
-kills it.
+kills it. The kernel kills it where this one is killed.
 """
 
 import os
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from rollout.rewards.function import is_library
+from rollout.environments.tandem_worker.failures import is_library
 from rollout.rewards.worker import kill_tree, start_process
 from rollout.servers.watched_process import how_it_ended
 
@@ -39,8 +39,9 @@ class TrialProcess:
         with ExitStack() as exits:
             self._output = exits.enter_context(tempfile.TemporaryFile())
             self._process, self._connection = start_process(
-                self._module, *self._arguments, output=self._output.fileno(), options=[NO_BYTECODE]
-            )
+                self._module, *self._arguments,
+                output=self._output.fileno(), options=[NO_BYTECODE], ends_with_this_thread=True,
+            )  # fmt: skip
             exits.callback(kill_tree, self._process)
             exits.enter_context(self._connection)
             self._exits = exits.pop_all()

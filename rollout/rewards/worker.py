@@ -25,14 +25,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
+from rollout.environments.tandem_worker.failures import describe
 from rollout.records import Score
 from rollout.rewards.function import (
     RewardFunction,
-    describe,
     further_parameters,
     import_reward_function,
     place_of,
@@ -45,9 +45,8 @@ START_TIMEOUT_S = 120.0
 """Time for a worker to start and import the reward while all others may be starting; the config may set more."""
 STOP_TIMEOUT_S = 5.0
 """Time for the kernel to end a killed process."""
-BOOTSTRAP = (
-    "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({descriptor}, *{arguments!r})"
-)
+BOOTSTRAP = "import sys; sys.path[:] = {path!r}; {first}from {module} import serve; serve({descriptor}, *{arguments!r})"
+END_WITH_US = "from rollout.environments.tandem_worker.guard import end_with; end_with({pid}); "
 MATH_VERIFY = "math_verify"
 
 
@@ -121,17 +120,25 @@ def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Re
 
 
 def start_process(
-    module: str, *arguments: str, output: int, options: Sequence[str] = ()
+    module: str,
+    *arguments: str,
+    output: int,
+    options: Sequence[str] = (),
+    ends_with_this_thread: bool = False,
 ) -> tuple[subprocess.Popen, Connection]:
     """A process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of its pipe.
 
     Args:
         output: descriptor for all that the process prints.
         options: of the Python interpreter.
+        ends_with_this_thread: the kernel kills it even where it hangs. Without, the end of the pipe has to do.
     """
     ours, theirs = Pipe()
     path = [entry or os.getcwd() for entry in sys.path]
-    command = BOOTSTRAP.format(path=path, module=module, descriptor=theirs.fileno(), arguments=arguments)
+    first = END_WITH_US.format(pid=os.getpid()) if ends_with_this_thread else ""
+    command = BOOTSTRAP.format(
+        path=path, first=first, module=module, descriptor=theirs.fileno(), arguments=arguments
+    )
     with theirs:
         process = subprocess.Popen(
             [sys.executable, *options, "-c", command],
@@ -171,66 +178,98 @@ class WorkerPool:
             worker.close()
 
 
-class _Worker:
-    """One process and our end of its pipe; ``_lock`` keeps ``close`` and a restart apart."""
+class AnsweringProcess:
+    """A process that answers questions, and our end of its pipe. The first question starts it, and the first after it was
+    lost. Several threads may ask."""
 
-    def __init__(self, reward: str, timeout_s: float, start_timeout_s: float):
-        self._reward = reward
+    def __init__(
+        self, name: str, module: str, *arguments: str, timeout_s: float, start_timeout_s: float
+    ) -> None:
+        """name: for messages. module, arguments: see ``start_process``. timeout_s: of an answer."""
+        self._name, self._module, self._arguments = name, module, arguments
         self._timeout_s, self._start_timeout_s = timeout_s, start_timeout_s
+        self._asking = threading.Lock()
+        """Held by the thread that asks or starts: one question at a time."""
         self._lock = threading.Lock()
-        self._closed = False
+        """Keeps ``close`` and a start apart. Nobody waits for the process while holding it."""
+        self._is_closed = False
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
 
-    def call(self, job: Job) -> Score:
-        if self._process is None or self._process.poll() is not None:
-            self._start_process()
-        try:
-            self._connection.send(job)
-            _, content = self._receive_reply(self._timeout_s)
-        except TimeoutError:
-            self._end_process()
-            content = f"TimeoutError: no answer within {self._timeout_s:g} s; its process was killed"
-            self._raise_if_closed()
-        except (EOFError, OSError):
-            process = self._process
-            self._end_process()
-            content = f"the reward's process (pid {process.pid}) {how_it_ended(process.returncode)}"
-            self._raise_if_closed()
-        return content if isinstance(content, Score) else Score(value=0.0, error=content)
+    @property
+    def pid(self) -> int | None:
+        return None if self._process is None else self._process.pid
 
-    def _start_process(self) -> None:
-        self._end_process()
+    def start(self) -> None:
+        """Raises WorkerStartError."""
+        with self._asking:
+            self._running()
+
+    def close(self) -> None:
+        """End the process, for good. A thread that waits for it sees its end, and cleans up."""
         with self._lock:
-            if self._closed:
+            self._is_closed = True
+            if self._process is not None:
+                kill_tree(self._process)
+        if self._asking.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._asking.release()
+
+    def ask(self, question: object) -> Any:
+        """The answer.
+
+        Raises:
+            WorkerStartError: the process cannot be started.
+            TimeoutError: it did not answer in time, and was killed.
+            EOFError: it ended meanwhile; the message says how.
+            CancelledError: it was closed.
+        """
+        with self._asking:
+            process, connection = self._running()
+            try:
+                self._write(connection, question)
+                return self._answer(connection, self._timeout_s)
+            except (EOFError, OSError) as error:
+                self._end()
+                if self._is_closed:
+                    raise CancelledError from error
+                if isinstance(error, TimeoutError):
+                    raise
+                raise EOFError(f"(pid {process.pid}) {how_it_ended(process.returncode)}") from error
+
+    def _running(self) -> tuple[subprocess.Popen, Connection]:
+        process, connection = self._process, self._connection
+        if process is not None and connection is not None and process.poll() is None:
+            return process, connection
+        self._end()
+        with self._lock:
+            if self._is_closed:
                 raise CancelledError
-            # Prints of reward code go to the error stream: standard output is for the run's own lines.
-            self._process, self._connection = start_process(
-                __name__, self._reward, output=sys.__stderr__.fileno()
+            # What it prints goes to the error stream: standard output is for the run's own lines.
+            process, connection = start_process(
+                self._module, *self._arguments, output=sys.__stderr__.fileno()
             )
+            self._process, self._connection = process, connection
         try:
-            kind, content = self._receive_reply(self._start_timeout_s)
-        except (TimeoutError, EOFError, OSError) as error:
-            self._end_process()
-            self._raise_if_closed()
-            raise WorkerStartError(
-                f"the process of reward {self._reward!r} did not start; its error output says why"
-            ) from error
-        if kind != "ready":
-            self._end_process()
-            raise WorkerStartError(content)
+            self._check_start(self._answer(connection, self._start_timeout_s))
+        except (WorkerStartError, EOFError, OSError) as error:
+            self._end()
+            if self._is_closed:
+                raise CancelledError from error
+            if isinstance(error, WorkerStartError):
+                raise
+            raise WorkerStartError(f"{self._name} did not start; its error output says why") from error
+        return process, connection
 
-    def _receive_reply(self, timeout_s: float) -> Reply:
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError(f"no answer within {timeout_s:g} s")
-        return self._connection.recv()
+    def _answer(self, connection: Connection, timeout_s: float) -> Any:
+        if not connection.poll(timeout_s):
+            raise TimeoutError
+        return self._read(connection)
 
-    def _raise_if_closed(self) -> None:
-        if self._closed:
-            raise CancelledError
-
-    def _end_process(self) -> None:
-        """Kill and reap the process, if there is one; the next call starts another."""
+    def _end(self) -> None:
+        """Kill and reap the process, if there is one; the next question starts another."""
         with self._lock:
             if self._process is not None:
                 kill_tree(self._process)
@@ -238,12 +277,39 @@ class _Worker:
                 self._connection.close()
             self._process = self._connection = None
 
-    def close(self) -> None:
-        """Kill the process. A thread that waits for it sees the end of the pipe, and cleans up itself."""
-        with self._lock:
-            self._closed = True
-            if self._process is not None:
-                kill_tree(self._process)
+    def _write(self, connection: Connection, question: Any) -> None:
+        connection.send(question)
+
+    def _read(self, connection: Connection) -> Any:
+        return connection.recv()
+
+    def _check_start(self, answer: Any) -> None:
+        """Raises WorkerStartError where the first answer says that the process is of no use."""
+
+
+class _Worker(AnsweringProcess):
+    def __init__(self, reward: str, timeout_s: float, start_timeout_s: float) -> None:
+        super().__init__(
+            f"the process of reward {reward!r}",
+            __name__,
+            reward,
+            timeout_s=timeout_s,
+            start_timeout_s=start_timeout_s,
+        )
+
+    def call(self, job: Job) -> Score:
+        try:
+            _, content = self.ask(job)
+        except TimeoutError:
+            content = f"TimeoutError: no answer within {self._timeout_s:g} s; its process was killed"
+        except EOFError as error:
+            content = f"the reward's process {error}"
+        return content if isinstance(content, Score) else Score(value=0.0, error=content)
+
+    def _check_start(self, answer: Reply) -> None:
+        kind, content = answer
+        if kind != "ready":
+            raise WorkerStartError(content)
 
 
 def kill_tree(process: subprocess.Popen) -> None:

@@ -23,7 +23,8 @@ from pydantic import TypeAdapter
 
 from configs.schema.own_function import OwnFunction
 from configs.schema.sampler import FileOrder, SamplerConfig, ShuffledOrder
-from rollout.rewards.function import describe, import_named, place_of
+from rollout.environments.tandem_worker.failures import describe
+from rollout.rewards.function import import_named, place_of
 
 Order = Callable[[int], Sequence[int]]
 """Indices of the prompts of an epoch, in their order."""

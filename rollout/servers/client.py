@@ -1,6 +1,7 @@
 """Asynchronous generation over HTTP from any number of SGLang replicas."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
@@ -88,7 +89,8 @@ class SGLangClient:
     ) -> None:
         if not urls:
             raise ValueError("urls is empty; give the address of at least one SGLang server")
-        self._replicas = [Replica(url.rstrip("/")) for url in urls]
+        # What comes back has old weights: ``_look_at`` says when a replica is no longer lost.
+        self._replicas = [Replica(url.rstrip("/"), lost_for_s=math.inf) for url in urls]
         self._max_concurrency, self._whole_groups, self._experts = max_concurrency, whole_groups, experts
         self._truncation = truncation
         self._places = _Places(max_concurrency)
@@ -250,6 +252,7 @@ class SGLangClient:
                             return await self._request_with_retries(body, count, sent, session)
                 except _AllLost:
                     await self._some_server()
+                    await self._is_open.wait()  # a drain may have begun meanwhile
                 except TimeoutError as error:
                     raise GenerationError(
                         f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} "
@@ -363,7 +366,7 @@ class _InFlight:
 
 
 class _NetworkPatience:
-    """Time that a request gives a cut network: ``seconds`` from its first failed attempt on."""
+    """Time that a request gives a cut network: ``seconds`` from its first attempt on that did not reach a host."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -374,7 +377,8 @@ class _NetworkPatience:
         is_unreached = isinstance(error, (aiohttp.ConnectionTimeoutError, _ServerUnreached))
         if isinstance(error, aiohttp.ClientConnectorError):
             is_unreached = is_unreachable(error.os_error)
-        if self._until is None:
-            # A connection that the kernel gave up has used that time already.
-            self._until = time.monotonic() + (self._seconds if is_unreached else 0.0)
-        return is_unreached and time.monotonic() < self._until
+        if self._until is None and is_unreached:
+            self._until = time.monotonic() + self._seconds
+        elif self._until is None and isinstance(error, aiohttp.ClientOSError) and is_unreachable(error):
+            self._until = time.monotonic()  # a connection that the kernel gave up has used that time already
+        return is_unreached and self._until is not None and time.monotonic() < self._until

@@ -213,11 +213,8 @@ class SGLangControl:
         self._is_open = [NO_UPDATE not in str(refusal) for refusal in refusals]
         return any(self._is_open)
 
-    def begin_update(self) -> None:
-        self._post_all("begin weight update", "/begin_weight_update", {})
-
     def open_update(self) -> Pending:
-        """Start ``pause`` and ``begin_update``. An update that ``take_over`` has found open is continued."""
+        """Start to pause and to begin an update. An update that ``take_over`` has found open is continued."""
         pausing = self._send_all("POST", "/pause_generation", {"mode": "retract"})
         closed = [line for line, is_open in zip(self._lines, self._is_open, strict=True) if not is_open]
         beginning = [line.ask("POST", "/begin_weight_update", {}) for line in closed]
@@ -317,9 +314,6 @@ class SGLangControl:
             # A request to /flush_cache would also collect garbage, which takes 0.4 s on CPU.
             body |= {"weight_version": str(version), "flush_cache": True}
         return self._post(action, RECEIVE_PATH, body)
-
-    def end_update(self) -> None:
-        self._post_all("end weight update", "/end_weight_update", {})
 
     def close_update(self) -> list[int]:
         """End the update and return the served version of each replica.

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import heapq
 import json
+import math
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -317,6 +318,10 @@ def _only_message(value: Any, field: str, path: Path, number: int) -> Any:
 
 def _as_text(value: Any, field: str, path: Path, number: int) -> str:
     if isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(
+                f"{place(path, number)}: field `{field}` is {value}, no finite number; correct or drop the record"
+            )
         value = str(value)
     if not isinstance(value, str):
         kind = "null" if value is None else f"a {type(value).__name__}"

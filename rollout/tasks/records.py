@@ -53,19 +53,24 @@ def read_records(
         ValueError: the file is missing, unreadable or of another kind, or a named line is no JSON object.
     """
     path = Path(path)
-    if not path.is_file():
+    try:
+        if not path.is_file():
+            raise ValueError(
+                f"data file {path} does not exist (the current folder is {Path.cwd()}); correct the path in the config"
+            )
+        with path.open("rb") as file:
+            start = file.read(32)
+    except OSError as error:
         raise ValueError(
-            f"data file {path} does not exist (the current folder is {Path.cwd()}); correct the path in the config"
-        )
-    _refuse_other_kinds(path)
+            f"data file {path} cannot be read ({error.strerror}); let this user read it, or correct the path in the config"
+        ) from error
+    _refuse_other_kinds(path, start)
     if path.suffix in LINE_SUFFIXES:
         return _read_lines(path, progress)
     return _read_parquet(path, progress, roots)
 
 
-def _refuse_other_kinds(path: Path) -> None:
-    with path.open("rb") as file:
-        start = file.read(32)
+def _refuse_other_kinds(path: Path, start: bytes) -> None:
     for begins, (kind, fix) in _FOREIGN.items():
         if start.startswith(begins):
             raise ValueError(f"data file {path} is {kind}; {fix}")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rollout.byte_level import alphabet, bytes_of_ids, decoder_of
+from rollout.byte_level import bytes_of_ids, decoder_of
 from rollout.environments.context import Texts
 from rollout.records import TOKEN_IDS
 from tests.support.chat_tokenizer import chat_tokenizer
@@ -76,13 +76,6 @@ def test_broken_utf8_becomes_what_it_does_in_tokenizers(data):
     ids = [id_of[bytes([byte])] for byte in data]
     assert b"".join(bytes_of_ids(PLAIN)[i] for i in ids) == data
     assert decoder_of(PLAIN)(array(ids)) == PLAIN.decode(ids, skip_special_tokens=False)
-
-
-def test_alphabet_is_that_of_tokenizers():
-    assert sorted(alphabet()) == sorted(pre_tokenizers.ByteLevel.alphabet())
-    assert len(set(alphabet())) == 256
-    # "Ġ" and "Ċ" by hand, as in every vocabulary of the kind.
-    assert (alphabet()[ord(" ")], alphabet()[ord("\n")], alphabet()[ord("a")]) == ("Ġ", "Ċ", "a")
 
 
 def test_ids_beyond_the_tokenizers_are_left_to_it():

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -198,6 +199,46 @@ def test_a_server_that_asks_for_time_gets_it(monkeypatch):
     monkeypatch.setattr(http_replicas.asyncio, "sleep", wait)
     run(Server(["429 after 7", "429 after 9999", "429 after soon"]), "a")
     assert [seconds for seconds in waits if seconds >= 0.001] == [7.0, served.LONGEST_WAIT_S, 0.004]
+
+
+def test_the_wait_stays_the_longest_however_often_a_request_fails(monkeypatch):
+    """Failures of a cut network are not counted, and 2**1024 is no float."""
+    waits, failed = [], []
+
+    async def wait(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def attempt(url: str) -> str:
+        if len(failed) < 1100:
+            raise http_replicas.AttemptFailed
+        return url
+
+    monkeypatch.setattr(http_replicas.asyncio, "sleep", wait)
+    ask = http_replicas.request_with_retries(
+        [http_replicas.Replica("a")],
+        attempt,
+        lambda error, _: failed.append(error),
+        num_samples=1,
+        backoff_s=(0.1, 2.0),
+    )
+    assert asyncio.run(ask) == "a"
+    assert waits == [0.1, 0.2, 0.4, 0.8, 1.6] + [2.0] * 1095
+
+
+def test_a_server_that_was_lost_is_asked_again_after_a_while(monkeypatch):
+    now = 1000.0
+    monkeypatch.setattr(http_replicas, "time", SimpleNamespace(monotonic=lambda: now))
+
+    async def go():
+        nonlocal now
+        async with asyncio.timeout(DEADLINE_S), Server(["drop"]) as lost, Server() as other:
+            async with Scorer(config_of(lost.url, other.url), max_new_tokens=9) as scorer:
+                for passed_s, asked in ((0.0, 1), (0.9, 1), (0.1, 2), (0.0, 3)):
+                    now += passed_s * http_replicas.LOST_FOR_S
+                    assert (await score(scorer)).value == 0.8 and len(lost.bodies) == asked
+                assert scorer.retries == 1 and len(other.bodies) == 2
+
+    asyncio.run(go())
 
 
 def test_a_judge_that_stays_away_ends_the_run():

@@ -5,6 +5,7 @@ import ast
 import asyncio
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -31,11 +32,7 @@ from rollout.rewards import (
     WorkerStartError,
     check_reward,
     countdown_reward,
-    gsm8k_reward,
-    import_reward_function,
-    math_verify_reward,
     may_read_rows,
-    overlong_penalty,
 )
 from rollout.rewards.arithmetic import (
     MAX_CHARACTERS,
@@ -45,7 +42,16 @@ from rollout.rewards.arithmetic import (
     format_problem,
     parse_problem,
 )
-from rollout.rewards.math_answers import NUMBER, _first_number, _last_number, _to_decimal
+from rollout.rewards.function import import_reward_function
+from rollout.rewards.length import overlong_penalty
+from rollout.rewards.math_answers import (
+    NUMBER,
+    _first_number,
+    _last_number,
+    _to_decimal,
+    gsm8k_reward,
+    math_verify_reward,
+)
 from rollout.rewards.scorer import default_num_workers
 from rollout.tasks import Problem
 
@@ -572,6 +578,16 @@ def test_a_function_that_names_row_is_given_the_record(user_module):
     check_reward(function_config(user_module, "of_everything"))
     (told,) = scores_of(function_config(user_module, "of_everything"), "3", prompt=prompt)
     assert (told.value, told.parts) == (1.0, {"is_cut": 0.0, "has_row": 1.0})
+    cut = score_once(
+        function_config(user_module, "of_everything"),
+        "3",
+        prompt=prompt,
+        num_tokens=7,
+        finish=FinishReason.LENGTH,
+    )
+    assert (cut.value, cut.parts) == (7.0, {"is_cut": 1.0, "has_row": 1.0}), (
+        "its length, of at most 100 tokens"
+    )
     with pytest.raises(ValueError, match="'metadata'"):
         check_reward(function_config(user_module, "unknown_fourth"))
 
@@ -776,6 +792,26 @@ def test_a_module_that_never_comes_back_is_refused(trial, content, message):
     with pytest.raises(ValueError, match=message):
         tried("f", module="broken", import_timeout_s=2.5 if "sleep" in content else 60.0)
     assert children() == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_module_that_hangs_ends_with_a_check_that_is_killed(trial, number):
+    (trial / "hangs.py").write_text(
+        "import os, time\nos.write(os.open('pid', os.O_WRONLY | os.O_CREAT), b'%d.' % os.getpid())\ntime.sleep(60)"
+    )
+    script = (
+        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        "from configs.schema.task import FunctionReward; from rollout.rewards.trial import try_function\n"
+        "try_function(FunctionReward(function='hangs:f', import_timeout_s=300), None, print)"
+    )
+    owner = subprocess.Popen([sys.executable, "-c", script])
+    pid, deadline = trial / "pid", time.monotonic() + 60
+    while not (pid.exists() and pid.read_text().endswith(".")):
+        assert owner.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    owner.send_signal(number)
+    owner.wait()
+    assert ends(int(pid.read_text().rstrip(".")))
 
 
 def test_a_slow_import_is_told_meanwhile(trial, monkeypatch):

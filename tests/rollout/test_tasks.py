@@ -1,6 +1,7 @@
 """Countdown against brute force, and the user's files, whole and broken."""
 
 import json
+import math
 import random
 import re
 from collections import Counter
@@ -256,11 +257,18 @@ GOOD = {"question": "1+1", "answer": "One and one.\n#### 1,002"}
 
 
 def test_gsm8k(tmp_path, tokenizer):
-    path = write_lines(tmp_path / "train.jsonl", GOOD, "", {"question": "2", "answer": "#### -3"})
+    path = write_lines(
+        tmp_path / "train.jsonl",
+        GOOD,
+        "",
+        {"question": "2", "answer": "#### -3"},
+        {"question": "3", "answer": "#### $-1,234,567.50 or so, 2"},
+    )
     task = load_task(gsm8k(path), tokenizer=tokenizer)
     assert [(p.text, p.reference, p.task) for p in task.train] == [
         ("1+1", "1002", "gsm8k"),
         ("2", "-3", "gsm8k"),
+        ("3", "$-1234567.50 or so, 2", "gsm8k"),
     ]
     assert len(task.heldout) == 0
     assert task.train[0].token_ids == tokenizer.encode("1+1")
@@ -380,9 +388,17 @@ def test_chat_template_is_asked_for_at_load_time(tmp_path, tokenizer):
         ),
         ({"question": "1", "answer": None}, r"line 3: field `answer` is null"),
         ({"question": ["1"], "answer": "#### 1"}, r"line 3: field `question` is a list"),
+        ({"question": math.nan, "answer": "#### 1"}, r"line 3: field `question` is nan, no finite number"),
+        ({"question": "1", "answer": -math.inf}, r"line 3: field `answer` is -inf, no finite number"),
         ({"question": " ", "answer": "#### 1"}, r"line 3: field `question` is empty"),
         ({"question": "1", "answer": "eleven"}, r"line 3: field `answer` has no `####`"),
         ({"question": "1", "answer": "#### eleven"}, r"line 3: field `answer` has no number after"),
+        (
+            {"question": "1", "answer": "#### 10,5"},
+            r"line 3: field `answer` has a comma .*'10,5'; write e\.g\.",
+        ),
+        ({"question": "1", "answer": "#### 1,0000"}, r"line 3: field `answer` has a comma"),
+        ({"question": "1", "answer": "#### 12,34,567"}, r"line 3: field `answer` has a comma"),
     ],
 )
 def test_broken_lines_are_named(tmp_path, tokenizer, bad, message):
@@ -412,6 +428,11 @@ def test_missing_empty_unknown_and_broken_files(tmp_path, tokenizer):
             gsm8k(write_lines(tmp_path / "a.jsonl", GOOD), heldout_path=tmp_path / "gone.jsonl"),
             tokenizer=tokenizer,
         )
+    (tmp_path / "locked.jsonl").symlink_to("/proc/self/mem")  # nobody can read its beginning, root neither
+    with pytest.raises(
+        ValueError, match=r"locked\.jsonl cannot be read \(Input/output error\); let this user"
+    ):
+        load_task(gsm8k(tmp_path / "locked.jsonl"), tokenizer=tokenizer)
     with pytest.raises(ValueError, match="holds no records"):
         load_task(gsm8k(write_lines(tmp_path / "b.jsonl")), tokenizer=tokenizer)
     with pytest.raises(ValueError, match=r"must end in \.jsonl"):

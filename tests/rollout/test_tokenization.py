@@ -112,9 +112,12 @@ def test_missing_folder_missing_and_broken_tokenizer(folder, tmp_path):
     with pytest.raises(ValueError, match="holds no tokenizer"):
         load_tokenizer(tmp_path)
     shutil.copy(folder / "tokenizer_config.json", tmp_path)
-    (tmp_path / "tokenizer.json").write_text("{ broken")
-    with pytest.raises(ValueError, match="cannot be loaded"):
-        load_tokenizer(tmp_path)
+    known = json.loads((folder / "tokenizer.json").read_text())
+    unknown = json.dumps(known | {"model": {"type": "NoSuchModel", "vocab": {}}})
+    for content in ("{ broken", "[]", unknown):
+        (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(ValueError, match="cannot be loaded"):
+            load_tokenizer(tmp_path)
 
 
 def test_end_tokens_come_from_everywhere(folder, tokenizer, tmp_path):

@@ -115,6 +115,14 @@ class Faulty:
         return [{"role": "user", "content": "7", "extra": object()}], 0.0, False
 
 
+class LateTools(Faulty):
+    """Chooses its tools in ``reset``."""
+
+    def reset(self, problem):
+        self.tools = [look]
+        return super().reset(problem)
+
+
 def is_faulty(text):
     return bool(text) and int(text.split()[0]) % 3 == 0
 

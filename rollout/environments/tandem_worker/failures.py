@@ -1,7 +1,8 @@
-"""Errors in one line, as of ``rollout/rewards/function.py``."""
+"""Errors in one line, here and in Tandem's own processes."""
 
 from __future__ import annotations
 
+import functools
 import inspect
 import os
 import sysconfig
@@ -45,7 +46,9 @@ def describe(error):
     return f"{error_text(error)} ({os.path.basename(code.co_filename)}:{number} in {code.co_name})"
 
 
+@functools.lru_cache(maxsize=1024)
 def is_library(file):
+    """Whether a file belongs to Python or an installed package, and so is not the user's own."""
     names = ("stdlib", "platstdlib", "purelib", "platlib")
     folders = tuple(os.path.realpath(sysconfig.get_path(name)) + os.sep for name in names)
     return file.startswith("<") or os.path.realpath(file).startswith(folders)

@@ -45,9 +45,7 @@ def under_guard():
         return stand_guard(child)
     os.setsid()  # `os.killpg(0, SIGKILL)` in the user's code must not reach the guard
     set_of_process(PR_SET_CHILD_SUBREAPER, 1)
-    set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != guard:  # it ended before the line above
-        os._exit(0)
+    end_with(guard)
     return None
 
 
@@ -96,6 +94,13 @@ def stand_guard(server):
             os.read(wake, 4096)
     end_descendants()
     return code
+
+
+def end_with(parent):
+    """Have the kernel kill this process once the thread that started it, of the process ``parent``, has ended."""
+    set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os._exit(0)
 
 
 def set_of_process(option, value):

@@ -137,7 +137,8 @@ def test_a_template_that_dies_fails_one_episode_and_no_agent_under_way(tmp_path)
         async with agent_starter(config) as starter, asyncio.timeout(DEADLINE_S):
             assert isinstance(starter, AgentTemplate)
             async with running(starter, {}) as first:
-                os.kill(starter.pid, signal.SIGKILL)
+                assert starter._process is not None
+                os.kill(starter._process.pid, signal.SIGKILL)
                 with pytest.raises(EpisodeFailed, match="the agent cannot be started: its template ended"):
                     await played(starter)
                 async with running(starter, {}) as second:

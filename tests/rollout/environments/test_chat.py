@@ -197,6 +197,14 @@ def test_tools_without_a_parser_are_refused():
         ChatEnvironment(environment="m:C", interface="tools")
 
 
+def test_tools_that_reset_chooses_without_a_parser_fail_their_episode():
+    """Their calls would be plain text, and never be made."""
+    for one in play("LateTools", interface="chat"):
+        assert (one.reward, one.status) == (None, Status.FAILED)
+        assert "tools (look), but environment.tool_call_parser is null" in str(one.error)
+        assert "name the parser" in str(one.error)
+
+
 def test_a_template_that_cannot_be_used_is_found_before_the_first_episode():
     def renderer_of(tools):
         raise ValueError("this template cannot be used")

@@ -466,6 +466,11 @@ def returns(value):
         (returns(Outcome(reward=1.0, parts={"a": math.inf})), Status.REWARD_FAILED, "part 'a' is inf"),
         (returns(Outcome(reward="high")), Status.FAILED, "must be a number"),
         (returns(Outcome(reward=None)), Status.OK, "gave no reward"),
+        (
+            returns(Outcome(reward=0.5, error="odd")),
+            Status.FAILED,
+            "the reward 0.5 and the error 'odd'.*the reward None",
+        ),
     ],
 )
 def test_what_goes_wrong_in_an_episode_is_no_score(run, status, message):

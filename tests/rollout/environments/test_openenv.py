@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from configs.schema.environment import OpenEnvironment
-from rollout.environments.chat import ChatEpisodes, PlainRenderer
+from rollout.environments.chat import ChatEpisodes, PlainRenderer, problem_fields
 from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.openenv import OpenEnvServers, check_openenv, with_answer
@@ -277,6 +277,24 @@ def test_episodes_go_to_the_server_with_the_fewest_and_past_one_that_is_gone():
     made = samples_of(one, other, seeds=range(8), urls=[gone])
     assert [sample.status for sample in made] == 8 * [Status.OK]
     assert (one.sessions, other.sessions) == (4, 4)
+
+
+def test_a_server_that_was_lost_is_asked_before_an_episode_waits_for_room():
+    async def go() -> None:
+        async with asyncio.timeout(DEADLINE_S), serving(Server(places=1)) as full, serving(Server()) as back:
+            config = OpenEnvironment(
+                type="openenv", urls=(full.url, back.url), observation="text", reset_timeout_s=5.0
+            )
+            problem = problem_fields(PROMPT, None)
+            async with OpenEnvServers(config) as source:
+                source._servers[1].is_lost = True
+                async with source.episode() as one, source.episode() as other:
+                    await one.reset(problem)
+                    await other.reset(problem)
+                    assert (full.now, back.now) == (1, 1)
+                assert not source._servers[1].is_lost
+
+    asyncio.run(go())
 
 
 def test_no_connection_at_all_ends_the_run():

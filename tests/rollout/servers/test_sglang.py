@@ -234,7 +234,7 @@ def test_an_oversized_request_is_refused_with_the_servers_words(fleet):
 @pytest.mark.engines
 def test_a_control_request_that_fails_carries_the_servers_words(control):
     with pytest.raises(ControlError, match="no weight-update session is open"):
-        control.end_update()
+        control.close_update()
     with pytest.raises(ValueError, match="join_group first"):
         control.receive_bucket(names=["x"], dtype="float32", shapes=[[1]], version=1)
     with pytest.raises(ValueError, match="world_size=5"):

@@ -3,10 +3,13 @@
 import asyncio
 import base64
 import copy
+import errno
+import os
 import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
+import aiohttp
 import numpy as np
 import pytest
 from aiohttp import web
@@ -15,6 +18,7 @@ from hypothesis import strategies as st
 
 from parallel.planning.architecture import Experts
 from rollout.client import GenerationError, Session
+from rollout.http_replicas import AttemptFailed
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
 from rollout.servers.answers import Sent, parse_completion
@@ -252,6 +256,41 @@ def test_a_router_that_does_not_reach_its_servers_is_asked_again_until_the_netwo
     assert asyncio.run(scenario([unreached, unreached, answer([5])], 20.0)) == ([5], 2)
     with pytest.raises(GenerationError, match="nobody there"):
         asyncio.run(scenario([unreached], 0.2))
+
+
+def cut(error: type[aiohttp.ClientOSError], number: int) -> aiohttp.ClientOSError:
+    if error is aiohttp.ClientOSError:
+        return error(number, os.strerror(number))
+    return error(SimpleNamespace(host="a", port=1, ssl=True), OSError(number, os.strerror(number)))
+
+
+UNREACHED = cut(aiohttp.ClientConnectorError, errno.EHOSTUNREACH)
+
+
+@pytest.mark.parametrize(
+    ("errors", "covered"),
+    [
+        ([AttemptFailed("HTTP 503"), UNREACHED, UNREACHED], [False, True, True]),
+        ([cut(aiohttp.ClientOSError, errno.ECONNRESET), UNREACHED], [False, True]),
+        ([cut(aiohttp.ClientConnectorError, errno.ECONNREFUSED), UNREACHED], [False, True]),
+        ([cut(aiohttp.ClientOSError, errno.ETIMEDOUT), UNREACHED], [False, False]),
+        ([cut(aiohttp.ClientConnectorError, errno.ETIMEDOUT), UNREACHED], [True, True]),
+    ],
+)
+def test_the_time_for_a_cut_network_begins_with_the_first_attempt_that_reached_no_host(
+    monkeypatch, errors, covered
+):
+    """A connection that the kernel gave up has waited for the network already."""
+    now = 1000.0
+    monkeypatch.setattr(client_module, "time", SimpleNamespace(monotonic=lambda: now))
+    patience = client_module._NetworkPatience(60.0)
+    found = []
+    for error in errors:
+        found.append(patience.covers(error))
+        now += 29.0
+    assert found == covered
+    now += 60.0
+    assert not patience.covers(UNREACHED)
 
 
 class RefusesSeed12(LocalServer):
@@ -708,6 +747,39 @@ def test_requests_wait_for_a_server_that_is_started_again_until_it_has_the_weigh
             server.version = "-1"
             await client.see_version(5)
             await ask(client)  # it is not lost
+
+    asyncio.run(scenario())
+
+
+def test_a_request_that_waited_for_a_server_is_held_back_by_a_drain(monkeypatch):
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.005)
+
+    async def scenario():
+        hold = asyncio.Event()
+        async with (
+            LocalServer(lambda n: None if n == 0 else answer(), hold=hold) as server,
+            make_client(server, restart_s=30.0, max_retries=0) as client,
+        ):
+            server.version = "-1"
+            waiting = asyncio.create_task(ask(client))
+            hold.set()
+            await until(lambda: server.looks > 0)
+            hold.clear()
+            await client.drain(20)  # nothing is at the servers: at once
+            server.version = "4"
+            await until(lambda: not client._are_all_lost())
+            await client._some_server()  # the request has noticed it too
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert len(server.bodies) == 1
+            client.reopen()
+            await until(lambda: server.running == 1)
+            draining = asyncio.create_task(client.drain(20))
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert not draining.done()
+            hold.set()
+            await asyncio.gather(waiting, draining)
 
     asyncio.run(scenario())
 
