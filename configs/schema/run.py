@@ -11,7 +11,6 @@ from configs.schema.base import (
     Count,
     GivenPath,
     LearningRate,
-    NonNegativeFloat,
     PositiveInt,
     Schema,
     Steps,
@@ -242,8 +241,6 @@ class SftOptimizerConfig(OptimizerConfig):
 
     lr: LearningRate = 2e-3
     """Learning rate, after the warm-up."""
-    min_lr: NonNegativeFloat = 2e-4
-    """Learning rate at the end of a schedule that decays."""
     schedule: Literal["constant", "cosine", "linear"] = "cosine"
     """Decay from ``lr`` to ``min_lr`` over the warm start: none, along a cosine, or along a line."""
     betas: tuple[float, float] = (0.9, 0.98)

@@ -66,7 +66,7 @@ def test_a_partly_given_block_keeps_the_defaults_of_the_rest(folder):
     sft = write("sft.yaml", "kind: sft\nmodel: {path: m}\noutput: out\ndata: {type: countdown}\n")
     given = load_config(sft, ["optimizer={weight_decay: 0.1}"]).optimizer
     assert given == load_config(sft).optimizer.model_copy(update={"weight_decay": 0.1})
-    assert (given.lr, given.min_lr, given.schedule, given.betas) == (2e-3, 2e-4, "cosine", (0.9, 0.98))
+    assert (given.lr, given.min_lr, given.schedule, given.betas) == (2e-3, 0.0, "cosine", (0.9, 0.98))
 
 
 # ---- merging
