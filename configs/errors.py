@@ -75,6 +75,11 @@ def did_you_mean(wrong: str, known: Sequence[str], label: str, otherwise: str | 
     return f"did you mean `{close[0]}`?{f' {listed}' if len(known) <= _FEW else ''}" if close else listed
 
 
+def is_close(wrong: str, known: Sequence[str]) -> bool:
+    """Whether a known name is spelt nearly like the wrong one."""
+    return bool(difflib.get_close_matches(wrong, known, n=1, cutoff=0.6))
+
+
 def dotted(path: Sequence[Hashable]) -> str:
     return ".".join(map(str, path))
 

@@ -53,6 +53,13 @@ class Replica:
     def is_lost(self, is_lost: bool) -> None:
         self._lost_since = time.monotonic() if is_lost else -math.inf
 
+    def is_on_trial(self) -> bool:
+        """Whether it was lost, and may be back. It then counts as lost again, so that one request alone tries it."""
+        if self.is_lost or self._lost_since == -math.inf:
+            return False
+        self.is_lost = True
+        return True
+
 
 def open_session(
     *, peer_timeout_s: float = PEER_TIMEOUT_S, headers: Mapping[str, str] | None = None, **connector: Any
@@ -88,7 +95,8 @@ async def request_with_retries(
     """The result of the first ``attempt(url)`` that succeeds.
 
     An attempt that raises AttemptFailed or an error of aiohttp is repeated on a replica that has not failed
-    this request. After all have failed, it waits, and all may be asked again.
+    this request. After all have failed, it waits, and all may be asked again. An attempt at a replica that was lost is
+    no failure of the request.
 
     Args:
         session: see ``Session``.
@@ -100,15 +108,21 @@ async def request_with_retries(
     wait_s = 0.0
     while True:
         replica = choose([r for r in replicas if r not in failed], session)
+        is_trial = replica.is_on_trial()
         replica.in_flight += num_samples
         try:
-            return await attempt(replica.url)
+            result = await attempt(replica.url)
         except (aiohttp.ClientError, AttemptFailed) as error:
             if isinstance(error, (aiohttp.ClientConnectionError, ReplicaLost)):
                 replica.is_lost = True
-            failures.append(f"{replica.url}: {str(error) or type(error).__name__}")
-            on_failure(error, failures)
+            if not is_trial:
+                failures.append(f"{replica.url}: {str(error) or type(error).__name__}")
+                on_failure(error, failures)
             wait_s = max(wait_s, getattr(error, "wait_s", 0.0))
+        else:
+            if is_trial:
+                replica.is_lost = False
+            return result
         finally:
             replica.in_flight -= num_samples
         failed.append(replica)

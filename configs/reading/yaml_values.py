@@ -134,13 +134,14 @@ def dump(data: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as YAML would write it, on one line and not too long."""
+    """A value as YAML would write it, on one line and not too long, without a user and a password of an address."""
     plain = value.model_dump(mode="json") if isinstance(value, Schema) else value
     plain = str(plain) if isinstance(plain, Path) else list(plain) if isinstance(plain, tuple) else plain
     text = yaml.dump(
         plain, Dumper=_Shown, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True
     )
-    return shorten(text.removesuffix("\n").removesuffix("\n...").strip())
+    text = text.removesuffix("\n").removesuffix("\n...").strip()
+    return shorten(re.sub(r"//[^/@\s]*@", "//…@", text))
 
 
 # -------------------------------------------------------------------------------------------------------------------

@@ -72,9 +72,9 @@ def address_of(url: str) -> SplitResult | None:
 KEY_IN_A_VARIABLE = "leave them out, and name a variable in api_key_variable"
 
 
-def served_at(example: str, *more_schemes: str, secret: str = "leave them out") -> AfterValidator:
+def served_at(example: str, *more_schemes: str) -> AfterValidator:
     """Addresses of servers, like ``example``, of http, https or ``more_schemes``. A user or a password in one would stay
-    readable in the run folder and in MLflow; ``secret`` is the fix."""
+    readable in the run folder and in MLflow."""
 
     def check(urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
@@ -86,11 +86,23 @@ def served_at(example: str, *more_schemes: str, secret: str = "leave them out") 
             ):
                 raise ValueError(f"{url!r} is not an address of a server; write it like {example}")
             if address.username or address.password:
-                raise ValueError(f"an address of {address.hostname} holds a user or a password; {secret}")
+                raise ValueError(
+                    f"an address of {address.hostname} holds a user or a password; {KEY_IN_A_VARIABLE}"
+                )
         return urls
 
     return AfterValidator(check)
 
+
+def _is_variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(
+            "api_key_variable is no name of an environment variable; name the variable that holds the key, and not the key"
+        )
+    return name
+
+
+KeyVariable = Annotated[str, AfterValidator(_is_variable)]
 
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]

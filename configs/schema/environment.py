@@ -5,10 +5,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from configs.schema.base import (
-    KEY_IN_A_VARIABLE,
     Count,
     FiniteFloat,
     GivenPath,
+    KeyVariable,
     Schema,
     Seconds,
     Tokens,
@@ -153,7 +153,7 @@ class OpenEnvironment(MessageEnvironment):
     urls: Annotated[
         tuple[str, ...],
         Field(min_length=1),
-        served_at("http://node:8000", "ws", "wss", secret=KEY_IN_A_VARIABLE),
+        served_at("http://node:8000", "ws", "wss"),
     ]
     """Its servers, such as http://node:8000. An episode goes to the one with the fewest. Their max_concurrent_envs
     together must be at least max_concurrency; an episode without room waits, up to reset_timeout_s."""
@@ -167,7 +167,7 @@ class OpenEnvironment(MessageEnvironment):
     reset: dict[str, str] = Field(default_factory=dict)
     """Arguments of the environment's reset, and what they get: a field of the data's row, or ``text``, ``reference``,
     ``prompt_id``. ``seed`` is given without being named: a number of the problem, the same for all of its samples."""
-    api_key_variable: str | None = None
+    api_key_variable: KeyVariable | None = None
     """The environment variable that holds the servers' key, which is sent as a bearer token. None: no key."""
     start_timeout_s: Seconds = 60.0
     """Time for a server to answer before the first step."""

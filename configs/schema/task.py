@@ -8,11 +8,11 @@ from pydantic import Field, StringConstraints, field_validator, model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
-    KEY_IN_A_VARIABLE,
     Count,
     FiniteFloat,
     Fraction,
     GivenPath,
+    KeyVariable,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveInt,
@@ -29,7 +29,6 @@ MAX_NUMBERS = 5
 """Most numbers of a Countdown problem; more have too many expressions to enumerate."""
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 SetName = Annotated[str, StringConstraints(pattern=rf"^{PART_NAME.pattern}$")]
-VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 class CountdownTask(Schema):
@@ -232,6 +231,8 @@ class ModelReward(Schema):
     """Deadline of one attempt at a request."""
     max_retries: NonNegativeInt = 3
     """Most further attempts at a request that got no answer, HTTP 429 or 5xx. After the last the run stops."""
+    api_key_variable: KeyVariable | None = None
+    """Name of the environment variable that holds the key of the servers, which is sent as a bearer token."""
 
 
 class JudgeReward(Schema):
@@ -241,9 +242,7 @@ class JudgeReward(Schema):
     type: Literal["judge"]
     weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
-    urls: Annotated[
-        tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:8000/v1", secret=KEY_IN_A_VARIABLE)
-    ]
+    urls: Annotated[tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:8000/v1")]
     """Base addresses of replicas of the same model, like ``http://host:8000/v1``. Each request goes to
     ``/chat/completions`` of the least loaded."""
     model: str
@@ -258,7 +257,7 @@ class JudgeReward(Schema):
     without one is a failed sample."""
     score_range: tuple[FiniteFloat, FiniteFloat]
     """Lowest and highest score. A score outside is a failed sample."""
-    api_key_variable: str | None = None
+    api_key_variable: KeyVariable | None = None
     """Name of the environment variable that holds the key of the server. The key itself belongs into no config."""
     max_tokens: Tokens | None = 1024
     """Most tokens of the judge's answer. null: the field is not sent."""
@@ -317,15 +316,6 @@ class JudgeReward(Schema):
         if taken:
             raise ValueError(f"extra_body has {', '.join(taken)}, which Tandem sets itself; leave it out")
         return fields
-
-    @field_validator("api_key_variable")
-    @classmethod
-    def _is_a_name(cls, name: str | None) -> str | None:
-        if name is not None and not VARIABLE_NAME.fullmatch(name):
-            raise ValueError(
-                "api_key_variable is no name of an environment variable; name the variable that holds the key, and not the key"
-            )
-        return name
 
 
 class CodeReward(Schema):

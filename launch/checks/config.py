@@ -37,7 +37,7 @@ from parallel.planning.layout import (
     validate_rollout_layout,
 )
 from parallel.planning.planner import static_share
-from rollout.sampling.prompt_room import prompt_room
+from rollout.sampling.prompt_room import prompt_room, sequence_limits
 from rollout.servers.command import (
     check_flags_exist,
     check_has_kernels,
@@ -105,7 +105,7 @@ def load_checked(
     def check(config: RunConfig | SftConfig) -> Iterator[Finding]:
         if instead_of_nodes is not None and config.launch.nodes is not None:
             yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
-        model_errors = [*size_errors, *_check_models(config)]
+        model_errors = [*size_errors, *_check_models(config, trains="learn" in runs or "sft-rank" in runs)]
         yield from model_errors
         yield from input_findings(config, notes)
         notes.extend(_gap_notes(config))
@@ -215,7 +215,7 @@ def _has_model_config(config: RunConfig | SftConfig) -> bool:
     return (config.model.path / "config.json").is_file()
 
 
-def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
+def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Finding]:
     if not _has_model_config(config):
         return
     try:
@@ -226,7 +226,8 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
         return
     layout_errors = layout_problems(architecture, config.layout)
     yield from (("layout", error) for error in layout_errors)
-    yield from finding_of("model.dtype", check_trainable, architecture, config.model.dtype)
+    if trains:
+        yield from finding_of("model.dtype", check_trainable, architecture, config.model.dtype)
     if isinstance(config, RunConfig):
         rollout, positions = config.rollout, architecture.max_positions
         yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
@@ -242,7 +243,8 @@ def _check_models(config: RunConfig | SftConfig) -> Iterator[Finding]:
             yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
         room = partial(prompt_room, config, "training", max_positions=positions)
         yield from finding_of("rollout.max_new_tokens", room)
-        yield from _check_critic(config, architecture, reported=layout_errors)
+        if trains:
+            yield from _check_critic(config, architecture, reported=layout_errors)
 
 
 def _check_critic(config: RunConfig, policy: Architecture, reported: Sequence[str]) -> Iterator[Finding]:
@@ -259,9 +261,8 @@ def _check_critic(config: RunConfig, policy: Architecture, reported: Sequence[st
     yield from (("layout", f"of critic.model: {error}") for error in layout_errors if error not in reported)
     yield from finding_of("critic.model.dtype", check_trainable, critic, model.dtype)
     yield from finding_of("critic.model.path", check_critic_vocabulary, critic, policy)
-    yield from finding_of(
-        "critic.model.path", check_critic_positions, critic, policy, config.learner.token_budget
-    )
+    longest = min(sequence_limits(config, "training", max_positions=policy.max_positions).values())
+    yield from finding_of("critic.model.path", check_critic_positions, critic, longest)
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -405,17 +406,27 @@ def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str,
 def _check_moved_model(old: Path, new: Path, resume: Path) -> Iterator[str]:
     """The checkpoint has weights of its own. What is read from the model's folder, such as those of ``ref``, must be
     what the run began with."""
-    if old == new or not new.is_dir():
+    weights = _weights_of(new)
+    if old == new or weights is None:  # what is missing there is told with the other files
         return
-    if not old.is_dir():
+    before = _weights_of(old)
+    if before is None:
         _print_comment(
-            f"{old}, the model of {resume}, is not here: that {new} is the same one cannot be seen"
+            f"the weights of {old}, the model of {resume}, are not here: that those in {new} are the same cannot be seen"
         )
-    elif fingerprint(old) != fingerprint(new):
+    elif before != weights:
         yield (
             f"resume: `model.path` of {resume} is {old}, and the weights in {new} are others; give the same model, or start "
             "a new run"
         )
+
+
+def _weights_of(folder: Path) -> str | None:
+    """The fingerprint of a model's weights; None where there are none that can be read."""
+    try:
+        return fingerprint(folder) if any(folder.glob("*.safetensors")) else None
+    except OSError:
+        return None
 
 
 def _changed_adapters(before: RunConfig, config: RunConfig) -> str:

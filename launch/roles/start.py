@@ -48,9 +48,18 @@ def existing_run(run: Path) -> RunFolder:
     return RunFolder(run.resolve())
 
 
-def new_run(config: RunConfig | SftConfig, name: str) -> RunFolder:
-    """A new folder, which this process runs until it ends. Raises ConfigError or BadInput."""
-    return _claimed(run_folder.create(config.launch.runs_dir, name, resolved_yaml(config)))
+def new_run(config: RunConfig | SftConfig, name: str, *, needs_lock: bool = False) -> RunFolder:
+    """A new folder, which this process runs until it ends. Raises ConfigError or BadInput.
+
+    needs_lock: whether a second process might go on with it, so that a file system without locks is refused."""
+    folder = run_folder.create(config.launch.runs_dir, name, resolved_yaml(config))
+    try:
+        return _claimed(folder)
+    except BadInput as error:
+        if needs_lock:
+            raise
+        print(f"{error}; this process goes on without a lock", flush=True)
+        return folder
 
 
 def _claimed(folder: RunFolder) -> RunFolder:
@@ -66,7 +75,9 @@ def _claimed(folder: RunFolder) -> RunFolder:
 
 def folder_of(config: RunConfig) -> RunFolder:
     resume = config.resume
-    folder = new_run(config, config.name) if resume is None else _claimed(existing_run(resume))
+    folder = (
+        new_run(config, config.name, needs_lock=True) if resume is None else _claimed(existing_run(resume))
+    )
     try:
         if resume is not None:
             # Without `resume`: a later start from this file is a new run.

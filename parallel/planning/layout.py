@@ -252,13 +252,12 @@ def check_critic_vocabulary(critic: Architecture, policy: Architecture) -> None:
         )
 
 
-def check_critic_positions(critic: Architecture, policy: Architecture, token_budget: int) -> None:
-    """Raises ValueError where a critic's model lacks positions of the policy's longest sequence."""
-    longest = min(token_budget, policy.max_positions)
+def check_critic_positions(critic: Architecture, longest: int) -> None:
+    """Raises ValueError where a critic's model lacks positions of the longest sequence."""
     if critic.max_positions < longest:
         raise ValueError(
             f"critic.model has {critic.max_positions} positions (max_position_embeddings), and a sequence may have {longest} tokens; "
-            "give a critic with as many, or lower learner.token_budget"
+            "give a critic with as many, or lower learner.token_budget or rollout.max_total_tokens"
         )
 
 

@@ -10,33 +10,16 @@ in it is not expanded, and the score is read from the judge's own answer alone.
 """
 
 import json
-import os
 import re
 from collections.abc import Sequence
 
 from configs.schema.task import JudgeReward
 from rollout.http_replicas import Replica
 from rollout.records import Prompt, Score
-from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
+from rollout.rewards.served import PROBE, Refused, ServedReward, key_of, score_of
 
 _SHOWN = 200
 """Characters of an answer in a message."""
-
-
-def judge_key(config: JudgeReward, name: str) -> str | None:
-    """The key of the judge's servers. Raises ValueError where its variable does not hold one."""
-    if config.api_key_variable is None:
-        return None
-    key = os.environ.get(config.api_key_variable, "").strip()
-    if not key:
-        raise ValueError(
-            f"{name}.api_key_variable={config.api_key_variable} is not set in the environment, or empty; export it before the start"
-        )
-    if not (key.isascii() and key.isprintable()):
-        raise ValueError(
-            f"{name}.api_key_variable={config.api_key_variable} holds characters that no header may have; export the key alone"
-        )
-    return key
 
 
 class Judge(ServedReward):
@@ -56,7 +39,7 @@ class Judge(ServedReward):
             kind="judge",
             suffix="/chat/completions",
             fix=f"start the server, or correct {name}.urls, {name}.model or {name}.api_key_variable",
-            key=judge_key(config, name),
+            key=key_of(config, name),
         )
         self._config: JudgeReward = config
 

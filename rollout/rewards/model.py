@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from configs.schema.task import ModelReward, PlainText
 from rollout.http_replicas import Replica
 from rollout.records import Prompt, Score
-from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
+from rollout.rewards.served import PROBE, Refused, ServedReward, key_of, score_of
 from rollout.tokenization import load_tokenizer
 
 LINGER_S = 0.02
@@ -61,10 +61,17 @@ class RewardModel(ServedReward):
             name: the config field that holds this reward, for messages.
 
         Raises:
-            ValueError: the tokenizer cannot be loaded or has no chat template.
+            ValueError: the tokenizer cannot be loaded or has no chat template, or the key's variable is not set.
         """
         suffix = "/classify" if config.protocol == "sglang" else ""
-        super().__init__(config, name=name, kind="reward model", suffix=suffix, fix=_fix_text(config, name))
+        super().__init__(
+            config,
+            name=name,
+            kind="reward model",
+            suffix=suffix,
+            fix=_fix_text(config, name),
+            key=key_of(config, name),
+        )
         self._config: ModelReward = config
         self._tokenizer = None
         if config.text.type == "chat":

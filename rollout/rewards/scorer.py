@@ -17,15 +17,22 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from configs.schema.task import AnyReward, FunctionReward, MathVerifyReward, RewardPart
+from configs.schema.task import (
+    AnyReward,
+    FunctionReward,
+    JudgeReward,
+    MathVerifyReward,
+    ModelReward,
+    RewardPart,
+)
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards.arithmetic import countdown_reward
 from rollout.rewards.code import SANDBOXES, ProgramTests, choose_sandbox
-from rollout.rewards.judge import Judge, judge_key
+from rollout.rewards.judge import Judge
 from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward
 from rollout.rewards.model import RewardModel
-from rollout.rewards.served import ServedReward
+from rollout.rewards.served import ServedReward, key_of
 from rollout.rewards.trial import try_function
 from rollout.rewards.worker import MATH_VERIFY, START_TIMEOUT_S, Job, WorkerPool
 from tracing import span
@@ -55,13 +62,13 @@ def check_reward(
 
     Raises:
         ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder or a
-            judge's key is missing, or programs cannot be run.
+            server's key is missing, or programs cannot be run.
     """
     for name, part in _parts(config).items():
+        if isinstance(part, ModelReward | JudgeReward):
+            key_of(part, name)
         if part.type == "function":
             _check_function(name, part, sample, tell)
-        elif part.type == "judge":
-            judge_key(part, name)
         elif part.type == "code":
             tell(f"{name}: programs run {SANDBOXES[asyncio.run(choose_sandbox(part, name))]}")
         elif part.type == "math_verify" and importlib.util.find_spec("math_verify") is None:

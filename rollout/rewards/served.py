@@ -12,6 +12,7 @@
 import asyncio
 import json
 import logging
+import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
@@ -41,6 +42,22 @@ class RewardModelError(RuntimeError):
 
 class Refused(Exception):
     """The server blames the content of the request."""
+
+
+def key_of(config: ModelReward | JudgeReward, name: str) -> str | None:
+    """The key of the reward's servers. Raises ValueError where its variable does not hold one."""
+    if config.api_key_variable is None:
+        return None
+    key = os.environ.get(config.api_key_variable, "").strip()
+    if not key:
+        raise ValueError(
+            f"{name}.api_key_variable={config.api_key_variable} is not set in the environment, or empty; export it before the start"
+        )
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError(
+            f"{name}.api_key_variable={config.api_key_variable} holds characters that no header may have; export the key alone"
+        )
+    return key
 
 
 class ServedReward:

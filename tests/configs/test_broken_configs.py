@@ -470,6 +470,14 @@ TABLE = {
         value="16384 (default)", error="critic.model has 64 positions (max_position_embeddings), and a sequence may have 16384 tokens",
         fix="lower learner.token_budget",
     ),
+    "an own key that is spelt wrongly, with keys of other systems within": Broken(
+        options="enviroment={type: chat, options: {n: 5}}", field="enviroment", value="n: 5", error="unknown key",
+        fix="did you mean `environment`?",
+    ),
+    "verl's block of corrections at the top": Broken(
+        options="rollout_correction={rollout_is: token, loss_type: ppo_clip}", field="rollout_correction", value="loss_type",
+        error="unknown key", fix="go under `correction: {verl: {...}}`",
+    ),
     "experts in float16": Broken(
         options="model={path: experts, dtype: float16}", field="model.dtype", value="float16",
         error="cannot train a model with experts", fix="use bfloat16",
@@ -742,7 +750,7 @@ TABLE = {
         options="rollout.max_staleness=1 launch.placement=colocated", field="rollout.max_staleness, launch.placement",
         value="colocated", error="samples while the learner trains", fix="set rollout.max_staleness=0, or launch.placement=separate",
     ),
-    **{f"a password in {field}": Broken(options=setting, field=field, value="secret", error=error, fix=fix)
+    **{f"a password in {field}": Broken(options=setting, field=field, value="//…@host", error=error, fix=fix)
        for field, setting, error, fix in [
         ("reward.urls", "reward={type: model, urls: ['http://me:secret@host:1']}", "an address of host holds a user or a password",
          "leave them out"),

@@ -310,7 +310,7 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(t
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
-def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, number):
+def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, capsys, number):
     monkeypatch.chdir(tmp_path)
     config = load_config(config_file(tmp_path, model), [])
     run = RunFolder(start.folder_of(config).release())
@@ -330,6 +330,8 @@ def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, 
         ):
             claim()
     assert run._held == []
+    assert start.new_run(config, "eval").config.is_file()  # nothing goes on with it
+    assert "this process goes on without a lock" in capsys.readouterr().out
 
 
 def without_links(path, target):

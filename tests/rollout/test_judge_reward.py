@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
+import aiohttp
 import pytest
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
@@ -239,6 +240,33 @@ def test_a_server_that_was_lost_is_asked_again_after_a_while(monkeypatch):
                 assert scorer.retries == 1 and len(other.bodies) == 2
 
     asyncio.run(go())
+
+
+def test_a_look_at_servers_that_were_lost_is_no_failure_of_the_request(monkeypatch):
+    """After a long pause all of them may be back. One request tries each, and none is ended by them."""
+    now = 1000.0
+    monkeypatch.setattr(http_replicas, "time", SimpleNamespace(monotonic=lambda: now))
+    replicas = [http_replicas.Replica(url) for url in ("first", "second", "third")]
+    replicas[0].is_lost = replicas[1].is_lost = True
+    asked: list[str] = []
+
+    async def attempt(url: str) -> str:
+        asked.append(url)
+        if url != "third":
+            raise aiohttp.ClientConnectionError("refused")
+        return url
+
+    def give_up(error: Exception, failures: list[str]) -> None:
+        raise AssertionError(failures)
+
+    async def ask() -> str:
+        return await http_replicas.request_with_retries(
+            replicas, attempt, give_up, num_samples=1, backoff_s=(0.1, 0.1)
+        )
+
+    now += 2 * http_replicas.LOST_FOR_S
+    assert [asyncio.run(ask()) for _ in range(2)] == ["third", "third"]
+    assert asked == ["first", "second", "third", "third"] and replicas[0].is_lost and replicas[1].is_lost
 
 
 def test_a_judge_that_stays_away_ends_the_run():

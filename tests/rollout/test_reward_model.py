@@ -64,6 +64,7 @@ class Server:
     score: Callable[[str], object] = length_of
     refuses: Callable[[str], bool] = lambda text: False
     requests: list[dict] = field(default_factory=list)
+    keys: set[str | None] = field(default_factory=set)
     in_flight: int = 0
     most_in_flight: int = 0
     gate: asyncio.Event | None = None
@@ -94,6 +95,7 @@ class Server:
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        self.keys.add(request.headers.get("Authorization"))
         texts = (
             [item["text"] for item in body["items"]]
             if "items" in body
@@ -158,6 +160,23 @@ def config_of(*servers: Server, **fields) -> ModelReward:
             | fields
         )
     )
+
+
+def test_a_key_is_sent_where_a_variable_holds_one(monkeypatch):
+    monkeypatch.setenv("REWARD_KEY", "of the servers")
+
+    async def go(**fields) -> set[str | None]:
+        async with asyncio.timeout(20.0), Server() as server:
+            (score,) = await ask(config_of(server, **fields), "four")
+            assert score.error is None
+            return server.keys
+
+    assert asyncio.run(go(api_key_variable="REWARD_KEY")) == {"Bearer of the servers"}
+    assert asyncio.run(go()) == {None}
+    monkeypatch.delenv("REWARD_KEY")
+    config = ModelReward(urls=("http://a",), api_key_variable="REWARD_KEY")
+    with pytest.raises(ValueError, match=r"reward\.api_key_variable=REWARD_KEY is not set"):
+        check_reward(config, tell=lambda remark: None)
 
 
 async def ask(config: ModelReward, *responses: str) -> list[Score]:

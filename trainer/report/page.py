@@ -325,7 +325,7 @@ def _seconds_by_part(run: RecordedRun) -> list[tuple[str, str, str]]:
 def _settings_table(runs: Mapping[str, RecordedRun]) -> comparison.Table:
     """Empty where the runs differ in no setting."""
     rows = comparison.settings_table([*runs], [run.config for run in runs.values()])
-    return [[_redacted(value) for value in row] for row in rows] if len(rows) > 1 and len(rows[0]) > 1 else []
+    return [[*row] for row in rows] if len(rows) > 1 and len(rows[0]) > 1 else []
 
 
 def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:
@@ -339,17 +339,10 @@ def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:
             defaults |= flatten({f"{block}.{name}": "-" if is_required else info.default})
     values = flatten(config.model_dump(mode="json"))
     return [
-        (name, _redacted(value), defaults.get(name, "-"))
+        (name, value, defaults.get(name, "-"))
         for name, value in values.items()
         if value != defaults.get(name)
     ]
-
-
-def _redacted(value: str) -> str:
-    """A setting without user and password of a tracking server, as reports are passed on."""
-    scheme, slashes, rest = value.partition("://")
-    host, at, tail = rest.rpartition("@")
-    return f"{scheme}{slashes}{tail}" if slashes and at and "/" not in host else value
 
 
 def _metric_table(run: RecordedRun) -> list[tuple[str | int, ...]]:

@@ -166,7 +166,12 @@ def test_a_run_goes_on_after_its_model_has_moved(stopped, folder, capsys):
     assert "cannot be seen" not in capsys.readouterr().err
     Path("dense").rename("moved")
     training.resume(stopped.path, ["model.path=moved"], dry_run=True)
-    assert f"# dense, the model of {stopped.path}, is not here" in capsys.readouterr().err
+    assert f"# the weights of dense, the model of {stopped.path}, are not here" in capsys.readouterr().err
+    Path("dense").mkdir()
+    (Path("dense") / "model.safetensors").symlink_to("nowhere")  # of a cache that was emptied
+    training.resume(stopped.path, ["model.path=moved"], dry_run=True)
+    assert f"# the weights of dense, the model of {stopped.path}, are not here" in capsys.readouterr().err
+    shutil.rmtree("dense")
     Path("copy").rename("dense")
     with pytest.raises(
         ConfigError, match=r"`model\.path` .* is dense, and the weights in experts are others"
