@@ -95,7 +95,7 @@ def trl_environment(folder: Path) -> Path:
     """The interpreter of an environment with the newest TRL, made where ``folder`` has none."""
     import torch
 
-    python, stamp = folder / "bin" / "python", folder / ".complete"
+    python, stamp = folder / "bin" / "python", folder / f".complete-torch-{torch.__version__}"
     if not stamp.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

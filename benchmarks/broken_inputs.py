@@ -286,7 +286,7 @@ RUNS = [
     (
         "a recorded step that is garbage",
         "T replay run --step 1",
-        run_with("batches/step_000001.pt", b"garbage"),
+        run_with("batches/step_000001.safetensors", b"garbage"),
     ),
     ("a list of runs that are none", "T list odd", file("odd/x/config.yaml", "\0"), 0),
 ]

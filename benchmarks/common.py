@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,8 +28,29 @@ def hardware() -> dict:
         if row.startswith("model name")
     ]
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    versions = {"python": platform.python_version(), "torch": torch.__version__}
-    return {"cpu": names[0] if names else "?", "cores": os.cpu_count(), "gpus": gpus, **versions}
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "commit": commit()}
+    load = round(os.getloadavg()[0], 1)  # of the last minute
+    return {
+        "cpu": names[0] if names else "?",
+        "cores": os.cpu_count(),
+        "load": load,
+        "gpus": gpus,
+        **versions,
+    }
+
+
+def commit() -> str:
+    """Of the checkout, with a + where files differ from it; ? outside of one."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    found = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    if found.returncode:
+        return "?"
+    is_clean = (
+        subprocess.run([*git, "diff", "--quiet", "HEAD"], capture_output=True, check=False).returncode == 0
+    )
+    return found.stdout.strip() + ("" if is_clean else "+")
 
 
 def spread(seconds: Sequence[float]) -> dict:

@@ -19,6 +19,7 @@ import json
 import math
 import statistics
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,9 @@ FIGURE = ROOT / "benchmarks/results/estimator_bias_variance.png"
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument(
-        "--figure", type=Path, default=FIGURE, help="where the PNG goes (default: benchmarks/results)"
+        "--figure",
+        type=Path,
+        help="where the PNG goes (default: benchmarks/results, with --quick the temporary folder)",
     )
     given = options.parse_args()
     torch.set_num_threads(1)
@@ -77,7 +80,9 @@ def main() -> None:
     names = merge_equal([column for columns in tables.values() for column in columns])
     for title, columns in tables.items():
         print(f"\n### {title}\n\n{markdown(names, columns)}")
-    draw(names, tables, given.figure)
+    draw(
+        names, tables, given.figure or (Path(tempfile.gettempdir()) / FIGURE.name if given.quick else FIGURE)
+    )
     seconds = {
         "wall": round(time.perf_counter() - began, 1),
         "cpu": round(time.process_time() - began_cpu, 1),

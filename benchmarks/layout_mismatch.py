@@ -51,7 +51,9 @@ def main() -> None:
     options.add_argument("--rollout", action="append", help=f"layouts, in place of {', '.join(ROLLOUTS)}")
     options.add_argument("--prompts", type=int, default=256)
     options.add_argument(
-        "--results", type=Path, default=ROOT / "benchmarks/results/layout_mismatch", help="where, without .md"
+        "--results",
+        type=Path,
+        help="where, without .md (default: benchmarks/results/layout_mismatch, with --quick nowhere that stays)",
     )
     options.add_argument("override", nargs="*", help="KEY=VALUE, as for tandem mismatch")
     given = options.parse_args()
@@ -60,7 +62,8 @@ def main() -> None:
         study = measure(given, prompts, Path(scratch))
         publish(
             study,
-            given.results,
+            given.results
+            or (Path(scratch) if given.quick else ROOT / "benchmarks/results") / "layout_mismatch",
             {"command": f"`{command(given, prompts)}`"} | ({"weights": MADE} if makes_model(given) else {}),
         )
         if given.json:
@@ -98,6 +101,7 @@ def command(given, prompts: int) -> str:
     if given.config != ROOT / "configs/recipes/countdown_tiny.yaml":
         words.append(f"--config {given.config}")
     words += [f"--{side} {text}" for side in ("learner", "rollout") for text in getattr(given, side) or ()]
+    words += [f"--results {given.results}"] if given.results else []
     words += [f"--prompts {prompts}", *(o for o in given.override if not o.startswith("launch."))]
     return f"python benchmarks/layout_mismatch.py {' '.join(words)}"
 

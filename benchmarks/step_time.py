@@ -4,7 +4,7 @@
     ratio = median(step) / (median(bare generation) + median(bare update))
 
 - step: ``trainer.loop.train`` for one step: sampling, rewards, packing, old log-probs, correction, update,
-  weight broadcast, checks.
+  weight broadcast, checks, metrics to metrics.jsonl, console and MLflow.
 - bare generation: the prompts of that step straight to SGLang's /generate, one request with all of them per
   server and the step's sampling parameters, no log-probs, no rewards. Responses end by themselves, as in the
   step: its samples are others of the same weights, and about as long in all. The servers are as the step
@@ -128,9 +128,7 @@ def measure_rank(path: Path, rounds: int) -> None:
     folder = RunFolder(path)
     run = learning.build_run(folder, load_config(folder.config))
     gc.freeze()  # as learning.learn does
-    if run.tracker is not None:
-        run.tracker.close("FINISHED")
-    watch = Watch(run.learner)
+    watch = Watch(run.learner, run.tracker)
     seconds: dict[str, list[float]] = {}
 
     def note(name: str, value: float) -> None:
@@ -166,13 +164,15 @@ def measure_rank(path: Path, rounds: int) -> None:
                 note(f"  of the step: {part}", watch.metrics[f"time/{part}"])
     if run.learner.is_first_rank:
         (folder.path / "benchmark.json").write_text(json.dumps(seconds))
+        run.tracker.close("FINISHED")
     learning.end_run(run)
 
 
 class Watch:
-    """Keeps what the last step received, trained on and logged."""
+    """Keeps what the last step received, trained on and logged. What is logged goes on to the tracker."""
 
-    def __init__(self, learner):
+    def __init__(self, learner, tracker):
+        self._tracker = tracker
         self._receive, self._update = learner.receive, learner.update
         learner.receive, learner.update = self.receive, self.update
 
@@ -186,6 +186,10 @@ class Watch:
 
     def log(self, step, metrics, alarms):
         self.metrics = metrics
+        self._tracker.log(step, metrics, alarms)
+
+    def __getattr__(self, name):
+        return getattr(self._tracker, name)
 
 
 def start_together() -> float:
