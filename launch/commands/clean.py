@@ -40,6 +40,7 @@ PARTIAL_CHECKPOINT = re.compile(r"\.step_\d{6,}\.partial")
 SET_ASIDE = re.compile(r"step_\d{6,}\.damaged\d*")
 KILLED_EXPORT = re.compile(r"\.(hf|adapter|export|export-adapter)\.(?!old\.).+")
 KILLED_WRITE = re.compile(r"\.[A-Za-z].*\.\d+")
+SLURM_LOG = re.compile(r"slurm-.+\.log")
 QUICKSTART = re.compile(r"quickstart-\d{8}-\d{6}")
 
 
@@ -254,10 +255,12 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
     for path in _inside(run.batches):
         if path.suffix == ".partial":
             yield Item(path, "left by a write that was killed")
-    job = recorded_job(run)
-    for path in _inside(run.logs):
-        if re.fullmatch(r"slurm-.+\.log", path.name) and job is not None and path.name != f"slurm-{job}.log":
-            yield Item(path, f"the log of a job before the last one, {job}")
+    job, logs = recorded_job(run), [path for path in _inside(run.logs) if SLURM_LOG.fullmatch(path.name)]
+    # Where the last job has left no log, one of the others may be its own, or is the newest that there is.
+    if f"slurm-{job}.log" in {path.name for path in logs}:
+        for path in logs:
+            if path.name != f"slurm-{job}.log":
+                yield Item(path, f"the log of a job before the last one, {job}")
 
 
 @contextlib.contextmanager

@@ -56,7 +56,9 @@ class Job:
         )
 
     def record(self, folder: RunFolder) -> None:
-        write_json(folder.job, {"job_id": self.id, "nodes": list(self.nodes), "restart": self.restart})
+        """An element of an array is recorded as ARRAY_ELEMENT, as ``tandem slurm`` does: its log has this name."""
+        name = next(iter(self.names - {self.id}), self.id)
+        write_json(folder.job, {"job_id": name, "nodes": list(self.nodes), "restart": self.restart})
 
     def requeue(self) -> None:
         """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses."""

@@ -93,6 +93,23 @@ def test_what_may_go_is_listed_and_only_apply_removes_it(littered, tmp_path):
     assert run.newest_checkpoint() is not None and run.has_final_model()
 
 
+@pytest.mark.parametrize(
+    ("job", "stay"),
+    [("123_0", {"slurm-123_0.log"}), ("124", {"slurm-123_0.log", "slurm-99.log"})],
+    ids=["element of an array", "job without a log"],
+)
+def test_the_newest_log_of_slurm_stays(tmp_path, job, stay):
+    """A job may be known by another number than its log, and one that was cancelled in the queue has none."""
+    run = make_run(tmp_path / "runs" / "a")
+    make_finished(run)
+    write_json(run.job, {"job_id": job, "nodes": [], "restart": 0})
+    run.logs.mkdir()
+    for name in ("slurm-123_0.log", "slurm-99.log"):
+        (run.logs / name).touch()
+    assert tandem("clean", "--apply", cwd=tmp_path).returncode == 0
+    assert files(run.logs) == stay
+
+
 def test_an_unfinished_run_keeps_its_checkpoints_and_the_only_ones_there_are(tmp_path):
     run = make_run(tmp_path / "runs" / "a", checkpoint={"every": 1, "keep": 1})
     for step in (1, 2, 3):

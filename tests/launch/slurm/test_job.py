@@ -25,6 +25,7 @@ from launch.processes.run_folder import RunFolder
 from launch.slurm import inside_job as supervision
 from launch.slurm import job as jobs
 from launch.slurm.job import Job
+from launch.slurm.script import place_of_array
 from parallel.checkpoints.files import Manifest, write_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -516,6 +517,22 @@ def test_outside_a_job_it_says_what_it_is_for(monkeypatch):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(BadInput, match="not inside a Slurm job"):
         Job.of_environment()
+
+
+def test_an_element_of_an_array_is_recorded_by_the_name_of_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "ask_slurm", lambda *_: "n1")
+    for name, value in {
+        "SLURM_JOB_ID": "124",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_ARRAY_JOB_ID": "123",
+        "SLURM_ARRAY_TASK_ID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    folder = RunFolder(tmp_path)
+    Job.of_environment().record(folder)
+    array = place_of_array(tmp_path).log
+    assert array.endswith("slurm-%A_%a.log"), "which is named by what is recorded"
+    assert jobs.recorded_job(folder) == "123_0"
 
 
 def test_two_starts_of_one_folder_at_once_are_refused(stage):
