@@ -263,6 +263,15 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
                 yield Item(path, f"the log of a job before the last one, {job}")
 
 
+def _has_done_all(run: RunFolder) -> bool:
+    """Whether a training run is finished, as far as its config can be read."""
+    try:
+        config = load_config(run.config)
+    except (ConfigError, OSError):
+        return False
+    return isinstance(config, RunConfig) and is_finished(run, config)
+
+
 @contextlib.contextmanager
 def _sweep_held(folder: Path, *, apply: bool) -> Iterator[bool]:
     """With ``apply``, no sweep can begin inside. Yields whether ``folder`` is of a sweep that nobody runs."""
@@ -288,7 +297,7 @@ def _sweep_items(folder: Path) -> Iterator[Item]:
         return
     for name in names:
         run = sweep.run_folder(name)
-        if run is not None and run.has_final_model():
+        if run is not None and _has_done_all(run):
             for path in (folder / f"{name}.yaml", folder / f"{name}.log"):
                 if path.is_file() and not path.is_symlink():
                     yield Item(path, "of a sweep's run that is finished; its folder has the like")
@@ -306,7 +315,7 @@ def _quickstart_models(folders: Sequence[Path], runs: Sequence[RunFolder]) -> It
         with contextlib.suppress(ConfigError, OSError):
             config = load_config(run.config)
             has_adapters = isinstance(config, RunConfig) and config.learner.lora is not None
-            if has_adapters or not run.has_final_model():
+            if has_adapters or not _has_done_all(run):
                 needed[config.model.path.resolve()] = run.path
     for folder in folders:
         if not QUICKSTART.fullmatch(folder.name):

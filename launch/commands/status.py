@@ -34,6 +34,8 @@ BEATS = 8
 """Most roles and ranks whose activity is shown."""
 ERROR_LINES = 3
 """Most lines of an error that are shown."""
+CONFIG = {"name": str, "steps": int}
+"""Fields of config.yaml."""
 JOB = {"job_id": (str, int), "restart": int}
 """Fields of job.json."""
 OWN_RESULT = {"model": str}
@@ -63,10 +65,10 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
     """The state of a run at time ``now`` (seconds since the epoch; None: this moment), read from its folder."""
     now = time.time() if now is None else now
     damaged: list[str] = []
-    config = read_file(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
+    config = read_file(folder.config, CONFIG, damaged, parse=yaml.safe_load)
     job = read_file(folder.job, JOB, damaged)
     in_slurm = _slurm_state(job) if job is not None else ""
-    state = _state(folder, in_slurm, damaged)
+    state = _state(folder, config, in_slurm, damaged)
     running = state.startswith("running")
     lines = [("run", f"{config['name'] if config else '(name unknown)'} in {folder.path}")]
     if job is not None:
@@ -87,14 +89,14 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
 
 def brief_state(folder: RunFolder) -> str:
     """The state of a run in a word or two, without its reasons."""
-    job = read_file(folder.job, JOB, [])
-    state = _state(folder, _slurm_state(job) if job is not None else "", [])
+    config, job = read_file(folder.config, CONFIG, [], parse=yaml.safe_load), read_file(folder.job, JOB, [])
+    state = _state(folder, config, _slurm_state(job) if job is not None else "", [])
     return re.split(r"[,:;(]", state, maxsplit=1)[0].strip()
 
 
-def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
+def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[str]) -> str:
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
-    left when it ended."""
+    left when it ended. A finished run that was resumed to more steps has its old results until it is finished again."""
     if is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
         request = read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
@@ -102,7 +104,8 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
         return f"waiting in the queue ({in_slurm})"
     if read_file(folder.summary, OWN_RESULT, []):
         return "finished"
-    if folder.hf.is_dir() and read_file(folder.summary, {"steps": int}, damaged) and folder.has_final_model():
+    result = read_file(folder.summary, {"steps": int}, damaged) if folder.hf.is_dir() else None
+    if result and folder.has_final_model() and (config is None or result["steps"] >= config["steps"]):
         return "finished"
     if stopped := read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
         script = folder.path / "train.sbatch"

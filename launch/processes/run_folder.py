@@ -169,7 +169,10 @@ class RunFolder:
         return newest is not None and is_valid(self.critic_checkpoints / newest.name)
 
     def has_final_model(self) -> bool:
-        """Whether ``hf/`` is of the newest step. A run that was resumed and stopped has newer checkpoints."""
+        """Whether ``hf/`` is of the newest step. A run that was resumed and stopped has newer checkpoints.
+
+        Whether all steps are done is another question: see ``launch.slurm.job.is_finished``.
+        """
         newest = self.newest_checkpoint()
         if not self.hf.is_dir() or not self.summary.is_file():
             return False

@@ -147,6 +147,27 @@ def test_a_run_that_may_go_on_elsewhere_is_left_alone(tmp_path):
     assert "removed 1" in done.stdout and not (run.path / "metrics.lost.jsonl").exists()
 
 
+def test_a_finished_run_that_is_resumed_to_more_steps_is_not_finished(tmp_path):
+    """It may go on elsewhere, it keeps the file of its sweep, and it needs the model that it began with."""
+    model = tmp_path / "runs" / "quickstart-20260101-000000" / "warm"
+    model.mkdir(parents=True)
+    (model / "config.json").touch()
+    run = make_run(tmp_path / "runs" / "one-1", steps=20, model={"path": str(model)})
+    make_finished(run, steps=9)
+    sweep = tmp_path / "runs" / "tiny-sweep"
+    sweep.mkdir()
+    for name in ("lock", "one.yaml"):
+        (sweep / name).touch()
+    write_json(sweep / "sweep.json", {"runs": {"one": "one-1"}})
+    (run.checkpoints / ".step_000010.partial").mkdir(parents=True)
+    (run.path / "roles").mkdir()
+    (run.path / "metrics.jsonl").touch()
+    before = files(tmp_path)
+    done = tandem("clean", "--models", "--apply", cwd=tmp_path)
+    assert "may be going on elsewhere" in done.stdout and "may still need it" in done.stdout
+    assert files(tmp_path) == before
+
+
 def test_links_and_folders_of_others_are_left_alone(littered, tmp_path):
     run, _ = littered
     foreign = tmp_path / "runs" / "foreign"

@@ -13,7 +13,7 @@ import pytest
 
 from launch.checks.config import BadInput
 from launch.commands import train as training
-from launch.commands.status import _kernel_name_of, is_held, lock_holders, log_files, status
+from launch.commands.status import _kernel_name_of, brief_state, is_held, lock_holders, log_files, status
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import RoleFailed
 from parallel.checkpoints.files import write_manifest
@@ -157,6 +157,20 @@ def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
         "none",
         "none yet",
     )
+
+
+def test_a_finished_run_that_is_resumed_to_more_steps_is_not_finished(folder):
+    """Its model and its summary stay, and the new part may end before its first checkpoint."""
+    folder.hf.mkdir()
+    folder.summary.write_text('{"steps": 40}')
+    train(folder, 44)
+    folder.config.write_text("name: tiny\nsteps: 60\n")
+    assert lines_of(folder)["state"].startswith("not running")
+    folder.error("learn").write_text("OutOfMemoryError: no memory")
+    assert lines_of(folder)["state"] == "failed, by the learn role: OutOfMemoryError: no memory"
+    assert brief_state(folder) == "failed"
+    folder.summary.write_text('{"steps": 60}')
+    assert brief_state(folder) == "finished"
 
 
 @pytest.mark.parametrize(
