@@ -170,8 +170,11 @@ def _may_be_written(run: RunFolder) -> str | None:
     """Why somebody may be writing the folder."""
     if lock_holders(run):
         return "it is being run"
-    if (job := running_elsewhere(run)) is not None:
-        return f"job {job} runs it, or waits to"
+    try:
+        if (job := running_elsewhere(run)) is not None:
+            return f"job {job} runs it, or waits to"
+    except RuntimeError as error:
+        return str(error)
     written = [time for _, time in read_beats(run)]
     files = [run.path / "metrics.jsonl", *(_inside(run.logs))]
     written += [file.stat().st_mtime for file in files if file.exists()]

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +20,7 @@ import yaml
 from launch.checks.config import BadInput
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder
+from launch.slurm.job import ask_squeue
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
 from trainer.metric_names import known
@@ -40,6 +40,7 @@ JOB = {"job_id": (str, int), "restart": int}
 """Fields of job.json."""
 OWN_RESULT = {"model": str}
 """Fields of summary.json of a warm start or an evaluation, which is written at its end. A training run's has no model."""
+SILENT = "Slurm does not say"
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
     ("reward", known("reward/mean"), ".3f"),
@@ -117,6 +118,8 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         lines = errors[0].read_text().strip().splitlines()
         more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
+    if in_slurm.startswith(SILENT):
+        return "unknown: Slurm does not say whether the job runs"
     if not (folder.path / "roles").is_dir():
         return "not started"
     return "not running: interrupted, killed, or started on another machine"
@@ -182,15 +185,14 @@ def _checkpoint_text(folder: RunFolder, now: float) -> str:
 
 def _slurm_state(job: dict) -> str:
     """The state of a job by Slurm, with nodes and time left; "" where there is no Slurm or it has forgotten the
-    job."""
+    job; begins with SILENT where Slurm does not say."""
     if shutil.which("squeue") is None:
         return ""
-    ask = ["squeue", "--noheader", "--jobs", str(job["job_id"]), "--states=all", "--format=%T on %N, %L left"]
     try:
-        answer = subprocess.run(ask, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return "(squeue does not answer)"
-    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
+        answer = ask_squeue(str(job["job_id"]), "%T on %N, %L left", timeout_s=SQUEUE_TIMEOUT_S)
+    except RuntimeError as error:
+        return f"{SILENT} ({error})"
+    return answer.strip().partition("\n")[0]
 
 
 def _role_lines(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:
@@ -319,7 +321,7 @@ def _follow_options(folder: RunFolder) -> list[str]:
     if holders := [pid for pid in lock_holders(folder) if pid > 0]:
         return ["--follow=name", "--retry", f"--pid={holders[0]}"]
     state = brief_state(folder)
-    if state.startswith(("running", "waiting")):
+    if state.startswith(("running", "waiting", "unknown")):
         return ["--follow=name", "--retry"]
     print(f"the run is not going on here ({state}), so nothing will be added", file=sys.stderr, flush=True)
     return []

@@ -48,7 +48,11 @@ def stop(folder: RunFolder, *, now: bool) -> int:
 
 
 def _stop(folder: RunFolder, *, now: bool) -> int:
-    if (job := running_elsewhere(folder)) is not None:
+    try:
+        job = running_elsewhere(folder)
+    except RuntimeError as error:  # nothing is sent to a process here: it may be a part of the job
+        return _refuse(str(error))
+    if job is not None:
         return _stop_job(folder, job, now=now)
     holders = lock_holders(folder)
     if not holders:
@@ -117,7 +121,10 @@ def _stop_job(folder: RunFolder, job: str, *, now: bool) -> int:
         if time.monotonic() - looked_at < SLURM_LOOK_S:
             return False
         looked_at = time.monotonic()
-        return running_elsewhere(folder) is None
+        try:
+            return running_elsewhere(folder) is None
+        except RuntimeError:  # Slurm may say at the next look
+            return False
 
     print(f"job {job} was {'taken from the queue' if waits else 'asked to stop'}", flush=True)
     return _wait(folder, has_ended, now=now)

@@ -115,7 +115,10 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
         given = f"job {job.id} has {len(job.nodes)} ({' '.join(job.nodes)})"
         again = f"make the script anew with `tandem slurm {folder.config} resume={folder.path}`"
         raise BadInput(f"launch.nodes: the run takes {needed}, but {given}; {again}")
-    other = running_elsewhere(folder, job)
+    try:
+        other = running_elsewhere(folder, job)
+    except RuntimeError as error:
+        raise RoleFailed(f"RUN: {error}") from error
     if other is not None:
         fix = f"wait for it, or end it with `scancel {other}`"
         raise BadInput(f"RUN: {folder.path} is being run by job {other}; {fix}")

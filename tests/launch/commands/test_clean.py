@@ -13,6 +13,14 @@ from tests.support.command import tandem
 MODEL = {"path": "m"}
 
 
+@pytest.fixture(autouse=True)
+def slurm_has_forgotten_every_job(tmp_path_factory, monkeypatch):
+    squeue = tmp_path_factory.mktemp("bin") / "squeue"
+    squeue.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}{os.pathsep}{os.environ['PATH']}")
+
+
 def make_run(path: Path, *, steps: int = 9, **changes) -> RunFolder:
     folder = RunFolder(path)
     path.mkdir(parents=True)

@@ -255,7 +255,7 @@ def test_a_warm_start_and_an_evaluation_hold_their_folders(tmp_path, monkeypatch
 def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state):
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
-    squeue.write_text(f'#!/bin/sh\ncase "$*" in *" 17 "*) echo "{answer}";; *) exit 1;; esac\n')
+    squeue.write_text(f'#!/bin/sh\ncase "$*" in *"--jobs=17 "*) echo "{answer}";; *) exit 1;; esac\n')
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
     (folder.path / "job.json").write_text('{"job_id": 17, "restart": 2}')
