@@ -29,6 +29,8 @@ from trainer.tracking.tracker import duration, read_metrics
 
 PACE_STEPS = 20
 SMOOTHED_STEPS = 10
+LAST_ACCURACIES = 3
+"""Most of the last held-out accuracies that are shown."""
 SQUEUE_TIMEOUT_S = 10.0
 BEATS = 8
 """Most roles and ranks whose activity is shown."""
@@ -62,8 +64,11 @@ class Status:
         return "\n".join(aligned([("state", self.state), *self.lines]))
 
 
-def status(folder: RunFolder, *, now: float | None = None) -> Status:
-    """The state of a run at time ``now`` (seconds since the epoch; None: this moment), read from its folder."""
+def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] | None = None) -> Status:
+    """The state of a run, read from its folder.
+
+    now: seconds since the epoch; None: this moment. rows: of metrics.jsonl, where the caller has read them.
+    """
     now = time.time() if now is None else now
     damaged: list[str] = []
     config = read_file(folder.config, CONFIG, damaged, parse=yaml.safe_load)
@@ -79,7 +84,10 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
         lines += _result_lines(folder)
     else:
         steps = config["steps"] if config else None
-        lines += _progress_lines(folder.path / "metrics.jsonl", steps, now if running else None)
+        file = folder.path / "metrics.jsonl"
+        rows = (read_metrics(file) if file.exists() else []) if rows is None else rows
+        ago = now - file.stat().st_mtime if running and rows else None
+        lines += _progress_lines(rows, steps, ago)
         if folder.ledger.exists():
             lines.append(("data", summary(read_ledger(folder.ledger))))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
@@ -132,13 +140,12 @@ def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
     return [(title, text) for title, text in (("model", result.get("model")), ("held out", accuracy)) if text]
 
 
-def _progress_lines(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:
+def _progress_lines(rows: Sequence[dict], steps: int | None, ago: float | None) -> list[tuple[str, str]]:
     """Step, pace and results.
 
-    steps: of the whole run; None where unknown. now: for a run that goes on, adds the time left and the age of
-    the last step.
+    steps: of the whole run; None where unknown. ago: seconds since the last step of a run that goes on; adds the time
+    left.
     """
-    rows = read_metrics(metrics_file) if metrics_file.exists() else []
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
         return [("step", "none yet" if steps is None else f"none of {steps} yet")]
@@ -146,16 +153,32 @@ def _progress_lines(metrics_file: Path, steps: int | None, now: float | None) ->
     pace = statistics.median(row.get(SECONDS) or 0.0 for row in trained[-PACE_STEPS:])
     share = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
     text = f"{step}{share}, {pace:.1f} s a step"
-    if now is not None and steps is not None and step < steps:
+    if ago is not None and steps is not None and step < steps:
         left = (steps - step) * _full_pace(trained, pace)
-        text += f", about {duration(left)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
+        text += f", about {duration(left)} left; the last one {duration(max(ago, 0))} ago"
     heldout = {row["step"]: row[ACCURACY] for row in rows if row.get(ACCURACY) is not None}
-    accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
     means = [
         (title, _means_text([row[metric] for row in trained if row.get(metric) is not None], show))
         for title, metric, show in RESULTS
     ]
-    return [("step", text), *((title, text) for title, text in [*means, ("held out", accuracies)] if text)]
+    return [
+        ("step", text),
+        *((title, text) for title, text in [*means, ("held out", _accuracies_text(heldout))] if text),
+    ]
+
+
+def _accuracies_text(accuracies: Mapping[int, float]) -> str:
+    """The last accuracies by step, the newest first, as a narrow terminal cuts the end; then the best and the first, where
+    they are not among them."""
+    last = sorted(accuracies, reverse=True)[:LAST_ACCURACIES]
+    best = [] if not last else [max(accuracies, key=lambda step: (accuracies[step], step))]
+    groups = [("", last), ("best ", best), ("first ", [min(accuracies)] if last else [])]
+    shown, texts = set[int](), list[str]()
+    for title, steps in groups:
+        new = [f"{accuracies[step]:.1%} at step {step}" for step in steps if step not in shown]
+        texts += [title + ", ".join(new)] if new else []
+        shown |= {*steps}
+    return "; ".join(texts)
 
 
 def _full_pace(trained: Sequence[dict], pace: float) -> float:

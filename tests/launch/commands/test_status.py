@@ -67,6 +67,24 @@ def test_a_running_run_tells_step_pace_time_left_and_results(folder):
     assert found["sample"] == "listens at tcp://10.0.0.1:7"
 
 
+@pytest.mark.parametrize(
+    ("accuracies", "text"),
+    [
+        ([0.1, 0.3], "30.0% at step 1, 10.0% at step 0"),
+        ([0.1, 0.3, 0.5, 0.4], "40.0% at step 3, 50.0% at step 2, 30.0% at step 1; first 10.0% at step 0"),
+        ([0.5, 0.1, 0.2, 0.3], "30.0% at step 3, 20.0% at step 2, 10.0% at step 1; best 50.0% at step 0"),
+        (
+            [0.1, 0.6, 0.2, 0.6, 0.3, 0.4, 0.5],
+            "50.0% at step 6, 40.0% at step 5, 30.0% at step 4; best 60.0% at step 3; first 10.0% at step 0",
+        ),
+    ],
+)
+def test_of_many_accuracies_the_newest_the_best_and_the_first_are_told(folder, accuracies, text):
+    lines = [{"step": n, "time/step": 2.0, "eval/accuracy": value} for n, value in enumerate(accuracies)]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert lines_of(folder)["held out"] == text
+
+
 def test_the_time_left_counts_what_is_between_steps(folder):
     """Evaluations and checkpoints, which are no part of time/step: here one of 8 s after every fourth step."""
     lines = [
