@@ -18,6 +18,7 @@ from pathlib import Path
 import yaml
 
 from launch.checks.config import BadInput
+from launch.processes.going_on import next_command
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder
 from launch.slurm.job import ask_squeue
@@ -117,10 +118,8 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
     if result and folder.has_final_model() and (config is None or result["steps"] >= config["steps"]):
         return "finished"
     if stopped := read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
-        script = folder.path / "train.sbatch"
-        begin = f"tandem resume {folder.path}" if stopped["step"] else f"tandem train {folder.config}"
-        again = f"sbatch {script}" if script.exists() else begin
-        return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
+        again = f"it goes on with `{next_command(folder)}`"
+        return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
     errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
         lines = errors[0].read_text().strip().splitlines()

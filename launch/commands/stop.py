@@ -22,6 +22,7 @@ from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import LaunchConfig
 from launch.commands.status import lock_holders, status
 from launch.processes import stopping
+from launch.processes.going_on import way_on
 from launch.processes.heartbeat import BEAT_S, MISSED, SHARED_FOLDER_S, read_beats
 from launch.processes.run_folder import RunFolder
 from launch.roles.start import progress_printer
@@ -193,9 +194,8 @@ def _config_of(folder: RunFolder) -> RunConfig | SftConfig | None:
 
 def _left_by(folder: RunFolder) -> str:
     newest = folder.newest_checkpoint()
-    if newest is None:
-        return f"and nothing was saved; start again with `tandem {_command_of(folder)} {folder.config}`"
-    return f"after it had saved step {step_of(newest)}; go on with `tandem resume {folder.path}`"
+    saved = "and nothing was saved" if newest is None else f"after it had saved step {step_of(newest)}"
+    return f"{saved}; {way_on(folder, _command_of(folder))}"
 
 
 def _refuse(text: str) -> int:

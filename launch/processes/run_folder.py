@@ -115,6 +115,11 @@ class RunFolder:
         return self.path / "job.json"
 
     @property
+    def script(self) -> Path:
+        """The batch script of ``tandem slurm``; the runs of an array have one together, elsewhere."""
+        return self.path / "train.sbatch"
+
+    @property
     def restarts(self) -> Path:
         """The number of failed starts without a newer checkpoint in between."""
         return self.path / "restarts.json"

@@ -14,7 +14,9 @@ import pytest
 from launch.checks.config import BadInput
 from launch.commands import train as training
 from launch.commands.status import _kernel_name_of, brief_state, is_held, lock_holders, log_files, status
+from launch.processes.going_on import way_on
 from launch.processes.run_folder import RunFolder
+from launch.processes.stopping import Stopped
 from launch.processes.supervisor import RoleFailed
 from parallel.checkpoints.files import write_manifest
 
@@ -140,9 +142,37 @@ def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folde
     assert lines_of(folder)["state"] == "running, asked to stop: SIGUSR1"
     folder._held.pop().close()
     (folder.path / "roles" / "stopped.json").write_text('{"step": 12, "reason": "SIGUSR1"}')
+    checkpoint(folder, 12, ago_s=1.0)
     found = lines_of(folder)
     assert found["state"].startswith("stopped after step 12: SIGUSR1")
     assert f"`tandem resume {folder.path}`" in found["state"]
+
+
+@pytest.mark.parametrize(
+    ("files", "saved", "said"),
+    [
+        ((), False, "start again with `tandem train {config}`"),
+        ((), True, "go on with `tandem resume {path}`"),
+        (("job.json",), False, "start again with `tandem slurm {config} --submit`"),
+        (("job.json",), True, "go on with `tandem slurm {config} resume={path} --submit`"),
+        (("job.json", "train.sbatch"), True, "go on with `sbatch {path}/train.sbatch`"),
+    ],
+    ids=["new", "saved", "new element of an array", "saved element of an array", "job"],
+)
+def test_how_a_stopped_run_goes_on_is_said_alike_everywhere(folder, monkeypatch, files, saved, said):
+    """By its status, by the job that stops, and by the commands that wait for its end."""
+    monkeypatch.setattr("launch.commands.status._slurm_state", lambda _: "")
+    for file in files:
+        (folder.path / file).write_text('{"job_id": "17_3", "restart": 0}')
+    if saved:
+        checkpoint(folder, 12, ago_s=1.0)
+    (folder.path / "roles" / "stopped.json").write_text('{"step": 12, "reason": "SIGUSR1"}')
+    said = said.format(path=folder.path, config=folder.config)
+    assert way_on(folder) == said
+    assert lines_of(folder)["state"].endswith(f"it goes on with {said.partition(' with ')[2]}")
+    here = way_on(folder, here=True)
+    assert here == training._after_stop(folder, Stopped(step=12, reason="SIGUSR1")).partition("; ")[2]
+    assert ("tandem resume" in here, "slurm" in here) == (saved, False), "the user runs it here"
 
 
 def test_the_first_error_is_what_it_failed_by(folder):

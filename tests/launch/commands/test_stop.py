@@ -43,6 +43,7 @@ LEARNER = """
     from pathlib import Path
     from launch.processes.run_folder import RunFolder
     from launch.processes.stopping import StopListener, Stopped, report_stopped
+    from parallel.checkpoints.files import write_manifest
     folder = RunFolder(Path(sys.argv[1]))
     listener = StopListener(folder, is_first_rank=True)
     folder.announce("learn", {})
@@ -50,6 +51,8 @@ LEARNER = """
     while not listener.reason():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    (folder.checkpoints / "step_000003").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_000003", world_size=1)
     report_stopped(folder, Stopped(step=3, reason=listener.reason()))
 """
 NOT_READY = "import time; time.sleep(300)"

@@ -418,7 +418,7 @@ def test_a_refused_requeue_is_said_with_the_way_out(stage):
     code, output = stage.run()
     assert code == 1
     assert "presently disabled" in output
-    assert f"go on with `sbatch {stage.folder.path / 'train.sbatch'}`" in output
+    assert f"start again with `sbatch {stage.folder.path / 'train.sbatch'}`" in output
 
 
 def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
