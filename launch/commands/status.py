@@ -42,7 +42,7 @@ CONFIG = {"name": str, "steps": int}
 JOB = {"job_id": (str, int), "restart": int}
 """Fields of job.json."""
 OWN_RESULT = {"model": str}
-"""Fields of summary.json of a warm start or an evaluation, which is written at its end. A training run's has no model."""
+"""Fields of summary.json of a warm start, an evaluation or a study, which is written at its end. A training run's has no model."""
 SILENT = "Slurm does not say"
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
@@ -133,10 +133,17 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
 
 
 def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
-    """What a warm start or an evaluation has found."""
+    """What a warm start, an evaluation or a study has found."""
     result = read_file(folder.summary, OWN_RESULT, []) or {}
+    study = (read_file(folder.request, {}, []) or {}).get("study")
     accuracy = f"{result['accuracy']:.1%}" if isinstance(result.get("accuracy"), float) else None
-    return [(title, text) for title, text in (("model", result.get("model")), ("held out", accuracy)) if text]
+    lines = [
+        ("study", study),
+        ("model", result.get("model")),
+        ("held out", accuracy),
+        ("result", result.get("result")),
+    ]
+    return [(title, text) for title, text in lines if text]
 
 
 def _progress_lines(rows: Sequence[dict], steps: int | None, ago: float | None) -> list[tuple[str, str]]:

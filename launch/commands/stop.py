@@ -20,7 +20,7 @@ from pathlib import Path
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import LaunchConfig
-from launch.commands.status import lock_holders, status
+from launch.commands.status import lock_holders, read_file, status
 from launch.processes import stopping
 from launch.processes.going_on import way_on
 from launch.processes.heartbeat import BEAT_S, MISSED, SHARED_FOLDER_S, read_beats
@@ -182,7 +182,9 @@ def _command_of(folder: RunFolder) -> str:
     """The command that starts such a run."""
     if isinstance(_config_of(folder), SftConfig):
         return "sft"
-    return "eval" if folder.request.exists() else "train"
+    if not folder.request.exists():
+        return "train"
+    return (read_file(folder.request, {}, []) or {}).get("study", "eval")
 
 
 def _config_of(folder: RunFolder) -> RunConfig | SftConfig | None:
