@@ -200,7 +200,9 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
     if summary["accuracy_after"] is not None:
         before = summary["accuracy_before"]
         text = f"{before:.1%} before, " if before is not None else ""
-        print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {summary['steps']} steps")
+        step = summary.get("accuracy_after_step", summary["steps"])  # an older summary has no such key
+        of_all = "" if step == summary["steps"] else f" of {summary['steps']}"
+        print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {step}{of_all} steps")
     uri = without_password(tracking_uri(config, folder.path))
     page, model = folder.path / "report.html", folder.hf
     tandem = _command_text("tandem")
