@@ -207,11 +207,13 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
     except ValueError:
         return  # which one the run keeps as its best is not known
     kept = [*complete][-config.checkpoint.keep :] + [step for step in complete if step == best]
-    for step, folder in complete.items():
-        if step not in kept and is_finished(run, config) and not folder.is_symlink():
-            yield Item(
-                folder, f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
-            )
+    done = is_finished(run, config)
+    goes = [
+        step for step, folder in complete.items() if step not in kept and done and not folder.is_symlink()
+    ]
+    for step in goes:
+        reason = f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
+        yield Item(complete[step], reason)
     has_result = bool(kept) or run.has_final_model()
     for root in (run.checkpoints, run.critic_checkpoints):
         for path in _inside(root):
@@ -227,7 +229,7 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
     for step, folder in step_folders(run.critic_checkpoints).items():
         if (
             kept
-            and step not in complete
+            and (step not in complete or step in goes)
             and not folder.is_symlink()
             and (is_valid(folder) or _is_torn(folder))
         ):

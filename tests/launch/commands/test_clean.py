@@ -71,7 +71,8 @@ def littered(tmp_path) -> tuple[RunFolder, set[str]]:
     old = run.path / ".hf.old.abc" / "hf"
     old.mkdir(parents=True)  # may be the only copy of a model
     stays = files(run.path)
-    make_checkpoint(run.checkpoints, 7)
+    for root in (run.checkpoints, run.critic_checkpoints):
+        make_checkpoint(root, 7)
     make_checkpoint(run.checkpoints, 6, torn=True)
     make_checkpoint(run.critic_checkpoints, 5)
     for name in (".step_000010.partial", "step_000004.damaged", "step_000004.damaged2"):
@@ -92,9 +93,9 @@ def test_what_may_go_is_listed_and_only_apply_removes_it(littered, tmp_path):
     assert done.returncode == 0, done.stderr
     assert files(run.path) == before and "`tandem clean runs --apply` removes them" in done.stdout
     assert "checkpoints/step_000007" in done.stdout and "checkpoint.keep=2" in done.stdout
-    assert "14 may go" in done.stdout, done.stdout
+    assert "15 may go" in done.stdout, done.stdout
     done = tandem("clean", "runs", "--apply", cwd=tmp_path)
-    assert done.returncode == 0 and "removed 14" in done.stdout and "freed" in done.stdout
+    assert done.returncode == 0 and "removed 15" in done.stdout and "freed" in done.stdout
     assert files(run.path) == stays
     again = tandem("clean", "runs", "--apply", cwd=tmp_path)
     assert again.returncode == 0 and again.stdout == "nothing to remove in runs (1 runs)\n"
