@@ -207,9 +207,10 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
     except ValueError:
         return  # which one the run keeps as its best is not known
     kept = [*complete][-config.checkpoint.keep :] + [step for step in complete if step == best]
-    done = is_finished(run, config)
     goes = [
-        step for step, folder in complete.items() if step not in kept and done and not folder.is_symlink()
+        step
+        for step, folder in complete.items()
+        if step not in kept and is_finished(run, config) and not folder.is_symlink()
     ]
     for step in goes:
         reason = f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
