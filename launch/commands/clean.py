@@ -40,6 +40,7 @@ PARTIAL_CHECKPOINT = re.compile(r"\.step_\d{6,}\.partial")
 SET_ASIDE = re.compile(r"step_\d{6,}\.damaged\d*")
 KILLED_EXPORT = re.compile(r"\.(hf|adapter|export|export-adapter)\.(?!old\.).+")
 KILLED_WRITE = re.compile(r"\.[A-Za-z].*\.\d+")
+SLURM_LOG = re.compile(r"slurm-.+\.log")
 QUICKSTART = re.compile(r"quickstart-\d{8}-\d{6}")
 
 
@@ -169,8 +170,11 @@ def _may_be_written(run: RunFolder) -> str | None:
     """Why somebody may be writing the folder."""
     if lock_holders(run):
         return "it is being run"
-    if (job := running_elsewhere(run)) is not None:
-        return f"job {job} runs it, or waits to"
+    try:
+        if (job := running_elsewhere(run)) is not None:
+            return f"job {job} runs it, or waits to"
+    except RuntimeError as error:
+        return str(error)
     written = [time for _, time in read_beats(run)]
     files = [run.path / "metrics.jsonl", *(_inside(run.logs))]
     written += [file.stat().st_mtime for file in files if file.exists()]
@@ -203,11 +207,14 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
     except ValueError:
         return  # which one the run keeps as its best is not known
     kept = [*complete][-config.checkpoint.keep :] + [step for step in complete if step == best]
-    for step, folder in complete.items():
-        if step not in kept and is_finished(run, config) and not folder.is_symlink():
-            yield Item(
-                folder, f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
-            )
+    goes = [
+        step
+        for step, folder in complete.items()
+        if step not in kept and is_finished(run, config) and not folder.is_symlink()
+    ]
+    for step in goes:
+        reason = f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
+        yield Item(complete[step], reason)
     has_result = bool(kept) or run.has_final_model()
     for root in (run.checkpoints, run.critic_checkpoints):
         for path in _inside(root):
@@ -223,7 +230,7 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
     for step, folder in step_folders(run.critic_checkpoints).items():
         if (
             kept
-            and step not in complete
+            and (step not in complete or step in goes)
             and not folder.is_symlink()
             and (is_valid(folder) or _is_torn(folder))
         ):
@@ -254,10 +261,21 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
     for path in _inside(run.batches):
         if path.suffix == ".partial":
             yield Item(path, "left by a write that was killed")
-    job = recorded_job(run)
-    for path in _inside(run.logs):
-        if re.fullmatch(r"slurm-.+\.log", path.name) and job is not None and path.name != f"slurm-{job}.log":
-            yield Item(path, f"the log of a job before the last one, {job}")
+    job, logs = recorded_job(run), [path for path in _inside(run.logs) if SLURM_LOG.fullmatch(path.name)]
+    # Where the last job has left no log, one of the others may be its own, or is the newest that there is.
+    if f"slurm-{job}.log" in {path.name for path in logs}:
+        for path in logs:
+            if path.name != f"slurm-{job}.log":
+                yield Item(path, f"the log of a job before the last one, {job}")
+
+
+def _has_done_all(run: RunFolder) -> bool:
+    """Whether a training run is finished, as far as its config can be read."""
+    try:
+        config = load_config(run.config)
+    except (ConfigError, OSError):
+        return False
+    return isinstance(config, RunConfig) and is_finished(run, config)
 
 
 @contextlib.contextmanager
@@ -285,7 +303,7 @@ def _sweep_items(folder: Path) -> Iterator[Item]:
         return
     for name in names:
         run = sweep.run_folder(name)
-        if run is not None and run.has_final_model():
+        if run is not None and _has_done_all(run):
             for path in (folder / f"{name}.yaml", folder / f"{name}.log"):
                 if path.is_file() and not path.is_symlink():
                     yield Item(path, "of a sweep's run that is finished; its folder has the like")
@@ -303,7 +321,7 @@ def _quickstart_models(folders: Sequence[Path], runs: Sequence[RunFolder]) -> It
         with contextlib.suppress(ConfigError, OSError):
             config = load_config(run.config)
             has_adapters = isinstance(config, RunConfig) and config.learner.lora is not None
-            if has_adapters or not run.has_final_model():
+            if has_adapters or not _has_done_all(run):
                 needed[config.model.path.resolve()] = run.path
     for folder in folders:
         if not QUICKSTART.fullmatch(folder.name):

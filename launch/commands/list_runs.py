@@ -51,8 +51,11 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
     if kind != "train":
         return path.name, f"({kind})", "-", "-", "-"
     summary = read_file(path / "summary.json", {}, []) or {}
-    if "accuracy" in summary:
-        return path.name, "(evaluation)", "-", f"{summary['accuracy']:.1%}", "-"
+    request = read_file(path / "request.json", {}, [])
+    if request is not None or "accuracy" in summary:
+        what = f"({(request or {}).get('study', 'evaluation')})"
+        held_out = f"{summary['accuracy']:.1%}" if "accuracy" in summary else "-"
+        return path.name, what if summary else f"{brief_state(RunFolder(path))} {what}", "-", held_out, "-"
     accuracy, last = _last_metrics(path / "metrics.jsonl")
     reward = last.get(REWARD)
     step = f"{last.get('step', 0)}/{steps}"

@@ -94,9 +94,12 @@ def _check_element(element: Sequence[str], config: RunConfig, first: RunConfig) 
         problems.append(f"it would ask for {other}; {script.ONE_REQUEST}")
     if element and config.resume is not None:
         problems.append("resume: an array begins new runs; go on with each by itself")
-    if config.resume is not None and (job := running_elsewhere(RunFolder(config.resume))) is not None:
-        error = f"resume: {config.resume} is of job {job}, which runs or waits"
-        problems.append(f"{error}; wait for it, or end it with `scancel {job}`")
+    try:
+        if config.resume is not None and (job := running_elsewhere(RunFolder(config.resume))) is not None:
+            error = f"resume: {config.resume} is of job {job}, which runs or waits"
+            problems.append(f"{error}; wait for it, or end it with `scancel {job}`")
+    except RuntimeError as error:
+        problems.append(f"resume: {error}")
     if problems:
         where = f"{' '.join(element)}: " if element else ""
         raise ValueError("\n  ".join(where + problem for problem in problems))

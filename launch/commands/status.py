@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,8 +18,10 @@ from pathlib import Path
 import yaml
 
 from launch.checks.config import BadInput
+from launch.processes.going_on import next_command
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder
+from launch.slurm.job import ask_squeue
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
 from trainer.metric_names import known
@@ -29,15 +30,20 @@ from trainer.tracking.tracker import duration, read_metrics
 
 PACE_STEPS = 20
 SMOOTHED_STEPS = 10
+LAST_ACCURACIES = 3
+"""Most of the last held-out accuracies that are shown."""
 SQUEUE_TIMEOUT_S = 10.0
 BEATS = 8
 """Most roles and ranks whose activity is shown."""
 ERROR_LINES = 3
 """Most lines of an error that are shown."""
+CONFIG = {"name": str, "steps": int}
+"""Fields of config.yaml."""
 JOB = {"job_id": (str, int), "restart": int}
 """Fields of job.json."""
 OWN_RESULT = {"model": str}
-"""Fields of summary.json of a warm start or an evaluation, which is written at its end. A training run's has no model."""
+"""Fields of summary.json of a warm start, an evaluation or a study, which is written at its end. A training run's has no model."""
+SILENT = "Slurm does not say"
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
     ("reward", known("reward/mean"), ".3f"),
@@ -59,14 +65,17 @@ class Status:
         return "\n".join(aligned([("state", self.state), *self.lines]))
 
 
-def status(folder: RunFolder, *, now: float | None = None) -> Status:
-    """The state of a run at time ``now`` (seconds since the epoch; None: this moment), read from its folder."""
+def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] | None = None) -> Status:
+    """The state of a run, read from its folder.
+
+    now: seconds since the epoch; None: this moment. rows: of metrics.jsonl, where the caller has read them.
+    """
     now = time.time() if now is None else now
     damaged: list[str] = []
-    config = read_file(folder.config, {"name": str, "steps": int}, damaged, parse=yaml.safe_load)
+    config = read_file(folder.config, CONFIG, damaged, parse=yaml.safe_load)
     job = read_file(folder.job, JOB, damaged)
     in_slurm = _slurm_state(job) if job is not None else ""
-    state = _state(folder, in_slurm, damaged)
+    state = _state(folder, config, in_slurm, damaged)
     running = state.startswith("running")
     lines = [("run", f"{config['name'] if config else '(name unknown)'} in {folder.path}")]
     if job is not None:
@@ -76,7 +85,10 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
         lines += _result_lines(folder)
     else:
         steps = config["steps"] if config else None
-        lines += _progress_lines(folder.path / "metrics.jsonl", steps, now if running else None)
+        file = folder.path / "metrics.jsonl"
+        rows = (read_metrics(file) if file.exists() else []) if rows is None else rows
+        ago = now - file.stat().st_mtime if running and rows else None
+        lines += _progress_lines(rows, steps, ago)
         if folder.ledger.exists():
             lines.append(("data", summary(read_ledger(folder.ledger))))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
@@ -87,14 +99,14 @@ def status(folder: RunFolder, *, now: float | None = None) -> Status:
 
 def brief_state(folder: RunFolder) -> str:
     """The state of a run in a word or two, without its reasons."""
-    job = read_file(folder.job, JOB, [])
-    state = _state(folder, _slurm_state(job) if job is not None else "", [])
+    config, job = read_file(folder.config, CONFIG, [], parse=yaml.safe_load), read_file(folder.job, JOB, [])
+    state = _state(folder, config, _slurm_state(job) if job is not None else "", [])
     return re.split(r"[,:;(]", state, maxsplit=1)[0].strip()
 
 
-def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
+def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[str]) -> str:
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
-    left when it ended."""
+    left when it ended. A finished run that was resumed to more steps has its old results until it is finished again."""
     if is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
         request = read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
@@ -102,37 +114,44 @@ def _state(folder: RunFolder, in_slurm: str, damaged: list[str]) -> str:
         return f"waiting in the queue ({in_slurm})"
     if read_file(folder.summary, OWN_RESULT, []):
         return "finished"
-    if folder.hf.is_dir() and read_file(folder.summary, {"steps": int}, damaged) and folder.has_final_model():
+    result = read_file(folder.summary, {"steps": int}, damaged) if folder.hf.is_dir() else None
+    if result and folder.has_final_model() and (config is None or result["steps"] >= config["steps"]):
         return "finished"
     if stopped := read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
-        script = folder.path / "train.sbatch"
-        begin = f"tandem resume {folder.path}" if stopped["step"] else f"tandem train {folder.config}"
-        again = f"sbatch {script}" if script.exists() else begin
-        return f"stopped after step {stopped['step']}: {stopped['reason']}; it goes on with `{again}`"
+        again = f"it goes on with `{next_command(folder)}`"
+        return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
     errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
         lines = errors[0].read_text().strip().splitlines()
         more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
+    if in_slurm.startswith(SILENT):
+        return "unknown: Slurm does not say whether the job runs"
     if not (folder.path / "roles").is_dir():
         return "not started"
     return "not running: interrupted, killed, or started on another machine"
 
 
 def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
-    """What a warm start or an evaluation has found."""
+    """What a warm start, an evaluation or a study has found."""
     result = read_file(folder.summary, OWN_RESULT, []) or {}
+    study = (read_file(folder.request, {}, []) or {}).get("study")
     accuracy = f"{result['accuracy']:.1%}" if isinstance(result.get("accuracy"), float) else None
-    return [(title, text) for title, text in (("model", result.get("model")), ("held out", accuracy)) if text]
+    lines = [
+        ("study", study),
+        ("model", result.get("model")),
+        ("held out", accuracy),
+        ("result", result.get("result")),
+    ]
+    return [(title, text) for title, text in lines if text]
 
 
-def _progress_lines(metrics_file: Path, steps: int | None, now: float | None) -> list[tuple[str, str]]:
+def _progress_lines(rows: Sequence[dict], steps: int | None, ago: float | None) -> list[tuple[str, str]]:
     """Step, pace and results.
 
-    steps: of the whole run; None where unknown. now: for a run that goes on, adds the time left and the age of
-    the last step.
+    steps: of the whole run; None where unknown. ago: seconds since the last step of a run that goes on; adds the time
+    left.
     """
-    rows = read_metrics(metrics_file) if metrics_file.exists() else []
     trained = [row for row in rows if row["step"] > 0]
     if not trained:
         return [("step", "none yet" if steps is None else f"none of {steps} yet")]
@@ -140,16 +159,32 @@ def _progress_lines(metrics_file: Path, steps: int | None, now: float | None) ->
     pace = statistics.median(row.get(SECONDS) or 0.0 for row in trained[-PACE_STEPS:])
     share = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
     text = f"{step}{share}, {pace:.1f} s a step"
-    if now is not None and steps is not None and step < steps:
+    if ago is not None and steps is not None and step < steps:
         left = (steps - step) * _full_pace(trained, pace)
-        text += f", about {duration(left)} left; the last one {duration(max(now - metrics_file.stat().st_mtime, 0))} ago"
+        text += f", about {duration(left)} left; the last one {duration(max(ago, 0))} ago"
     heldout = {row["step"]: row[ACCURACY] for row in rows if row.get(ACCURACY) is not None}
-    accuracies = ", ".join(f"{accuracy:.1%} at step {at}" for at, accuracy in heldout.items())
     means = [
         (title, _means_text([row[metric] for row in trained if row.get(metric) is not None], show))
         for title, metric, show in RESULTS
     ]
-    return [("step", text), *((title, text) for title, text in [*means, ("held out", accuracies)] if text)]
+    return [
+        ("step", text),
+        *((title, text) for title, text in [*means, ("held out", _accuracies_text(heldout))] if text),
+    ]
+
+
+def _accuracies_text(accuracies: Mapping[int, float]) -> str:
+    """The last accuracies by step, the newest first, as a narrow terminal cuts the end; then the best and the first, where
+    they are not among them."""
+    last = sorted(accuracies, reverse=True)[:LAST_ACCURACIES]
+    best = [] if not last else [max(accuracies, key=lambda step: (accuracies[step], step))]
+    groups = [("", last), ("best ", best), ("first ", [min(accuracies)] if last else [])]
+    shown, texts = set[int](), list[str]()
+    for title, steps in groups:
+        new = [f"{accuracies[step]:.1%} at step {step}" for step in steps if step not in shown]
+        texts += [title + ", ".join(new)] if new else []
+        shown |= {*steps}
+    return "; ".join(texts)
 
 
 def _full_pace(trained: Sequence[dict], pace: float) -> float:
@@ -179,15 +214,14 @@ def _checkpoint_text(folder: RunFolder, now: float) -> str:
 
 def _slurm_state(job: dict) -> str:
     """The state of a job by Slurm, with nodes and time left; "" where there is no Slurm or it has forgotten the
-    job."""
+    job; begins with SILENT where Slurm does not say."""
     if shutil.which("squeue") is None:
         return ""
-    ask = ["squeue", "--noheader", "--jobs", str(job["job_id"]), "--states=all", "--format=%T on %N, %L left"]
     try:
-        answer = subprocess.run(ask, capture_output=True, text=True, timeout=SQUEUE_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return "(squeue does not answer)"
-    return answer.stdout.strip().splitlines()[0] if answer.returncode == 0 and answer.stdout.strip() else ""
+        answer = ask_squeue(str(job["job_id"]), "%T on %N, %L left", timeout_s=SQUEUE_TIMEOUT_S)
+    except RuntimeError as error:
+        return f"{SILENT} ({error})"
+    return answer.strip().partition("\n")[0]
 
 
 def _role_lines(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:
@@ -316,7 +350,7 @@ def _follow_options(folder: RunFolder) -> list[str]:
     if holders := [pid for pid in lock_holders(folder) if pid > 0]:
         return ["--follow=name", "--retry", f"--pid={holders[0]}"]
     state = brief_state(folder)
-    if state.startswith(("running", "waiting")):
+    if state.startswith(("running", "waiting", "unknown")):
         return ["--follow=name", "--retry"]
     print(f"the run is not going on here ({state}), so nothing will be added", file=sys.stderr, flush=True)
     return []

@@ -20,8 +20,9 @@ from pathlib import Path
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import LaunchConfig
-from launch.commands.status import lock_holders, status
+from launch.commands.status import lock_holders, read_file, status
 from launch.processes import stopping
+from launch.processes.going_on import way_on
 from launch.processes.heartbeat import BEAT_S, MISSED, SHARED_FOLDER_S, read_beats
 from launch.processes.run_folder import RunFolder
 from launch.roles.start import progress_printer
@@ -48,7 +49,11 @@ def stop(folder: RunFolder, *, now: bool) -> int:
 
 
 def _stop(folder: RunFolder, *, now: bool) -> int:
-    if (job := running_elsewhere(folder)) is not None:
+    try:
+        job = running_elsewhere(folder)
+    except RuntimeError as error:  # nothing is sent to a process here: it may be a part of the job
+        return _refuse(str(error))
+    if job is not None:
         return _stop_job(folder, job, now=now)
     holders = lock_holders(folder)
     if not holders:
@@ -117,7 +122,10 @@ def _stop_job(folder: RunFolder, job: str, *, now: bool) -> int:
         if time.monotonic() - looked_at < SLURM_LOOK_S:
             return False
         looked_at = time.monotonic()
-        return running_elsewhere(folder) is None
+        try:
+            return running_elsewhere(folder) is None
+        except RuntimeError:  # Slurm may say at the next look
+            return False
 
     print(f"job {job} was {'taken from the queue' if waits else 'asked to stop'}", flush=True)
     return _wait(folder, has_ended, now=now)
@@ -174,7 +182,9 @@ def _command_of(folder: RunFolder) -> str:
     """The command that starts such a run."""
     if isinstance(_config_of(folder), SftConfig):
         return "sft"
-    return "eval" if folder.request.exists() else "train"
+    if not folder.request.exists():
+        return "train"
+    return (read_file(folder.request, {}, []) or {}).get("study", "eval")
 
 
 def _config_of(folder: RunFolder) -> RunConfig | SftConfig | None:
@@ -186,9 +196,8 @@ def _config_of(folder: RunFolder) -> RunConfig | SftConfig | None:
 
 def _left_by(folder: RunFolder) -> str:
     newest = folder.newest_checkpoint()
-    if newest is None:
-        return f"and nothing was saved; start again with `tandem {_command_of(folder)} {folder.config}`"
-    return f"after it had saved step {step_of(newest)}; go on with `tandem resume {folder.path}`"
+    saved = "and nothing was saved" if newest is None else f"after it had saved step {step_of(newest)}"
+    return f"{saved}; {way_on(folder, _command_of(folder))}"
 
 
 def _refuse(text: str) -> int:

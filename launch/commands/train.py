@@ -16,6 +16,7 @@ from configs.schema.layout import ONE_PROCESS
 from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.processes import stopping
+from launch.processes.going_on import way_on
 from launch.processes.heartbeat import Watch
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import RoleFailed, Supervisor
@@ -93,10 +94,9 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
 def _after_failure(folder: RunFolder, config: RunConfig) -> str:
     """The newest checkpoint of a failed run, and the command that goes on from it."""
     newest = folder.newest_checkpoint()
-    if newest is None:
-        every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
-        return f"Nothing was saved{every}. When the cause is mended, start again with `tandem train {folder.config}`"
-    return f"Saved: step {step_of(newest)}, in {newest}. When the cause is mended, go on with `tandem resume {folder.path}`"
+    every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
+    saved = f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
+    return f"{saved}. When the cause is mended, {way_on(folder, here=True)}"
 
 
 def resume(
@@ -108,10 +108,8 @@ def resume(
 
 
 def _after_stop(folder: RunFolder, outcome: stopping.Stopped) -> str:
-    if outcome.step == 0:
-        again = f"start again with `tandem train {folder.config}`"
-        return f"stopped before the first step was complete, on request; {again}"
-    return f"stopped after step {outcome.step} on request; go on with `tandem resume {folder.path}`"
+    when = f"after step {outcome.step}" if outcome.step else "before the first step was complete,"
+    return f"stopped {when} on request; {way_on(folder, here=True)}"
 
 
 def sft(
@@ -202,7 +200,9 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
     if summary["accuracy_after"] is not None:
         before = summary["accuracy_before"]
         text = f"{before:.1%} before, " if before is not None else ""
-        print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {summary['steps']} steps")
+        step = summary.get("accuracy_after_step", summary["steps"])  # an older summary has no such key
+        of_all = "" if step == summary["steps"] else f" of {summary['steps']}"
+        print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {step}{of_all} steps")
     uri = without_password(tracking_uri(config, folder.path))
     page, model = folder.path / "report.html", folder.hf
     tandem = _command_text("tandem")

@@ -9,8 +9,9 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
+from pathlib import Path
 
 from rich.console import Console, Group, RenderableType
 from rich.layout import Layout
@@ -78,11 +79,11 @@ def _quiet(logger: str) -> Iterator[None]:
 
 
 def _parts(folder: RunFolder, decode: Callable[[], Decode]) -> list[tuple[str, RenderableType]]:
-    """(title, content) of the panels. Each is read anew."""
+    """(title, content) of the panels."""
     file = folder.path / "metrics.jsonl"
     with _quiet(tracker.__name__):  # its last line may be being written
         rows = read_metrics(file) if file.exists() else []
-        found = status(folder)
+        found = status(folder, rows=rows)
     lines = aligned([("state", found.state), *found.lines])
     return [
         ("run", Text("\n".join(lines), no_wrap=True, overflow="ellipsis")),
@@ -154,8 +155,14 @@ def _samples(folder: RunFolder, decode: Callable[[], Decode]) -> RenderableType:
     steps = sampled_steps(folder.samples)
     if not steps:
         return Text("none yet")
+    file = sample_file(folder.samples, steps[-1])
     try:
-        samples = read_samples(sample_file(folder.samples, steps[-1]))
-    except ValueError as error:  # a resumed run may remove it
+        return _transcript(file, file.stat().st_mtime_ns, decode)
+    except (OSError, ValueError) as error:  # a resumed run may remove it
         return Text(str(error))
-    return Group(*transcript(samples[:MOST_SAMPLES], decode(), tokens=False))
+
+
+@lru_cache(maxsize=1)
+def _transcript(file: Path, written: int, decode: Callable[[], Decode]) -> RenderableType:
+    """Kept until a newer file is there, or ``written`` has changed: the text of long samples takes seconds to make."""
+    return Group(*transcript(read_samples(file)[:MOST_SAMPLES], decode(), tokens=False))

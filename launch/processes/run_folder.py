@@ -115,6 +115,11 @@ class RunFolder:
         return self.path / "job.json"
 
     @property
+    def script(self) -> Path:
+        """The batch script of ``tandem slurm``; the runs of an array have one together, elsewhere."""
+        return self.path / "train.sbatch"
+
+    @property
     def restarts(self) -> Path:
         """The number of failed starts without a newer checkpoint in between."""
         return self.path / "restarts.json"
@@ -169,7 +174,10 @@ class RunFolder:
         return newest is not None and is_valid(self.critic_checkpoints / newest.name)
 
     def has_final_model(self) -> bool:
-        """Whether ``hf/`` is of the newest step. A run that was resumed and stopped has newer checkpoints."""
+        """Whether ``hf/`` is of the newest step. A run that was resumed and stopped has newer checkpoints.
+
+        Whether all steps are done is another question: see ``launch.slurm.job.is_finished``.
+        """
         newest = self.newest_checkpoint()
         if not self.hf.is_dir() or not self.summary.is_file():
             return False

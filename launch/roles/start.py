@@ -62,6 +62,20 @@ def new_run(config: RunConfig | SftConfig, name: str, *, needs_lock: bool = Fals
         return folder
 
 
+def new_study(config: RunConfig, study: str) -> RunFolder:
+    """The same for a study of several layouts; ``study`` is its command. It ends with ``finish_study``."""
+    folder = new_run(config, f"{config.name}-{study}")
+    run_folder.write_json(folder.request, {"study": study})
+    return folder
+
+
+def finish_study(folder: RunFolder, config: RunConfig, result: str) -> None:
+    """result: the name of the file with what was found."""
+    found = {"model": str(config.model.path), "result": str(folder.path.resolve() / result)}
+    run_folder.write_json(folder.summary, found)
+    folder.release()
+
+
 def _claimed(folder: RunFolder) -> RunFolder:
     try:
         folder.claim()

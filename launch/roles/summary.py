@@ -11,16 +11,19 @@ ACCURACY = known("eval/accuracy")
 
 
 def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
-    """Write accuracy at step 0 and at the last evaluation (None without one), steps, and seconds per part."""
+    """Write accuracy at step 0 and at the last evaluation with its step (None without one), steps, and seconds per
+    part."""
     steps = read_metrics(folder.path / "metrics.jsonl")
     measured = {s["step"]: s[ACCURACY] for s in steps if s.get(ACCURACY) is not None}
+    last = max(measured, default=0)
     spent: dict[str, float] = defaultdict(float)
     for step in steps:
         for part in TIME_PARTS:
             spent[part] += step.get(f"time/{part}") or 0.0
     summary = {
         "accuracy_before": measured.get(0),
-        "accuracy_after": measured[max(measured)] if max(measured, default=0) > 0 else None,
+        "accuracy_after": measured[last] if last > 0 else None,
+        "accuracy_after_step": last if last > 0 else None,
         "steps": max((s["step"] for s in steps), default=0),
         "seconds": {part: round(value, 2) for part, value in (spent | dict(seconds)).items()},
     }

@@ -38,6 +38,7 @@ from launch.checks.config import BadInput
 from launch.commands.train import adding_causes, print_result
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address
+from launch.processes.going_on import way_on
 from launch.processes.placement import gpus_of_node, learner_ranks_per_node, num_nodes, serve_roles
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
@@ -115,7 +116,10 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
         given = f"job {job.id} has {len(job.nodes)} ({' '.join(job.nodes)})"
         again = f"make the script anew with `tandem slurm {folder.config} resume={folder.path}`"
         raise BadInput(f"launch.nodes: the run takes {needed}, but {given}; {again}")
-    other = running_elsewhere(folder, job)
+    try:
+        other = running_elsewhere(folder, job)
+    except RuntimeError as error:
+        raise RoleFailed(f"RUN: {error}") from error
     if other is not None:
         fix = f"wait for it, or end it with `scancel {other}`"
         raise BadInput(f"RUN: {folder.path} is being run by job {other}; {fix}")
@@ -271,9 +275,7 @@ def _requeue_or_end(
     failed, limit = isinstance(outcome, RoleFailed), config.launch.slurm.max_restarts
     _print_message(_outcome_text(outcome))
     if signal.SIGTERM in signals:
-        _print_message(
-            f"Slurm ends this job; unless it has requeued it, go on with `{_next_command(folder)}`"
-        )
+        _print_message(f"Slurm ends this job; unless it has requeued it, {way_on(folder)}")
         return os.EX_TEMPFAIL
     asks_requeue = failed or signal.SIGUSR1 in signals
     left_no_checkpoint = failed or isinstance(outcome, Interrupted)
@@ -282,12 +284,12 @@ def _requeue_or_end(
         starts = (
             f"{limit + 1} starts have ended without a newer checkpoint (launch.slurm.max_restarts={limit})"
         )
-        fix = f"{'mend the cause' if failed else notice}, then go on with `{_next_command(folder)}`"
+        fix = f"{'mend the cause' if failed else notice}, then {way_on(folder)}"
         _print_message(f"{starts}: this job is not requeued; {fix}")
     elif asks_requeue:
         _requeue(folder, job)
     else:
-        _print_message(f"go on with `{_next_command(folder)}`")
+        _print_message(f"{way_on(folder)}")
     return 1 if failed else os.EX_TEMPFAIL
 
 
@@ -297,20 +299,11 @@ def _outcome_text(outcome: stopping.Stopped | Interrupted | RoleFailed) -> str:
     return str(outcome) or "stopped before a checkpoint could be written; every process of the run has ended"
 
 
-def _next_command(folder: RunFolder) -> str:
-    """The command with which the user goes on by hand."""
-    script = folder.path / "train.sbatch"
-    if script.exists():  # an element of an array has none of its own
-        return f"sbatch {script}"
-    again = f" resume={folder.path}" if folder.newest_checkpoint() is not None else ""
-    return f"tandem slurm {folder.config}{again} --submit"
-
-
 def _requeue(folder: RunFolder, job: Job) -> None:
     try:
         job.requeue()
     except RuntimeError as error:
-        _print_message(f"{error}; go on with `{_next_command(folder)}`")
+        _print_message(f"{error}; {way_on(folder)}")
     else:
         _print_message(f"job {job.id} is requeued, and goes on from the newest checkpoint")
 

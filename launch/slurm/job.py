@@ -13,6 +13,8 @@ from launch.processes.run_folder import RunFolder, write_json
 
 TIMEOUT_S = 60
 """Limit of a command to Slurm's controller."""
+FORGOTTEN = "Invalid job id"
+"""In squeue's error for a job that Slurm has forgotten: it ended some time ago."""
 OVER = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -56,7 +58,9 @@ class Job:
         )
 
     def record(self, folder: RunFolder) -> None:
-        write_json(folder.job, {"job_id": self.id, "nodes": list(self.nodes), "restart": self.restart})
+        """An element of an array is recorded as ARRAY_ELEMENT, as ``tandem slurm`` does: its log has this name."""
+        name = next(iter(self.names - {self.id}), self.id)
+        write_json(folder.job, {"job_id": name, "nodes": list(self.nodes), "restart": self.restart})
 
     def requeue(self) -> None:
         """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses."""
@@ -78,7 +82,7 @@ def recorded_job(folder: RunFolder) -> str | None:
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     """The id of another job than ``job`` that runs this folder or waits to run it, by Slurm; None where there is
-    none.
+    none. Raises RuntimeError where Slurm does not say: such a job may be running.
 
     The lock of ``RunFolder.claim`` is not enough: on some shared file systems one host alone sees it.
     """
@@ -86,9 +90,11 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     if other is None or (job is not None and other in job.names) or shutil.which("squeue") is None:
         return None
     try:
-        states = ask_slurm("squeue", "--noheader", f"--jobs={other}", "--format=%T", "--states=all").split()
-    except RuntimeError:  # Slurm has forgotten it
-        return None
+        states = ask_squeue(other, "%T").split()
+    except RuntimeError as error:
+        what = f"job {other} had {folder.path} last, and Slurm does not say whether it still runs ({error})"
+        fix = f"try again where `squeue --jobs={other}` answers, or remove {folder.job} if the job has ended"
+        raise RuntimeError(f"{what}; {fix}") from error
     return other if set(states) - OVER else None
 
 
@@ -136,10 +142,23 @@ def _newest(folder: RunFolder) -> str | None:
     return newest.name if newest is not None else None
 
 
-def ask_slurm(*command: str) -> str:
+def ask_squeue(job: str, form: str, *, timeout_s: float = TIMEOUT_S) -> str:
+    """squeue's line of a job in the format ``form``; "" for a job that Slurm has forgotten. Raises RuntimeError where
+    squeue fails in another way: that says nothing of the job."""
+    try:
+        return ask_slurm(
+            "squeue", "--noheader", f"--jobs={job}", f"--format={form}", "--states=all", timeout_s=timeout_s
+        )
+    except RuntimeError as error:
+        if FORGOTTEN not in str(error):
+            raise
+        return ""
+
+
+def ask_slurm(*command: str, timeout_s: float = TIMEOUT_S) -> str:
     """The output of a command to Slurm. Raises RuntimeError with its error where it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RuntimeError(f"`{' '.join(command)}` failed: {error}") from error
     if done.returncode:

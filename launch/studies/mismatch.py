@@ -4,6 +4,7 @@ Each rollout layout samples once with the real server, and each learner layout s
     OUT/rollout-TP.../      serve + mismatch-draw: samples.long, samples.short, prefill.safetensors     one start per rollout layout,
     OUT/learner-TP.../      score-rank, under torchrun: scores.safetensors, switches.safetensors        then one per learner layout,
     OUT/mismatch.json, mismatch.md, *.png                                                               then the arithmetic, in this process
+    OUT/config.yaml, request.json, summary.json                                                         where OUT is in launch.runs_dir
 
 Each part is a run folder of its own, with the config of its layout and the request in request.json.
 """
@@ -17,7 +18,6 @@ from pathlib import Path
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
-from launch.processes import run_folder
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, wait_for_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
@@ -28,10 +28,11 @@ from parallel.planning.architecture import read_architecture, read_hf_config
 
 def run(plan: Plan, start: StartRole) -> Path:
     """Run the study, from the first server to the last figure. Returns the folder with the results."""
+    from launch.roles.start import finish_study, new_study
+
     config, out = plan.parts[0].config, plan.request.out
-    if out is None:
-        out = run_folder.create(config.launch.runs_dir, f"{config.name}-mismatch", resolved_yaml(config)).path
-    out, skipped = out.resolve(), list(plan.skipped)
+    folder = new_study(config, "mismatch") if out is None else RunFolder(out)
+    out, skipped = folder.path.resolve(), list(plan.skipped)
     rollouts = plan.of("rollout", "mode", "dtype")
     samples: dict[str, Path] = {}
     for number, part in enumerate(rollouts, 1):
@@ -64,6 +65,8 @@ def run(plan: Plan, start: StartRole) -> Path:
                 raise
     result = evaluate(plan, config, out, sampled, skipped)
     write(result, out)
+    if plan.request.out is None:  # a folder that the user names has no config, and is no run's
+        finish_study(folder, config, "mismatch.md")
     return out
 
 

@@ -26,7 +26,6 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text
 from launch.checks.config import LoadWith, check_server_gpus
-from launch.processes import run_folder
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
@@ -126,8 +125,11 @@ def run(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) 
 
 
 def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) -> bool:
+    from launch.roles.start import finish_study, new_study
+
     texts, base = list(configs), next(iter(configs.values()))
-    out = run_folder.create(base.launch.runs_dir, f"{base.name}-verify-sync", resolved_yaml(base)).path
+    study = new_study(base, "verify-sync")
+    out = study.path
     print(f"folder: {out}", flush=True)
     exports: dict[str, list[str]] = {}
     transferred: dict[tuple[str, int], list[Answers]] = {}
@@ -154,6 +156,7 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
     findings = [_finding_of(text, exports[text], tps, transferred, reference) for text in texts]
     print(f"\n{table(findings, tps)}", flush=True)
     write_json(out / "result.json", {"findings": [asdict(finding) for finding in findings]})
+    finish_study(study, base, "result.json")
     return all(finding.is_good for finding in findings)
 
 

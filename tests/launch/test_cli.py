@@ -417,6 +417,18 @@ def test_the_summary_adds_up_the_steps_and_ignores_a_torn_line(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
 
 
+@pytest.mark.parametrize(("last", "said"), [(3, "after 3 steps"), (2, "after 2 of 3 steps")])
+def test_the_result_tells_the_step_of_the_last_evaluation(tmp_path, capsys, last, said):
+    """eval.every need not divide the number of steps."""
+    folder, lines = RunFolder(tmp_path), [{"step": step} for step in range(4)]
+    lines[0]["eval/accuracy"], lines[last]["eval/accuracy"] = 0.25, 0.5
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_summary(folder, seconds={})
+    config = RunConfig.model_validate({"steps": 3, "model": {"path": "m"}, "task": {"type": "countdown"}})
+    training.print_result(folder, config)
+    assert f"held-out accuracy: 25.0% before, 50.0% {said}\n" in capsys.readouterr().out
+
+
 SERVES_UNTIL_SAMPLING = """
 import pathlib, sys, time
 from launch.processes.run_folder import RunFolder

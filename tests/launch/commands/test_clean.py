@@ -13,6 +13,14 @@ from tests.support.command import tandem
 MODEL = {"path": "m"}
 
 
+@pytest.fixture(autouse=True)
+def slurm_has_forgotten_every_job(tmp_path_factory, monkeypatch):
+    squeue = tmp_path_factory.mktemp("bin") / "squeue"
+    squeue.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1\n")
+    squeue.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{squeue.parent}{os.pathsep}{os.environ['PATH']}")
+
+
 def make_run(path: Path, *, steps: int = 9, **changes) -> RunFolder:
     folder = RunFolder(path)
     path.mkdir(parents=True)
@@ -63,7 +71,8 @@ def littered(tmp_path) -> tuple[RunFolder, set[str]]:
     old = run.path / ".hf.old.abc" / "hf"
     old.mkdir(parents=True)  # may be the only copy of a model
     stays = files(run.path)
-    make_checkpoint(run.checkpoints, 7)
+    for root in (run.checkpoints, run.critic_checkpoints):
+        make_checkpoint(root, 7)
     make_checkpoint(run.checkpoints, 6, torn=True)
     make_checkpoint(run.critic_checkpoints, 5)
     for name in (".step_000010.partial", "step_000004.damaged", "step_000004.damaged2"):
@@ -84,13 +93,30 @@ def test_what_may_go_is_listed_and_only_apply_removes_it(littered, tmp_path):
     assert done.returncode == 0, done.stderr
     assert files(run.path) == before and "`tandem clean runs --apply` removes them" in done.stdout
     assert "checkpoints/step_000007" in done.stdout and "checkpoint.keep=2" in done.stdout
-    assert "14 may go" in done.stdout, done.stdout
+    assert "15 may go" in done.stdout, done.stdout
     done = tandem("clean", "runs", "--apply", cwd=tmp_path)
-    assert done.returncode == 0 and "removed 14" in done.stdout and "freed" in done.stdout
+    assert done.returncode == 0 and "removed 15" in done.stdout and "freed" in done.stdout
     assert files(run.path) == stays
     again = tandem("clean", "runs", "--apply", cwd=tmp_path)
     assert again.returncode == 0 and again.stdout == "nothing to remove in runs (1 runs)\n"
     assert run.newest_checkpoint() is not None and run.has_final_model()
+
+
+@pytest.mark.parametrize(
+    ("job", "stay"),
+    [("123_0", {"slurm-123_0.log"}), ("124", {"slurm-123_0.log", "slurm-99.log"})],
+    ids=["element of an array", "job without a log"],
+)
+def test_the_newest_log_of_slurm_stays(tmp_path, job, stay):
+    """A job may be known by another number than its log, and one that was cancelled in the queue has none."""
+    run = make_run(tmp_path / "runs" / "a")
+    make_finished(run)
+    write_json(run.job, {"job_id": job, "nodes": [], "restart": 0})
+    run.logs.mkdir()
+    for name in ("slurm-123_0.log", "slurm-99.log"):
+        (run.logs / name).touch()
+    assert tandem("clean", "--apply", cwd=tmp_path).returncode == 0
+    assert files(run.logs) == stay
 
 
 def test_an_unfinished_run_keeps_its_checkpoints_and_the_only_ones_there_are(tmp_path):
@@ -128,6 +154,27 @@ def test_a_run_that_may_go_on_elsewhere_is_left_alone(tmp_path):
     os.utime(run.path / "metrics.jsonl", (0, 0))
     done = tandem("clean", "--apply", cwd=tmp_path)
     assert "removed 1" in done.stdout and not (run.path / "metrics.lost.jsonl").exists()
+
+
+def test_a_finished_run_that_is_resumed_to_more_steps_is_not_finished(tmp_path):
+    """It may go on elsewhere, it keeps the file of its sweep, and it needs the model that it began with."""
+    model = tmp_path / "runs" / "quickstart-20260101-000000" / "warm"
+    model.mkdir(parents=True)
+    (model / "config.json").touch()
+    run = make_run(tmp_path / "runs" / "one-1", steps=20, model={"path": str(model)})
+    make_finished(run, steps=9)
+    sweep = tmp_path / "runs" / "tiny-sweep"
+    sweep.mkdir()
+    for name in ("lock", "one.yaml"):
+        (sweep / name).touch()
+    write_json(sweep / "sweep.json", {"runs": {"one": "one-1"}})
+    (run.checkpoints / ".step_000010.partial").mkdir(parents=True)
+    (run.path / "roles").mkdir()
+    (run.path / "metrics.jsonl").touch()
+    before = files(tmp_path)
+    done = tandem("clean", "--models", "--apply", cwd=tmp_path)
+    assert "may be going on elsewhere" in done.stdout and "may still need it" in done.stdout
+    assert files(tmp_path) == before
 
 
 def test_links_and_folders_of_others_are_left_alone(littered, tmp_path):

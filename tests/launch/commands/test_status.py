@@ -13,8 +13,10 @@ import pytest
 
 from launch.checks.config import BadInput
 from launch.commands import train as training
-from launch.commands.status import _kernel_name_of, is_held, lock_holders, log_files, status
+from launch.commands.status import _kernel_name_of, brief_state, is_held, lock_holders, log_files, status
+from launch.processes.going_on import way_on
 from launch.processes.run_folder import RunFolder
+from launch.processes.stopping import Stopped
 from launch.processes.supervisor import RoleFailed
 from parallel.checkpoints.files import write_manifest
 
@@ -65,6 +67,24 @@ def test_a_running_run_tells_step_pace_time_left_and_results(folder):
     assert found["held out"] == "12.5% at step 0"
     assert found["checkpoint"] == "step 20, written 2m00s ago"
     assert found["sample"] == "listens at tcp://10.0.0.1:7"
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "text"),
+    [
+        ([0.1, 0.3], "30.0% at step 1, 10.0% at step 0"),
+        ([0.1, 0.3, 0.5, 0.4], "40.0% at step 3, 50.0% at step 2, 30.0% at step 1; first 10.0% at step 0"),
+        ([0.5, 0.1, 0.2, 0.3], "30.0% at step 3, 20.0% at step 2, 10.0% at step 1; best 50.0% at step 0"),
+        (
+            [0.1, 0.6, 0.2, 0.6, 0.3, 0.4, 0.5],
+            "50.0% at step 6, 40.0% at step 5, 30.0% at step 4; best 60.0% at step 3; first 10.0% at step 0",
+        ),
+    ],
+)
+def test_of_many_accuracies_the_newest_the_best_and_the_first_are_told(folder, accuracies, text):
+    lines = [{"step": n, "time/step": 2.0, "eval/accuracy": value} for n, value in enumerate(accuracies)]
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert lines_of(folder)["held out"] == text
 
 
 def test_the_time_left_counts_what_is_between_steps(folder):
@@ -122,9 +142,37 @@ def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folde
     assert lines_of(folder)["state"] == "running, asked to stop: SIGUSR1"
     folder._held.pop().close()
     (folder.path / "roles" / "stopped.json").write_text('{"step": 12, "reason": "SIGUSR1"}')
+    checkpoint(folder, 12, ago_s=1.0)
     found = lines_of(folder)
     assert found["state"].startswith("stopped after step 12: SIGUSR1")
     assert f"`tandem resume {folder.path}`" in found["state"]
+
+
+@pytest.mark.parametrize(
+    ("files", "saved", "said"),
+    [
+        ((), False, "start again with `tandem train {config}`"),
+        ((), True, "go on with `tandem resume {path}`"),
+        (("job.json",), False, "start again with `tandem slurm {config} --submit`"),
+        (("job.json",), True, "go on with `tandem slurm {config} resume={path} --submit`"),
+        (("job.json", "train.sbatch"), True, "go on with `sbatch {path}/train.sbatch`"),
+    ],
+    ids=["new", "saved", "new element of an array", "saved element of an array", "job"],
+)
+def test_how_a_stopped_run_goes_on_is_said_alike_everywhere(folder, monkeypatch, files, saved, said):
+    """By its status, by the job that stops, and by the commands that wait for its end."""
+    monkeypatch.setattr("launch.commands.status._slurm_state", lambda _: "")
+    for file in files:
+        (folder.path / file).write_text('{"job_id": "17_3", "restart": 0}')
+    if saved:
+        checkpoint(folder, 12, ago_s=1.0)
+    (folder.path / "roles" / "stopped.json").write_text('{"step": 12, "reason": "SIGUSR1"}')
+    said = said.format(path=folder.path, config=folder.config)
+    assert way_on(folder) == said
+    assert lines_of(folder)["state"].endswith(f"it goes on with {said.partition(' with ')[2]}")
+    here = way_on(folder, here=True)
+    assert here == training._after_stop(folder, Stopped(step=12, reason="SIGUSR1")).partition("; ")[2]
+    assert ("tandem resume" in here, "slurm" in here) == (saved, False), "the user runs it here"
 
 
 def test_the_first_error_is_what_it_failed_by(folder):
@@ -157,6 +205,20 @@ def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
         "none",
         "none yet",
     )
+
+
+def test_a_finished_run_that_is_resumed_to_more_steps_is_not_finished(folder):
+    """Its model and its summary stay, and the new part may end before its first checkpoint."""
+    folder.hf.mkdir()
+    folder.summary.write_text('{"steps": 40}')
+    train(folder, 44)
+    folder.config.write_text("name: tiny\nsteps: 60\n")
+    assert lines_of(folder)["state"].startswith("not running")
+    folder.error("learn").write_text("OutOfMemoryError: no memory")
+    assert lines_of(folder)["state"] == "failed, by the learn role: OutOfMemoryError: no memory"
+    assert brief_state(folder) == "failed"
+    folder.summary.write_text('{"steps": 60}')
+    assert brief_state(folder) == "finished"
 
 
 @pytest.mark.parametrize(
@@ -241,7 +303,7 @@ def test_a_warm_start_and_an_evaluation_hold_their_folders(tmp_path, monkeypatch
 def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state):
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
-    squeue.write_text(f'#!/bin/sh\ncase "$*" in *" 17 "*) echo "{answer}";; *) exit 1;; esac\n')
+    squeue.write_text(f'#!/bin/sh\ncase "$*" in *"--jobs=17 "*) echo "{answer}";; *) exit 1;; esac\n')
     squeue.chmod(0o755)
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
     (folder.path / "job.json").write_text('{"job_id": 17, "restart": 2}')

@@ -43,6 +43,7 @@ LEARNER = """
     from pathlib import Path
     from launch.processes.run_folder import RunFolder
     from launch.processes.stopping import StopListener, Stopped, report_stopped
+    from parallel.checkpoints.files import write_manifest
     folder = RunFolder(Path(sys.argv[1]))
     listener = StopListener(folder, is_first_rank=True)
     folder.announce("learn", {})
@@ -50,6 +51,8 @@ LEARNER = """
     while not listener.reason():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+    (folder.checkpoints / "step_000003").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_000003", world_size=1)
     report_stopped(folder, Stopped(step=3, reason=listener.reason()))
 """
 NOT_READY = "import time; time.sleep(300)"
@@ -218,10 +221,46 @@ def test_ctrl_c_ends_the_wait_alone(folder, supervisor, monkeypatch, tmp_path):
 SLURM = """#!/bin/sh
 echo "$(basename $0) $*" >> {log}
 case "$(basename $0)" in
-  squeue) state=$(cat {state}); test "$state" = OVER && exit 1; echo "$state" ;;
+  squeue)
+    state=$(cat {state})
+    case "$state" in
+      OVER) echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1 ;;
+      DOWN) echo "slurm_load_jobs error: Unable to contact slurm controller" >&2; exit 1 ;;
+    esac
+    echo "$state" ;;
   scancel) echo OVER > {state} ;;
 esac
 """
+
+
+def be_in_slurm(folder, monkeypatch, tmp_path, state: str) -> Path:
+    """Have job 77 run the folder, in this state, by commands that stand in for Slurm's. Returns the file of what they
+    are asked."""
+    programs, log = tmp_path / "programs", tmp_path / "log"
+    programs.mkdir()
+    for name in ("squeue", "scancel"):
+        (programs / name).write_text(SLURM.format(log=log, state=tmp_path / "state"))
+        (programs / name).chmod(0o755)
+    (tmp_path / "state").write_text(state)
+    write_json(folder.job, {"job_id": "77", "nodes": [], "restart": 0})
+    (folder.path / "roles").mkdir()
+    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
+    return log
+
+
+def test_a_job_of_which_slurm_does_not_say_may_be_running(folder, monkeypatch, tmp_path):
+    """stop, clean and status hold it for neither running nor ended, and say why."""
+    log = be_in_slurm(folder, monkeypatch, tmp_path, "DOWN")
+    why = "job 77 had {} last, and Slurm does not say whether it still runs"
+    done = tandem("stop", "run", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert why.format(folder.path) in done.stderr and "Unable to contact" in done.stderr
+    assert "scancel" not in log.read_text()
+    (folder.path / "metrics.lost.jsonl").touch()
+    done = tandem("clean", ".", "--apply", cwd=tmp_path)
+    assert why.format("run") in done.stdout and (folder.path / "metrics.lost.jsonl").exists()
+    told = tandem("status", "run", cwd=tmp_path).stdout
+    assert "unknown: Slurm does not say whether the job runs" in told and "Unable to contact" in told
 
 
 @pytest.mark.parametrize(
@@ -233,17 +272,9 @@ esac
     ],
 )
 def test_a_slurm_job_is_asked_for_good(folder, monkeypatch, tmp_path, state, options, asked):
-    programs, log = tmp_path / "programs", tmp_path / "log"
-    programs.mkdir()
-    for name in ("squeue", "scancel"):
-        (programs / name).write_text(SLURM.format(log=log, state=tmp_path / "state"))
-        (programs / name).chmod(0o755)
-    (tmp_path / "state").write_text(state)
-    write_json(folder.job, {"job_id": "77", "nodes": [], "restart": 0})
-    (folder.path / "roles").mkdir()
+    log = be_in_slurm(folder, monkeypatch, tmp_path, state)
     (folder.path / "train.sbatch").touch()
     write_json(folder.address("stopped"), {"step": 5, "reason": "SIGTERM"})
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{os.environ['PATH']}")
     done = tandem("stop", "run", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert [line for line in log.read_text().splitlines() if line.startswith("scancel")] == [asked]

@@ -16,10 +16,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launch.commands import status as looks
+from launch.commands import watch
 from launch.commands.watch import BARS, sparkline
+from launch.processes.run_folder import RunFolder
 from tests.support.command import tandem
 from tests.trainer.tracking.test_transcripts import make_sample
 from trainer.tracking.samples import FOLDER, as_lines, sample_file
+from trainer.tracking.tracker import read_metrics
+from trainer.tracking.transcripts import ids_as_text
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -83,6 +88,38 @@ def test_a_run_that_has_just_begun_and_one_with_damaged_samples(run):
     assert picture(run).count("no step yet") == 2 and "none yet" in picture(run)
     sample_file(run / FOLDER, 1).write_text("{torn")
     assert "cannot be read as samples" in " ".join(picture(run))
+
+
+def test_a_look_reads_the_metrics_once_and_decodes_new_samples_alone(run, monkeypatch):
+    """Also where a resumed run writes the step anew."""
+    read, decoded = [], []
+
+    def reading(file):
+        read.append(file)
+        return read_metrics(file)
+
+    def decoding(ids):
+        decoded.append(ids)
+        return ids_as_text(ids)
+
+    for module in (watch, looks):
+        monkeypatch.setattr(module, "read_metrics", reading)
+    train(run, 2)
+    file = sample_file(run / FOLDER, 3)
+
+    def decode():
+        return decoding
+
+    file.write_bytes(as_lines([make_sample(step=3)]))
+    os.utime(file, ns=(1, 1))
+    watch._parts(RunFolder(run), decode)
+    count = len(decoded)
+    assert count > 0 and read == [run / "metrics.jsonl"]
+    watch._parts(RunFolder(run), decode)
+    assert len(decoded) == count and len(read) == 2
+    os.utime(file, ns=(2, 2))
+    watch._parts(RunFolder(run), decode)
+    assert len(decoded) == 2 * count
 
 
 @pytest.mark.parametrize(

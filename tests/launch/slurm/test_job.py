@@ -25,6 +25,7 @@ from launch.processes.run_folder import RunFolder
 from launch.slurm import inside_job as supervision
 from launch.slurm import job as jobs
 from launch.slurm.job import Job
+from launch.slurm.script import place_of_array
 from parallel.checkpoints.files import Manifest, write_manifest
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -55,7 +56,9 @@ FAKES = {
                 sys.exit("scontrol: error: " + os.environ["FAKE_REFUSAL"])
     """,
     "squeue": """
-        import os
+        import os, sys
+        if os.environ["FAKE_STATE"] == "DOWN":
+            sys.exit("Unable to contact slurm controller")
         print(os.environ["FAKE_STATE"])
     """,
 }
@@ -415,7 +418,7 @@ def test_a_refused_requeue_is_said_with_the_way_out(stage):
     code, output = stage.run()
     assert code == 1
     assert "presently disabled" in output
-    assert f"go on with `sbatch {stage.folder.path / 'train.sbatch'}`" in output
+    assert f"start again with `sbatch {stage.folder.path / 'train.sbatch'}`" in output
 
 
 def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
@@ -518,6 +521,22 @@ def test_outside_a_job_it_says_what_it_is_for(monkeypatch):
         Job.of_environment()
 
 
+def test_an_element_of_an_array_is_recorded_by_the_name_of_its_log(tmp_path, monkeypatch):
+    monkeypatch.setattr(jobs, "ask_slurm", lambda *_: "n1")
+    for name, value in {
+        "SLURM_JOB_ID": "124",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_ARRAY_JOB_ID": "123",
+        "SLURM_ARRAY_TASK_ID": "0",
+    }.items():
+        monkeypatch.setenv(name, value)
+    folder = RunFolder(tmp_path)
+    Job.of_environment().record(folder)
+    array = place_of_array(tmp_path).log
+    assert array.endswith("slurm-%A_%a.log"), "which is named by what is recorded"
+    assert jobs.recorded_job(folder) == "123_0"
+
+
 def test_two_starts_of_one_folder_at_once_are_refused(stage):
     stage.folder.claim()
     code, output = stage.run()
@@ -527,7 +546,13 @@ def test_two_starts_of_one_folder_at_once_are_refused(stage):
 
 @pytest.mark.parametrize(
     ("other", "state", "code"),
-    [("9", "RUNNING", 2), ("9", "COMPLETED", 0), ("17", "RUNNING", 0), ("5_1", "RUNNING", 0)],
+    [
+        ("9", "RUNNING", 2),
+        ("9", "DOWN", 1),
+        ("9", "COMPLETED", 0),
+        ("17", "RUNNING", 0),
+        ("5_1", "RUNNING", 0),
+    ],
 )
 def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code):
     stage.role("learn", FINISHES)
@@ -535,7 +560,8 @@ def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code)
     stage.env |= {"FAKE_STATE": state, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
     found, output = stage.run()
     assert found == code, output
-    assert ("is being run by job 9" in output) == bool(code)
+    told = "Slurm does not say whether it still runs" if state == "DOWN" else "is being run by job 9"
+    assert (told in output) == bool(code)
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,7 @@ FAKES = {
         cp "$2" submitted; echo 4711
     """,
     "squeue": """#!/bin/sh
+        [ "$FAKE_STATE" = DOWN ] && { echo "Unable to contact slurm controller" >&2; exit 1; }
         [ -n "$FAKE_STATE" ] && { echo "$FAKE_STATE"; exit 0; }
         echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1
     """,
@@ -468,7 +469,9 @@ def test_a_dry_run_writes_nothing(config_file):
     assert nothing_written(config_file)
 
 
-@pytest.mark.parametrize(("state", "code"), [("RUNNING", 2), ("PENDING", 2), ("COMPLETED", 0), ("", 0)])
+@pytest.mark.parametrize(
+    ("state", "code"), [("RUNNING", 2), ("PENDING", 2), ("DOWN", 2), ("COMPLETED", 0), ("", 0)]
+)
 def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, state, code):
     run = config_file.parent / "runs" / "before"
     checkpoint = run / "checkpoints" / "step_000001"
@@ -478,6 +481,11 @@ def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, st
     (run / "job.json").write_text(json.dumps({"job_id": "17", "nodes": ["n1"], "restart": 0}))
     done = tandem_slurm(run / "config.yaml", f"resume={run}", "--submit", PATH=fake_slurm, FAKE_STATE=state)
     assert done.returncode == code, done.stderr
-    assert ("is of job 17, which runs or waits" in done.stderr) == bool(code)
+    told = (
+        f"job 17 had {run} last, and Slurm does not say"
+        if state == "DOWN"
+        else "is of job 17, which runs or waits"
+    )
+    assert (told in done.stderr) == bool(code)
     if code == 0:
         assert json.loads((run / "job.json").read_text())["job_id"] == "4711"

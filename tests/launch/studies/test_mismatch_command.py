@@ -14,6 +14,9 @@ from configs.errors import ConfigError
 from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks import config as checks
+from launch.commands.list_runs import run_table
+from launch.commands.status import status
+from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Role, RoleFailed, StartRole
 from launch.studies.mismatch import run
 from launch.studies.mismatch_plan import Plan, Request, make_plan
@@ -373,6 +376,31 @@ def study(tmp_path, model, **failing) -> dict:
     plan = make_plan(asked, loaded(tmp_path, model), gpus=0)
     run(plan, pretending(plan, tmp_path / "pretended", **failing))
     return json.loads((tmp_path / "out" / "mismatch.json").read_text())
+
+
+def test_status_and_list_say_what_the_folder_of_a_study_is(tmp_path, model, monkeypatch):
+    """While it runs, and when it has ended."""
+    monkeypatch.chdir(tmp_path)
+    asked = request(learners=("tp=1", "tp=2"), rollouts=("tp=1", "tp=2"), why=True)
+    plan = make_plan(asked, loaded(tmp_path, model), gpus=0)
+    pretended, seen = pretending(plan, tmp_path / "pretended", fails="nothing"), []
+
+    def start(name: str, *arguments, **options) -> Role:
+        (folder,) = (tmp_path / "runs").iterdir()
+        seen.append((status(RunFolder(folder)).state, run_table(Path("runs")).splitlines()[1].split()[1:3]))
+        return pretended(name, *arguments, **options)
+
+    out = run(plan, start)
+    assert {(state, *row) for state, row in seen} == {("running", "running", "(mismatch)")}
+    found = status(RunFolder(out))
+    lines = dict(found.lines)
+    assert (found.state, lines["study"], lines["result"]) == (
+        "finished",
+        "mismatch",
+        str(out / "mismatch.md"),
+    )
+    assert "step" not in lines and "checkpoint" not in lines
+    assert run_table(Path("runs")).splitlines()[1].split()[1:5] == ["(mismatch)", "-", "-", "-"]
 
 
 def test_a_learner_that_nobody_named_may_fail(tmp_path, model):

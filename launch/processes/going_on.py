@@ -1,0 +1,23 @@
+"""How a run that has ended goes on: one answer for all that say it (train, status, stop and the job of Slurm)."""
+
+from launch.processes.run_folder import RunFolder
+
+
+def next_command(folder: RunFolder, command: str = "train", *, here: bool = False) -> str:
+    """The command that goes on from the newest checkpoint or, without one, begins anew.
+
+    command: what begins such a run on this machine. here: it goes on on this machine, though a job of Slurm may have
+    run it before.
+    """
+    is_saved = folder.newest_checkpoint() is not None
+    if folder.script.exists() and not here:
+        return f"sbatch {folder.script}"
+    if folder.job.exists() and not here:  # an element of an array has no script of its own
+        return f"tandem slurm {folder.config}{f' resume={folder.path}' if is_saved else ''} --submit"
+    return f"tandem resume {folder.path}" if is_saved else f"tandem {command} {folder.config}"
+
+
+def way_on(folder: RunFolder, command: str = "train", *, here: bool = False) -> str:
+    """The same, as the end of a sentence."""
+    verb = "start again" if folder.newest_checkpoint() is None else "go on"
+    return f"{verb} with `{next_command(folder, command, here=here)}`"
