@@ -182,13 +182,20 @@ def draw_stack(
             [math.nan if place is None else side[place] for place in places] for side in (bottom, top)
         )
         if any(values):
-            axes.fill_between(edges, low, high, color=color, linewidth=0, label=label)
+            axes.fill_between(edges, low, high, color=color, linewidth=0, label=shown(label))
         bottom = top
     axes.margins(x=0.01)
     axes.set_ylim(bottom=0)
     if len(steps) == 1:
         axes.set_xlim(steps[0] - 3, steps[0] + 3)
     _titled(axes, title, columns=1, beside=True)
+
+
+def shown(label: str) -> str:
+    """The label for matplotlib to show letter by letter, whatever it is: a ``$`` would begin a formula, and a ``_`` at the
+    beginning would keep it out of legends, so that a space without width goes before it."""
+    label = label.replace("$", r"\$")
+    return f"\u200b{label}" if label.startswith("_") else label
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
@@ -221,9 +228,9 @@ def draw_lines(
     for label, series in drawn:
         style = line_style(labels.index(label), len(labels))
         if panel.sparse:
-            _draw_points(axes, series, label, style, is_crowded=is_crowded)
+            _draw_points(axes, series, shown(label), style, is_crowded=is_crowded)
         else:
-            _draw_series(axes, series, label, style, is_crowded=is_crowded)
+            _draw_series(axes, series, shown(label), style, is_crowded=is_crowded)
     axes.set_ylabel(panel.unit)
     all_values = [value for _, series in drawn for value in series.values]
     if panel.line is not None:
@@ -263,7 +270,7 @@ def draw_legend(figure: "Figure", labels: Sequence[str], *, beside_panels: bool 
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], label=label, linewidth=1.9, **line_style(place, len(labels)))
+        Line2D([], [], label=shown(label), linewidth=1.9, **line_style(place, len(labels)))
         for place, label in enumerate(labels)
     ]
     width, height = figure.get_size_inches()

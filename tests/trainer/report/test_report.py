@@ -7,10 +7,12 @@ import math
 import re
 import subprocess
 import sys
+import warnings
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -19,10 +21,22 @@ from hypothesis import strategies as st
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from launch.processes.run_folder import RunFolder
+from launch.roles.learn import written_report
 from rollout.sampling.sampler import accuracy_error
 from tests.tracing.made import write_run as write_trace
 from trainer.report import comparison, timeline
-from trainer.report.drawing import Recorded, Series, draw, smooth
+from trainer.report import page as page_module
+from trainer.report.drawing import (
+    COLORS,
+    Recorded,
+    Series,
+    draw,
+    draw_legend,
+    draw_stack,
+    new_figure,
+    smooth,
+)
 from trainer.report.page import changed_settings, write_report
 from trainer.report.pictures import PICTURES, Lines
 from trainer.report.recorded_run import alarm_histories
@@ -477,6 +491,41 @@ def test_legends_stand_off_the_data():
             if axes.get_legend() is not None:
                 legend, inside = axes.get_legend().get_window_extent(), axes.get_window_extent()
                 assert legend.y0 >= inside.y1 - 1 or legend.x0 >= inside.x1 - 1, picture.name
+
+
+@pytest.mark.parametrize(
+    "label", ["$", "a $ or $$ b", "$a_{b$", r"\$x\$", "_format", "__", "$_", "_a^{$", "\u0394p ≤ 1"]
+)
+def test_labels_are_shown_letter_by_letter(label):
+    """Names of rewards, which may be any text, are labels."""
+    lines = drawn(
+        "reward_parts", lambda step: {f"reward/part/{label}": 0.5 + step, "reward/part/z": 0.5}, range(1, 5)
+    )
+    figure, (stack,) = new_figure(1, "")
+    draw_stack(stack, [1, 2], {label: [1.0, 2.0], "z": [1.0, 1.0]}, COLORS[:2], title="")
+    draw_legend(figure, [label, "z"])
+    (axes,) = lines.values()
+    for legend in (axes.get_legend(), stack.get_legend(), *figure.legends):
+        texts = legend.get_texts()
+        assert sorted(text._preprocess_math(text.get_text())[0].lstrip("\u200b") for text in texts) == sorted(
+            [label, "z"]
+        )
+        assert not any(text._preprocess_math(text.get_text())[1] for text in texts), "nothing is a formula"
+    for each in (axes.figure, figure):
+        with warnings.catch_warnings(action="error"):  # of a letter that the font lacks
+            each.draw_without_rendering()
+
+
+def test_a_report_that_fails_is_told_in_a_line_and_fails_no_run(tmp_path, monkeypatch):
+    told = []
+    tracker = SimpleNamespace(warn_once=lambda about, text: told.append(text))
+    folder = RunFolder(make_run(tmp_path / "run", [1, 2], metrics=few_metrics))
+    assert written_report(folder, make_config(), tracker) == [folder.path / "report.html", folder.figures]
+    monkeypatch.setattr(page_module, "shown_samples", lambda *_: 1 // 0)
+    assert told == [] and written_report(folder, make_config(), tracker) == []
+    (text,) = told
+    assert "(ZeroDivisionError: " in text and "\n" not in text
+    assert f"the run is complete, and `tandem report {folder.path}` makes the report anew" in text
 
 
 def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():
