@@ -301,13 +301,26 @@ def _draw_series(
     axes: "Axes", series: Series, label: str, style: Mapping[str, Any], *, is_crowded: bool
 ) -> None:
     steps, values = _with_gaps(series)
+    lonely = _lonely(values)
     if len(series) < FEWEST_SMOOTHED:
         axes.plot(steps, values, marker="o", markersize=4, linewidth=1.4, label=label, **style)
         return
     if not is_crowded:
-        axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=1.0)
+        axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=1.0, **lonely)
     width = 1.4 if is_crowded else 1.9
-    axes.plot(steps, smooth(values, _smoothing_width(series)), linewidth=width, label=label, **style)
+    smoothed = smooth(values, _smoothing_width(series))
+    axes.plot(steps, smoothed, linewidth=width, label=label, **lonely, **style)
+
+
+def _lonely(values: Sequence[float]) -> dict[str, Any]:
+    """Marks for the values between two gaps, through which no line goes: all of a metric of every other step."""
+    around = [math.nan, *values, math.nan]
+    places = [
+        place
+        for place, (before, value, after) in enumerate(zip(around, values, around[2:], strict=False))
+        if math.isnan(before) and math.isnan(after) and not math.isnan(value)
+    ]
+    return {"marker": "o", "markersize": 3, "markevery": places} if places else {}
 
 
 def _smoothing_width(series: Series) -> int:

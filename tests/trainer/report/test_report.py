@@ -33,6 +33,7 @@ from trainer.report.drawing import (
     Series,
     draw,
     draw_legend,
+    draw_lines,
     draw_stack,
     new_figure,
     smooth,
@@ -514,6 +515,23 @@ def test_labels_are_shown_letter_by_letter(label):
     for each in (axes.figure, figure):
         with warnings.catch_warnings(action="error"):  # of a letter that the font lacks
             each.draw_without_rendering()
+
+
+@pytest.mark.parametrize("runs", [(), [f"run {number}" for number in range(20)]])
+@pytest.mark.parametrize("steps", [range(1, 60, 2), [*range(1, 40), 50, 52]], ids=["all", "some"])
+def test_a_value_without_a_neighbour_is_a_point(steps, runs):
+    """No line goes to it, as lines break where steps are missing."""
+    _, (axes,) = new_figure(1, "")
+    series, label = Series([*steps], [float(step) for step in steps]), runs[0] if runs else "a"
+    draw_lines(
+        axes, Lines(title="", metrics={"reward/mean": "a"}), [(label, series)], make_config(), runs=runs
+    )
+    lonely = {step for step in steps if not {step - 1, step + 1} & {*steps}}
+    assert lonely and len(axes.lines) == (1 if runs else 2)
+    for line in axes.lines:
+        assert line.get_marker() == "o"
+        assert {line.get_xdata()[place] for place in line.get_markevery()} == lonely
+        assert not any(math.isnan(line.get_ydata()[place]) for place in line.get_markevery())
 
 
 def test_a_report_that_fails_is_told_in_a_line_and_fails_no_run(tmp_path, monkeypatch):
