@@ -10,6 +10,7 @@ import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +30,8 @@ from trainer.report import comparison, timeline
 from trainer.report import page as page_module
 from trainer.report.drawing import (
     COLORS,
+    MOST_BARS,
+    MOST_POINTS,
     Recorded,
     Series,
     draw,
@@ -37,6 +40,7 @@ from trainer.report.drawing import (
     draw_stack,
     new_figure,
     smooth,
+    thinned,
 )
 from trainer.report.page import changed_settings, write_report
 from trainer.report.pictures import PICTURES, Lines
@@ -757,14 +761,90 @@ def test_config_of_another_version_is_named(tmp_path):
 
 @settings(deadline=None)
 @given(
-    st.lists(st.one_of(st.floats(-1e3, 1e3), st.just(math.nan)), min_size=1, max_size=30),
-    st.sampled_from([1, 3, 5, 7]),
+    st.lists(st.one_of(st.floats(0, 1e3), st.floats(0, 1e300), st.just(math.nan)), min_size=1, max_size=40),
+    st.sampled_from([1, 3, 5, 7, 51]),
+    st.sampled_from([1, -1]),
 )
-def test_smooth_is_the_mean_of_the_neighbours(values, width):
-    half = width // 2
+def test_smooth_is_the_mean_of_the_neighbours(values, width, sign):
+    """Also of small values after large ones. All of one sign: the order of a sum matters to its bits alone."""
+    values, half = [sign * value for value in values], width // 2
     for index, got in enumerate(smooth(values, width)):
         near = [values[i] for i in range(len(values)) if abs(i - index) <= half and not math.isnan(values[i])]
-        assert math.isnan(got) if math.isnan(values[index]) else got == pytest.approx(sum(near) / len(near))
+        assert (
+            math.isnan(got)
+            if math.isnan(values[index])
+            else got == pytest.approx(sum(near) / len(near), rel=1e-9, abs=0)
+        )
+
+
+class Counted(float):
+    """A float that counts its additions."""
+
+    additions = 0
+
+    def __add__(self, other):
+        Counted.additions += 1
+        return Counted(float(self) + float(other))
+
+    __radd__ = __add__
+
+
+def test_smoothing_adds_as_often_for_each_step_of_a_long_run(monkeypatch):
+    monkeypatch.setattr(Counted, "additions", 0)
+    smooth([Counted(1.0)] * 3000, 201)
+    assert 0 < Counted.additions <= 3 * 3200
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.one_of(st.floats(-1e3, 1e3), st.just(math.nan)), min_size=1, max_size=40),
+    st.integers(100, 400),
+)
+def test_a_long_line_keeps_its_ends_extremes_and_long_gaps(values, times):
+    values = [value for value in values for _ in range(times)]
+    steps = [*range(7, 7 + len(values))]
+    kept_steps, kept = thinned(steps, values)
+    assert len(kept) <= MOST_POINTS + 2 and (kept_steps[0], kept_steps[-1]) == (steps[0], steps[-1])
+    whole = dict(zip(steps, values, strict=True))
+    assert kept_steps == sorted({*kept_steps}) and all(
+        value is whole[step] for step, value in zip(kept_steps, kept, strict=True)
+    )
+    finite, left = ([value for value in each if not math.isnan(value)] for each in (values, kept))
+    assert (min(left), max(left)) == (min(finite), max(finite)) if finite else not left
+    assert [math.isnan(v) for v, _ in groupby(values, math.isnan)] == [
+        math.isnan(v) for v, _ in groupby(kept, math.isnan)
+    ]
+
+
+def test_a_panel_of_a_long_run_is_no_larger_than_that_of_a_shorter_one():
+    def sizes(count: int) -> list[int]:
+        steps = [*range(1, count + 1)]
+        values = [1.0 + math.sin(step) for step in steps]
+        figures, (lines, points, stack) = zip(
+            *((f, a[0]) for f, a in (new_figure(1, "") for _ in range(3))), strict=True
+        )
+        for axes, sparse in ((lines, False), (points, True)):
+            panel = Lines(title="", metrics={"reward/mean": "a"}, sparse=sparse)
+            draw_lines(axes, panel, [("a", Series(steps, values))], make_config())
+        draw_stack(stack, steps, {"a": values, "b": values}, COLORS[:2], title="")
+        return [len(page_module.as_svg(figure)) for figure in figures]
+
+    for long, short in zip(sizes(24_000), sizes(8000), strict=True):
+        assert long < 1.5 * short
+
+
+def test_a_bar_of_a_long_stack_is_the_mean_of_its_steps_and_says_so():
+    _, (axes,) = new_figure(1, "")
+    steps = [*range(1, 2 * MOST_BARS - 99), *range(2 * MOST_BARS - 49, 2 * MOST_BARS + 1)]
+    values = [float(step % 2) for step in steps]
+    draw_stack(axes, steps, {"a": values, "b": [1 - value for value in values]}, COLORS[:2], title="")
+    lower, upper = ([path.vertices for path in each.get_paths()] for each in axes.collections)
+    assert axes.get_xlabel() == "step (each bar: mean of 2)"
+    spans = sorted((edges[:, 0].min(), edges[:, 0].max()) for edges in lower)
+    end = 2 * MOST_BARS + 0.5
+    assert spans == [(0.5, end - 100), (end - 50, end)], "a gap where steps are missing"
+    assert {y for edges in lower for y in edges[:, 1]} == {0.0, 0.5}
+    assert {y for edges in upper for y in edges[:, 1]} == {0.5, 1.0}
 
 
 def test_importing_the_report_loads_neither_matplotlib_nor_torch():
