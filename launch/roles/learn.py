@@ -70,7 +70,8 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
             run.learner.save_hf(folder.hf)
             run.learner.save_adapter(folder.adapter)
             if run.tracker is not None:
-                write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
+                training = run.tracker.elapsed_before_s + trained - started
+                write_summary(folder, seconds={"start_up": started - began, "training": training})
                 for artifact in (*written_report(folder, config, run.tracker), folder.summary):
                     run.tracker.artifact(artifact)
     except INTERRUPTIONS as interruption:

@@ -214,7 +214,8 @@ class Tracker:
         self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
         self._last_step = kept[-1]["step"] if kept else 0
         self._last_line: dict[str, Any] = dict(kept[-1]) if kept else {}
-        self._elapsed_before = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
+        self.elapsed_before_s: float = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
+        """Seconds of the attempts before a resume, up to the step that it goes on from."""
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
         self._ends_with_evaluation, self._evaluation_s = config.evaluation.at_ends, 0.0
@@ -255,7 +256,7 @@ class Tracker:
                 )
         now = time.monotonic()
         values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
-        line = {"step": step, "elapsed_s": round(self._elapsed_before + now - self._started, 3), **values}
+        line = {"step": step, "elapsed_s": round(self.elapsed_before_s + now - self._started, 3), **values}
         if step == self._last_line.get("step"):
             self._file.close()
             whole = self._last_line | line

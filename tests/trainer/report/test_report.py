@@ -232,6 +232,16 @@ def test_unfinished_run_says_so_and_its_accuracy_is_so_far(tmp_path):
     assert "Wall time so far 1m24s" in page.text
 
 
+@pytest.mark.parametrize(
+    ("training", "said"), [(80.0, "4m00s"), (280.0, "5m00s")], ids=["earlier version", "this"]
+)
+def test_the_wall_time_of_a_resumed_run_is_of_all_attempts(tmp_path, training, said):
+    """Of 40 recorded steps of 6 seconds, whatever a summary of the last attempt alone says."""
+    summary = {"steps": 40, "seconds": {"start_up": 20.0, "training": training}}
+    folder = make_run(tmp_path / "run", range(1, 41), summary=summary, metrics=few_metrics)
+    assert f"Wall time, start to end {said}" in Page(write_report(folder)).text
+
+
 @pytest.mark.parametrize("steps", [[0], [1], [0, 1]])
 def test_one_step_runs(tmp_path, steps):
     """All pictures are drawn, and those of the page's own metrics are written, too."""

@@ -294,6 +294,7 @@ def test_resume_drops_later_steps_and_the_torn_line_and_goes_on(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "rew', encoding="utf-8")
     with Tracker(make_config(), tmp_path, resumed_from_step=2) as tracker:
+        assert tracker.elapsed_before_s == 20.0
         tracker.log(3, {"reward/mean": 0.9})
     rows = read_metrics(path)
     assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.9)]
