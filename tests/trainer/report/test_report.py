@@ -242,6 +242,17 @@ def test_the_wall_time_of_a_resumed_run_is_of_all_attempts(tmp_path, training, s
     assert f"Wall time, start to end {said}" in Page(write_report(folder)).text
 
 
+@pytest.mark.parametrize("recorded", [20, 25])
+def test_a_finished_run_that_goes_on_to_more_steps_is_not_finished(tmp_path, recorded):
+    """Its summary is that of the earlier end, until it is written anew."""
+    summary = {"accuracy_before": 0.1, "accuracy_after": 0.9, "steps": 20, "seconds": {"training": 1e4}}
+    folder = make_run(tmp_path / "run", range(recorded + 1), summary=summary, metrics=some_metrics)
+    text = Page(write_report(folder)).text
+    assert "summary.json is of step 20, before the run went on: it is not finished" in text
+    assert f"Steps {recorded} of 40" in text and "Accuracy so far 40.0%" in text
+    assert f"Wall time so far {recorded // 10}m" in text and "Accuracy after" not in text
+
+
 @pytest.mark.parametrize("steps", [[0], [1], [0, 1]])
 def test_one_step_runs(tmp_path, steps):
     """All pictures are drawn, and those of the page's own metrics are written, too."""
