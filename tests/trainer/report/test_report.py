@@ -732,7 +732,7 @@ def test_unreadable_summary_is_noted(tmp_path):
 
 def test_text_is_escaped_and_passwords_stay_out(tmp_path):
     config = make_config(
-        tracking={"uri": "http://me:secret@tracker/x", "experiment": "<script>alert(1)</script>"}
+        tracking={"uri": "http://secret@tracker/x", "experiment": "<script>alert(1)</script>"}
     )
     path = write_report(make_run(tmp_path / "run", [1], config=config, metrics=few_metrics))
     source = path.read_text(encoding="utf-8")
@@ -877,7 +877,7 @@ def test_importing_the_report_loads_neither_matplotlib_nor_torch():
 
 
 def test_runs_are_compared_line_by_line_and_setting_by_setting(tmp_path):
-    secret = {"tracking": {"uri": "https://me:secret@example.org"}}
+    secret = {"tracking": {"uri": "https://secret@example.org"}}
     one = make_config(name="one", rollout={"precision": "int4"}, **secret)
     two = make_config(name="two", learner={"minibatches": 4})
     folders = [
