@@ -8,10 +8,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,16 @@ from trainer.tracking import mlflow_thread
 from trainer.tracking import tracker as tracking
 from trainer.tracking.alarms import check_alarms
 from trainer.tracking.provenance import provenance
-from trainer.tracking.tracker import HEADER_EVERY, Tracker, columns_of, flatten, header, read_metrics, row
+from trainer.tracking.tracker import (
+    HEADER_EVERY,
+    Tracker,
+    columns_of,
+    flatten,
+    header,
+    read_metrics,
+    row,
+    rows_from_the_end,
+)
 
 FULL = {
     "reward/mean": 0.512,
@@ -287,6 +298,32 @@ def test_values_that_are_not_finite(tmp_path, caplog):
     ]
     assert len([m for m in caplog.messages if "optim/grad_norm" in m]) == 1
     assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 999).map(lambda step: json.dumps({"step": step, "a/b": 0.5})),
+            st.integers(0, 999).map(
+                lambda step: json.dumps({"step": step, "of": "ü" * (step % 40)}, ensure_ascii=False)
+            ),
+            st.sampled_from(["", "{", "[1]"]),
+        )
+    ),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_rows_from_the_end_are_those_of_the_file_backwards(lines, block, ends):
+    """However the blocks cut its lines."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tracking, "BLOCK_BYTES", block):
+        path = Path(folder) / "metrics.jsonl"
+        path.write_text("\n".join(lines) + "\n" * ends, encoding="utf-8")
+        rows = read_metrics(path)[::-1]
+        assert [*rows_from_the_end(path)] == rows
+        assert [*rows_from_the_end(path, with_metric="a/b")] == [
+            found for place, found in enumerate(rows) if place == 0 or "a/b" in found
+        ]
 
 
 def test_resume_drops_later_steps_and_the_torn_line_and_goes_on(tmp_path):
