@@ -371,6 +371,7 @@ def test_a_stopped_run_is_one_run_for_mlflow_where_nothing_has_to_be_taken_back(
     client, before = only_run(tmp_path)
     with Tracker(make_config(**changed), tmp_path, resumed_from_step=resumed_from) as tracker:
         tracker.log(resumed_from + 1, {"reward/mean": 0.9})
+    assert not tracker._mlflow._first, "the history is not kept once it is sent"
     found = client.search_runs([before.info.experiment_id])
     newest = (tmp_path / "mlflow_run_id").read_text(encoding="utf-8")
     assert len(found) == runs and (newest == before.info.run_id) == (runs == 1)
