@@ -1,5 +1,6 @@
 """Tables on the console. Plain ones have no borders and no colours, so that they read well in a log file too."""
 
+import shutil
 from collections.abc import Sequence
 
 
@@ -7,6 +8,12 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line per row, with the columns of all rows below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def on_one_line(text: str, end: str = "") -> str:
+    """The text and its ``end`` for one line of a terminal. A longer text is cut: the cursor could not go back to its begin."""
+    width = shutil.get_terminal_size().columns - 1 - len(end)
+    return f"{text if len(text) <= width else f'{text[: max(width - 1, 0)]}…'}{end}"
 
 
 def print_table(

@@ -9,6 +9,7 @@ request, can go on; 130 interrupted.
 import errno
 import importlib.metadata
 import importlib.util
+import io
 import os
 import sys
 from pathlib import Path
@@ -81,8 +82,17 @@ def open_closed_streams() -> None:
     os.close(number)
 
 
+def print_any_letter() -> None:
+    """Print a ``?`` for a letter that the locale's encoding lacks: the console line has a ``Δ``, and a run must not end
+    by what it tells. Roles are commands too."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a caller in this process may have set another
+            stream.reconfigure(errors="replace")
+
+
 def main() -> None:
     open_closed_streams()
+    print_any_letter()
     check_current_folder()
     check_packages()
     # In every process of the run, and for transformers too.

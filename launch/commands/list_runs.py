@@ -1,8 +1,6 @@
 """``tandem list``: the runs of a folder, newest first, with their state as in ``tandem status``."""
 
-import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
@@ -12,7 +10,7 @@ from launch.commands.status import brief_state, read_file
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.metric_names import known
-from trainer.tracking.tracker import duration
+from trainer.tracking.tracker import duration, rows_from_the_end
 
 ACCURACY, REWARD = known("eval/accuracy"), known("reward/mean")
 TITLES = ("run", "state", "step", "held out", "reward", "last written")
@@ -66,25 +64,9 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
 def _last_metrics(file: Path) -> tuple[float | None, dict]:
     """The newest held-out accuracy, and the newest complete line."""
     accuracy, last = None, {}
-    for row in _rows_from_the_end(file):
+    for row in rows_from_the_end(file, with_metric=ACCURACY) if file.exists() else ():
         last = last or row
         accuracy = row.get(ACCURACY)
         if accuracy is not None:
             break
     return accuracy, last
-
-
-def _rows_from_the_end(file: Path) -> Iterator[dict]:
-    """Lines of a metrics.jsonl, the newest first. Older lines than the newest are parsed only where they have an
-    evaluation."""
-    lines = file.read_text(errors="replace").splitlines() if file.exists() else []
-    newest = True
-    for line in reversed(lines):
-        if newest or f'"{ACCURACY}"' in line:
-            try:
-                row = json.loads(line)
-            except ValueError:  # torn by a crash
-                continue
-            if isinstance(row, dict):
-                newest = False
-                yield row

@@ -1,6 +1,5 @@
 """``tandem selftest``: makes the checks of ``launch/selftest/``, tells each as it is done, and writes the report."""
 
-import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from launch.selftest import report
 from launch.selftest.bench import GRACE_S, Bench
 from launch.selftest.check import Check, Machine, Outcome, Result, outcome_of, this_machine, why_not
 from launch.selftest.checks import chosen
+from launch.tables import on_one_line
 from trainer.tracking.tracker import duration
 
 WIDTH = 110
@@ -126,8 +126,7 @@ class Line:
 
     def _cut(self, text: str) -> str:
         """A line of a terminal, where a longer one would break the counting: the table says all of it."""
-        width = shutil.get_terminal_size().columns - 1
-        return text if not self._is_terminal or len(text) <= width else f"{text[: width - 1]}…"
+        return on_one_line(text) if self._is_terminal else text
 
     def clear(self) -> None:
         if self._is_terminal:

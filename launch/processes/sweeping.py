@@ -25,8 +25,9 @@ from launch.processes.run_folder import RunFolder, write_json, write_text
 from launch.processes.supervisor import KILL_TIMEOUT_S, Role, Supervisor
 from launch.roles.start import environment
 from launch.slurm.job import is_finished
+from launch.tables import on_one_line
 from parallel.checkpoints.files import step_of
-from trainer.tracking.tracker import duration, read_metrics
+from trainer.tracking.tracker import duration, rows_from_the_end
 
 TANDEM = (sys.executable, "-m", "launch")
 POLL_S = 0.5
@@ -217,7 +218,7 @@ class _Progress:
             steps = ", ".join(
                 f"{cell.name}: step {self._step(cell)} of {cell.config.steps}" for cell in cells
             )
-            print(f"{steps}{self._time_left()}\x1b[K", end="\r", flush=True)
+            print(f"{on_one_line(steps, self._time_left())}\x1b[K", end="\r", flush=True)
 
     def _time_left(self) -> str:
         done, total = self._done(), sum(cell.config.steps for cell in self._cells)
@@ -235,4 +236,6 @@ class _Progress:
         metrics = None if folder is None else folder.path / "metrics.jsonl"
         if metrics is None or not metrics.is_file():
             return 0
-        return max((row["step"] for row in read_metrics(metrics)), default=0)
+        return next(
+            (row["step"] for row in rows_from_the_end(metrics) if isinstance(row.get("step"), int)), 0
+        )

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
@@ -23,6 +24,7 @@ from trainer.tracking.samples import forget_samples_after
 if TYPE_CHECKING:
     from trainer.loop import Run
     from trainer.recording import Recorder
+    from trainer.tracking.tracker import Tracker
 
 START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
@@ -37,7 +39,6 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     from launch.roles.summary import write_summary
     from trainer.loop import evaluate_before, saved_where_interrupted, train
     from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
-    from trainer.report.page import write_report
 
     gc.freeze()
     gc.enable()
@@ -69,8 +70,9 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
             run.learner.save_hf(folder.hf)
             run.learner.save_adapter(folder.adapter)
             if run.tracker is not None:
-                write_summary(folder, seconds={"start_up": started - began, "training": trained - started})
-                for artifact in (write_report(folder.path, config), folder.figures, folder.summary):
+                training = run.tracker.elapsed_before_s + trained - started
+                write_summary(folder, seconds={"start_up": started - began, "training": training})
+                for artifact in (*written_report(folder, config, run.tracker), folder.summary):
                     run.tracker.artifact(artifact)
     except INTERRUPTIONS as interruption:
         is_stop = isinstance(interruption, StopRequested)
@@ -190,6 +192,20 @@ def compare_engines(run: "Run") -> None:
         is_rounded = run.config.rollout.precision is not None
         how = "differ, as the servers' weights are rounded" if is_rounded else "agree"
         run.tracker.say(f"before the first step, learner and servers {how}: {text}")
+
+
+def written_report(folder: RunFolder, config: RunConfig, tracker: "Tracker") -> list[Path]:
+    """Write the report; its page and its figures. An error of it is one line on the console: the run has its model and
+    its metrics, and the report can be made from these at any time."""
+    from trainer.report.page import write_report
+
+    try:
+        return [write_report(folder.path, config), folder.figures]
+    except Exception as error:  # the boundary of what only draws
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        fix = f"the run is complete, and `tandem report {folder.path}` makes the report anew"
+        tracker.warn_once("report", f"the report could not be written ({why}); {fix}")
+        return []
 
 
 def end_run(run: "Run") -> None:

@@ -451,6 +451,19 @@ time.sleep(300)
 """
 
 
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_letters_that_the_locale_lacks_end_no_command(encoding):
+    """Every command and role prints through ``main``; the console line of the learner has a ``Δ``."""
+    code = (
+        "import sys; from launch import cli; from trainer.tracking.tracker import header; "
+        "cli.app = lambda: print(header(100)) or print(header(100), file=sys.stderr); cli.main()"
+    )
+    env = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "  |?p|max" in done.stdout and "  |?p|max" in done.stderr
+
+
 def test_a_role_that_fails_during_an_evaluation_ends_it(tmp_path, model, monkeypatch):
     """Whoever waits for the answer stops waiting by himself: a ZeroMQ socket must not be closed while another
     thread polls it."""

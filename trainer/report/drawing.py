@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -23,6 +24,8 @@ _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 ALONE = (4.8, 3.5)
 """Inches of a single panel: on a phone of 360 pixels its smallest letters are about 8 pixels high."""
 FEWEST_SMOOTHED = 12
+MOST_POINTS, MOST_BARS = 2000, 500
+"""Of a line and of a stack: more would be narrower than a pixel, and a page would grow with the run."""
 FEW_RUNS = 6
 """Most runs whose panels have a legend each, every step as a pale line, and accuracies in figures."""
 _LAST_STEPS = 10
@@ -166,38 +169,87 @@ def draw_stack(
     *,
     title: str,
 ) -> None:
-    """Stack the parts of each step, one step wide, with gaps for missing steps. ``parts`` have a value per step."""
+    """Stack the parts of each step, one step wide, with gaps for missing steps. ``parts`` have a value per step.
+
+    Of more than ``MOST_BARS`` steps each bar is the mean of some, which keeps sums and shares, and says of how many.
+    """
+    width = math.ceil((steps[-1] - steps[0] + 1) / MOST_BARS)
+    bars: dict[int, list[int]] = {}
+    for place, step in enumerate(steps):
+        bars.setdefault((step - steps[0]) // width, []).append(place)
     edges: list[float] = []
     places: list[int | None] = []
-    for place, step in enumerate(steps):
-        if place and steps[place - 1] != step - 1:
-            edges.append(step - 0.5)
+    for place, bar in enumerate(bars):
+        begin = steps[0] - 0.5 + bar * width
+        if place and bar - 1 not in bars:
+            edges.append(begin)
             places.append(None)
-        edges += [step - 0.5, step + 0.5]
+        edges += [begin, min(begin + width, steps[-1] + 0.5)]
         places += [place, place]
-    bottom = [0.0] * len(steps)
-    for color, (label, values) in zip(colors, parts.items(), strict=True):
+    bottom = [0.0] * len(bars)
+    for color, (label, all_values) in zip(colors, parts.items(), strict=True):
+        values = [fmean(all_values[place] for place in within) for within in bars.values()]
         top = [b + v for b, v in zip(bottom, values, strict=True)]
         low, high = (
             [math.nan if place is None else side[place] for place in places] for side in (bottom, top)
         )
         if any(values):
-            axes.fill_between(edges, low, high, color=color, linewidth=0, label=label)
+            axes.fill_between(edges, low, high, color=color, linewidth=0, label=shown(label))
         bottom = top
     axes.margins(x=0.01)
     axes.set_ylim(bottom=0)
+    if width > 1:
+        axes.set_xlabel(f"step (each bar: mean of {width})")
     if len(steps) == 1:
         axes.set_xlim(steps[0] - 3, steps[0] + 3)
     _titled(axes, title, columns=1, beside=True)
 
 
+def shown(label: str) -> str:
+    """The label for matplotlib to show letter by letter, whatever it is: a ``$`` would begin a formula, and a ``_`` at the
+    beginning would keep it out of legends, so that a space without width goes before it."""
+    label = label.replace("$", r"\$")
+    return f"\u200b{label}" if label.startswith("_") else label
+
+
 def smooth(values: Sequence[float], width: int) -> list[float]:
     """Mean over the ``width`` (odd) steps around each. NaN stays NaN and is left out of its neighbours' means."""
-    half, smoothed = width // 2, []
-    for index, value in enumerate(values):
-        near = [v for v in values[max(index - half, 0) : index + half + 1] if not math.isnan(v)]
-        smoothed.append(math.nan if math.isnan(value) else sum(near) / len(near))
-    return smoothed
+    sums = _window_sums([0.0 if math.isnan(value) else value for value in values], width)
+    counts = _window_sums([float(not math.isnan(value)) for value in values], width)
+    return [
+        math.nan if math.isnan(value) else total / count
+        for value, total, count in zip(values, sums, counts, strict=True)
+    ]
+
+
+def _window_sums(values: Sequence[float], width: int) -> list[float]:
+    """Sum of the ``width`` (odd) values around each, those past the ends taken as 0, in linear time.
+
+    A window is the end of a block of ``width`` values and the begin of the next. The sums from and to the ends of blocks
+    are only added: a difference of running sums would lose small values after a large one.
+    """
+    beyond = [0.0] * (width // 2)
+    padded = [*beyond, *values, *beyond]
+    blocks = [padded[start : start + width] for start in range(0, len(padded), width)]
+    begins = [total for block in blocks for total in accumulate(block)]
+    ends = [total for block in blocks for total in reversed([*accumulate(reversed(block))])]
+    return [
+        ends[place] + (begins[place + width - 1] if place % width else 0.0) for place in range(len(values))
+    ]
+
+
+def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
+    """At most about ``MOST_POINTS`` points that look like all: the first, the last, the least and the greatest of each of
+    as many stretches as a panel has pixels. A stretch without a value keeps its gap."""
+    if len(values) <= MOST_POINTS:
+        return [*steps], [*values]
+    width, kept = math.ceil(2 * len(values) / MOST_POINTS), {0, len(values) - 1}
+    for start in range(0, len(values), width):
+        stretch = range(start, min(start + width, len(values)))
+        finite = [place for place in stretch if not math.isnan(values[place])] or [start]
+        kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+    places = sorted(kept)
+    return [steps[place] for place in places], [values[place] for place in places]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -221,9 +273,9 @@ def draw_lines(
     for label, series in drawn:
         style = line_style(labels.index(label), len(labels))
         if panel.sparse:
-            _draw_points(axes, series, label, style, is_crowded=is_crowded)
+            _draw_points(axes, series, shown(label), style, is_crowded=is_crowded)
         else:
-            _draw_series(axes, series, label, style, is_crowded=is_crowded)
+            _draw_series(axes, series, shown(label), style, is_crowded=is_crowded)
     axes.set_ylabel(panel.unit)
     all_values = [value for _, series in drawn for value in series.values]
     if panel.line is not None:
@@ -263,7 +315,7 @@ def draw_legend(figure: "Figure", labels: Sequence[str], *, beside_panels: bool 
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], label=label, linewidth=1.9, **line_style(place, len(labels)))
+        Line2D([], [], label=shown(label), linewidth=1.9, **line_style(place, len(labels)))
         for place, label in enumerate(labels)
     ]
     width, height = figure.get_size_inches()
@@ -278,11 +330,12 @@ def draw_legend(figure: "Figure", labels: Sequence[str], *, beside_panels: bool 
 def _draw_points(
     axes: "Axes", series: Series, label: str, style: Mapping[str, Any], *, is_crowded: bool
 ) -> None:
+    points = thinned(series.steps, series.values)
     if is_crowded:
-        axes.plot(series.steps, series.values, marker="o", markersize=3, linewidth=1.4, label=label, **style)
+        axes.plot(*points, marker="o", markersize=3, linewidth=1.4, label=label, **style)
         return
     line = {"color": style["color"], "marker": "o", "markersize": 5, "linewidth": 1.4}
-    axes.plot(series.steps, series.values, label=label, **line)
+    axes.plot(*points, label=label, **line)
     text = {"textcoords": "offset points", "xytext": (0, 8), "ha": "center", "fontsize": 9}
     for index in {0, len(series) - 1}:
         place = (series.steps[index], series.values[index])
@@ -295,12 +348,26 @@ def _draw_series(
 ) -> None:
     steps, values = _with_gaps(series)
     if len(series) < FEWEST_SMOOTHED:
-        axes.plot(steps, values, marker="o", markersize=4, linewidth=1.4, label=label, **style)
+        marks = {"marker": "o", "markersize": 4, "linewidth": 1.4}
+        axes.plot(*thinned(steps, values), label=label, **marks, **style)
         return
     if not is_crowded:
-        axes.plot(steps, values, color=style["color"], alpha=0.25, linewidth=1.0)
-    width = 1.4 if is_crowded else 1.9
-    axes.plot(steps, smooth(values, _smoothing_width(series)), linewidth=width, label=label, **style)
+        _draw_with_points(axes, steps, values, color=style["color"], alpha=0.25, linewidth=1.0)
+    width, smoothed = 1.4 if is_crowded else 1.9, smooth(values, _smoothing_width(series))
+    _draw_with_points(axes, steps, smoothed, linewidth=width, label=label, **style)
+
+
+def _draw_with_points(axes: "Axes", steps: Sequence[int], values: Sequence[float], **style: Any) -> None:
+    """Mark the values between two gaps, through which no line goes: all of a metric of every other step."""
+    steps, values = thinned(steps, values)
+    around = [math.nan, *values, math.nan]
+    lonely = [
+        place
+        for place, (before, value, after) in enumerate(zip(around, values, around[2:], strict=False))
+        if math.isnan(before) and math.isnan(after) and not math.isnan(value)
+    ]
+    marks = {"marker": "o", "markersize": 3, "markevery": lonely} if lonely else {}
+    axes.plot(steps, values, **marks, **style)
 
 
 def _smoothing_width(series: Series) -> int:

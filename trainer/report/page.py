@@ -308,10 +308,12 @@ def _percent(share: Any, error: float | None) -> str:
 
 def _total_seconds(run: RecordedRun) -> float:
     """Seconds of the learner's start and steps; before the summary is written, of the steps so far. The summary's
-    other seconds are parts of these, or precede the run (the quickstart's installation and warm start)."""
+    other seconds are parts of these, or precede the run (the quickstart's installation and warm start).
+
+    A summary of an earlier version has those after the last resume alone: the recorded ones are of all attempts."""
     seconds = run.summary.get("seconds")
     if isinstance(seconds, dict) and isinstance(seconds.get("training"), int | float):
-        return seconds["training"] + (seconds.get("start_up") or 0.0)
+        return max(seconds["training"] + (seconds.get("start_up") or 0.0), run.elapsed_s)
     return run.elapsed_s
 
 

@@ -101,10 +101,17 @@ def _read_summary(run: RecordedRun) -> dict[str, Any]:
         summary = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         summary = None
-    if isinstance(summary, dict):
-        return summary
-    run.notes.append("summary.json is not readable and was left out.")
-    return {}
+    if not isinstance(summary, dict):
+        run.notes.append("summary.json is not readable and was left out.")
+        return {}
+    done = summary.get("steps")
+    if isinstance(done, int) and done < max(run.config.steps, *run.steps, 0):
+        run.notes.append(
+            f"summary.json is of step {done}, before the run went on: it is not finished, or was stopped. "
+            "Figures show what was recorded until now."
+        )
+        return {}
+    return summary
 
 
 def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:

@@ -213,6 +213,7 @@ class MlflowThread(threading.Thread):
         if self._run_id is None:
             with self._others_kept_out():
                 self._open_run()
+            self._first = []  # as long as the history of a resumed run, and the queue has what is still to be sent
         while batch := self._next_batch():
             try:
                 self._send(batch)

@@ -8,6 +8,7 @@ log(step, metrics) ──> metrics.jsonl   the record: written and flushed befor
 import json
 import logging
 import math
+import os
 import sys
 import time
 import warnings
@@ -28,6 +29,7 @@ log = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 30.0
 HEADER_EVERY = 20
+BLOCK_BYTES = 1 << 16
 _PACE_STEPS = 20
 _RESERVED = ("step", "elapsed_s")
 
@@ -54,6 +56,32 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     if torn:
         log.warning("%s: line %s not readable, left out", path, ", ".join(torn))
     return rows
+
+
+def rows_from_the_end(path: Path, *, with_metric: str = "") -> Iterator[dict[str, Any]]:
+    """The whole lines of a metrics.jsonl, the newest first, of which no more is read than is asked for. Lines before the
+    newest are given only where they have the metric."""
+    newest = True
+    for line in _lines_from_the_end(path):
+        if newest or not with_metric or f'"{with_metric}"' in line:
+            try:
+                row = json.loads(line)
+            except ValueError:  # torn by a crash
+                continue
+            if isinstance(row, dict):
+                newest = False
+                yield row
+
+
+def _lines_from_the_end(path: Path) -> Iterator[str]:
+    with path.open("rb") as file:
+        left, begun = file.seek(0, os.SEEK_END), b""
+        while left:
+            size = min(left, BLOCK_BYTES)
+            left = file.seek(left - size)
+            begun, *lines = (file.read(size) + begun).split(b"\n")
+            yield from (line.decode(errors="replace") for line in reversed(lines))
+        yield begun.decode(errors="replace")
 
 
 def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -> list[Mapping[str, Any]]:
@@ -214,7 +242,8 @@ class Tracker:
         self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
         self._last_step = kept[-1]["step"] if kept else 0
         self._last_line: dict[str, Any] = dict(kept[-1]) if kept else {}
-        self._elapsed_before = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
+        self.elapsed_before_s: float = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
+        """Seconds of the attempts before a resume, up to the step that it goes on from."""
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
         self._ends_with_evaluation, self._evaluation_s = config.evaluation.at_ends, 0.0
@@ -255,7 +284,7 @@ class Tracker:
                 )
         now = time.monotonic()
         values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
-        line = {"step": step, "elapsed_s": round(self._elapsed_before + now - self._started, 3), **values}
+        line = {"step": step, "elapsed_s": round(self.elapsed_before_s + now - self._started, 3), **values}
         if step == self._last_line.get("step"):
             self._file.close()
             whole = self._last_line | line

@@ -1,5 +1,6 @@
 """``tandem sweep`` with runs that are a few lines of Python: what is run, skipped, resumed, stopped and told."""
 
+import io
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from configs.loader import resolved_yaml
+from configs.schema import RunConfig
 from launch.commands.sweep import _is_list, _name
 from launch.processes import sweeping
 from rollout.tiny_model import make_tiny_countdown_model
@@ -193,6 +196,41 @@ def test_a_dry_run_writes_nothing(work):
     done = tandem("sweep", "run.yaml", "seed=0,1", "--dry-run", cwd=work)
     assert done.returncode == 0 and done.stdout.count("begins") == 2 and "3 steps" in done.stdout
     assert not (work / "runs").exists()
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_changing_line_fits_the_terminal_and_reads_the_newest_steps_alone(tmp_path, monkeypatch):
+    """It is printed twice a second, and a run may have thousands of steps."""
+    sweep, folders = sweeping.Sweep(tmp_path / "sweep"), {}
+    config = RunConfig.model_validate({"model": {"path": "m"}, "task": {"type": "countdown"}, "steps": 900})
+    cells = [sweeping.Cell(name=f"tiny-learner.optimizer.lr-{n}e-5", config=config) for n in range(8)]
+    for cell in cells:
+        folder = tmp_path / f"{cell.name}-2026"
+        folder.mkdir()
+        (folder / "config.yaml").write_text(resolved_yaml(config))
+        (folder / "metrics.jsonl").write_text('{"step": 400}\n' * 9)
+        folders[cell.name] = folder.name
+    sweep.folder.mkdir()
+    sweep.memory.write_text(json.dumps({"runs": folders}))
+    progress = sweeping._Progress(sweep, cells, 8)
+    for folder in folders.values():
+        with (tmp_path / folder / "metrics.jsonl").open("a") as file:
+            file.writelines(f'{{"step": {step}}}\n' for step in range(401, 500))
+            file.write('{"step": 500, "reward/me')
+    monkeypatch.setattr("sys.stdout", out := Terminal())
+    monkeypatch.setenv("COLUMNS", "80")
+    loads, parsed = json.loads, []
+    monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
+    progress.line(cells)
+    said = out.getvalue().removesuffix("\x1b[K\r")
+    assert said.startswith("tiny-learner.optimizer.lr-0e-5: step 499 of 900, tiny-learner")
+    assert len(said) == 79 and "…; about " in said and said.endswith(" left")
+    rows = [text for text in parsed if '"step"' in text]
+    assert len(rows) == 4 * len(cells), "a torn line and the newest, for the steps and for the time left"
 
 
 def test_names_have_the_shortest_keys_that_differ():

@@ -7,10 +7,13 @@ import math
 import re
 import subprocess
 import sys
+import warnings
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
+from itertools import groupby
 from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -19,10 +22,26 @@ from hypothesis import strategies as st
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from launch.processes.run_folder import RunFolder
+from launch.roles.learn import written_report
 from rollout.sampling.sampler import accuracy_error
 from tests.tracing.made import write_run as write_trace
 from trainer.report import comparison, timeline
-from trainer.report.drawing import Recorded, Series, draw, smooth
+from trainer.report import page as page_module
+from trainer.report.drawing import (
+    COLORS,
+    MOST_BARS,
+    MOST_POINTS,
+    Recorded,
+    Series,
+    draw,
+    draw_legend,
+    draw_lines,
+    draw_stack,
+    new_figure,
+    smooth,
+    thinned,
+)
 from trainer.report.page import changed_settings, write_report
 from trainer.report.pictures import PICTURES, Lines
 from trainer.report.recorded_run import alarm_histories
@@ -211,6 +230,27 @@ def test_unfinished_run_says_so_and_its_accuracy_is_so_far(tmp_path):
     assert "Accuracy so far 30.0%" in page.text
     assert "Steps 14 of 40" in page.text
     assert "Wall time so far 1m24s" in page.text
+
+
+@pytest.mark.parametrize(
+    ("training", "said"), [(80.0, "4m00s"), (280.0, "5m00s")], ids=["earlier version", "this"]
+)
+def test_the_wall_time_of_a_resumed_run_is_of_all_attempts(tmp_path, training, said):
+    """Of 40 recorded steps of 6 seconds, whatever a summary of the last attempt alone says."""
+    summary = {"steps": 40, "seconds": {"start_up": 20.0, "training": training}}
+    folder = make_run(tmp_path / "run", range(1, 41), summary=summary, metrics=few_metrics)
+    assert f"Wall time, start to end {said}" in Page(write_report(folder)).text
+
+
+@pytest.mark.parametrize("recorded", [20, 25])
+def test_a_finished_run_that_goes_on_to_more_steps_is_not_finished(tmp_path, recorded):
+    """Its summary is that of the earlier end, until it is written anew."""
+    summary = {"accuracy_before": 0.1, "accuracy_after": 0.9, "steps": 20, "seconds": {"training": 1e4}}
+    folder = make_run(tmp_path / "run", range(recorded + 1), summary=summary, metrics=some_metrics)
+    text = Page(write_report(folder)).text
+    assert "summary.json is of step 20, before the run went on: it is not finished" in text
+    assert f"Steps {recorded} of 40" in text and "Accuracy so far 40.0%" in text
+    assert f"Wall time so far {recorded // 10}m" in text and "Accuracy after" not in text
 
 
 @pytest.mark.parametrize("steps", [[0], [1], [0, 1]])
@@ -479,6 +519,58 @@ def test_legends_stand_off_the_data():
                 assert legend.y0 >= inside.y1 - 1 or legend.x0 >= inside.x1 - 1, picture.name
 
 
+@pytest.mark.parametrize(
+    "label", ["$", "a $ or $$ b", "$a_{b$", r"\$x\$", "_format", "__", "$_", "_a^{$", "\u0394p ≤ 1"]
+)
+def test_labels_are_shown_letter_by_letter(label):
+    """Names of rewards, which may be any text, are labels."""
+    lines = drawn(
+        "reward_parts", lambda step: {f"reward/part/{label}": 0.5 + step, "reward/part/z": 0.5}, range(1, 5)
+    )
+    figure, (stack,) = new_figure(1, "")
+    draw_stack(stack, [1, 2], {label: [1.0, 2.0], "z": [1.0, 1.0]}, COLORS[:2], title="")
+    draw_legend(figure, [label, "z"])
+    (axes,) = lines.values()
+    for legend in (axes.get_legend(), stack.get_legend(), *figure.legends):
+        texts = legend.get_texts()
+        assert sorted(text._preprocess_math(text.get_text())[0].lstrip("\u200b") for text in texts) == sorted(
+            [label, "z"]
+        )
+        assert not any(text._preprocess_math(text.get_text())[1] for text in texts), "nothing is a formula"
+    for each in (axes.figure, figure):
+        with warnings.catch_warnings(action="error"):  # of a letter that the font lacks
+            each.draw_without_rendering()
+
+
+@pytest.mark.parametrize("runs", [(), [f"run {number}" for number in range(20)]])
+@pytest.mark.parametrize("steps", [range(1, 60, 2), [*range(1, 40), 50, 52]], ids=["all", "some"])
+def test_a_value_without_a_neighbour_is_a_point(steps, runs):
+    """No line goes to it, as lines break where steps are missing."""
+    _, (axes,) = new_figure(1, "")
+    series, label = Series([*steps], [float(step) for step in steps]), runs[0] if runs else "a"
+    draw_lines(
+        axes, Lines(title="", metrics={"reward/mean": "a"}), [(label, series)], make_config(), runs=runs
+    )
+    lonely = {step for step in steps if not {step - 1, step + 1} & {*steps}}
+    assert lonely and len(axes.lines) == (1 if runs else 2)
+    for line in axes.lines:
+        assert line.get_marker() == "o"
+        assert {line.get_xdata()[place] for place in line.get_markevery()} == lonely
+        assert not any(math.isnan(line.get_ydata()[place]) for place in line.get_markevery())
+
+
+def test_a_report_that_fails_is_told_in_a_line_and_fails_no_run(tmp_path, monkeypatch):
+    told = []
+    tracker = SimpleNamespace(warn_once=lambda about, text: told.append(text))
+    folder = RunFolder(make_run(tmp_path / "run", [1, 2], metrics=few_metrics))
+    assert written_report(folder, make_config(), tracker) == [folder.path / "report.html", folder.figures]
+    monkeypatch.setattr(page_module, "shown_samples", lambda *_: 1 // 0)
+    assert told == [] and written_report(folder, make_config(), tracker) == []
+    (text,) = told
+    assert "(ZeroDivisionError: " in text and "\n" not in text
+    assert f"the run is complete, and `tandem report {folder.path}` makes the report anew" in text
+
+
 def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():
     panels = [panel for picture in PICTURES for panel in picture.panels if isinstance(panel, Lines)]
     assert {panel.alarm for panel in panels} - {None} <= AlarmsConfig.model_fields.keys()
@@ -688,14 +780,90 @@ def test_config_of_another_version_is_named(tmp_path):
 
 @settings(deadline=None)
 @given(
-    st.lists(st.one_of(st.floats(-1e3, 1e3), st.just(math.nan)), min_size=1, max_size=30),
-    st.sampled_from([1, 3, 5, 7]),
+    st.lists(st.one_of(st.floats(0, 1e3), st.floats(0, 1e300), st.just(math.nan)), min_size=1, max_size=40),
+    st.sampled_from([1, 3, 5, 7, 51]),
+    st.sampled_from([1, -1]),
 )
-def test_smooth_is_the_mean_of_the_neighbours(values, width):
-    half = width // 2
+def test_smooth_is_the_mean_of_the_neighbours(values, width, sign):
+    """Also of small values after large ones. All of one sign: the order of a sum matters to its bits alone."""
+    values, half = [sign * value for value in values], width // 2
     for index, got in enumerate(smooth(values, width)):
         near = [values[i] for i in range(len(values)) if abs(i - index) <= half and not math.isnan(values[i])]
-        assert math.isnan(got) if math.isnan(values[index]) else got == pytest.approx(sum(near) / len(near))
+        assert (
+            math.isnan(got)
+            if math.isnan(values[index])
+            else got == pytest.approx(sum(near) / len(near), rel=1e-9, abs=0)
+        )
+
+
+class Counted(float):
+    """A float that counts its additions."""
+
+    additions = 0
+
+    def __add__(self, other):
+        Counted.additions += 1
+        return Counted(float(self) + float(other))
+
+    __radd__ = __add__
+
+
+def test_smoothing_adds_as_often_for_each_step_of_a_long_run(monkeypatch):
+    monkeypatch.setattr(Counted, "additions", 0)
+    smooth([Counted(1.0)] * 3000, 201)
+    assert 0 < Counted.additions <= 3 * 3200
+
+
+@settings(deadline=None, max_examples=20)
+@given(
+    st.lists(st.one_of(st.floats(-1e3, 1e3), st.just(math.nan)), min_size=1, max_size=40),
+    st.integers(100, 400),
+)
+def test_a_long_line_keeps_its_ends_extremes_and_long_gaps(values, times):
+    values = [value for value in values for _ in range(times)]
+    steps = [*range(7, 7 + len(values))]
+    kept_steps, kept = thinned(steps, values)
+    assert len(kept) <= MOST_POINTS + 2 and (kept_steps[0], kept_steps[-1]) == (steps[0], steps[-1])
+    whole = dict(zip(steps, values, strict=True))
+    assert kept_steps == sorted({*kept_steps}) and all(
+        value is whole[step] for step, value in zip(kept_steps, kept, strict=True)
+    )
+    finite, left = ([value for value in each if not math.isnan(value)] for each in (values, kept))
+    assert (min(left), max(left)) == (min(finite), max(finite)) if finite else not left
+    assert [math.isnan(v) for v, _ in groupby(values, math.isnan)] == [
+        math.isnan(v) for v, _ in groupby(kept, math.isnan)
+    ]
+
+
+def test_a_panel_of_a_long_run_is_no_larger_than_that_of_a_shorter_one():
+    def sizes(count: int) -> list[int]:
+        steps = [*range(1, count + 1)]
+        values = [1.0 + math.sin(step) for step in steps]
+        figures, (lines, points, stack) = zip(
+            *((f, a[0]) for f, a in (new_figure(1, "") for _ in range(3))), strict=True
+        )
+        for axes, sparse in ((lines, False), (points, True)):
+            panel = Lines(title="", metrics={"reward/mean": "a"}, sparse=sparse)
+            draw_lines(axes, panel, [("a", Series(steps, values))], make_config())
+        draw_stack(stack, steps, {"a": values, "b": values}, COLORS[:2], title="")
+        return [len(page_module.as_svg(figure)) for figure in figures]
+
+    for long, short in zip(sizes(24_000), sizes(8000), strict=True):
+        assert long < 1.5 * short
+
+
+def test_a_bar_of_a_long_stack_is_the_mean_of_its_steps_and_says_so():
+    _, (axes,) = new_figure(1, "")
+    steps = [*range(1, 2 * MOST_BARS - 99), *range(2 * MOST_BARS - 49, 2 * MOST_BARS + 1)]
+    values = [float(step % 2) for step in steps]
+    draw_stack(axes, steps, {"a": values, "b": [1 - value for value in values]}, COLORS[:2], title="")
+    lower, upper = ([path.vertices for path in each.get_paths()] for each in axes.collections)
+    assert axes.get_xlabel() == "step (each bar: mean of 2)"
+    spans = sorted((edges[:, 0].min(), edges[:, 0].max()) for edges in lower)
+    end = 2 * MOST_BARS + 0.5
+    assert spans == [(0.5, end - 100), (end - 50, end)], "a gap where steps are missing"
+    assert {y for edges in lower for y in edges[:, 1]} == {0.0, 0.5}
+    assert {y for edges in upper for y in edges[:, 1]} == {0.5, 1.0}
 
 
 def test_importing_the_report_loads_neither_matplotlib_nor_torch():

@@ -8,10 +8,12 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +29,16 @@ from trainer.tracking import mlflow_thread
 from trainer.tracking import tracker as tracking
 from trainer.tracking.alarms import check_alarms
 from trainer.tracking.provenance import provenance
-from trainer.tracking.tracker import HEADER_EVERY, Tracker, columns_of, flatten, header, read_metrics, row
+from trainer.tracking.tracker import (
+    HEADER_EVERY,
+    Tracker,
+    columns_of,
+    flatten,
+    header,
+    read_metrics,
+    row,
+    rows_from_the_end,
+)
 
 FULL = {
     "reward/mean": 0.512,
@@ -289,11 +300,38 @@ def test_values_that_are_not_finite(tmp_path, caplog):
     assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
 
 
+@settings(deadline=None, max_examples=50)
+@given(
+    st.lists(
+        st.one_of(
+            st.integers(0, 999).map(lambda step: json.dumps({"step": step, "a/b": 0.5})),
+            st.integers(0, 999).map(
+                lambda step: json.dumps({"step": step, "of": "ü" * (step % 40)}, ensure_ascii=False)
+            ),
+            st.sampled_from(["", "{", "[1]"]),
+        )
+    ),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_rows_from_the_end_are_those_of_the_file_backwards(lines, block, ends):
+    """However the blocks cut its lines."""
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tracking, "BLOCK_BYTES", block):
+        path = Path(folder) / "metrics.jsonl"
+        path.write_text("\n".join(lines) + "\n" * ends, encoding="utf-8")
+        rows = read_metrics(path)[::-1]
+        assert [*rows_from_the_end(path)] == rows
+        assert [*rows_from_the_end(path, with_metric="a/b")] == [
+            found for place, found in enumerate(rows) if place == 0 or "a/b" in found
+        ]
+
+
 def test_resume_drops_later_steps_and_the_torn_line_and_goes_on(tmp_path):
     lines = [{"step": s, "elapsed_s": 10.0 * s, "reward/mean": s / 10} for s in (0, 1, 2, 3)]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "rew', encoding="utf-8")
     with Tracker(make_config(), tmp_path, resumed_from_step=2) as tracker:
+        assert tracker.elapsed_before_s == 20.0
         tracker.log(3, {"reward/mean": 0.9})
     rows = read_metrics(path)
     assert [(r["step"], r["reward/mean"]) for r in rows] == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.9)]
@@ -333,6 +371,7 @@ def test_a_stopped_run_is_one_run_for_mlflow_where_nothing_has_to_be_taken_back(
     client, before = only_run(tmp_path)
     with Tracker(make_config(**changed), tmp_path, resumed_from_step=resumed_from) as tracker:
         tracker.log(resumed_from + 1, {"reward/mean": 0.9})
+    assert not tracker._mlflow._first, "the history is not kept once it is sent"
     found = client.search_runs([before.info.experiment_id])
     newest = (tmp_path / "mlflow_run_id").read_text(encoding="utf-8")
     assert len(found) == runs and (newest == before.info.run_id) == (runs == 1)
