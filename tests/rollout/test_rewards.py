@@ -797,10 +797,11 @@ def test_a_module_that_never_comes_back_is_refused(trial, content, message):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_module_that_hangs_ends_with_a_check_that_is_killed(trial, number):
     (trial / "hangs.py").write_text(
-        "import os, time\nos.write(os.open('pid', os.O_WRONLY | os.O_CREAT), b'%d.' % os.getpid())\ntime.sleep(60)"
+        "import os, time\nos.write(os.open('pid', os.O_WRONLY | os.O_CREAT), b'%d.' % os.getpid())\ntime.sleep(600)"
     )
     script = (
-        f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
+        f"signal.signal({int(signal.SIGHUP)}, signal.SIG_DFL)\n"  # under nohup it would be ignored
         "from configs.schema.task import FunctionReward; from rollout.rewards.trial import try_function\n"
         "try_function(FunctionReward(function='hangs:f', import_timeout_s=300), None, print)"
     )
@@ -810,7 +811,7 @@ def test_a_module_that_hangs_ends_with_a_check_that_is_killed(trial, number):
         assert owner.poll() is None and time.monotonic() < deadline
         time.sleep(0.01)
     owner.send_signal(number)
-    owner.wait()
+    assert owner.wait(60) == -number
     assert ends(int(pid.read_text().rstrip(".")))
 
 
