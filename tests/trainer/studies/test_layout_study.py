@@ -433,7 +433,7 @@ def test_the_benchmarks_page_says_how_it_was_made(result, tmp_path):
         results=None,
     )
     assert command(given, 16) == "python benchmarks/layout_mismatch.py --prompts 16"
-    given.results = Path("elsewhere")
+    given.results = "elsewhere"
     assert command(given, 16) == "python benchmarks/layout_mismatch.py --results elsewhere --prompts 16"
     row = {"about": "sp", "first": "tp=2", "second": "tp=2,sp", "bitwise": True}
     for number, (rows, is_said) in enumerate(
