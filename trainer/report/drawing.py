@@ -79,13 +79,23 @@ class Recorded:
 
 def is_drawn(panel: Panel, recorded: Recorded) -> bool:
     match panel:
-        case Lines(metrics=metrics, idle=idle):
-            values = [value for name in recorded.labelled(metrics) for value in recorded.get(name).values]
-            return any(value != idle and abs(value - (idle or 0.0)) >= panel.noise for value in values)
-        case Shares(prefix=prefix) | Buckets(prefix=prefix):
-            return bool(recorded.edges(prefix))
+        case Lines(metrics=metrics):
+            return any(_happened(panel, name, recorded) for name in recorded.labelled(metrics))
+        case Shares(prefix=prefix):
+            after_first = list(recorded.edges(prefix))[1:]
+            return any(any(recorded.get(f"{prefix}/{part}").values) for part in after_first)
+        case Buckets(prefix=prefix):
+            maxima = (recorded.get(f"{prefix}/{part}/{panel.max}").values for part in recorded.edges(prefix))
+            return any(value >= panel.noise for values in maxima for value in values)
         case _:
             assert_never(panel)
+
+
+def _happened(panel: Lines, metric: str, recorded: Recorded) -> bool:
+    """Whether the metric left the value at which it rests, by more than rounding."""
+    idle = panel.idle_of.get(metric, panel.idle)
+    values = recorded.get(metric).values
+    return any(value != idle and abs(value - (idle or 0.0)) >= panel.noise for value in values)
 
 
 def draw(picture: Picture, recorded: Recorded, config: RunConfig) -> "Figure | None":

@@ -131,7 +131,7 @@ def _draw_all(
     for picture in PICTURES:
         panels = draw_alone(picture, run.recorded, run.config)
         yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config), panels
-    about = "Seconds of each part of a step, stacked; `other` is what they leave of the whole step, which its evaluation comes after."
+    about = "Seconds of each part of a step, stacked; other: what they leave of the whole step, which its evaluation comes after."
     title = "Where the time of a step goes"
     whole, alone = _draw_step_time(run, title, None), _draw_step_time(run, "", ALONE)
     yield "step_time", title, about, whole, [] if alone is None else [alone]
@@ -210,6 +210,7 @@ def _render(
             num_steps=len(run.training_steps),
             alarms_off=[name for name, level in run.config.alarms if level is None],
             notes=run.notes,
+            at_rest=run.at_rest,
             figures=figures,
             samples=samples,
             compared=_sections(None, _settings_table(_labelled([run, *others]))) if others else [],

@@ -6,7 +6,7 @@ metric are left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.metric_names import entry_of, known
 
@@ -29,6 +29,8 @@ class Lines:
     """Draw the level of this alarm if it is in view."""
     idle: float | None = None
     """The panel is left out if all values are this: nothing happened, and a note says so."""
+    idle_of: Mapping[str, float] = field(default_factory=dict)
+    """By name, the value in place of ``idle`` at which this metric rests."""
     noise: float = 0.0
     """The panel is also left out if all values are nearer than this to ``idle`` (or to 0), which is rounding."""
 
@@ -43,7 +45,8 @@ class Lines:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shares:
-    """The bins of a distribution (``PREFIX/le_EDGE``, ``PREFIX/over_EDGE``), stacked over the steps."""
+    """The bins of a distribution (``PREFIX/le_EDGE``, ``PREFIX/over_EDGE``), stacked over the steps. The panel is left
+    out if all is in the first bin at all steps."""
 
     title: str
     prefix: str
@@ -64,6 +67,8 @@ class Buckets:
     max: str
     axis: str
     """The quantity of the buckets, and its unit."""
+    noise: float = 0.0
+    """The panel is left out if no maximum comes up to this."""
 
     @property
     def unit(self) -> str:
@@ -92,6 +97,8 @@ class Picture:
 
 ROUNDING = 1e-5
 """Divergences below this are float32's rounding of log-probs, far below any level or bound."""
+ROUNDING_OF_EXTREMES = 1e-4
+"""The same for the greatest of thousands of tokens, or of their weights."""
 
 PICTURES = (
     Picture(
@@ -181,6 +188,7 @@ PICTURES = (
                 mean="abs_prob_mean",
                 max="abs_prob_max",
                 axis="length (tokens)",
+                noise=ROUNDING_OF_EXTREMES,
             ),
             Buckets(
                 title="Δp by position",
@@ -188,6 +196,7 @@ PICTURES = (
                 mean="abs_prob_mean",
                 max="abs_prob_max",
                 axis="position (token)",
+                noise=ROUNDING_OF_EXTREMES,
             ),
         ),
     ),
@@ -251,6 +260,9 @@ PICTURES = (
                     "mismatch/raw_weight_std": "std",
                 },
                 log=True,
+                idle=1,
+                idle_of={"mismatch/raw_weight_std": 0},
+                noise=ROUNDING_OF_EXTREMES,
             ),
             Lines(
                 title="After the bound",
@@ -260,6 +272,9 @@ PICTURES = (
                     "mismatch/weight_std": "std",
                 },
                 log=True,
+                idle=1,
+                idle_of={"mismatch/weight_std": 0},
+                noise=ROUNDING_OF_EXTREMES,
             ),
             Lines(
                 title="Effective sample size",
@@ -270,6 +285,8 @@ PICTURES = (
                 },
                 bounds=(None, 1.0),
                 alarm="ess_min",
+                idle=1,
+                noise=ROUNDING,
             ),
         ),
     ),
@@ -313,6 +330,7 @@ PICTURES = (
                 title="Clipped tokens",
                 metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
                 bounds=(0, None),
+                idle=0,
             ),
             Lines(title="KL(old || current), k1", metrics={"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
             Lines(

@@ -13,7 +13,7 @@ from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from trainer.metric_names import known
 from trainer.report.drawing import Recorded, Series, is_drawn
-from trainer.report.pictures import FLAT_MEANS, PICTURES, ROUNDING, Lines
+from trainer.report.pictures import FLAT_MEANS, PICTURES, Buckets, Lines
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.tracker import read_metrics
@@ -45,6 +45,8 @@ class RecordedRun:
     elapsed_s: float
     summary: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    at_rest: list[str] = field(default_factory=list)
+    """Which metrics are not drawn because nothing happened to them."""
 
     @property
     def steps(self) -> list[int]:
@@ -196,11 +198,19 @@ def note_the_data(run: RecordedRun) -> None:
             left_out.append(f"{metric} is {value}{why}")
         elif len(series) >= FEWEST_FLAT:
             run.notes.append(f"{metric} is {value} at all {len(series)} steps{why}.")
+    for panel in (panel for picture in PICTURES for panel in picture.panels):
+        if isinstance(panel, Lines) or is_drawn(panel, run.recorded):
+            continue
+        edges = list(run.recorded.edges(panel.prefix).values())
+        if isinstance(panel, Buckets) and edges:
+            rounding.append(f"{panel.prefix}/*")
+        elif edges:
+            left_out.append(f"{panel.prefix} is 1 in the first bin ({edges[0]})")
     if rounding:
-        near = f"Nothing but rounding (nearer than {ROUNDING:g} to where the quantity rests)"
-        run.notes.append(f"{near}, so not drawn: {', '.join(rounding)}.")
+        near = "Nothing but rounding, around where the quantity rests"
+        run.at_rest.append(f"{near}, so not drawn: {', '.join(rounding)}.")
     if left_out:
-        run.notes.append(f"The same at every step, so not drawn: {'; '.join(left_out)}.")
+        run.at_rest.append(f"The same at every step, so not drawn: {'; '.join(left_out)}.")
 
 
 def number_text(value: float) -> str:

@@ -356,17 +356,25 @@ def test_what_never_happened_is_said_and_not_drawn(tmp_path):
 
 
 def test_gaps_of_rounding_are_said_and_not_drawn_as_a_trend(tmp_path):
-    gap = {"mismatch/k3": 1e-13, "mismatch/chi2_token": 3e-12, "optim/grad_norm": 1.0}
-    path = write_report(
-        make_run(
-            tmp_path / "run", range(1, 20), metrics=lambda step: {k: v * (1 + step) for k, v in gap.items()}
-        )
-    )
+    gap = {
+        "mismatch/k3": 1e-13,
+        "mismatch/weight_std": 4e-7,
+        "mismatch/by_length/le_64/abs_prob_mean": 1e-8,
+        "mismatch/by_length/le_64/abs_prob_max": 4e-7,
+        "optim/grad_norm": 1.0,
+    }
+    bins = dict.fromkeys(MAX_BINS, 0.0) | {"le_0.001": 1.0}
+    at_rest = {f"mismatch/response_abs_prob_max_share/{part}": share for part, share in bins.items()}
+
+    def metrics(step):
+        around_one = {"mismatch/weight_max": 1 + 2e-6 * step, "mismatch/ess": 1 - 1e-12 * step}
+        return {**{name: value * (1 + step) for name, value in gap.items()}, **around_one, **at_rest}
+
+    path = write_report(make_run(tmp_path / "run", range(1, 20), metrics=metrics))
     assert {p.stem for p in (path.parent / "figures").iterdir()} == {"update"}
-    assert re.search(
-        r"Nothing but rounding \(nearer than 1e-05 [^)]*\), so not drawn: mismatch/k3, mismatch/chi2_token",
-        Page(path).text,
-    )
+    text, rounding = Page(path).text, "mismatch/k3, mismatch/weight_max, mismatch/weight_std, mismatch/ess"
+    assert f"rests, so not drawn: {rounding}, mismatch/by_length/*." in text
+    assert "mismatch/response_abs_prob_max_share is 1 in the first bin (≤ 0.001)" in text
 
 
 def test_the_error_of_accuracy_goes_from_problem_to_problem(tmp_path):
@@ -490,7 +498,9 @@ def test_an_alarm_level_is_drawn_where_the_data_come_near_it(ess, has_level):
     "values", [(1e-7, 3e-7), (0.99999997, 0.99999999), (1e-13, 5e-13), (12345.0, 12346.0), (1.0, 1.0)]
 )
 def test_ticks_are_in_full_and_differ(values):
-    axes = drawn("weights", lambda step: {"mismatch/ess": values[step]}, [0, 1])["Effective sample size"]
+    axes = drawn("critic", lambda step: {"critic/explained_variance": values[step]}, [0, 1])[
+        "Explained variance"
+    ]
     axes.figure.draw_without_rendering()
     labels = [label.get_text().replace("\N{MINUS SIGN}", "-") for label in axes.get_yticklabels()]
     assert len(set(labels)) == len(labels) and [float(label) for label in labels] == pytest.approx(
