@@ -14,7 +14,6 @@
 The description of the machine goes to ``--describe``, in the form of ``configs/hardware/``.
 """
 
-import json
 import math
 import statistics
 import sys
@@ -34,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.async_overlap import LONG_CUT, make_long_model, run  # noqa: E402
-from benchmarks.common import hardware, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, parser, spread, write  # noqa: E402
 from configs.loader import load_config  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.hardware import HardwareConfig, Overheads  # noqa: E402
@@ -129,8 +128,8 @@ def main() -> None:
     options.add_argument("--describe", type=Path, metavar="FILE.yaml", help="write the machine's description")
     given = options.parse_args()
     steps = 6 if given.quick else given.steps
-    machine_of = hardware()
-    print(json.dumps(machine_of, indent=2))
+    about = announce(recipe=RECIPE.name, steps=steps)
+    machine_of = about["hardware"]
     with tempfile.TemporaryDirectory() as folder:
         models = {
             "warm": given.model.resolve(),
@@ -154,7 +153,7 @@ def main() -> None:
     ]
     print(table(rows))
     print(verdict(rows))
-    result = {"hardware": machine_of, "steps": steps, "target": TARGET, "description": found.model_dump()}
+    result = {**about, "target": TARGET, "description": found.model_dump()}
     write(result | {"rows": rows}, given.json)
 
 
