@@ -339,18 +339,18 @@ def compared(kind: str, made: Measured, estimate: Mapping[str, float]) -> Iterat
 
 
 def table(rows: Sequence[Mapping]) -> str:
-    lines = [
-        "| runs | run | part | measured, s: median (min - max) | estimated | estimated / measured |",
-        "|---|---|---|---|---|---|",
-    ]
+    """A row for each run: of the step and of each part what was measured, and what was estimated over it."""
+    lines = [f"| runs | run | {' | '.join(('step, s: median (min - max)', *PARTS))} |", "|---" * (len(PARTS) + 3) + "|"]
+    by_run: dict[tuple[str, str], dict[str, Mapping]] = {}
     for row in rows:
-        s = row["measured"]
-        ratio = f"**{row['ratio']:.2f}**" if row["part"] == "step" else f"{row['ratio']:.2f}"
-        cells = (
-            row["kind"], row["run"], row["part"], f"{s['median']:.3f} ({s['min']:.3f} - {s['max']:.3f})",
-            seconds_text(row["estimated"]), ratio,
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        by_run.setdefault((row["kind"], row["run"]), {})[row["part"]] = row
+    for run, parts in by_run.items():
+        step = parts["step"]["measured"]
+        cells = [f"{step['median']:.3f} ({step['min']:.3f} - {step['max']:.3f}), **{parts['step']['ratio']:.2f}**"]
+        for part in PARTS:
+            row = parts.get(part)
+            cells.append(f"{row['measured']['median']:.3f}, {row['ratio']:.2f}" if row else "")
+        lines.append(f"| {' | '.join((*run, *cells))} |")
     return "\n".join(lines)
 
 
