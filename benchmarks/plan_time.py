@@ -340,13 +340,18 @@ def compared(kind: str, made: Measured, estimate: Mapping[str, float]) -> Iterat
 
 def table(rows: Sequence[Mapping]) -> str:
     """A row for each run: of the step and of each part what was measured, and what was estimated over it."""
-    lines = [f"| runs | run | {' | '.join(('step, s: median (min - max)', *PARTS))} |", "|---" * (len(PARTS) + 3) + "|"]
+    lines = [
+        f"| runs | run | {' | '.join(('step, s: median (min - max)', *PARTS))} |",
+        "|---" * (len(PARTS) + 3) + "|",
+    ]
     by_run: dict[tuple[str, str], dict[str, Mapping]] = {}
     for row in rows:
         by_run.setdefault((row["kind"], row["run"]), {})[row["part"]] = row
     for run, parts in by_run.items():
         step = parts["step"]["measured"]
-        cells = [f"{step['median']:.3f} ({step['min']:.3f} - {step['max']:.3f}), **{parts['step']['ratio']:.2f}**"]
+        cells = [
+            f"{step['median']:.3f} ({step['min']:.3f} - {step['max']:.3f}), **{parts['step']['ratio']:.2f}**"
+        ]
         for part in PARTS:
             row = parts.get(part)
             cells.append(f"{row['measured']['median']:.3f}, {row['ratio']:.2f}" if row else "")

@@ -1,4 +1,5 @@
-"""Every command of benchmarks/ can be imported and says what it takes; what it imports later is there too."""
+"""Every command of benchmarks/ can be imported and says what it takes; what it imports later is there too. Pages of results say
+when and how they were made."""
 
 import ast
 import json
@@ -73,3 +74,16 @@ def test_what_benchmarks_import_of_the_product_is_there():
                     if not re.search(defined, text, re.MULTILINE) and not (source / f"{name}.py").is_file():
                         missing.append(f"{file.relative_to(ROOT)}: {name} of {node.module}")
     assert missing == []
+
+
+def test_a_result_page_begins_with_when_and_how():
+    pages = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+    heads = {page.name: "\n".join(page.read_text(encoding="utf-8").splitlines()[:16]) for page in pages}
+    asked = {"date": r"2\d{3}-\d\d-\d\d", "command": r"^```bash|`(?:python|tandem) "}
+    lacking = [
+        f"{name}: {what}"
+        for name, head in heads.items()
+        for what, pattern in asked.items()
+        if not re.search(pattern, head, re.MULTILINE)
+    ]
+    assert len(heads) > 30 and lacking == []
