@@ -42,7 +42,7 @@ from parallel.planning.architecture import Architecture, read_architecture, read
 from parallel.planning.decoding import Lengths  # noqa: E402
 from parallel.planning.machine import Machine  # noqa: E402
 from parallel.planning.memory import GIB, rollout_memory  # noqa: E402
-from parallel.planning.time import Estimator, StepTime, seconds_text  # noqa: E402
+from parallel.planning.time import Estimator, StepTime  # noqa: E402
 
 TARGET = 0.3
 RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
@@ -347,7 +347,7 @@ def table(rows: Sequence[Mapping]) -> str:
     by_run: dict[tuple[str, str], dict[str, Mapping]] = {}
     for row in rows:
         by_run.setdefault((row["kind"], row["run"]), {})[row["part"]] = row
-    for run, parts in by_run.items():
+    for names, parts in by_run.items():
         step = parts["step"]["measured"]
         cells = [
             f"{step['median']:.3f} ({step['min']:.3f} - {step['max']:.3f}), **{parts['step']['ratio']:.2f}**"
@@ -355,7 +355,7 @@ def table(rows: Sequence[Mapping]) -> str:
         for part in PARTS:
             row = parts.get(part)
             cells.append(f"{row['measured']['median']:.3f}, {row['ratio']:.2f}" if row else "")
-        lines.append(f"| {' | '.join((*run, *cells))} |")
+        lines.append(f"| {' | '.join((*names, *cells))} |")
     return "\n".join(lines)
 
 
