@@ -85,4 +85,4 @@ def cell(values: Sequence[float], form: str = "{:.3f}") -> str:
 
 def write(result: dict, file: Path | None) -> None:
     if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n")
+        file.write_text(json.dumps(result, indent=2, default=str) + "\n")

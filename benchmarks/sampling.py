@@ -57,7 +57,7 @@ def main() -> None:
         about = announce(model=given.model or "random", rounds=rounds, rollout=of_servers)
         result = about | measure(configs, Path(folder), rounds)
     report(result)
-    write(json.loads(json.dumps(result, default=str)), given.json)
+    write(result, given.json)
 
 
 def prepare_model(folder: Path, source: Path | None) -> Path:
