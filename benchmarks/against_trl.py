@@ -33,7 +33,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, parser, spread, write  # noqa: E402
 
 TARGET = 1.3
 WARM_UP = 5
@@ -85,8 +85,9 @@ def main() -> None:
     python = trl_environment(given.environment)
     with tempfile.TemporaryDirectory() as scratch:
         model = (given.model or warm_model(Path(scratch))).resolve()
+        about = announce(config=given.config, sides=[*given.trl, TANDEM, *given.variant], rounds=rounds)
         result = measure(given.config, model, python, given.trl, ["", *given.variant], steps, rounds)
-    result = {"hardware": hardware(), **result}
+    result = {**about, **result}
     report(result)
     write(result, given.json)
 
@@ -251,7 +252,7 @@ def call(command: list[str], environment: dict[str, str]) -> None:
 
 
 def report(result: dict) -> None:
-    print(json.dumps({name: result[name] for name in ("hardware", "config", "versions")}, indent=2))
+    print(json.dumps({name: result[name] for name in ("config", "versions")}, indent=2))
     samples = result["config"]["samples per step"]
     medians, quiet = {}, {}
     for side, runs in result["runs"].items():

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import parser, write  # noqa: E402
+from benchmarks.common import announce, parser, write  # noqa: E402
 from rollout.records import Group  # noqa: E402
 from rollout.sampling.pool import GroupPool, ScoredGroup  # noqa: E402
 
@@ -93,6 +93,25 @@ class WindowedPool:
             del self._tasks[taken]
 
 
+@dataclass(frozen=True)
+class Lag:
+    """Of the tokens of a trained sample: how many versions older they are than the weights that they train."""
+
+    mean: float
+    greatest: int
+    tokens: float
+    is_mixed: bool
+
+
+@dataclass(frozen=True)
+class Step:
+    seconds: float
+    waited_s: float
+    """For its samples."""
+    busy_slot_s: float
+    lags: list[Lag]
+
+
 @dataclass
 class Simulated:
     """Servers with slots, and a clock of how long slots were taken."""
@@ -103,14 +122,7 @@ class Simulated:
     window: int | None = None
     newest: int = 0
     busy_slot_s: float = 0.0
-    prefill_s: float = 0.0
-    lags: list[tuple[float, float]] = field(default_factory=list)
-    """(mean lag of a group's tokens, share of them) of each trained group."""
-    mixed: int = 0
-    samples: int = 0
-    step_s: list[float] = field(default_factory=list)
-    waits_s: list[float] = field(default_factory=list)
-    oldest: int = 0
+    steps: list["Step"] = field(default_factory=list)
     _running: dict[int, tuple[float, int]] = field(default_factory=dict)
 
     async def sample_group(self, number: int) -> ScoredGroup:
@@ -132,7 +144,6 @@ class Simulated:
                 await self._is_open.wait()
                 version, began = self.newest, asyncio.get_running_loop().time()
                 if done:
-                    self.prefill_s += done / PREFILL_TOKENS_PER_S
                     await asyncio.sleep(done / PREFILL_TOKENS_PER_S)
                     began = asyncio.get_running_loop().time()
                 update = asyncio.ensure_future(self._update.wait())
@@ -162,14 +173,8 @@ class Simulated:
             pool.admit(PROMPTS, ahead=min(self.k, steps - 1 - step))
             scored = await pool.next_step()
             pool.hand_out(len(scored))
-            self.waits_s.append(loop.time() - began)
-            for one in scored:
-                for parts in self._versions.pop(one.group.group_id):
-                    tokens = sum(made for _, made in parts)
-                    self.lags.append((sum((self.newest - v) * made for v, made in parts) / tokens, tokens))
-                    self.oldest = max(self.oldest, *(self.newest - v for v, _ in parts))
-                    self.mixed += len({v for v, _ in parts}) > 1
-                    self.samples += 1
+            waited_s = loop.time() - began
+            lags = [self._lag(parts) for one in scored for parts in self._versions.pop(one.group.group_id)]
             await asyncio.sleep(self.training_s)
             self._is_open.clear()
             self._update.set()
@@ -177,7 +182,15 @@ class Simulated:
             self.newest += 1
             self._update.clear()
             self._is_open.set()
-            self.step_s.append(loop.time() - began)
+            # The update has ended every part, so that what is busy so far is of this step and those before it.
+            busy_s = self.busy_slot_s - sum(step.busy_slot_s for step in self.steps)
+            self.steps.append(Step(loop.time() - began, waited_s, busy_s, lags))
+
+    def _lag(self, parts: list[tuple[int, float]]) -> Lag:
+        tokens = sum(made for _, made in parts)
+        lags = [self.newest - version for version, _ in parts]
+        mean = sum(lag * made for lag, (_, made) in zip(lags, parts, strict=True)) / tokens
+        return Lag(mean=mean, greatest=max(lags), tokens=tokens, is_mixed=len(set(lags)) > 1)
 
 
 def simulate(k: int, training_share: float, *, steps: int, seed: int, window: int | None = None) -> dict:
@@ -186,17 +199,17 @@ def simulate(k: int, training_share: float, *, steps: int, seed: int, window: in
     run = Simulated(k=k, training_s=training_share * at_full_load_s, seed=seed, window=window)
     with asyncio.Runner(loop_factory=JumpingLoop) as runner:
         runner.run(run.run(steps))
-    used = slice(2 * k + 2, steps - k)  # filled, and not yet running out of steps
-    total_s = sum(run.step_s)
-    tokens = sum(made for _, made in run.lags)
-    longest = sorted(run.lags, key=lambda of: of[1])[-len(run.lags) // 10 :]
+    used = run.steps[2 * k + 2 : steps - k]  # filled, and not yet running out of steps
+    total_s = sum(step.seconds for step in used)
+    lags = sorted((lag for step in used for lag in step.lags), key=lambda lag: lag.tokens)
     return {
-        "k": k, "training_share": training_share, "step_s": statistics.fmean(run.step_s[used]),
-        "learner_waits": statistics.fmean(run.waits_s[used]) / statistics.fmean(run.step_s[used]),
-        "slots_idle": 1 - run.busy_slot_s / (SERVERS * SLOTS * total_s),
-        "lag_mean": sum(lag * made for lag, made in run.lags) / tokens, "lag_max": run.oldest,
-        "lag_of_longest_tenth": statistics.fmean(lag for lag, _ in longest),
-        "mixed": run.mixed / run.samples, "full_load_s": at_full_load_s,
+        "k": k, "training_share": training_share, "step_s": total_s / len(used),
+        "learner_waits": sum(step.waited_s for step in used) / total_s,
+        "slots_idle": 1 - sum(step.busy_slot_s for step in used) / (SERVERS * SLOTS * total_s),
+        "lag_mean": sum(lag.mean * lag.tokens for lag in lags) / sum(lag.tokens for lag in lags),
+        "lag_max": max(lag.greatest for lag in lags),
+        "lag_of_longest_tenth": statistics.fmean(lag.mean for lag in lags[-(len(lags) // 10) :]),
+        "mixed": statistics.fmean(lag.is_mixed for lag in lags), "full_load_s": at_full_load_s,
     }  # fmt: skip
 
 
@@ -207,6 +220,7 @@ def main() -> None:
     options.add_argument("--windows", action="store_true", help="strict order against windows")
     given = options.parse_args()
     steps = 18 if given.quick else given.steps
+    about = announce(steps=steps, seed=given.seed)
     print(f"{SERVERS} servers of {SLOTS} slots, {PROMPTS} x {SIBLINGS} samples a step")
     print(
         f"{MEAN_TOKENS} tokens a sample (lognormal, sigma {SIGMA:g}, cut at {CUT:,}), {TOKENS_PER_S:g} tokens/s"
@@ -236,7 +250,7 @@ def main() -> None:
         shown = f"{row['step_s']:.0f} | {row['step_s'] / base:.2f} | {row['learner_waits']:.0%} | {row['slots_idle']:.0%}"
         lags = f"{row['lag_mean']:.2f} | {row['lag_of_longest_tenth']:.2f} | {row['lag_max']} | {row['mixed']:.0%}"
         print(f"| {share:g} | {k} | {window or 'strict'} | {shown} | {lags} |", flush=True)
-    write({"rows": rows}, given.json)
+    write({**about, "rows": rows}, given.json)
 
 
 if __name__ == "__main__":

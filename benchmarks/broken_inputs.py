@@ -22,9 +22,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import announce  # noqa: E402
+
 MOST_CPU_S, LIMIT_S = 5.0, 30.0
 MOST_MEMORY_KIB = 12_000_000
 BAD, FAILED = 2, 1
@@ -403,7 +408,7 @@ def answer(said: str) -> str:
     )
 
 
-def table(results: list[Result]) -> str:
+def table(results: list[Result], machine: dict) -> str:
     bad = [result for result in results if result.wrong]
     slowest = max(results, key=lambda result: result.cpu_s)
     lines = [
@@ -411,6 +416,7 @@ def table(results: list[Result]) -> str:
         f"{len(results)} inputs through the command line, {len(results) - len(bad)} answered as they should be: the expected exit code, no",
         f"traceback, at most {MOST_CPU_S:g} CPU seconds, no file and no process left. Slowest: {slowest.cpu_s:.1f} CPU seconds",
         f"({slowest.case.name}). `python benchmarks/broken_inputs.py` makes this table; what each input is stands there.", "",
+        f"{date.today()}, {machine['commit']}: {machine['cores']} cores, {machine['cpu']}, load {machine['load']} at the start.", "",
     ]  # fmt: skip
     for group in dict.fromkeys(result.case.group for result in results):
         lines += [
@@ -443,6 +449,7 @@ def main() -> None:
     arguments.add_argument("--only", default="", help="cases whose name or group holds these words")
     arguments.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "broken_inputs.md")
     given = arguments.parse_args()
+    about = announce()["hardware"]
     with tempfile.TemporaryDirectory() as made:
         template = Path(made) / "template"
         template.mkdir()
@@ -465,7 +472,7 @@ def main() -> None:
                 f"{case.name}: {last.code}, {last.cpu_s:.1f} s; {'; '.join(last.wrong) or 'good'}", flush=True
             )
     if not given.only:
-        given.out.write_text(table(results))
+        given.out.write_text(table(results, about))
     for result in results:
         if result.wrong or given.only:
             print(f"--- {result.case.name}: {'; '.join(result.wrong)}\n{result.said[-1500:]}")

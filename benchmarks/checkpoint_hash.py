@@ -10,7 +10,6 @@ from the page cache: what it would cost if it came after writing.
 """
 
 import contextlib
-import json
 import logging
 import os
 import shutil
@@ -25,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
 
 TARGET = 0.05
 WITHOUT, WITH = "save without hashes", "save with hashes"
@@ -48,10 +47,11 @@ def main() -> None:
     rounds = 2 if given.quick else given.rounds
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    about = announce(config={**CONFIG, "file_system": file_system(given.place)}, rounds=rounds)
     with tempfile.TemporaryDirectory(dir=given.place) as folder:
         seconds, size = measure(Path(folder), rounds, quick=given.quick)
-    config = {**CONFIG, "checkpoint_gigabytes": round(size / 1e9, 3), "file_system": file_system(given.place)}
-    print(json.dumps({"hardware": hardware(), "config": config}, indent=2))
+    gigabytes = round(size / 1e9, 3)
+    print(f"a checkpoint of {gigabytes} GB")
     for name, values in seconds.items():
         speed = f"   {size / 1e9 / statistics.median(values):.2f} GB/s" if name in (ALONE, CHECK) else ""
         print(line(name, values) + speed)
@@ -63,7 +63,7 @@ def main() -> None:
     print(
         f"forked processes / threads {statistics.median(seconds[FORKED]) / statistics.median(seconds[WITH]):.3f}"
     )
-    result = {"hardware": hardware(), "config": config, "cost": cost, "waiting": waited, "target": TARGET}
+    result = {**about, "checkpoint_gigabytes": gigabytes, "cost": cost, "waiting": waited, "target": TARGET}
     write({**result, "seconds": {name: spread(values) for name, values in seconds.items()}}, given.json)
 
 

@@ -19,6 +19,15 @@ def parser(description: str) -> argparse.ArgumentParser:
     return made
 
 
+def announce(**about) -> dict:
+    """Print what figures depend on: the machine, its load, the commit, and ``about``. Returns it, for the result.
+
+    Called before anything is measured: the load is then that of other work."""
+    made = {"hardware": hardware(), **about}
+    print(json.dumps(made, indent=2, default=str), flush=True)
+    return made
+
+
 def hardware() -> dict:
     import torch
 
@@ -76,4 +85,4 @@ def cell(values: Sequence[float], form: str = "{:.3f}") -> str:
 
 def write(result: dict, file: Path | None) -> None:
     if file is not None:
-        file.write_text(json.dumps(result, indent=2) + "\n")
+        file.write_text(json.dumps(result, indent=2, default=str) + "\n")

@@ -9,7 +9,6 @@ Every rank is a process with one thread. Seconds are of one update, without a se
 ranks of one layout share the machine's cores.
 """
 
-import json
 import resource
 import sys
 import tempfile
@@ -20,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, parser, write  # noqa: E402
+from benchmarks.common import announce, parser, write  # noqa: E402
 
 SIZES = {
     "vocab_size": 512, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -36,7 +35,7 @@ def main() -> None:
     options.add_argument("--cp", type=int, nargs="+", default=[1, 2])
     given = options.parse_args()
     tokens = QUICK_TOKENS if given.quick else TOKENS
-    print(json.dumps({"hardware": hardware(), "model": SIZES, "tokens": tokens}, indent=2))
+    about = announce(model=SIZES, tokens=tokens)
     with tempfile.TemporaryDirectory() as folder:
         found = {cp: run_layout(cp, tokens, Path(folder)) for cp in given.cp}
     logprobs = {cp: result.pop("logprobs_T") for cp, result in found.items()}
@@ -50,7 +49,7 @@ def main() -> None:
             f"cp={cp}  held {held} MiB   planned {result['planned'] / 2**20:.1f} MiB   above {above} MiB   "
             f"{result['seconds']:.0f} s   log-probs differ by {gap:.1e}   norm times {result['norm_ratio']:.7f}"
         )
-    write({"hardware": hardware(), "model": SIZES, "tokens": tokens, "layouts": found}, given.json)
+    write({**about, "layouts": found}, given.json)
 
 
 def run_layout(cp: int, tokens: int, folder: Path) -> dict[str, Any]:

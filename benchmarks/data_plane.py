@@ -53,7 +53,7 @@ def main() -> None:
     if "--role" in sys.argv[1:2]:
         play(sys.argv[2], Path(sys.argv[3]), *map(int, sys.argv[4:]))
         return
-    from benchmarks.common import hardware, parser, write
+    from benchmarks.common import announce, parser, write
 
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--servers", type=int, default=8)
@@ -81,8 +81,7 @@ def main() -> None:
         vars(given).update(FULL)
     if given.ranks % given.copies:
         options.error(f"--ranks {given.ranks} is no multiple of --copies {given.copies}")
-    about = {k: v for k, v in vars(given).items() if k not in ("json", "quick", "full")}
-    print(json.dumps({"hardware": hardware(), "load": os.getloadavg()} | about, default=str))
+    about = announce(given={k: v for k, v in vars(given).items() if k not in ("json", "quick", "full")})
     results = []
     with tempfile.TemporaryDirectory() as folder:
         make_inputs(Path(folder), given)
@@ -92,7 +91,7 @@ def main() -> None:
         for staleness in given.staleness:
             results.append({"staleness": staleness} | measure(Path(folder), given, staleness))
             tell(results[-1], given)
-    write({"hardware": hardware(), "given": about, "results": results}, given.json)
+    write({**about, "results": results}, given.json)
 
 
 # Inputs

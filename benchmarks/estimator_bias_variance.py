@@ -30,7 +30,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, parser, write  # noqa: E402
+from benchmarks.common import announce, parser, write  # noqa: E402
 from configs.presets import PRESETS  # noqa: E402
 from configs.schema.correction import CorrectionConfig, ImportanceWeight  # noqa: E402
 from tests.reference.enumerated_policy import (  # noqa: E402
@@ -70,7 +70,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if given.quick:
         CONFIG.update(worlds=1, lengths=[2, 4])
-    print(json.dumps({"hardware": hardware(), "config": CONFIG}, indent=2))
+    about = announce(config=CONFIG)
     began, began_cpu = time.perf_counter(), time.process_time()
     longest, scale = CONFIG["lengths"][-1], CONFIG["noise_scale_for_lengths"]
     tables = {
@@ -91,8 +91,7 @@ def main() -> None:
     print("\n" + json.dumps({"seconds": seconds, "least_error": least}))
     write(
         {
-            "hardware": hardware(),
-            "config": CONFIG,
+            **about,
             "seconds": seconds,
             "tables": tables,
             "least_error": least,

@@ -44,7 +44,7 @@ def main() -> None:
     if sys.argv[1:2] == ["--client"]:
         asyncio.run(client(json.loads(sys.stdin.readline())))
         return
-    from benchmarks.common import hardware, parser, write
+    from benchmarks.common import announce, parser, write
 
     options = parser((__doc__ or "").splitlines()[0])
     options.add_argument("--turns", type=int, default=8, help="of a session")
@@ -53,11 +53,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     given = options.parse_args()
     rounds = 1 if given.quick else given.rounds
-    print(
-        json.dumps(
-            {"hardware": hardware()} | {k: v for k, v in vars(given).items() if k != "json"}, default=str
-        )
-    )
+    about = announce(rounds=rounds, turns=given.turns)
     result: dict = {}
     for template in ("plain", "chat"):
         for sessions in (1, 256):
@@ -85,7 +81,7 @@ def main() -> None:
         starts = [start_of_an_agent(preload) for _ in range(rounds)]
         result[f"start_s, {name}"] = seconds = [statistics.median(starts), min(starts), max(starts)]
         print("start of an agent, {}: {:.2f} CPU s ({:.2f} - {:.2f})".format(name, *seconds))
-    write({"hardware": hardware(), "result": result, "turns": given.turns}, given.json)
+    write({**about, "result": result}, given.json)
 
 
 def start_of_an_agent(preload: tuple[str, ...]) -> float:

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
 
 TARGET = 0.25
 CONFIG = {"tokens": 4096, "hidden": 512, "vocab": 32768, "chunk_tokens": 256, "dtype": "float32"}
@@ -37,11 +37,11 @@ def main() -> None:
         print(json.dumps(measure(given.variant)))
         return
     rounds = 2 if given.quick else given.rounds
+    about = announce(config=CONFIG, rounds=rounds)
     found: dict[str, list[dict]] = {"chunked": [], "whole": []}
     for _ in range(rounds):
         for variant, results in found.items():
             results.append(run_variant(variant))
-    print(json.dumps({"hardware": hardware(), "config": CONFIG}, indent=2))
     seconds = {variant: [r["seconds"] for r in results] for variant, results in found.items()}
     megabytes = {
         variant: statistics.median(r["megabytes"] for r in results) for variant, results in found.items()
@@ -53,7 +53,7 @@ def main() -> None:
     print(f"memory ratio {memory:.3f}   target: at most {TARGET}\ntime ratio   {times:.3f}")
     write(
         {
-            "hardware": hardware(), "config": CONFIG, "memory_ratio": memory, "time_ratio": times, "target": TARGET,
+            **about, "memory_ratio": memory, "time_ratio": times, "target": TARGET,
             "megabytes": megabytes, "seconds": {v: spread(s) for v, s in seconds.items()},
         },
         given.json,

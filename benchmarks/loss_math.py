@@ -39,7 +39,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
 from configs.schema.correction import CorrectionConfig, ImportanceWeight, RatioRule  # noqa: E402
 from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig  # noqa: E402
 from parallel.packing import PackedBatch  # noqa: E402
@@ -83,6 +83,7 @@ def main() -> None:
     check_agreement(given.median_length)
     config = CONFIG | {"median_length": given.median_length, **describe(lengths(given.median_length))}
     rounds = 5 if given.quick else given.rounds
+    about = announce(threads=torch.get_num_threads(), config=config, rounds=rounds)
     seconds, wall = alternate(sides, rounds=rounds)
     keep_freed_memory()
     kept, _ = alternate(sides, rounds=rounds)
@@ -92,7 +93,7 @@ def main() -> None:
     }
     memory = {side: memory_of(side, given.median_length) for side in sides}
     result = {
-        "hardware": hardware(), "threads": torch.get_num_threads(), "config": config, "targets": TARGETS,
+        **about, "targets": TARGETS,
         "speedup": ratio_of_medians(seconds, "padded"),
         "speedup_by_wall_clock": ratio_of_medians(wall, "padded"),
         "speedup_of_pairs": spread([p / q for p, q in zip(seconds["padded"], seconds["packed"], strict=True)]),
@@ -119,7 +120,6 @@ def ratio_of_medians(seconds: dict[str, list[float]], side: str) -> float:
 
 
 def report(result: dict, seconds: dict[str, list[float]]) -> None:
-    print(json.dumps({name: result[name] for name in ("hardware", "threads", "config")}, indent=2))
     for side, found in seconds.items():
         of = result["mebibytes"][side]
         print(line(side, found), f"  peak {of['tensors']:.1f} MiB in tensors, {of['resident']:.1f} resident")

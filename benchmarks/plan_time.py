@@ -14,7 +14,6 @@
 The description of the machine goes to ``--describe``, in the form of ``configs/hardware/``.
 """
 
-import json
 import math
 import statistics
 import sys
@@ -34,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.async_overlap import LONG_CUT, make_long_model, run  # noqa: E402
-from benchmarks.common import hardware, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, parser, spread, write  # noqa: E402
 from configs.loader import load_config  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.hardware import HardwareConfig, Overheads  # noqa: E402
@@ -43,7 +42,7 @@ from parallel.planning.architecture import Architecture, read_architecture, read
 from parallel.planning.decoding import Lengths  # noqa: E402
 from parallel.planning.machine import Machine  # noqa: E402
 from parallel.planning.memory import GIB, rollout_memory  # noqa: E402
-from parallel.planning.time import Estimator, StepTime, seconds_text  # noqa: E402
+from parallel.planning.time import Estimator, StepTime  # noqa: E402
 
 TARGET = 0.3
 RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
@@ -129,8 +128,8 @@ def main() -> None:
     options.add_argument("--describe", type=Path, metavar="FILE.yaml", help="write the machine's description")
     given = options.parse_args()
     steps = 6 if given.quick else given.steps
-    machine_of = hardware()
-    print(json.dumps(machine_of, indent=2))
+    about = announce(recipe=RECIPE.name, steps=steps)
+    machine_of = about["hardware"]
     with tempfile.TemporaryDirectory() as folder:
         models = {
             "warm": given.model.resolve(),
@@ -154,7 +153,7 @@ def main() -> None:
     ]
     print(table(rows))
     print(verdict(rows))
-    result = {"hardware": machine_of, "steps": steps, "target": TARGET, "description": found.model_dump()}
+    result = {**about, "target": TARGET, "description": found.model_dump()}
     write(result | {"rows": rows}, given.json)
 
 
@@ -340,18 +339,23 @@ def compared(kind: str, made: Measured, estimate: Mapping[str, float]) -> Iterat
 
 
 def table(rows: Sequence[Mapping]) -> str:
+    """A row for each run: of the step and of each part what was measured, and what was estimated over it."""
     lines = [
-        "| runs | run | part | measured, s: median (min - max) | estimated | estimated / measured |",
-        "|---|---|---|---|---|---|",
+        f"| runs | run | {' | '.join(('step, s: median (min - max)', *PARTS))} |",
+        "|---" * (len(PARTS) + 3) + "|",
     ]
+    by_run: dict[tuple[str, str], dict[str, Mapping]] = {}
     for row in rows:
-        s = row["measured"]
-        ratio = f"**{row['ratio']:.2f}**" if row["part"] == "step" else f"{row['ratio']:.2f}"
-        cells = (
-            row["kind"], row["run"], row["part"], f"{s['median']:.3f} ({s['min']:.3f} - {s['max']:.3f})",
-            seconds_text(row["estimated"]), ratio,
-        )  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
+        by_run.setdefault((row["kind"], row["run"]), {})[row["part"]] = row
+    for names, parts in by_run.items():
+        step = parts["step"]["measured"]
+        cells = [
+            f"{step['median']:.3f} ({step['min']:.3f} - {step['max']:.3f}), **{parts['step']['ratio']:.2f}**"
+        ]
+        for part in PARTS:
+            row = parts.get(part)
+            cells.append(f"{row['measured']['median']:.3f}, {row['ratio']:.2f}" if row else "")
+        lines.append(f"| {' | '.join((*names, *cells))} |")
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import orjson  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.common import hardware, parser, write  # noqa: E402
+from benchmarks.common import announce, parser, write  # noqa: E402
 
 GROUP_SIZE, RANKS, PROMPT_TOKENS = 8, 2, 200
 PARTS = {
@@ -51,6 +51,9 @@ def main() -> None:
     options.add_argument("--load", action="store_true", help="beside a process that keeps a core busy")
     given = options.parse_args()
     torch.set_num_threads(1)
+    about = announce(
+        tokens=given.tokens, length=given.length, beside="a busy core" if given.load else "nothing of ours"
+    )
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as ending:
         answers = record_answers(Path(scratch), given.length)
         if given.load:
@@ -58,19 +61,13 @@ def main() -> None:
             ending.callback(busy.kill)
         gc.freeze()  # as both roles do once they have started
         rounds = [replay(answers, given) for _ in range(1 if given.quick else given.rounds)]
-    about = {
-        "tokens": given.tokens,
-        "length": given.length,
-        "beside": "a busy core" if given.load else "nothing of ours",
-    }
-    print(json.dumps({"hardware": hardware()} | about, indent=2))
     result = summary(rounds)
     for name, (median, low, high) in result.items():
         target = f"   target: at most {TARGETS[name]}" if name in TARGETS else ""
         print(f"{name:<24} {median:7.3f} µs/token   ({low:.3f} - {high:.3f}){target}")
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     print(f"peak memory of the process {peak:.0f} MiB")
-    write(about | {"hardware": hardware(), "us_per_token": result, "peak_mib": peak}, given.json)
+    write({**about, "us_per_token": result, "peak_mib": peak}, given.json)
 
 
 def record_answers(scratch: Path, length: int) -> list[bytes]:

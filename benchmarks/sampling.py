@@ -7,7 +7,9 @@ Two servers with one model, asked in turn for the same prompts, cache flushed be
 
 Samples per second, CPU seconds of the scheduler, and the largest difference between a server's log-probs and
 those of transformers for the same tokens. ``--model``: the quickstart's warm model, whose responses end by
-themselves; without it a random one is made.
+themselves; without it a random one is made. ``--config``: a recipe's own servers, in place of the benchmark's:
+
+    python benchmarks/sampling.py --config configs/recipes/countdown_tiny.yaml rollout.server_args.chunked_prefill_size=2048
 """
 
 import asyncio
@@ -23,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, line, parser, write  # noqa: E402
+from benchmarks.common import announce, line, parser, write  # noqa: E402
 
 WORKLOADS = {
     "step": {"groups": 32, "group_size": 8, "max_new_tokens": 14},
@@ -38,12 +40,22 @@ def main() -> None:
     options = parser(__doc__.splitlines()[0])
     options.add_argument("--rounds", type=int, default=8)
     options.add_argument("--model", type=Path, help="of the quickstart: models/countdown-tiny-warm")
+    options.add_argument("--config", type=Path, help="a recipe, whose rollout both servers get")
+    options.add_argument("override", nargs="*", help="KEY=VALUE of that recipe, as for tandem train")
     given = options.parse_args()
+    if given.override and not given.config:
+        options.error("overrides are of a recipe: give --config")
+    rounds = 2 if given.quick else given.rounds
     with tempfile.TemporaryDirectory() as folder:
         model = prepare_model(Path(folder) / "model", given.model)
-        result = measure(model, Path(folder), 2 if given.quick else given.rounds)
-    result = {"hardware": hardware(), "model": str(given.model or "random"), **result}
-    print(json.dumps(result["hardware"], indent=2))
+        configs = {
+            "with the plugin": config_of(model, True, given.config, given.override),
+            "SGLang alone": config_of(model, False, given.config, given.override),
+        }
+        told = ("dtype", "max_total_tokens", "server_args")
+        of_servers = {name: getattr(configs["SGLang alone"].rollout, name) for name in told}
+        about = announce(model=given.model or "random", rounds=rounds, rollout=of_servers)
+        result = about | measure(configs, Path(folder), rounds)
     report(result)
     write(result, given.json)
 
@@ -63,16 +75,27 @@ def prepare_model(folder: Path, source: Path | None) -> Path:
     return folder
 
 
-def measure(model: Path, folder: Path, rounds: int) -> dict:
+def config_of(model: Path, plugin: bool, recipe: Path | None, overrides: list[str]):
+    """Of one server; without a recipe SGLang's own settings, in float32."""
+    from configs.loader import load_config
     from configs.schema import RunConfig
+
+    if recipe is not None:
+        fixed = [f"model.path={model}", f"rollout.sglang_plugin={str(plugin).lower()}", "rollout.replicas=1"]
+        return load_config(recipe, [*overrides, *fixed])
+    rollout = {"dtype": "float32", "max_total_tokens": 32768, "sglang_plugin": plugin}
+    return RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
+
+
+def measure(configs: dict, folder: Path, rounds: int) -> dict:
     from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
-    fleets = {}
-    for name, plugin in (("with the plugin", True), ("SGLang alone", False)):
-        rollout = {"dtype": "float32", "max_total_tokens": 32768, "sglang_plugin": plugin}
-        config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
-        fleets[name] = ServerFleet(ServerSpec(config=config, cuda=False), folder / name)
+    model = next(iter(configs.values())).model.path
+    fleets = {
+        name: ServerFleet(ServerSpec(config=config, cuda=False), folder / name)
+        for name, config in configs.items()
+    }
     try:
         for fleet in fleets.values():
             fleet.start()

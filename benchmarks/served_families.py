@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import announce  # noqa: E402
 from parallel.planning.families import SUPPORTED  # noqa: E402
 from parallel.weights.hf_headers import read_headers  # noqa: E402
 from trainer.tracking.tracker import read_metrics  # noqa: E402
@@ -118,6 +119,7 @@ def main() -> None:
     if unknown := set(given.families) - SUPPORTED.keys():
         parser.error(f"not supported: {', '.join(sorted(unknown))}; supported are {', '.join(SUPPORTED)}")
     folder = given.folder.resolve()
+    announce(recipe=RECIPE.name, overrides=FEW, spread=SPREAD)
     for family in given.families or SUPPORTED:
         file = folder / family / "row.json"
         if not file.exists():

@@ -8,7 +8,6 @@ One process with one thread, so that CPU seconds are those of the update. Score 
 are counted: the step of a run with several minibatches.
 """
 
-import json
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import cell, hardware, parser, write  # noqa: E402
+from benchmarks.common import announce, cell, parser, write  # noqa: E402
 
 SIZES = {
     "vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -42,7 +41,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=7)
     given = options.parse_args()
     rounds = 2 if given.quick else given.rounds
-    print(json.dumps({"hardware": hardware(), "model": SIZES, "rounds": rounds}, indent=2))
+    about = announce(model=SIZES, rounds=rounds)
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_of(Path(folder))
         results = {name: compare(engine, *workload, rounds) for name, workload in WORKLOADS.items()}
@@ -51,7 +50,7 @@ def main() -> None:
             f"{name}\n    places {result['places']}   CPU s {result['seconds']}   speedup {result['speedup']}   "
             f"MiB kept {result['mib']}   log-probs differ by {result['gap']:.1e}, gradient norm by {result['norm_gap']:.1e}"
         )
-    write({"hardware": hardware(), "model": SIZES, "results": results}, given.json)
+    write({**about, "results": results}, given.json)
 
 
 def engine_of(folder: Path) -> Any:

@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import announce  # noqa: E402
 from configs.loader import load_config  # noqa: E402
 from configs.reading.hardware import read_hardware  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
@@ -78,6 +79,7 @@ def main() -> None:
     options.add_argument("--json", type=Path)
     options.add_argument("--times", action="store_true", help="estimate seconds of a step, simulate nothing")
     given = options.parse_args()
+    announce(recipes=given.only or "all")
     if given.times:
         print_times([name for name in recipes() if given.only in name])
         return

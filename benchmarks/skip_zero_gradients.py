@@ -7,7 +7,6 @@ packs them, and a loss of zero. One process with one thread, so that CPU seconds
 clip and step, as in a run with one minibatch.
 """
 
-import json
 import sys
 import tempfile
 import time
@@ -17,7 +16,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import cell, hardware, parser, write  # noqa: E402
+from benchmarks.common import announce, cell, parser, write  # noqa: E402
 from benchmarks.shared_prompts import SIZES, WORKLOADS, batch_of, engine_of  # noqa: E402
 
 NAMES = tuple(WORKLOADS)[:2]
@@ -30,7 +29,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=7)
     given = options.parse_args()
     rounds = 2 if given.quick else given.rounds
-    print(json.dumps({"hardware": hardware(), "model": SIZES, "rounds": rounds}, indent=2))
+    about = announce(model=SIZES, rounds=rounds)
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         engine = engine_of(Path(folder))
@@ -43,7 +42,7 @@ def main() -> None:
         print(
             f"{name}\n    CPU s {result['seconds']}   speedup {result['speedup']}   norm differs by {result['gap']:.1e}"
         )
-    write({"hardware": hardware(), "model": SIZES, "results": results}, given.json)
+    write({**about, "results": results}, given.json)
 
 
 def compare(

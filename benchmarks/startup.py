@@ -7,7 +7,6 @@
   once).
 """
 
-import json
 import os
 import statistics
 import subprocess
@@ -21,7 +20,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
 
 TARGETS = {"tandem --help": 0.5, "tandem train CONFIG --dry-run": 3.0}
 RECIPE = ROOT / "configs" / "recipes" / "countdown_tiny.yaml"
@@ -32,6 +31,7 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     given = options.parse_args()
     rounds = 2 if given.quick else given.rounds
+    about = announce(recipe=RECIPE.name, rounds=rounds)
     from rollout.tiny_model import make_tiny_countdown_model
 
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +48,6 @@ def main() -> None:
                 servers[kind].append(
                     server_start(model, Path(folder) / f"{kind}{index}", forked=kind == "forked")
                 )
-    print(json.dumps({"hardware": hardware()}, indent=2))
     for name, values in seconds.items():
         print(f"{line(name, values)}   CPU   target: at most {TARGETS[name]} s")
     for kind, starts in servers.items():
@@ -67,7 +66,7 @@ def main() -> None:
         "forked / spawned, median of pairs: "
         + ", ".join(f"{what} {ratio:.2f}" for what, ratio in ratios.items())
     )
-    result = {"hardware": hardware(), "seconds": {name: spread(values) for name, values in seconds.items()}}
+    result = {**about, "seconds": {name: spread(values) for name, values in seconds.items()}}
     write({**result, "servers": servers, "ratios": ratios}, given.json)
 
 

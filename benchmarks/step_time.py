@@ -34,7 +34,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
 
 TARGET = 1.05
 NATURAL, FORCED, CACHED = "bare generation", "bare generation, lengths forced", ", prompts cached"
@@ -65,7 +65,6 @@ def main() -> None:
         measure_rank(given.rank, rounds)
         return
     result = supervise(given.config, given.model, given.override, rounds)
-    print(json.dumps({"hardware": result["hardware"], "config": result["config"]}, indent=2))
     for name, seconds in result["seconds"].items():
         print(
             f"{name}: median {spread(seconds)['median']:.0f}"
@@ -94,6 +93,11 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
         no_extras = ["evaluation.every=0", "evaluation.at_ends=false", "checkpoint.every=0"]
         fixed = [f"model.path={model}", f"launch.runs_dir={scratch}", f"steps={rounds + 1}", *no_extras]
         config = load_config(config_path, [*fixed, *overrides])
+        told = ("prompts_per_step", "group_size", "max_new_tokens", "dtype", "replicas", "tp", "server_args")
+        about = announce(
+            config={name: getattr(config.rollout, name) for name in told}
+            | {"layout": config.layout.model_dump(), "overrides": overrides, "rounds": rounds}
+        )
         folder = run_folder.create(config.launch.runs_dir, "benchmark", resolved_yaml(config))
         learn = start.role("learn", folder, config, ranks=config.layout.world_size)
         torchrun = learn.command[: learn.command.index("launch")]
@@ -104,11 +108,8 @@ def supervise(config_path: Path, model: Path | None, overrides: list[str], round
             supervisor.wait_until_done("learn")
         seconds = json.loads((folder.path / "benchmark.json").read_text())
     medians = {name: spread(values)["median"] for name, values in seconds.items()}
-    told = ("prompts_per_step", "group_size", "max_new_tokens", "dtype", "replicas", "tp")
     return {
-        "hardware": hardware(),
-        "config": {name: getattr(config.rollout, name) for name in told}
-        | {"layout": config.layout.model_dump(), "overrides": overrides},
+        **about,
         "seconds": seconds,
         "ratios": {
             name: medians["step"] / (medians[generation] + medians["bare update"])

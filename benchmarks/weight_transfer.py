@@ -40,7 +40,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 
-from benchmarks.common import hardware, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
 
 TIMEOUT_S = 300.0
 BARE, RECEIVER, SGLANG, BY_REQUESTS = (
@@ -68,16 +68,17 @@ def main() -> None:
     options.add_argument("--precision", nargs="+", default=[], help="values of rollout.precision to time too")
     options.add_argument("--load", action="store_true", help="beside a process that keeps a core busy")
     given = options.parse_args()
+    rounds = 3 if given.quick else given.rounds
+    machine = announce(
+        model="8 experts" if given.moe else "dense", layers=given.layers, tp=given.tp, dtype=given.dtype, rounds=rounds,
+        beside="a busy core" if given.load else "nothing of ours",
+    )  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as ending:
         if given.load:
             busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
             ending.callback(busy.kill)
-        result = measure(given, 3 if given.quick else given.rounds, Path(scratch))
-    about = {
-        key: result[key]
-        for key in ("hardware", "model", "tp", "dtype", "mib", "tensors", "buckets", "loaded_by_sglang")
-    }
-    print(json.dumps(about | {"beside": "a busy core" if given.load else "nothing of ours"}, indent=2))
+        result = machine | measure(given, rounds, Path(scratch))
+    print(json.dumps({key: result[key] for key in ("mib", "tensors", "buckets", "loaded_by_sglang")}))
     for name, seconds in result["seconds"].items():
         print(f"{line(name, seconds)}   {result['mib'] / statistics.median(seconds):7.0f} MiB/s")
     for name, ratio in result["ratios"].items():
@@ -186,10 +187,6 @@ def measure(given, rounds: int, scratch: Path) -> dict:
     seconds = {name: s[1:] for name, s in seconds.items()}
     medians = {name: statistics.median(s) for name, s in seconds.items()}
     return {
-        "hardware": hardware(),
-        "model": "8 experts" if given.moe else "dense",
-        "tp": given.tp,
-        "dtype": given.dtype,
         "mib": round(flat.numel() / 2**20, 1),
         "buckets": len(plans[None].counts),
         "tensors": len(plans[None].names),

@@ -25,7 +25,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 
-from benchmarks.common import parser, write  # noqa: E402
+from benchmarks.common import announce, parser, write  # noqa: E402
 from benchmarks.layout_mismatch import make_sharp_model  # noqa: E402
 
 LAYOUTS = ("1/1", "2/2", "1/2", "2/1")
@@ -47,7 +47,8 @@ def main() -> None:
         options.add_argument(f"--{name}", nargs="+", choices=known, default=list(known))
     given = options.parse_args()
     steps = 5 if given.quick else given.steps
-    result: dict = {"runs": [], "operations": []}
+    about = announce(steps=steps, layouts=given.layouts, dtypes=given.dtypes, modes=given.modes)
+    result: dict = {**about, "runs": [], "operations": []}
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "model"
         make_sharp_model(model)

@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import announce  # noqa: E402
 from configs.loader import load_config  # noqa: E402
 from launch.processes import sweeping  # noqa: E402
 from launch.processes.sweeping import Sweep  # noqa: E402
@@ -222,9 +223,10 @@ def options(description: str, *, lr: float, steps: int) -> argparse.ArgumentPars
 
 
 def grid_of(given: argparse.Namespace, *settings: str) -> Grid:
-    """The grid of the parsed ``options``; every run has one learner rank, and evaluates before and after."""
+    """The grid of the parsed ``options``, announced; every run has one learner rank, and evaluates before and after."""
     common = (
         f"steps={given.steps}", f"learner.optimizer.lr={given.lr}", "layout.dp=1", "rollout.prompts_per_step=16",
         f"evaluation.every={given.steps}", "checkpoint.every=0",
     )  # fmt: skip
+    announce(recipe=RECIPE.name, settings=[*common, *settings], seeds=given.seeds, jobs=given.jobs)
     return Grid(given.folder.resolve(), given.model.resolve(), (*common, *settings))

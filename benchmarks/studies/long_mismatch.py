@@ -29,6 +29,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import announce  # noqa: E402
+
 LENGTHS = (256, 1024, 2048, 4096, 8192)
 POSITIONS = 16384
 LEARNERS, ROLLOUTS = ("tp=1", "tp=2", "tp=2,sp", "pp=2"), ("tp=1", "tp=2")
@@ -271,6 +273,7 @@ def main() -> None:
     given = made.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    announce(prompts=given.prompts)
     trained = train(folder, given.model.resolve())
     report(study(folder, trained, given), trained)
 

@@ -28,7 +28,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import hardware  # noqa: E402
+from benchmarks.common import announce  # noqa: E402
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -57,7 +57,7 @@ def main() -> None:
     if given.one:
         print(json.dumps(peak_of(*given.one.split(","))))
         return
-    print(hardware())
+    announce(part=given.part, rounds=given.rounds, prompts=given.prompts)
     if given.part == "memory":
         compare_memory(given.rounds)
     else:

@@ -25,7 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.common import hardware  # noqa: E402
+from benchmarks.common import announce  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.learner import LearnerConfig, OptimizerConfig  # noqa: E402
@@ -202,7 +202,7 @@ def main() -> None:
     options = arguments.parse_args()
     options.folder.mkdir(parents=True)
     torch.set_num_threads(1)
-    print(hardware(), flush=True)
+    announce(prompts=options.prompts, quick=options.quick)
     cases = [(f, s, tp) for f in ("qwen3_moe", "mixtral") for s in (False, True) for tp in (1, 2)]
     for family, is_sharp, tensor_parallel in cases[:1] if options.quick else cases:
         name = f"{family}{' sharpened' if is_sharp else ''}"

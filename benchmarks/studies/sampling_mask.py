@@ -22,7 +22,7 @@ import torch  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.common import hardware  # noqa: E402
+from benchmarks.common import announce  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.model import ModelConfig  # noqa: E402
@@ -115,7 +115,7 @@ def main() -> None:
     options = arguments.parse_args()
     options.folder.mkdir(parents=True)
     torch.set_num_threads(1)
-    print(hardware(), flush=True)
+    announce(prompts=options.prompts)
     folder = options.folder / "model"
     make_tiny_countdown_model(folder, seed=0)
     sharpen(folder)

@@ -32,6 +32,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import announce  # noqa: E402
 from trainer.tracking.ledger import imbalance, read_ledger  # noqa: E402
 from trainer.tracking.tracker import duration  # noqa: E402
 
@@ -366,6 +367,7 @@ def main() -> None:
         f"seed={given.seed}",
         "evaluation.at_ends=true",
     ]
+    announce(settings=settings, faults=given.faults, kinds=kinds)
     run = LongRun(folder, [*settings, "steps=1000000"])
     log = folder / "recoveries.jsonl"
     recoveries = (

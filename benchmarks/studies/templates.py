@@ -21,6 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.common import announce  # noqa: E402
+
 RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
 PARSERS = {"qwen2_5": "qwen25", "qwen3": "qwen25", "llama3_1": "llama3"}
 CALL = {"name": "add", "arguments": {"a": 8, "b": 15}}
@@ -176,6 +178,7 @@ def main() -> None:
     given = parser.parse_args()
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
+    announce(families=given.families, steps=given.steps, tokens=given.tokens, pool=given.pool)
     print(
         "| template | turns compared | that differ | calls per episode | requests retracted | sequences per episode "
         "| greatest gap, nats |"

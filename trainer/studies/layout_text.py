@@ -163,11 +163,11 @@ def markdown(result: Row, figures: Sequence[str] = ()) -> str:
     parts = [
         "# Mismatch of rollout and learner, by layout",
         _setting(result),
+        "## What it says",
+        "\n".join(line if line.startswith("  -") else f"- {line}" for line in result["findings"]),
         "## Pairs",
         _table(pair_titles(result["threshold"]), [pair_cells(row) for row in pairs]),
         NOTES,
-        "## What it says",
-        "\n".join(line if line.startswith("  -") else f"- {line}" for line in result["findings"]),
         "## Length",
         _length_table(pairs),
     ]

@@ -409,6 +409,7 @@ def test_the_result_survives_json_and_is_drawn_and_written_from_it(result, tmp_p
     assert [f.name for f in figures] == ["distribution.png", "length.png", "causes.png"]
     assert all(f.read_bytes().startswith(b"\x89PNG") and f.stat().st_size > 10_000 for f in figures)
     page = markdown(again, [f.name for f in figures])
+    assert page.index("## What it says") < page.index("## Pairs")  # a reader wants the findings first
     assert (
         "| tp=2 | tp=1 |" in page
         and "a \\| b" in page
