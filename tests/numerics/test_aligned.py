@@ -143,7 +143,10 @@ def test_the_operations_are_those_of_torch_but_for_rounding():
     x, weight, matrix = random(70, 96, seed=0), random(96, seed=1), random(48, 96, seed=2)
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(aligned.linear(x, matrix), F.linear(x, matrix), **close)
-    torch.testing.assert_close(aligned.rms_norm(x, weight, EPS), F.rms_norm(x, (96,), weight, EPS), **close)
+    for y in (x, x * 1e-3):  # eps is added to the mean square, not to its root
+        torch.testing.assert_close(
+            aligned.rms_norm(y, weight, EPS), F.rms_norm(y, (96,), weight, EPS), **close
+        )
     torch.testing.assert_close(aligned.silu(x * 30), F.silu(x * 30), **close)
     query, key, value = (random(2, 100, 16, seed=i) for i in range(3))
     sees = torch.ones(100, 100, dtype=torch.bool).tril()[None]

@@ -16,7 +16,7 @@ def clipped(current_logprobs_T, old_logprobs_T, advantages_T, **settings):
 
 def gspo(current_logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens, clip_low, clip_high):
     given = (current_logprobs_T, old_logprobs_T, advantages_T, mask_T, cu_seqlens)
-    return objectives.gspo(*given, clip_low=clip_low, clip_high=clip_high).loss_T
+    return objectives.gspo(*given, clip_low=clip_low, clip_high=clip_high).loss_T, {"is_kept": mask_T}
 
 
 def grpo(rewards_S, group_ids_S, normalize_by_std):

@@ -32,6 +32,9 @@ def short(num_prompts, seed, epoch):
 def beyond(num_prompts, seed, epoch):
     return range(1, num_prompts + 1)
 
+def before(num_prompts, seed, epoch):
+    return range(-1, num_prompts - 1)
+
 def texts(num_prompts, seed, epoch):
     return ["a"] * num_prompts
 
@@ -81,6 +84,7 @@ def test_a_function_gets_the_records_if_it_wants_them():
     [
         ("short", "for 8 prompts in epoch 0, it returned 4 indices; return one index for each prompt"),
         ("beyond", "it returned the index 8; return 0 to 7"),
+        ("before", "it returned the index -1; return 0 to 7"),
         ("texts", "it raised TypeError: 'str' object cannot be interpreted as an integer"),
         ("leaves", "it raised SystemExit"),
         ("forgetful", "two calls for epoch 0 gave different orders, but a resumed run calls again"),
@@ -107,9 +111,10 @@ def test_the_trial_accepts_functions_that_keep_to_it():
             assert process.ask(("call", fields, row), "trying", "limit", 60.0, "wait") is None
 
 
-def test_settings_may_not_take_the_names_that_tandem_gives():
-    with pytest.raises(ValueError, match="settings hold epoch, which Tandem gives itself; rename it"):
-        prompt_order(own("weighted", settings={"epoch": 3}), 3, seed=0, rows=list)
+@pytest.mark.parametrize("name", ["epoch", "rows"])
+def test_settings_may_not_take_the_names_that_tandem_gives(name):
+    with pytest.raises(ValueError, match=f"settings hold {name}, which Tandem gives itself; rename it"):
+        prompt_order(own("weighted", settings={name: 3}), 3, seed=0, rows=list)
 
 
 def test_the_config_names_an_order_by_its_type():

@@ -183,10 +183,23 @@ def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
 
 
 def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
-    sampler = make_sampler(tokenizer)
+    scorer = LengthScorer()
+    sampler = make_sampler(tokenizer, scorer=scorer)
+    scorer.retries = 2
     _, first = next_groups(sampler, 2)
+    scorer.retries = 5
     _, second = next_groups(sampler, 3)
     assert (first.requests, second.requests) == (6, 9)
+    assert (first.reward_retries, second.reward_retries) == (2, 3)
+
+
+def test_the_client_is_told_of_the_learners_version_before_a_token_is_sampled(tokenizer):
+    class Told(FakeEngine):
+        async def see_version(self, newest: int) -> None:
+            assert not self.calls
+            self.version = newest
+
+    next_groups(make_sampler(tokenizer, engine=Told()), 2, newest=7)  # which refuses tokens of version 0
 
 
 def test_a_group_is_scored_while_another_one_is_still_being_sampled(tokenizer):

@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 
 from configs.schema.objective import (
     AdvantageConfig,
+    FunctionAdvantage,
     GaeAdvantage,
     GrpoAdvantage,
     OpoAdvantage,
@@ -52,6 +53,10 @@ BY_TOKEN = [
     GaeAdvantage(type="gae", gamma=1.0, lam=0.5, whiten=False),
 ]
 ESTIMATORS = BY_SEQUENCE + BY_TOKEN
+
+
+def own(name: str, **chosen) -> FunctionAdvantage:
+    return FunctionAdvantage(type="function", function=f"tests.support.own_functions:{name}", settings=chosen)
 
 
 def batch_of(rows: list[list[bool]], ids: list[int], values_T: torch.Tensor | None = None) -> PackedBatch:
@@ -397,7 +402,7 @@ def test_a_sequence_has_the_same_bits_wherever_it_is_packed():
     assert torch.equal(whole[7:307], part)
 
 
-@pytest.mark.parametrize("config", ESTIMATORS, ids=lambda c: str(c))
+@pytest.mark.parametrize("config", [*ESTIMATORS, own("with_gradient")], ids=lambda c: str(c))
 def test_advantages_carry_no_gradient(config):
     batch = batch_of([[True, True], [True, True, True]], [0, 1], torch.randn(5, requires_grad=True))
     rewards_S, penalty_T = torch.tensor([1.0, 0.0]), torch.randn(5, requires_grad=True)
@@ -413,11 +418,15 @@ def test_advantages_carry_no_gradient(config):
 # ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_penalty_counts_with_the_sum_of_a_sequence():
+@pytest.mark.parametrize(
+    "config",
+    [GrpoAdvantage(normalize_by_std=False), own("grpo", normalize_by_std=False)],
+    ids=lambda c: c.type,
+)
+def test_a_penalty_counts_with_the_sum_of_a_sequence(config):
     """The rewards become 1 - 0.75 and 0 - 0.25; penalties off the mask are not taken."""
     batch = batch_of([[False, True, True], [True, False]], [1, 0])
     penalty_T = torch.tensor([9.0, 0.5, 0.25, 0.25, torch.nan])
-    config = GrpoAdvantage(normalize_by_std=False)
     found = compute_advantages(
         batch, torch.tensor([0.0, 1.0]), torch.tensor([5, 5]), config, penalty_T=penalty_T
     )

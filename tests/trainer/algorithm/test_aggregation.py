@@ -141,14 +141,22 @@ def test_errors():
         aggregation_weights(
             mask_T, cu_seqlens, mode="token_mean", constant=None, counts=GlobalCounts(tokens=1, sequences=1)
         )
-    with pytest.raises(ValueError, match="constant"):
+    with pytest.raises(ValueError, match="sequence_mean_token_sum finds 2 in this part alone"):
         aggregation_weights(
-            mask_T,
-            cu_seqlens,
-            mode="sequence_mean_token_sum_over_constant",
+            *pack([[True], [True]]),
+            mode="sequence_mean_token_sum",
             constant=None,
             counts=GlobalCounts(tokens=2, sequences=1),
         )
+    for constant in (None, 0):
+        with pytest.raises(ValueError, match=f"constant of at least 1, got {constant}"):
+            aggregation_weights(
+                mask_T,
+                cu_seqlens,
+                mode="sequence_mean_token_sum_over_constant",
+                constant=constant,
+                counts=GlobalCounts(tokens=2, sequences=1),
+            )
     with pytest.raises(ValueError, match="token_mean"):
         aggregation_weights(
             mask_T, cu_seqlens, mode="mean", constant=None, counts=GlobalCounts(tokens=2, sequences=1)

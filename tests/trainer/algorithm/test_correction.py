@@ -303,6 +303,28 @@ def test_token_weights_by_hand():
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
+def test_what_is_told_of_the_raw_ratio_does_not_depend_on_the_weight():
+    """Of tokens, also where a function of the user's own makes the weight, or nothing does."""
+    truncated = config_of(weight={"level": "token", "upper": 1.01})
+    batch = random_batch([5, 7], seed=3)
+    own = {
+        "level": "function",
+        "function": "tests.support.own_functions:truncate",
+        "settings": {"upper": 1.01},
+    }
+    built_in, by_function, none = (
+        correct(batch, config) for config in (truncated, config_of(weight=own), NO_WEIGHT)
+    )
+    assert torch.equal(built_in.weights_T, by_function.weights_T)
+    wanted = values(built_in.metrics)
+    del wanted["mismatch/truncated_fraction"]
+    found = values(by_function.metrics)
+    assert found.pop("own/weight/above") == values(built_in.metrics)["mismatch/truncated_fraction"]
+    assert found == wanted
+    raw = {k: v for k, v in wanted.items() if k.startswith("mismatch/raw_") or k == "mismatch/ess"}
+    assert len(raw) > 4 and raw.items() <= values(none.metrics).items()
+
+
 def of_ratios(ratios: list[float], lengths: list[int], mask: list[bool] | None = None) -> PackedBatch:
     """A batch whose tokens have these ratios old / rollout."""
     rollout_T = torch.full((len(ratios),), -9.0, dtype=torch.float64)
@@ -398,6 +420,22 @@ def test_each_rule_s_own_statistic_by_hand():
     }  # fmt: skip
     assert {name: found[name] for name in wanted} == pytest.approx(wanted, rel=1e-9, abs=1e-9)
     assert "ratio_sequence/below_lower" not in found and "k2_max/below_lower" not in found
+
+
+def test_a_difference_of_probabilities_near_one_keeps_its_digits():
+    """0.999999 and 0.99999898 are one number of float32."""
+    rollout_T = torch.tensor([-1.02e-6, -1.0e-6])
+    batch = batch_of(rollout_T, torch.full((2,), -1.0e-6), torch.ones(2, dtype=torch.bool), [2])
+    rule = {"rule": "difference", "reduce": "token", "lower": -1e-8, "upper": 1e-8}
+    result = correct(batch, config_of(weight={"level": "none"}, reject=[rule]))
+    assert result.keep_T.tolist() == [False, True]
+
+
+def test_normalised_weights_need_the_whole_step():
+    normalised = config_of(weight={"level": "token", "normalise": True})
+    batch = random_batch([3], seed=0)
+    with pytest.raises(ValueError, match="normalised weights need old_logprobs_T before the update"):
+        correct_current(batch, batch.old_logprobs_T, normalised)
 
 
 def test_veto_sees_the_unbounded_ratio_and_takes_the_whole_sequence():

@@ -9,7 +9,7 @@ import logging
 import pytest
 import torch
 
-from configs.schema.correction import CorrectionConfig
+from configs.schema.correction import CorrectionConfig, FunctionWeight
 from configs.schema.objective import ClippedObjective, EntropyConfig, GrpoAdvantage, KLConfig
 from parallel.packing import PackedBatch, pack_sequences
 from tests.support.packed_batches import random_batch
@@ -37,6 +37,9 @@ FLOAT_FIELDS = [
 TERMS = {"objective": ClippedObjective(), "kl": KLConfig(coefficient=0.1), "entropy": EntropyConfig()}
 WEIGHTED = CorrectionConfig()
 BYPASS = CorrectionConfig(mode="bypass")
+OWN_WEIGHT = FunctionWeight(
+    level="function", function="tests.support.own_functions:truncate", settings={"upper": 2.0}
+)
 
 
 def batch_of(**fields) -> PackedBatch:
@@ -190,10 +193,14 @@ def test_the_loss_in_bypass_mode_names_a_broken_rollout():
 
 
 @pytest.mark.parametrize(("value", "said"), [(0.5, "is 0.5, above 0"), (torch.nan, "is nan, not finite")])
-def test_broken_current_logprobs_make_the_loss_nan_and_are_named(value, said, caplog):
+@pytest.mark.parametrize("weight", [WEIGHTED.weight, OWN_WEIGHT])
+def test_broken_current_logprobs_make_the_loss_nan_and_are_named(value, said, weight, caplog):
+    """They are no fault of a weight that is a function of the user's own: other ranks wait for this one's loss."""
     current_T = torch.tensor([-1.0, -1.0, -1.0, -1.0, value])
+    batch = batch_of(old_logprobs_T=None, importance_weights_T=None)
     with caplog.at_level(logging.ERROR):
         assert loss_of(batch_of(), current_T).isnan()
+        assert loss_of(batch, current_T, correction=CorrectionConfig(weight=weight)).isnan()
     assert f"current_logprobs_T {said}" in caplog.text and "[101]" in caplog.text
 
 

@@ -14,6 +14,7 @@ from trainer.algorithm.mismatch import (
     negative_fraction,
     rejection_metrics,
     reward_metrics,
+    routing_metrics,
     veto_metrics,
     weight_metrics,
 )
@@ -535,6 +536,12 @@ def test_reward_estimates_merge_over_any_split_and_stay_within_the_rewards(rows)
     merged = merge_metrics(reward_metrics(rewards_S, log_ratio_S, part_S == p) for p in range(3))
     assert values(merged) == pytest.approx(whole, rel=1e-9, abs=1e-9)
     assert min(rewards_S) - 1e-9 <= whole["reward/importance_weighted"] <= max(rewards_S) + 1e-9
+
+
+def test_experts_that_differ_are_a_share_of_tokens_and_of_layers_with_experts():
+    found = values(routing_metrics([1, 2], 4, is_sparse=[True, False, True]))
+    layers = {"mismatch/experts_differ/layer_0": 1 / 4, "mismatch/experts_differ/layer_2": 2 / 4}
+    assert found == {"mismatch/experts_differ": 3 / 8} | layers
 
 
 def test_negative_estimates_are_counted():

@@ -252,6 +252,7 @@ def test_gmpo_by_hand():
     (gradient,) = torch.autograd.grad(result.loss_T[0], current)
     assert gradient.tolist() == pytest.approx([0.0, -1.5 * ratio / 2, 0.0])
     assert result.clipped_T.tolist()[:2] == [True, False]
+    assert result.ratio_T.tolist()[:2] == pytest.approx([2.0, 0.75])  # before the bound
 
 
 def test_geometric_mean_weights():

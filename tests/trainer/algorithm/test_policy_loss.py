@@ -182,7 +182,9 @@ def test_all_three_terms_by_hand():
 
 
 def terms_of(name="clipped"):
-    parameters = {"clip_low": 0.2, "clip_high": 0.28} if name == "clipped" else {}
+    parameters = {"clip_low": 0.2, "clip_high": 0.28} if name in ("clipped", "function") else {}
+    if name == "function":
+        parameters = {"function": "tests.support.own_functions:gspo", "settings": parameters}
     return {
         "objective": objective_of(name, **parameters),
         "kl": KLConfig(coefficient=0.3, estimator="k3"),
@@ -288,10 +290,10 @@ def test_everything_rejected_gives_exact_zeros_that_are_still_connected(name):
     assert {m.value for key, m in metrics.items() if "ratio" in key or "clip" in key} <= {None}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "function"])
 def test_rejected_tokens_leave_every_term(name):
     """Whatever they hold, and whether or not they are on the mask; metrics of the policy itself still count
-    them."""
+    them. A function of the user's own gets the mask without them, and its metrics are of the rest."""
     keep_T = torch.tensor([True, False, True, True, False, True, True])
     batch = random_batch([4, 3], seed=2, mask_T=torch.ones(7, dtype=torch.bool))
     rejected = with_weights(batch, "sequence_mean_token_mean", keep_T=keep_T)
@@ -303,10 +305,12 @@ def test_rejected_tokens_leave_every_term(name):
     for others in (found, moved):
         assert all(torch.equal(a, b) for a, b in zip(expected[:3], others[:3], strict=True))
     assert found[3]["policy/entropy"].value == pytest.approx(0.5)
-    for key in ("ratio_mean", "ratio_max", "clip_fraction"):
+    for key in ("ratio_mean", "ratio_min", "ratio_max", "clip_fraction"):
         assert (
             found[3].get(f"policy/{key}") == expected[3].get(f"policy/{key}") == moved[3].get(f"policy/{key}")
         )
+    if name == "function":
+        assert found[3]["own/objective/is_kept"].value == 1.0
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -167,3 +167,19 @@ def test_a_turn_is_not_credited_with_what_was_earned_before_it():
     torch.testing.assert_close(
         torch.cat([row[[0, 1, 3]] for row in rows]).double(), raw, rtol=1e-6, atol=1e-6
     )
+
+
+def test_a_penalty_is_credited_to_the_tokens_up_to_it():
+    """Turns that earn alike have no advantage of their own: what is left is the penalty from each token on."""
+    group = Group(
+        group_id=0,
+        prompt_id="p",
+        trajectories=[sequence(n, [True, False, True], [0.5, 0.5], 1.0) for n in (0, 1)],
+    )
+    (share,) = split_groups([group], num_minibatches=1, dp_size=1, token_budget=10**6, credits_turns=True)
+    batch = step_batch(share)
+    penalty_T = torch.tensor([0.25, 9.0, 0.5, 1.0, 9.0, 0.0])
+    found = compute_advantages(
+        batch.packed, batch.rewards_S, batch.group_ids_S, GRPO, turn_rewards=batch.turn_rewards, penalty_T=penalty_T
+    )  # fmt: skip
+    assert found.advantages_T.tolist() == [-0.75, 0.0, -0.5, -1.0, 0.0, 0.0]

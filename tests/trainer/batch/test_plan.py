@@ -221,14 +221,15 @@ def test_no_microbatch_is_empty_even_where_each_sequence_fills_one(dp_size):
     dp_size=st.integers(1, 3),
     multiple=st.integers(1, 4),
     slack=st.integers(0, 40),
+    apart=st.sets(st.integers(0, 20)),
 )
 def test_an_interleaved_pipeline_gets_a_multiple_of_its_stages_and_no_microbatch_is_empty(
-    lengths, dp_size, multiple, slack
+    lengths, dp_size, multiple, slack, apart
 ):
     lengths = lengths * (dp_size * multiple)
     budget = max(lengths) + slack
     arguments = dict(minibatches=[range(len(lengths))], dp_size=dp_size, token_budget=budget)
-    plan = plan_batches(lengths, microbatch_multiple=multiple, **arguments)
+    plan = plan_batches(lengths, microbatch_multiple=multiple, apart=apart, **arguments)
     (ranks,) = plan.microbatches
     assert {len(rank) for rank in ranks} == {len(ranks[0])} and len(ranks[0]) % multiple == 0
     assert all(
@@ -312,12 +313,24 @@ def trajectory(token_ids, **change):
 def test_pack_trajectories():
     samples = [trajectory([5, 6, 7]), trajectory([8, 9])]
     batch = pack_trajectories(samples, [12, 3])
+    assert batch.lag_T is None and batch.num_kept_T is None
     assert batch.lengths == [packed_length(t.token_ids) for t in samples] == [2, 1]
     assert batch.tokens_T.tolist() == [5, 6, 8] and batch.targets_T.tolist() == [6, 7, 9]
     assert batch.rollout_logprobs_T.tolist() == [-0.5, -1.0, -0.5]
     assert batch.sequence_ids_S.tolist() == [12, 3]
     with pytest.raises(ValueError, match=r"sequence 4 .*3 tokens, 2 mask entries"):
         pack_trajectories([trajectory([1, 2, 3], response_mask=[False, True])], [4])
+
+
+def test_lags_count_from_the_learners_version_on_response_tokens():
+    sample = trajectory([5, 6, 7, 8], response_mask=[False, False, True, True], token_versions=[9, 9, 3, 4])
+    assert pack_trajectories([sample], [0], newest=4).lag_T.tolist() == [0, 1, 0]
+
+
+def test_a_sequence_without_kept_sets_has_none_beside_others_that_have():
+    kept = {"num_kept": np.array([0, 2, 1], np.int32), "kept_ids": np.array([6, 9, 7], np.int32)}
+    batch = pack_trajectories([trajectory([5, 6, 7], **kept), trajectory([8, 9])], [0, 1])
+    assert batch.num_kept_T.tolist() == [2, 1, 0] and batch.kept_ids_M.tolist() == [6, 9, 7]
 
 
 def test_experts_are_packed_with_their_input_tokens_and_the_rest_is_marked():

@@ -55,6 +55,7 @@ from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
 from trainer.batch.farthest_token import Measure, farthest_token
+from trainer.batch.plan import Routing
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.ranks.metrics import merge_over_ranks, values
@@ -679,6 +680,39 @@ def test_a_minibatch_that_forks_made_uneven_is_filled_up_by_hand():
     assert all(step_batch(share).num_episodes == 4 for share in (first, second))
 
 
+def test_what_fills_up_a_minibatch_has_neither_experts_nor_kept_sets():
+    """Its tokens are fewer than those of the sample that it is taken from."""
+    (group,) = make_groups([[5, 4, 6]], [[1.0, 1.0, 0.0]], seed=1)
+    routing = Routing(layers=1, experts_per_token=1, dtype="uint8")
+
+    def with_more(t: Trajectory) -> Trajectory:
+        count = len(t.token_ids)
+        experts = {"experts": np.ones((count, 1, 1), np.uint8), "is_replayed": np.ones(count, dtype=bool)}
+        kept = {"num_kept": t.response_mask.astype(np.int32), "kept_ids": t.token_ids[t.response_mask]}
+        return replace(t, **experts, **kept)
+
+    group = replace(group, trajectories=[with_more(t) for t in group.trajectories])
+    for share in split_groups([group], num_minibatches=1, dp_size=2, token_budget=20):
+        packed, filling = (
+            step_batch(share, routing=routing).packed,
+            [t.branch == -1 for t in share.trajectories],
+        )
+        for row, is_filling in enumerate(filling):
+            one = packed.select([row])
+            assert one.is_replayed_T.any() != is_filling and one.num_kept_T.sum() == one.response_mask_T.sum()
+
+
+def test_groups_of_which_all_scored_samples_have_one_reward_are_packed_apart():
+    groups = make_groups([[5, 5]] * 4, [[1.0, 1.0], [0.0, 1.0], [1.0, None], [None, None]], seed=1)
+    (share,) = split_groups(
+        groups, num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True
+    )  # fmt: skip
+    assert [[share.sequence_ids[row] for row in rows] for rows in share.rows[0]] == [
+        [2, 3],
+        [0, 1, 4, 5, 6, 7],
+    ]
+
+
 def _ids_by_minibatch(share: Share) -> list[list[int]]:
     return [[share.sequence_ids[row] for rows in minibatch for row in rows] for minibatch in share.rows]
 
@@ -709,6 +743,11 @@ def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
         ).packed
         assert (found.value_aggregation_T is None) == (values_T is None)
         assert len(counted) == num_counts
+    mask_T = found.response_mask_T
+    nothing = replace(correct(batch.packed, CorrectionConfig()), keep_T=torch.zeros_like(mask_T))
+    rejected = with_values.with_loss_weights(nothing, AggregationConfig(), "kept", total).packed
+    assert not rejected.aggregation_T.any()
+    assert torch.equal(rejected.value_aggregation_T, found.value_aggregation_T) and mask_T.any()
 
 
 def test_metrics_of_samples_by_hand():
