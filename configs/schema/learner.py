@@ -34,7 +34,7 @@ class OptimizerConfig(Schema):
     eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
     weight_decay: Annotated[NonNegativeFloat, at_most(100, "it is a share of each weight, times lr")] = 0.0
-    """AdamW's weight decay, decoupled from the gradient."""
+    """AdamW's weight decay, decoupled from the gradient, of matrices alone: biases and the weights of norms do not decay."""
     clip_grad: PositiveFloat = 1.0
     """Largest norm of the whole gradient; a larger gradient is scaled down to it."""
     distributed: bool = True

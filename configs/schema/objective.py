@@ -182,7 +182,7 @@ AdvantageConfig = Annotated[
 
 
 class AggregationConfig(Schema):
-    """How the losses of tokens become the loss of a step."""
+    """How the losses of tokens become the loss of a minibatch (an optimizer step)."""
 
     type: Literal[
         "token_mean",
