@@ -108,7 +108,8 @@ class LearnerConfig(Schema):
     skip_zero_gradients: bool = True
     """Run no backward pass for groups whose siblings all have the same reward, where advantages compare siblings: their
     gradient is zero. They get micro-batches of their own, for a forward pass alone, which their metrics need. It has no
-    effect where the loss has other terms (KL in the loss, entropy, an objective of your own), nor with layout.pp above 1."""
+    effect where the loss has other terms (KL in the loss, entropy, an objective of your own), nor with layout.pp above 1,
+    nor where such groups do learn something (reinforce_pp_baseline, whose whitening is over the step; KL in the reward)."""
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()
