@@ -133,7 +133,8 @@ class RunConfig(Schema):
         """Whether a forward pass before the update computes ``old``; see ``learner.old_logprobs``.
 
         Three settings need ``old`` before the update: several minibatches, since the policy moves between them;
-        weights normalised over the whole step; KL(old || ref) in the reward.
+        weights normalised over the whole step; KL(old || ref) in the reward. Without them a decoupled step still makes the
+        pass where an episode forked or the critic alone is trained (``Learner.score``).
         """
         if self.correction.mode == "bypass":
             return False
