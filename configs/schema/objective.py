@@ -56,7 +56,7 @@ class CispoObjective(Schema):
 
     type: Literal["cispo"]
     clip_low: UnitFraction = 0.2
-    """The weight is at least 1 - clip_low; 1 leaves small ratios as they are."""
+    """The weight is at least 1 - clip_low; 1 leaves small ratios as they are, as in the paper's experiments."""
     clip_high: NonNegativeFloat = 0.2
     """The weight is at most 1 + clip_high."""
 

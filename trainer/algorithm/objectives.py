@@ -161,7 +161,8 @@ def cispo(
 
         loss = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi_current
 
-    Source: MiniMax-M1 2025 (arXiv 2506.13585). Differs from it: the bound of the log-ratio.
+    Source: MiniMax-M1 2025 (arXiv 2506.13585), whose experiments have no lower bound (clip_low = 1). Differs from it: the
+    bound of the log-ratio.
     """
     ratio_T = bounded((current_logprobs_T - old_logprobs_T).detach()).exp()
     weight_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
