@@ -72,7 +72,8 @@ class SapoObjective(Schema):
 
 
 class DppoObjective(Schema):
-    """DPPO with binary total variation: the change of a token's probability masks the token, not its ratio."""
+    """DPPO with binary total variation: the change of a token's probability masks the token, not its ratio (arXiv
+    2602.04879). The paper's trust region is around the rollout: ``correction: ppo_is_bypass``."""
 
     type: Literal["dppo"]
     max_decrease: UnitFraction = 0.2

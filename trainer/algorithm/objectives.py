@@ -217,7 +217,8 @@ def dppo(
     ratio, it lets rare tokens move by large factors and holds likely tokens to small ones.
 
     Source: arXiv 2602.04879 (Divergence PPO), its binary TV form and, for ratio_max, its section 5.4. Differs
-    from it: the bound of the log-ratio.
+    from it: the bound of the log-ratio, and in decoupled mode the policy that is moved from, which in the paper is rollout
+    (bypass mode) and not recomputed.
     """
     current_T = current_logprobs_T.detach()
     ratio_T = bounded(current_T - old_logprobs_T).exp()
