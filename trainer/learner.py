@@ -158,7 +158,7 @@ class Learner:
             needs_siblings=config.advantage.type in WITHIN_GROUPS,
             credits_turns=config.credits_turns,
             shares_prompts=self._shares_prompts,
-            parts_no_signal=config.skips_zero_gradients and config.advantage.type in WITHIN_GROUPS,
+            parts_no_signal=config.packs_no_signal_apart,
         )
 
     @property

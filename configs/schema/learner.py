@@ -34,7 +34,7 @@ class OptimizerConfig(Schema):
     eps: PositiveFloat = 1e-8
     """Added to the root of AdamW's second moment."""
     weight_decay: Annotated[NonNegativeFloat, at_most(100, "it is a share of each weight, times lr")] = 0.0
-    """AdamW's weight decay, decoupled from the gradient."""
+    """AdamW's weight decay, decoupled from the gradient, of matrices alone: biases and the weights of norms do not decay."""
     clip_grad: PositiveFloat = 1.0
     """Largest norm of the whole gradient; a larger gradient is scaled down to it."""
     distributed: bool = True
@@ -108,7 +108,8 @@ class LearnerConfig(Schema):
     skip_zero_gradients: bool = True
     """Run no backward pass for groups whose siblings all have the same reward, where advantages compare siblings: their
     gradient is zero. They get micro-batches of their own, for a forward pass alone, which their metrics need. It has no
-    effect where the loss has other terms (KL in the loss, entropy, an objective of your own), nor with layout.pp above 1."""
+    effect where the loss has other terms (KL in the loss, entropy, an objective of your own), nor with layout.pp above 1,
+    nor where such groups do learn something (reinforce_pp_baseline, whose whitening is over the step; KL in the reward)."""
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -56,7 +56,7 @@ class CispoObjective(Schema):
 
     type: Literal["cispo"]
     clip_low: UnitFraction = 0.2
-    """The weight is at least 1 - clip_low; 1 leaves small ratios as they are."""
+    """The weight is at least 1 - clip_low; 1 leaves small ratios as they are, as in the paper's experiments."""
     clip_high: NonNegativeFloat = 0.2
     """The weight is at most 1 + clip_high."""
 
@@ -72,7 +72,8 @@ class SapoObjective(Schema):
 
 
 class DppoObjective(Schema):
-    """DPPO with binary total variation: the change of a token's probability masks the token, not its ratio."""
+    """DPPO with binary total variation: the change of a token's probability masks the token, not its ratio (arXiv
+    2602.04879). The paper's trust region is around the rollout: ``correction: ppo_is_bypass``."""
 
     type: Literal["dppo"]
     max_decrease: UnitFraction = 0.2
@@ -182,7 +183,7 @@ AdvantageConfig = Annotated[
 
 
 class AggregationConfig(Schema):
-    """How the losses of tokens become the loss of a step."""
+    """How the losses of tokens become the loss of a minibatch (an optimizer step)."""
 
     type: Literal[
         "token_mean",

@@ -27,6 +27,7 @@ from configs.schema.learner import CheckpointConfig, LearnerConfig, OptimizerCon
 from configs.schema.model import ModelConfig
 from configs.schema.objective import (
     MEAN_OF_SEQUENCES,
+    WITHIN_GROUPS,
     AdvantageConfig,
     AggregationConfig,
     ClippedObjective,
@@ -132,7 +133,8 @@ class RunConfig(Schema):
         """Whether a forward pass before the update computes ``old``; see ``learner.old_logprobs``.
 
         Three settings need ``old`` before the update: several minibatches, since the policy moves between them;
-        weights normalised over the whole step; KL(old || ref) in the reward.
+        weights normalised over the whole step; KL(old || ref) in the reward. Without them a decoupled step still makes the
+        pass where an episode forked or the critic alone is trained (``Learner.score``).
         """
         if self.correction.mode == "bypass":
             return False
@@ -149,6 +151,14 @@ class RunConfig(Schema):
         kl_in_loss = self.kl.place == "loss" and self.kl.coefficient > 0
         other_terms = kl_in_loss or self.entropy.coefficient > 0 or self.policy_objective.type == "function"
         return self.learner.skip_zero_gradients and self.layout.pp == 1 and not other_terms
+
+    @property
+    def packs_no_signal_apart(self) -> bool:
+        """Whether groups whose samples all have the same reward get micro-batches of their own, since these are skipped.
+        Whitening moves their advantages from zero, and KL in the reward or rewards of turns tell their samples apart."""
+        is_whitened = self.advantage.type == "reinforce_pp_baseline"
+        has_zeros = self.advantage.type in WITHIN_GROUPS and not is_whitened and not self.credits_turns
+        return self.skips_zero_gradients and has_zeros and self.kl.place != "reward"
 
     @property
     def compares_samples(self) -> bool:

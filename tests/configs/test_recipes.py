@@ -12,6 +12,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from configs.loader import ConfigError, load_config, parse_config
@@ -36,6 +37,7 @@ from parallel.planning.memory import (
 )
 from parallel.planning.planner import Cluster, plan
 from tests.support.model_folders import make_model_folder
+from trainer.algorithm.advantages import grpo
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ROOT / "configs" / "recipes"
@@ -227,6 +229,19 @@ def test_no_text_of_a_recipe_ends_in_a_comment(file):
 
 def test_the_prompt_of_gsm8k_names_the_mark_of_its_answers():
     assert "####" in load_config(RECIPES / "qwen2_5_7b.yaml", [over("tasks/gsm8k")]).task.system_prompt
+
+
+def test_dapo_warms_up_and_punishes_as_the_paper_does():
+    """arXiv 2503.14476: a warm-up of 20 rollout steps (4.1); 1 if right, -1 if wrong (2.4), less up to 1 for length (3.4)."""
+    config = load_config(RECIPES / "qwen3_8b.yaml", [over("dapo")])
+    assert config.learner.optimizer.warmup_steps == 20 * config.learner.minibatches
+    correct, overlong = (config.reward.parts[name].weight for name in ("correct", "overlong"))
+    right_and_penalty = torch.tensor([[0, 0], [1, 0], [1, -0.25], [1, -1], [0, -1]], dtype=torch.float64)
+    papers = right_and_penalty @ torch.tensor([2.0, 1.0], dtype=torch.float64) - 1
+    recipes = right_and_penalty @ torch.tensor([correct, overlong], dtype=torch.float64)
+    group = torch.zeros(len(papers), dtype=torch.int64)
+    advantages = (grpo(rewards, group, normalize_by_std=True) for rewards in (papers, recipes))
+    torch.testing.assert_close(*advantages, rtol=1e-5, atol=0)
 
 
 def test_corrections_fit_the_kind_of_model():

@@ -118,16 +118,20 @@ def test_distributed_and_plain_optimizers_step_alike(folder):
 
 
 def test_one_step_is_adamw_with_clipping(folder):
-    """Against torch's AdamW on the reference gradient, written out here."""
+    """Against torch's AdamW on the reference gradient, written out here. Matrices decay, vectors do not."""
     batch = make_batch(LENGTHS)
-    engine = make_engine(folder, distributed=False, clip_grad=0.5, lr=3e-3)
+    engine = make_engine(folder, distributed=False, clip_grad=0.5, lr=3e-3, weight_decay=0.3)
     gradient = reference_gradient(engine, [batch])
     parameters = {n: torch.nn.Parameter(p.detach().clone()) for n, p in engine.chunks[0].named_parameters()}
     norm = float(sum(g.double().square().sum() for g in gradient.values()).sqrt())
     assert norm > 0.5
     for name, parameter in parameters.items():
         parameter.grad = gradient[name] * (0.5 / (norm + 1e-6))
-    torch.optim.AdamW(parameters.values(), lr=3e-3, betas=(0.9, 0.95), eps=1e-4, weight_decay=0.0).step()
+    groups = [
+        {"params": [p for p in parameters.values() if (p.dim() > 1) == is_matrix], "weight_decay": decay}
+        for is_matrix, decay in ((True, 0.3), (False, 0.0))
+    ]
+    torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95), eps=1e-4).step()
     assert engine.update([batch], weighted_loss, temperature=0.7).lr == pytest.approx(3e-3)
     moved = {n: p.detach() for n, p in engine.chunks[0].named_parameters()}
     assert relative_difference(moved, {n: p.detach() for n, p in parameters.items()}) < 1e-6

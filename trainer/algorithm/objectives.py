@@ -161,7 +161,8 @@ def cispo(
 
         loss = -sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi_current
 
-    Source: MiniMax-M1 2025 (arXiv 2506.13585). Differs from it: the bound of the log-ratio.
+    Source: MiniMax-M1 2025 (arXiv 2506.13585), whose experiments have no lower bound (clip_low = 1). Differs from it: the
+    bound of the log-ratio.
     """
     ratio_T = bounded((current_logprobs_T - old_logprobs_T).detach()).exp()
     weight_T = ratio_T.clamp(1 - clip_low, 1 + clip_high)
@@ -216,7 +217,8 @@ def dppo(
     ratio, it lets rare tokens move by large factors and holds likely tokens to small ones.
 
     Source: arXiv 2602.04879 (Divergence PPO), its binary TV form and, for ratio_max, its section 5.4. Differs
-    from it: the bound of the log-ratio.
+    from it: the bound of the log-ratio, and in decoupled mode the policy that is moved from, which in the paper is rollout
+    (bypass mode) and not recomputed.
     """
     current_T = current_logprobs_T.detach()
     ratio_T = bounded(current_T - old_logprobs_T).exp()

@@ -21,6 +21,7 @@ from configs.schema.objective import (
     ReinforcePlusPlusBaselineAdvantage,
     RlooAdvantage,
 )
+from configs.schema.run import RunConfig
 from parallel.packing import PackedBatch
 from tests.reference import advantages as slow
 from tests.reference.advantages import Sample
@@ -343,6 +344,18 @@ def test_equal_rewards_are_exactly_zero(reward, dtype, config):
     )
     assert found.advantages_T.dtype == dtype
     assert found.advantages_T.tolist() == [0.0] * batch.num_tokens
+
+
+@pytest.mark.parametrize("kl", [{}, {"coefficient": 0.1, "place": "reward"}])
+@pytest.mark.parametrize("config", ESTIMATORS[:6], ids=lambda config: config.type)
+def test_groups_of_equal_rewards_are_packed_apart_where_they_learn_nothing(config, kl):
+    """A group of equal rewards beside another one; a KL in the reward differs from sample to sample."""
+    run = {"model": {"path": "m"}, "task": {"type": "countdown"}, "advantage": config.model_dump(), "kl": kl}
+    batch = batch_of([[True] * n for n in (2, 3, 4, 5)], list(range(4)))
+    penalty_T = torch.rand(batch.num_tokens, dtype=torch.float64) if kl else None
+    rewards_S, group_ids_S = torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.tensor([0, 0, 1, 1])
+    found = compute_advantages(batch, rewards_S, group_ids_S, config, penalty_T=penalty_T).advantages_T
+    assert RunConfig.model_validate(run).packs_no_signal_apart == (not found[:5].any())
 
 
 @settings(max_examples=60, deadline=None)
