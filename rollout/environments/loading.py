@@ -24,7 +24,7 @@ from rollout.environments.context import EpisodeLimits, ScoreText, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
 from rollout.environments.gateway import Gateway
 from rollout.environments.openenv import OpenEnvServers
-from rollout.environments.processes import ProcessPool, Program, limits_of, max_processes
+from rollout.environments.processes import ProcessPool, max_processes
 from rollout.environments.protocol import Environment
 from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
@@ -153,7 +153,7 @@ def episode_source(block: ChatEnvironment | OpenEnvironment) -> ProcessPool | Op
     """Used inside ``async with``, which ends it. Raises ValueError where the key of a server is missing."""
     if block.type == "openenv":
         return OpenEnvServers(block)
-    return ProcessPool(Program.of(block), limits_of(block), max_processes=max_processes(block))
+    return ProcessPool(block, max_processes=max_processes(block))
 
 
 def chat_episodes(

@@ -19,7 +19,7 @@ from rollout.environments.chat import (
 from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.loading import sample_makers
-from rollout.environments.processes import ProcessPool, Program, limits_of
+from rollout.environments.processes import ProcessPool
 from rollout.environments.tool_calls import ParsedTurn
 from rollout.records import FinishReason, Prompt, Score, Status
 from tests.rollout.environments.test_episodes import PROMPT, STOP, TEXTS, group_of, pack
@@ -77,7 +77,7 @@ def play(
     )
 
     async def samples() -> list[Sample]:
-        async with ProcessPool(Program.of(config), limits_of(config), max_processes=2) as pool:
+        async with ProcessPool(config, max_processes=2) as pool:
             environment = ChatEpisodes(pool, renderer_of=renderer_of, parse=parse, system_prompt="Be brief.")
             await environment.check()
             maker = Episodes(environment, config=config, limits=limits, texts=TEXTS, score=score_by_text)
