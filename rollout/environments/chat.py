@@ -187,8 +187,7 @@ class _Totals:
             parts |= {name: float(count) for name, count in counts.items()}
         if self.reward is not None:
             return Outcome(reward=self.reward, parts=parts)
-        outcome = Outcome.of(await context.score(last_answer))
-        return outcome if outcome.reward is None else replace(outcome, parts={**outcome.parts, **parts})
+        return Outcome.of(await context.score(last_answer), **parts)
 
 
 def problem_fields(problem: Prompt, system_prompt: str | None) -> dict[str, Any]:

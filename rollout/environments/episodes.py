@@ -94,7 +94,12 @@ class SingleTurns:
             seeds=seeds,
         )
         scores = await all_or_first_error(
-            self._score(prompt, self._texts.decode(c.token_ids), len(c.token_ids), c.finish_reason)
+            self._score(
+                prompt,
+                self._texts.decode(c.token_ids),
+                num_tokens=len(c.token_ids),
+                finish_reason=c.finish_reason,
+            )
             for c in completions
         )
         return [

@@ -303,9 +303,9 @@ def _failure(error: _Error) -> EpisodeFailed:
 class ProcessPool:
     """Processes of one environment, started on demand, at most ``max_processes``. Inside ``async with``."""
 
-    def __init__(self, config: InProcess, *, max_processes: int) -> None:
+    def __init__(self, config: ChatEnvironment) -> None:
         self._config = config
-        self._places = asyncio.Semaphore(max_processes)
+        self._places = asyncio.Semaphore(max_processes(config))
         # More at a time would only make each of them late.
         self._starts = asyncio.Semaphore(max(1, cores() // 2))
         self._idle: list[EnvironmentProcess] = []

@@ -46,9 +46,11 @@ class Numbers:
 TEXTS = Texts(tokenizer=Numbers(), end_token_ids=frozenset([STOP]), vocab_size=LARGEST)
 
 
-async def score_by_length(prompt: Prompt, text: str, num_tokens: int, finish: FinishReason) -> Score:
+async def score_by_length(prompt: Prompt, text: str, num_tokens: int, finish_reason: FinishReason) -> Score:
     return Score(
-        value=num_tokens / 2, parts={"stopped": float(finish is FinishReason.STOP)}, correct=text == "7"
+        value=num_tokens / 2,
+        parts={"stopped": float(finish_reason is FinishReason.STOP)},
+        correct=text == "7",
     )
 
 

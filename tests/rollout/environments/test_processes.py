@@ -46,7 +46,7 @@ def config_of(fault: str = "none", folder: Path | None = None, **fields) -> Chat
 
 
 async def samples_of(config: ChatEnvironment, seeds: Sequence[int] = SEEDS, size: int = 2) -> list[Sample]:
-    async with ProcessPool(config, max_processes=size) as pool:
+    async with ProcessPool(config.model_copy(update={"max_processes": size})) as pool:
         environment = ChatEpisodes(pool, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None)
         limits = EpisodeLimits(max_turns=9, max_tokens=400, max_new_tokens=6)
         maker = Episodes(environment, config=config, limits=limits, texts=TEXTS, score=score_by_length)
@@ -130,7 +130,7 @@ def test_a_daemon_is_gone_before_the_next_episode_of_its_process(tmp_path):
     config = config_of("daemon", tmp_path)
 
     async def play():
-        async with ProcessPool(config, max_processes=1) as pool:
+        async with ProcessPool(config.model_copy(update={"max_processes": 1})) as pool:
             async with pool.episode() as first:
                 await first.reset({"text": "1"})
                 await first.step({"role": "assistant", "content": "3"})
@@ -156,7 +156,7 @@ def test_what_a_policy_writes_fails_no_episode():
 
     async def play():
         async with (
-            ProcessPool(config, max_processes=1) as pool,
+            ProcessPool(config.model_copy(update={"max_processes": 1})) as pool,
             pool.episode() as process,
         ):
             await process.reset({"messages": [], "row": {"half": "\ud83d"}})
@@ -192,7 +192,7 @@ def test_the_current_line_is_that_of_the_whole_trace(tmp_path, monkeypatch):
 
     async def play():
         async with (
-            ProcessPool(config, max_processes=1) as pool,
+            ProcessPool(config.model_copy(update={"max_processes": 1})) as pool,
             pool.episode() as process,
         ):
             await process.reset({"text": "1"})
@@ -316,7 +316,7 @@ def test_a_script_of_an_environment_finds_its_own_modules(python, tmp_path, monk
 
     async def play():
         async with (
-            ProcessPool(config, max_processes=1) as pool,
+            ProcessPool(config.model_copy(update={"max_processes": 1})) as pool,
             pool.episode() as process,
         ):
             return (await process.reset({})).messages
@@ -345,7 +345,7 @@ from rollout.environments.processes import ProcessPool
 async def main():
     options = {"fault": "hang_with_daemon", "folder": sys.argv[1]}
     config = ChatEnvironment(environment="tests.support.chat_environments:Faulty", options=options)
-    async with ProcessPool(config, max_processes=1) as pool:
+    async with ProcessPool(config) as pool:
         async with pool.episode() as process:
             print(process.pid, flush=True)
             await process.reset({"text": "1"})
