@@ -28,8 +28,8 @@ from rollout.environments.protocol import Environment
 from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
 from rollout.rewards import Scorer
-from rollout.rewards.function import import_named
 from rollout.sampling.prompt_room import PromptsOf, sequence_limits
+from rollout.user_code import import_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

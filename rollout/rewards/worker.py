@@ -29,17 +29,12 @@ from typing import Any, Literal
 
 import psutil
 
-from rollout.environments.tandem_worker.failures import describe
+from rollout.environments.tandem_worker.failures import describe, place_of
 from rollout.records import Score
-from rollout.rewards.function import (
-    RewardFunction,
-    further_parameters,
-    import_reward_function,
-    place_of,
-    to_score,
-)
+from rollout.rewards.function import FURTHER, RewardFunction, import_reward_function, to_score
 from rollout.rewards.math_answers import math_verify_reward
 from rollout.servers.watched_process import how_it_ended
+from rollout.user_code import further_parameters
 
 START_TIMEOUT_S = 120.0
 """Time for a worker to start and import the reward while all others may be starting; the config may set more."""
@@ -103,7 +98,7 @@ def _math_verify(prompt_text: str, response_text: str, reference: str) -> tuple[
 
 def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Reply:
     try:
-        further = {name: getattr(job, name) for name in further_parameters(function)}
+        further = {name: getattr(job, name) for name in further_parameters(function, FURTHER)}
         returned = function(job.prompt_text, job.response_text, job.reference, **further)
         if inspect.iscoroutine(returned):
             returned = runner.run(returned)

@@ -1,0 +1,115 @@
+"""Functions and classes of the user's own, ``module:name``: imported, checked before they are called, and tried in a process
+of their own before a start (``rewards/trial_process.py``)."""
+
+import difflib
+import faulthandler
+import importlib
+import inspect
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+
+from configs.schema.own_function import OwnFunction
+from rollout.environments.tandem_worker.failures import describe
+
+
+def import_named(kind: str, path: str, form: str) -> object:
+    """The object that ``module:name`` names, also from a module in the current working directory. ``kind`` and
+    ``form`` are for messages.
+
+    Raises:
+        ValueError: the module or the name is missing, or the import fails or ends the process.
+    """
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{kind} {path!r} is not of the form {form}")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a user's file must not shadow an installed module
+    importlib.invalidate_caches()  # the file may be newer than the interpreter's listing of its folder
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
+            raise ValueError(
+                f"{kind} {path!r}: {module_name} imports {error.name!r}, which is not installed"
+            ) from error
+        raise ValueError(
+            f"{kind} {path!r}: there is no module {module_name!r} in {os.getcwd()} or among the installed ones; "
+            f"run from the folder that holds {module_name.split('.')[0]}.py, or set PYTHONPATH"
+        ) from error
+    except SystemExit as error:
+        raise ValueError(
+            f"{kind} {path!r}: importing {module_name} ends the process: {describe(error)}; "
+            "put a script's part under `if __name__ == '__main__':`"
+        ) from error
+    except Exception as error:  # the import of a user's module may raise anything
+        raise ValueError(
+            f"{kind} {path!r}: importing {module_name} raised {describe(error)}; correct the module"
+        ) from error
+    named = getattr(module, name, None)
+    if named is None:
+        callables = [
+            n for n, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)
+        ]
+        close = difflib.get_close_matches(name, callables, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "define it, or correct the name"
+        raise ValueError(f"{kind} {path!r}: {module.__name__} has no {name!r}; {hint}")
+    return named
+
+
+def import_function(kind: str, path: str, form: str) -> Callable:
+    """As ``import_named``. Raises ValueError also for what cannot be called."""
+    function = import_named(kind, path, form)
+    if not callable(function):
+        raise ValueError(
+            f"{kind} {path!r} is a {type(function).__name__}, not a function; name something callable"
+        )
+    return function
+
+
+def further_parameters(function: Callable, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that a function has parameters of."""
+    try:
+        return [name for name in names if name in inspect.signature(function).parameters]
+    except ValueError:  # some C functions have no signature
+        return []
+
+
+def call_problem(
+    own: OwnFunction, function: Callable, given: Sequence[str], further: Sequence[str]
+) -> str | None:
+    """Why the function cannot be called with the arguments ``given``, its settings, and those of ``further`` that it has
+    parameters of."""
+    if taken := sorted(own.settings.keys() & {*given, *further}):
+        return f"settings hold {', '.join(taken)}, which Tandem gives itself; rename it"
+    asked = dict.fromkeys(further_parameters(function, further))
+    try:
+        inspect.signature(function).bind(*given, **asked, **own.settings)
+    except TypeError as error:
+        must = f"must take ({', '.join(given)}) and its settings ({', '.join(own.settings) or 'none'})"
+        return f"it {must}, and beside them at most {', '.join(further)}: {error}"
+    except ValueError:  # some C functions have no signature; the first call checks them
+        pass
+    return None
+
+
+def serve_trials(descriptor: int, attempt: Callable[..., None]) -> None:
+    """Main function of a trial's process, which says None once it is up. A job has the arguments of ``attempt``; its answer
+    is None, or the text of the ValueError that ``attempt`` raises."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
+    faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
+    with Connection(descriptor) as connection:
+        connection.send(None)
+        while True:
+            try:
+                job = connection.recv()
+            except EOFError:
+                return
+            try:
+                attempt(*job)
+            except ValueError as error:
+                connection.send(str(error))
+            else:
+                connection.send(None)
