@@ -16,15 +16,7 @@ from parallel.planning.decoding import Lengths
 from parallel.planning.flops import Flops, Load, forward_flops, update_flops
 from parallel.planning.machine import Machine, spanned
 from parallel.planning.memory import BYTES, stage_parameters
-from parallel.planning.traffic import (
-    Group,
-    Sent,
-    again_sent,
-    backward_sent,
-    data_bytes,
-    forward_sent,
-    scored_passes,
-)
+from parallel.planning.traffic import Group, Sent, data_bytes, forward_sent, scored_passes, update_sent
 
 SHARED_COST = 8
 """A micro-batch counts an eighth of a shared prompt for each sample (``learner.share_prompts``)."""
@@ -187,8 +179,7 @@ class _Passes:
 
     @cached_property
     def sending(self) -> float:
-        sent = [forward_sent(*self._sent), backward_sent(*self._sent)]
-        return self._sending(sent + [again_sent(*self._sent)] * (self.config.learner.recompute == "full"))
+        return self._sending(update_sent(*self._sent, recompute=self.config.learner.recompute))
 
     @property
     def update(self) -> float:
