@@ -105,7 +105,7 @@ def block_spec(
     elif platform.uses_transformer_engine(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
-        make_layer, norm = partial(_transformer_engine_layer, config.params_dtype), TENorm
+        make_layer, norm = _transformer_engine_layer, TENorm
     first = get_transformer_layer_offset(config, vp_stage)
     experts = architecture.experts
     is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
@@ -158,12 +158,10 @@ def _adaptable_layer(dtype: torch.dtype, architecture: Architecture, experts: Ex
     return spec
 
 
-def _transformer_engine_layer(
-    dtype: torch.dtype, architecture: Architecture, experts: Experts | None
-) -> ModuleSpec:
+def _transformer_engine_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts and experts.num_experts,
-        moe_grouped_gemm=platform.uses_grouped_gemm(dtype),
+        moe_grouped_gemm=True,
         qk_layernorm=architecture.qk_norm,
     )
     layer: Any = spec.submodules
@@ -270,7 +268,8 @@ def transformer_config(
         bias_dropout_fusion=False,
         apply_rope_fusion=False,
         **moe.config_fields(
-            architecture.experts, is_grouped=platform.uses_grouped_gemm(dtype) and not has_adapters
+            architecture.experts,
+            is_grouped=platform.uses_transformer_engine(dtype) and not has_adapters,
         ),
         **(full if recompute == "full" else {}),
     )
