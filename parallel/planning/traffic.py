@@ -11,9 +11,8 @@ from typing import Literal
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
-from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import Architecture
-from parallel.planning.memory import BYTES, stage_layers, stage_parameters
+from parallel.planning.memory import BYTES, stage_layers, stage_parameters, trained_parameters
 
 Group = Literal["tensor", "context", "pipeline", "expert"]
 """The groups that a pass sends in. Data-parallel ranks send once per optimizer step."""
@@ -95,10 +94,8 @@ def data_bytes(
     Gradients 4 P reduce-scattered and weights b P gathered (distributed optimizer; else 4 P all-reduced), P the rank's
     trained parameters, over its cp dp copies; experts over tp cp dp / ep. ``output=False``: a critic, trained whole.
     """
-    shared, expert = stage_parameters(architecture, layout, stage, output=output)
     lora = config.learner.lora if output else None
-    if lora is not None:
-        shared, expert = adapter_parameters(architecture, layout, lora), 0
+    shared, expert = trained_parameters(architecture, layout, stage, lora, output=output)
     copies = layout.cp * layout.dp_size
     expert_copies = layout.tp * copies // layout.ep
     of_data = shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies
