@@ -26,26 +26,42 @@ if TYPE_CHECKING:
 LONGEST_KEPT = 256
 
 
-def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
-    """GSM8K from the user's disk: ``question`` is the prompt, the text after ``####`` in ``answer`` the
-    reference.
+def load_file_task(
+    config: Gsm8kTask | JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False
+) -> Task:
+    """The problems of a file of prompts and answers.
+
+    gsm8k: ``question`` is the prompt, the text after ``####`` in ``answer`` the reference. jsonl: the answer is the
+    reference, unchanged. Dots name a field inside others (``reward_model.ground_truth``). A prompt is text, or a
+    conversation of a single user's message, ``[{"role": "user", "content": ...}]``, as in data sets of verl's format.
 
     Raises:
-        ValueError: see ``read_records``; also for an answer without ``#### <number>``, naming its line.
+        ValueError: see ``read_records``; also for any other conversation, and for an answer of gsm8k without
+            ``#### <number>``, naming its line.
     """
-    return _load_file_task(config, tokenizer, name="gsm8k", keep_rows=keep_rows)
+    fields, to_reference = _fields_of(config), _reference_reader(config)
+    encode = partial(
+        encode_prompt,
+        tokenizer,
+        system_prompt=config.system_prompt,
+        apply_chat_template=config.apply_chat_template,
+    )
 
+    def prompts(path: Path | None) -> LazyPrompts:
+        problems = [] if path is None else _build_problems(path, config.type, fields, to_reference, keep_rows)
+        where = None if path is None else partial(place, path)
+        return LazyPrompts(
+            problems, task=config.type, to_problem=lambda problem: problem, encode=encode, where=where
+        )
 
-def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
-    """Any file of prompts and answers; the answer is the reference, unchanged.
-
-    Dots name a field inside others (``reward_model.ground_truth``). A prompt is text, or a conversation of a
-    single user's message, ``[{"role": "user", "content": ...}]``, as in data sets of verl's format.
-
-    Raises:
-        ValueError: see ``read_records``; also for any other conversation.
-    """
-    return _load_file_task(config, tokenizer, name="jsonl", keep_rows=keep_rows)
+    task = Task(
+        name=config.type,
+        train=prompts(config.train_path),
+        heldout=prompts(config.heldout_path),
+        heldout_sets={of: prompts(path) for of, path in config.heldout_sets.items()},
+    )
+    _ = task.train[0]  # a missing chat template shows now, not after the engines have started
+    return task
 
 
 def _fields_of(config: Gsm8kTask | JsonlTask) -> tuple[str, str]:
@@ -58,43 +74,12 @@ def _reference_reader(config: Gsm8kTask | JsonlTask) -> Callable[[str], str]:
     return gsm8k_reference if isinstance(config, Gsm8kTask) else str
 
 
-def _load_file_task(
-    config: Gsm8kTask | JsonlTask, tokenizer: "PreTrainedTokenizerBase", *, name: str, keep_rows: bool
-) -> Task:
-    fields, to_reference = _fields_of(config), _reference_reader(config)
-    encode = partial(
-        encode_prompt,
-        tokenizer,
-        system_prompt=config.system_prompt,
-        apply_chat_template=config.apply_chat_template,
-    )
-
-    def prompts(path: Path | None) -> LazyPrompts:
-        problems = (
-            [] if path is None else _build_problems(path, name, fields, to_reference, keep_rows=keep_rows)
-        )
-        where = None if path is None else partial(place, path)
-        return LazyPrompts(
-            problems, task=name, to_problem=lambda problem: problem, encode=encode, where=where
-        )
-
-    task = Task(
-        name=name,
-        train=prompts(config.train_path),
-        heldout=prompts(config.heldout_path),
-        heldout_sets={of: prompts(path) for of, path in config.heldout_sets.items()},
-    )
-    _ = task.train[0]  # a missing chat template shows now, not after the engines have started
-    return task
-
-
 def _build_problems(
     path: Path,
     task: str,
     fields: tuple[str, str],
     to_reference: Callable[[str], str],
-    *,
-    keep_rows: bool = False,
+    keep_rows: bool,
 ) -> list[Problem]:
     problems, counts = [], Counter()
     # Public files hold the same problem a hundred times: its hash is computed, and its text kept, once.
@@ -157,7 +142,7 @@ def survey_task_file(
     An unchanged file is not read again. ``progress`` makes a ``Progress`` for a file.
 
     Raises:
-        ValueError: see ``load_gsm8k`` and ``load_jsonl``.
+        ValueError: see ``load_file_task``.
     """
     return _cached_survey(path, _file_version(path), _fields_of(config), _reference_reader(config), progress)
 
@@ -227,7 +212,7 @@ def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
     """The first training problem, with its record; the file is read no further.
 
     Raises:
-        ValueError: see ``load_gsm8k`` and ``load_jsonl``.
+        ValueError: see ``load_file_task``.
     """
     fields = _fields_of(config)
     problems = _read_problems(config.train_path, fields, _reference_reader(config), keep_rows=True)
@@ -237,7 +222,7 @@ def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
 
 def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str, str]]:
     """(place, such as ``file:line 3``, first text, second text) of each record of a JSONL or parquet file.
-    ``load_jsonl`` describes the names of fields and the form of the first.
+    ``load_file_task`` describes the names of fields and the form of the first.
 
     Raises:
         ValueError: see ``read_records``; also for a field that is missing, empty or neither text nor a number,
