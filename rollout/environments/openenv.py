@@ -14,7 +14,6 @@ after the messages of OpenEnv 0.10.0, whose package is not needed.
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -39,6 +38,7 @@ from rollout.guarded_process import finished
 from rollout.http_replicas import Replica, choose, open_session
 from rollout.records import Status
 from rollout.rewards.function import to_score
+from rollout.rewards.served import key_of
 
 ANSWER = "{answer}"
 NO_ROOM = "CAPACITY_REACHED"
@@ -71,7 +71,7 @@ class OpenEnvServers:
         self._servers = [Replica(_websocket_url(url)) for url in config.urls]
         self._client: aiohttp.ClientSession | None = None
         self._failed_in_a_row = 0
-        self._key = key_of(config)
+        self._key = key_of(config.api_key_variable, "environment")
 
     async def __aenter__(self) -> "OpenEnvServers":
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
@@ -313,27 +313,15 @@ class OpenEnvSession:
                     f"an observation has no field environment.observation={field}, only {names}",
                 )
             shown = observation[field]
-        return (
-            shown
-            if isinstance(shown, str)
-            else ""
-            if shown is None
-            else json.dumps(shown, ensure_ascii=False)
-        )
+        if shown is None:
+            return ""
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 def check_openenv(config: OpenEnvironment) -> None:
     """Before a start; the servers may come up later. Raises ValueError."""
     check_parser_names(config)
-    key_of(config)
-
-
-def key_of(config: OpenEnvironment) -> str | None:
-    """Raises ValueError where the variable is not set."""
-    name = config.api_key_variable
-    if name is not None and not os.environ.get(name):
-        raise ValueError(f"environment.api_key_variable={name} is not set; export it, or leave the field out")
-    return None if name is None else os.environ[name]
+    key_of(config.api_key_variable, "environment")
 
 
 def reset_arguments(named: Mapping[str, str], problem: Mapping[str, Any]) -> JSON:

@@ -66,7 +66,7 @@ def check_reward(
     """
     for name, part in _parts(config).items():
         if isinstance(part, ModelReward | JudgeReward):
-            key_of(part, name)
+            key_of(part.api_key_variable, name)
         if part.type == "function":
             _check_function(name, part, sample, tell)
         elif part.type == "code":
