@@ -202,15 +202,13 @@ class ChatRenderer:
                 f"{self._name} does not write the assistant's answer exactly once, so nothing can follow it; {_FIX}"
             )
         if called:  # the end of the call stands before the end of the turn
-            starts = [at for end in self._end_texts() if (at := suffix.find(end)) >= 0]
+            ends = [self.decode([number]) for number in self.end_token_ids]
+            starts = [at for end in ends if (at := suffix.find(end)) >= 0]
             return _Suffix(suffix[min(starts) :]) if starts else _Suffix(suffix)
         stripped = suffix.lstrip()
         if any(stripped.startswith(token) for token in self._added):
             return _Suffix(stripped, suffix[: len(suffix) - len(stripped)])
         return _Suffix(suffix)
-
-    def _end_texts(self) -> list[str]:
-        return [self.decode([number]) for number in self.end_token_ids]
 
     def _check_header(self) -> None:
         """Refuse a template that leaves the header of the assistant's turn to its caller."""

@@ -125,9 +125,4 @@ class ToolCallParser:
             )
         except LateOrLost as error:
             return ParsedTurn(content=text, calls=[], error=str(error))
-        return ParsedTurn(
-            content=answer["content"],
-            calls=answer["calls"],
-            error=answer["error"],
-            reasoning=answer["reasoning"],
-        )
+        return ParsedTurn(**answer)
