@@ -71,11 +71,8 @@ class NewProcesses:
 
     async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
         try:
-            return await start_guarded(
-                sys.executable, "-I", WORKER, *self._command,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                cwd=folder, env=agent_variables(variables), start_new_session=True,
-            )  # fmt: skip
+            command, env = [sys.executable, "-I", WORKER, *self._command], agent_variables(variables)
+            return await start_guarded(*command, stderr=asyncio.subprocess.PIPE, cwd=folder, env=env)
         except OSError as error:  # too many processes, or a problem that is too large for a variable
             raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error
 

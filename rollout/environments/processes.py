@@ -119,13 +119,10 @@ class EnvironmentProcess:
             process = await start_guarded(
                 python or sys.executable,
                 WORKER,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
                 stderr=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
                 limit=LARGEST_ANSWER + 2**16,
                 pass_fds=[trace],
                 env=users_variables(),
-                start_new_session=True,  # its guard ends it after this process; a killed group must not take the guard
             )
         except BaseException as error:
             os.close(trace)
