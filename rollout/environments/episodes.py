@@ -57,7 +57,7 @@ class Sample:
             sequence.trajectory(
                 group_id=group_id,
                 sibling_id=sibling_id,
-                prompt=prompt,
+                prompt_id=prompt.prompt_id,
                 reward=self.reward,
                 reward_parts=self.parts,
                 status=self.status,

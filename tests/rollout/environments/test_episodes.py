@@ -530,7 +530,7 @@ def test_metrics_of_turns_by_hand():
         return sequence.trajectory(
             group_id=0,
             sibling_id=sibling,
-            prompt=PROMPT,
+            prompt_id=PROMPT.prompt_id,
             reward=reward,
             reward_parts={},
             status=status,
