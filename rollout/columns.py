@@ -101,11 +101,8 @@ class Taken(NamedTuple):
 
 
 def joined(columns: Columns, content: np.ndarray) -> list[Trajectory]:
-    """The trajectories. Their arrays are views of ``content``, uint8 [n].
-
-    Raises:
-        ValueError: heads, lengths and content do not fit together, or a type is none of a message's.
-    """
+    """The trajectories. Their arrays are views of ``content``, uint8 [n]. Raises ValueError: heads, lengths and
+    content do not fit together, or a type is none of a message's."""
     if len(columns.runs) != len(FIELDS):
         raise ValueError(f"{len(columns.runs)} columns, not {len(FIELDS)}")
     start, arrays = 0, []

@@ -80,8 +80,7 @@ def make_tiny_countdown_model(
     The same ``seed`` gives the same weights. ``initializer_range`` is their standard deviation: from about 0.1 on the
     untrained model's answers depend on the prompt.
 
-    Raises:
-        ValueError: ``folder`` exists already, or ``family`` is unknown.
+    Raises ValueError: ``folder`` exists already, or ``family`` is unknown.
     """
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES)}")

@@ -17,11 +17,8 @@ from rollout.environments.tandem_worker.failures import describe
 
 def import_named(kind: str, path: str, form: str) -> object:
     """The object that ``module:name`` names, also from a module in the current working directory. ``kind`` and
-    ``form`` are for messages.
-
-    Raises:
-        ValueError: the module or the name is missing, or the import fails or ends the process.
-    """
+    ``form`` are for messages. Raises ValueError: the module or the name is missing, or the import fails or ends the
+    process."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ValueError(f"{kind} {path!r} is not of the form {form}")

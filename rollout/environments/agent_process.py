@@ -29,11 +29,8 @@ PYTHON = "{python}"
 
 
 def command_of(config: AgentEnvironment) -> list[str]:
-    """The command with whole paths, from the current folder.
-
-    Raises:
-        ValueError: its program is missing or cannot be run.
-    """
+    """The command with whole paths, from the current folder. Raises ValueError: its program is missing or cannot be
+    run."""
     words = [sys.executable if word == PYTHON else _whole_path(word) for word in config.command]
     program = words[0]
     if program.endswith(".py"):
@@ -142,11 +139,8 @@ class _Tail:
 
 @asynccontextmanager
 async def running(starter: AgentStarter, variables: Mapping[str, str]) -> AsyncIterator[AgentProcess]:
-    """An agent. Leaving ends it, with everything that it started, and removes its folder.
-
-    Raises:
-        EpisodeFailed: it cannot be started.
-    """
+    """An agent. Leaving ends it, with everything that it started, and removes its folder. Raises EpisodeFailed: it
+    cannot be started."""
     async with own_folder("tandem-agent-") as folder:
         process = AgentProcess(await starter.start(folder, variables))
         try:

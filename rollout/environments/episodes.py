@@ -230,11 +230,8 @@ def _with_something_to_pack(sequence: TokenSequence, prompt: Prompt) -> TokenSeq
 
 
 def checked(outcome: object) -> Outcome:
-    """The outcome with plain values. One without a score where its reward is no finite number.
-
-    Raises:
-        TypeError: it is no Outcome, its status is none, its parts are no numbers by name, or it has a reward and an error.
-    """
+    """The outcome with plain values. One without a score where its reward is no finite number. Raises TypeError: it
+    is no Outcome, its status is none, its parts are no numbers by name, or it has a reward and an error."""
     if not isinstance(outcome, Outcome):
         raise TypeError(f"run() returned {type(outcome).__name__}; return an Outcome")
     if not isinstance(outcome.status, Status):

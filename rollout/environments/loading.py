@@ -176,11 +176,8 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
 
 
 def make_environment(config: TokenEnvironment) -> Environment:
-    """The environment that the config names.
-
-    Raises:
-        ValueError: the module or its class is missing, or raises, or what it makes has no ``run``.
-    """
+    """The environment that the config names. Raises ValueError: the module or its class is missing, or raises, or
+    what it makes has no ``run``."""
     make = import_named("environment", config.environment, "module:Class, e.g. my_environment:Calculator")
     if not callable(make):
         raise ValueError(

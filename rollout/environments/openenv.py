@@ -60,11 +60,8 @@ class _Unreachable(Exception):
 
 
 class OpenEnvServers:
-    """Sessions on the servers of a config, inside ``async with``.
-
-    Raises:
-        ValueError: the variable of the key is not set.
-    """
+    """Sessions on the servers of a config, inside ``async with``. Raises ValueError: the variable of the key is not
+    set."""
 
     def __init__(self, config: OpenEnvironment) -> None:
         self._config = config

@@ -115,11 +115,8 @@ class ChatRenderer:
         self.notes = tuple(self._find_notes())
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation's first messages, with the header of the assistant's turn.
-
-        Raises:
-            ValueError: the template refuses these messages.
-        """
+        """The tokens of a conversation's first messages, with the header of the assistant's turn. Raises ValueError:
+        the template refuses these messages."""
         return self.encode(self.render(messages, header=True))
 
     def following(self, messages: Sequence[Message], *, sampled_end: bool) -> list[int]:
@@ -152,10 +149,7 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], *, header: bool) -> str:
         """The template's text of a whole conversation. ``header``: with the header of the assistant's next turn.
-
-        Raises:
-            ValueError: the template refuses these messages.
-        """
+        Raises ValueError: the template refuses these messages."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],

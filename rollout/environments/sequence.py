@@ -61,8 +61,7 @@ class TokenSequence:
 
         What was sampled among them is an observation there: it is trained on once, here.
 
-        Raises:
-            ValueError: this one has fewer tokens.
+        Raises ValueError: this one has fewer tokens.
         """
         length = self._length if length is None else length
         if not 0 <= length <= self._length:
@@ -88,11 +87,7 @@ class TokenSequence:
         self._append(completion.token_ids, completion)
 
     def reward_turn(self, reward: float) -> None:
-        """Add to the reward of the last turn.
-
-        Raises:
-            ValueError: there is no turn.
-        """
+        """Add to the reward of the last turn. Raises ValueError: there is no turn."""
         if not self._turns:
             raise ValueError("a reward for a turn before the first act()")
         last = self._turns[-1]

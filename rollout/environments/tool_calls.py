@@ -116,8 +116,7 @@ class ToolCallParser:
 
         This blocks for about a millisecond, and for the process's ``timeout_s`` at most.
 
-        Raises:
-            WorkerStartError: the process cannot be started.
+        Raises WorkerStartError: the process cannot be started.
         """
         try:
             answer = self._process.parse(

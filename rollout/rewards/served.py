@@ -88,11 +88,8 @@ class ServedReward:
         """Attempts that failed and were repeated."""
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
-        """The score of one response.
-
-        Raises:
-            RewardModelError: the servers do not answer, or an answer has the wrong form.
-        """
+        """The score of one response. Raises RewardModelError: the servers do not answer, or an answer has the wrong
+        form."""
         raise NotImplementedError
 
     async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
@@ -100,11 +97,8 @@ class ServedReward:
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Have every replica score one trial sample, before anything is sampled.
-
-        Raises:
-            RewardModelError: a replica does not, or its answer has no score.
-        """
+        """Have every replica score one trial sample, before anything is sampled. Raises RewardModelError: a replica
+        does not, or its answer has no score."""
         self._session = open_session(headers={"Authorization": f"Bearer {self._key}"} if self._key else None)
         scores = await asyncio.gather(*map(self._probe, self._replicas))
         for replica, score in zip(self._replicas, scores, strict=True):

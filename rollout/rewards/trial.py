@@ -30,12 +30,8 @@ def made_responses(reference: str) -> dict[str, str]:
 def try_function(
     reward: FunctionReward, problem: "Problem | None", tell: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """Remarks on a usable function. ``tell`` is called while the trial takes long. Without a problem the
-    function is only imported.
-
-    Raises:
-        ValueError: the function cannot be used; with the fix.
-    """
+    """Remarks on a usable function. ``tell`` is called while the trial takes long. Without a problem the function is
+    only imported. Raises ValueError: the function cannot be used; with the fix."""
     key = (reward, problem and (problem.text, problem.reference))
     if key not in _REMARKS:
         with TrialProcess(worker.__name__, reward.function, tell=tell) as process:

@@ -35,11 +35,7 @@ __all__ = [
 
 def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
     """The prompts of a task, for training and held out. ``keep_rows``: with their whole records, for the user's
-    reward.
-
-    Raises:
-        ValueError: a file, a line or the tokenizer cannot be used; the message names it and the fix.
-    """
+    reward. Raises ValueError: a file, a line or the tokenizer cannot be used; the message names it and the fix."""
     if isinstance(config, CountdownTask):
         return load_countdown(config, tokenizer=tokenizer)
     return load_file_task(config, tokenizer=tokenizer, keep_rows=keep_rows)

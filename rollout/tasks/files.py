@@ -35,9 +35,8 @@ def load_file_task(
     reference, unchanged. Dots name a field inside others (``reward_model.ground_truth``). A prompt is text, or a
     conversation of a single user's message, ``[{"role": "user", "content": ...}]``, as in data sets of verl's format.
 
-    Raises:
-        ValueError: see ``read_records``; also for any other conversation, and for an answer of gsm8k without
-            ``#### <number>``, naming its line.
+    Raises ValueError: see ``read_records``; also for any other conversation, and for an answer of gsm8k without
+    ``#### <number>``, naming its line.
     """
     fields, to_reference = _fields_of(config), _reference_reader(config)
     encode = partial(
@@ -141,8 +140,7 @@ def survey_task_file(
 
     An unchanged file is not read again. ``progress`` makes a ``Progress`` for a file.
 
-    Raises:
-        ValueError: see ``load_file_task``.
+    Raises ValueError: see ``load_file_task``.
     """
     return _cached_survey(path, _file_version(path), _fields_of(config), _reference_reader(config), progress)
 
@@ -209,11 +207,8 @@ def num_bytes(text: str) -> int:
 
 
 def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
-    """The first training problem, with its record; the file is read no further.
-
-    Raises:
-        ValueError: see ``load_file_task``.
-    """
+    """The first training problem, with its record; the file is read no further. Raises ValueError: see
+    ``load_file_task``."""
     fields = _fields_of(config)
     problems = _read_problems(config.train_path, fields, _reference_reader(config), keep_rows=True)
     _, text, reference, record = next(problems, None) or _refuse_empty(config.train_path, fields)
@@ -222,12 +217,9 @@ def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
 
 def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str, str]]:
     """(place, such as ``file:line 3``, first text, second text) of each record of a JSONL or parquet file.
-    ``load_file_task`` describes the names of fields and the form of the first.
-
-    Raises:
-        ValueError: see ``read_records``; also for a field that is missing, empty or neither text nor a number,
-            naming the line, and for a file without records.
-    """
+    ``load_file_task`` describes the names of fields and the form of the first. Raises ValueError: see
+    ``read_records``; also for a field that is missing, empty or neither text nor a number, naming the line, and for a
+    file without records."""
     pairs = [
         (place(path, number), first, second)
         for number, first, second, _ in _read_fields(path, first_field, second_field)
@@ -275,11 +267,8 @@ def _field_value(record: dict, field: str, path: Path, number: int) -> Any:
 
 
 def check_field(path: Path, field: str, check: Callable[[Any], object]) -> None:
-    """Have ``check`` look at a field of every record of a file, in order.
-
-    Raises:
-        ValueError: see ``read_records``; also for a missing field, and where ``check`` raises it, naming the line.
-    """
+    """Have ``check`` look at a field of every record of a file, in order. Raises ValueError: see ``read_records``;
+    also for a missing field, and where ``check`` raises it, naming the line."""
     for number, record in read_records(path, roots={field.split(".")[0]}):
         value = _field_value(record, field, path, number)
         try:
