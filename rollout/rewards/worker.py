@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -143,24 +143,26 @@ def start_process(
 
 
 class WorkerPool:
-    """Workers of one reward, whose processes start on first use. At most one thread per worker may ``call``."""
+    """Workers of one reward, whose processes start on first use; a thread waits for each busy one."""
 
-    def __init__(
-        self, reward: str, *, num_workers: int, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S
-    ):
+    def __init__(self, reward: str, *, num_workers: int, timeout_s: float, start_timeout_s: float) -> None:
         self._workers = [_Worker(reward, timeout_s, start_timeout_s) for _ in range(num_workers)]
         # The last worker used is the next one, so that no more start than are busy at once.
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
-    def call(self, job: Job) -> Score:
+    async def call(self, job: Job) -> Score:
         """Score one job. A failure of the reward code, a crash or a timeout gives a score with an error.
 
         Raises:
             WorkerStartError: no worker can be started.
             CancelledError: the pool was closed meanwhile.
         """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, job)
+
+    def _call(self, job: Job) -> Score:
         worker = self._idle.get()
         try:
             return worker.call(job)
@@ -171,6 +173,7 @@ class WorkerPool:
         """End every worker and its children; calls under way return at once."""
         for worker in self._workers:
             worker.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 class AnsweringProcess:
