@@ -3,16 +3,14 @@ of their own before a start (``rewards/trial_process.py``)."""
 
 import difflib
 import faulthandler
-import importlib
 import inspect
-import os
 import signal
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
 
 from configs.schema.own_function import OwnFunction
-from rollout.environments.tandem_worker.failures import describe
+from rollout.environments.tandem_worker.failures import Failure
+from rollout.environments.tandem_worker.imports import imported
 
 
 def import_named(kind: str, path: str, form: str) -> object:
@@ -22,29 +20,10 @@ def import_named(kind: str, path: str, form: str) -> object:
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ValueError(f"{kind} {path!r} is not of the form {form}")
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a user's file must not shadow an installed module
-    importlib.invalidate_caches()  # the file may be newer than the interpreter's listing of its folder
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise ValueError(
-                f"{kind} {path!r}: {module_name} imports {error.name!r}, which is not installed"
-            ) from error
-        raise ValueError(
-            f"{kind} {path!r}: there is no module {module_name!r} in {os.getcwd()} or among the installed ones; "
-            f"run from the folder that holds {module_name.split('.')[0]}.py, or set PYTHONPATH"
-        ) from error
-    except SystemExit as error:
-        raise ValueError(
-            f"{kind} {path!r}: importing {module_name} ends the process: {describe(error)}; "
-            "put a script's part under `if __name__ == '__main__':`"
-        ) from error
-    except Exception as error:  # the import of a user's module may raise anything
-        raise ValueError(
-            f"{kind} {path!r}: importing {module_name} raised {describe(error)}; correct the module"
-        ) from error
+        module = imported(module_name, "the installed ones", "is not installed")
+    except Failure as error:
+        raise ValueError(f"{kind} {path!r}: {error}") from error
     named = getattr(module, name, None)
     if named is None:
         callables = [
