@@ -117,7 +117,12 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
 
 
-def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+def _local_layer(
+    architecture: Architecture,
+    experts: Experts | None,
+    norm: type = RMSNorm,
+    attention: type = PackedCoreAttention,
+) -> ModuleSpec:
     """A layer without Transformer Engine."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=experts and experts.num_experts,
@@ -125,11 +130,11 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedCoreAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    parts = layer.self_attention.submodules
+    parts.core_attention = attention
     if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        parts.q_layernorm = parts.k_layernorm = norm
     if experts:
         moe.use_router(spec, experts)
     return spec
@@ -137,13 +142,9 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
 
 def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     """A layer of a dense model with the operations of ``numerics``; ``check_numerics`` refuses experts."""
-    spec = _local_layer(architecture, experts)
+    spec = _local_layer(architecture, experts, AlignedRMSNorm, aligned.AlignedCoreAttention)
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = AlignedRMSNorm
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
-    attention.core_attention = aligned.AlignedCoreAttention
-    if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = AlignedRMSNorm
     attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
     attention.linear_proj = mlp.linear_fc2 = ModuleSpec(aligned.AlignedRowLinear, {"pieces": pieces})
     return spec
