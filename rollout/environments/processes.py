@@ -313,9 +313,6 @@ class ProcessPool:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         """End all processes with all that they started; those of episodes under way too."""
         self._idle.clear()
         await asyncio.gather(*(process.close() for process in [*self._all]))
