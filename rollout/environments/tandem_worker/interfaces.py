@@ -37,7 +37,7 @@ def make_environment(environment, interface, options, path):
         made = make(**options)
     except BaseException as error:
         raise Failure(
-            f"{name} cannot be made with options {options}: {describe(error)}; correct environment.options",
+            f"{name} cannot be made with options {options}: {describe(error)}; correct environment.options"
         ) from error
     try:
         return INTERFACES[interface](made)

@@ -20,7 +20,7 @@ def schema_of(function, name=None):
     text = inspect.getdoc(function)
     if not text:
         raise Failure(
-            f"tool {name} has no docstring, which tells the model what it does ({place_of(function)})",
+            f"tool {name} has no docstring, which tells the model what it does ({place_of(function)})"
         )
     try:
         hints = typing.get_type_hints(function)
@@ -32,7 +32,7 @@ def schema_of(function, name=None):
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise Failure(
-                f"tool {name} takes {parameter}; a model gives arguments by name ({place_of(function)})",
+                f"tool {name} takes {parameter}; a model gives arguments by name ({place_of(function)})"
             )
         if parameter.name not in hints:
             raise Failure(f"parameter {parameter.name!r} of tool {name} has no type ({place_of(function)})")
