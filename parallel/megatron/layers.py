@@ -207,6 +207,30 @@ def _keep_values(tensor: Tensor) -> Tensor:
     return tensor
 
 
+_ALWAYS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    # The default refuses variable lengths, even for dense models.
+    "moe_token_dispatcher_type": "alltoall",
+    # DDP is built with it; otherwise it divides gradients by the data-parallel size.
+    "calculate_per_token_loss": True,
+    # Parameters come from the checkpoint, and nothing is drawn. Megatron's initialisation runs all the same, since it
+    # marks parameters as shards, which gradient norm, export and checkpoints read.
+    "perform_initialization": True,
+    **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _keep_values),
+    # They need Apex or CUDA.
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+"""Fields of Megatron's config that no model and no layout changes."""
+
+
 def transformer_config(
     architecture: Architecture,
     dtype: torch.dtype,
@@ -216,27 +240,23 @@ def transformer_config(
     is_aligned: bool = False,
     has_adapters: bool = False,
 ) -> TransformerConfig:
-    """Megatron's config: sizes of the architecture and of Megatron's groups, no dropout, and no fusion that needs
-    Apex or CUDA. has_adapters: layers are Megatron's own, also where Transformer Engine is installed."""
+    """Megatron's config: ``_ALWAYS``, and sizes of the architecture and of Megatron's groups. has_adapters: layers are
+    Megatron's own, also where Transformer Engine is installed."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
+        **_ALWAYS,
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_heads,
         num_query_groups=architecture.num_kv_heads,
         kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.intermediate_size,
-        normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
-        gated_linear_unit=True,
         activation_func=aligned.silu if is_aligned else F.silu,
-        add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -251,23 +271,8 @@ def transformer_config(
         batch_p2p_comm=virtual is None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         variable_seq_lengths=pipeline_parallel > 1,
-        # The default refuses variable lengths, even for dense models.
-        moe_token_dispatcher_type="alltoall",
-        # DDP is built with it; otherwise it divides gradients by the data-parallel size.
-        calculate_per_token_loss=True,
-        # Parameters come from the checkpoint, and nothing is drawn. Megatron's initialisation runs all the same,
-        # since it marks parameters as shards, which gradient norm, export and checkpoints read.
-        perform_initialization=True,
-        init_method=_keep_values,
-        output_layer_init_method=_keep_values,
-        embedding_init_method=_keep_values,
         use_cpu_initialization=not platform.is_gpu(),
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
         persist_layer_norm=platform.uses_transformer_engine(dtype),
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
         **moe.config_fields(
             architecture.experts,
             is_grouped=platform.uses_transformer_engine(dtype) and not has_adapters,
