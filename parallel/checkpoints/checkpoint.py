@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
@@ -337,12 +337,8 @@ def _error_text(error: BaseException) -> str:
     return "; ".join(_error_text(cause[0]) for cause in causes) or text
 
 
-@overload
-def _run_on_all(action: Callable[[], T]) -> T: ...
-@overload
-def _run_on_all(action: Callable[[], T], *, only_rank_0: bool) -> T | None: ...
-def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T | None:
-    """This rank's result of ``action``, which runs on every rank, or on rank 0 alone. Raises CheckpointError on
+def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T:
+    """This rank's result of ``action``, which runs on every rank, or on rank 0 alone, where others have none. Raises CheckpointError on
     all ranks if it failed on any."""
     result, failure = None, None
     if not only_rank_0 or dist.get_rank() == 0:
@@ -353,7 +349,7 @@ def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T | No
     for rank, text in enumerate(_gather_objects(failure)):
         if text is not None:
             raise CheckpointError(f"rank {rank}: {text}")
-    return result
+    return cast("T", result)
 
 
 def _gather_objects(mine: T) -> list[T]:
