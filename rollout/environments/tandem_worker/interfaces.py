@@ -137,7 +137,7 @@ class MessageAdapter(Adapter, abc.ABC):
         return {name: self.number_of(value, f"part {name!r}") for name, value in parts.items()}
 
     def run_tools(self, message, functions):
-        """The answers to the calls of a message. -> (messages, number of errors)"""
+        """``answered``, with the answers to the calls of a message."""
         messages, errors = [], 0
         for call in message["tool_calls"]:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -145,7 +145,7 @@ class MessageAdapter(Adapter, abc.ABC):
             errors += failed
             answer = {"role": "tool", "tool_call_id": call["id"], "name": readable(name)}
             messages.append({**answer, "content": readable(content)})
-        return messages, errors
+        return self.answered(messages, calls=len(messages), errors=errors)
 
     def _run_tool(self, functions, name, arguments):
         function = functions.get(name)
@@ -199,8 +199,7 @@ class Chat(MessageAdapter):
 
     def step(self, message):
         if message.get("tool_calls") and self._functions:
-            messages, errors = self.run_tools(message, self._functions)
-            return self.answered(messages, calls=len(messages), errors=errors)
+            return self.run_tools(message, self._functions)
         returned = self.call(self.made.step, message)
         if not isinstance(returned, tuple) or len(returned) not in (3, 4):
             raise self.unusable("step", f"returned {short(returned)}; return (messages, reward, done)")
@@ -273,8 +272,7 @@ class Tools(MessageAdapter):
 
     def step(self, message):
         if message.get("tool_calls"):
-            messages, errors = self.run_tools(message, self._functions)
-            return self.answered(messages, calls=len(messages), errors=errors)
+            return self.run_tools(message, self._functions)
         reward = getattr(self.made, "reward", None)
         reward = self.call(reward) if callable(reward) else reward
         reward = None if reward is None else self.number_of(reward, "reward", "reward")
