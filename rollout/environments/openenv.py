@@ -247,7 +247,6 @@ class OpenEnvSession:
             messages=answers,
             reward=sum(rewards) if rewards else None,
             done=done,
-            parts={},
             tool_calls=len(answers),
             tool_errors=errors,
         )
@@ -352,14 +351,7 @@ def _stepped(data: JSON, messages: list[Message]) -> Stepped:
         raise EpisodeFailed(
             Status.FAILED, "an observation is empty, and done is false; the policy has nothing to answer"
         )
-    return Stepped(
-        messages=messages,
-        reward=None if reward is None else _number(reward),
-        done=done,
-        parts={},
-        tool_calls=0,
-        tool_errors=0,
-    )
+    return Stepped(messages=messages, reward=None if reward is None else _number(reward), done=done)
 
 
 def _number(reward: object) -> float:

@@ -76,9 +76,9 @@ class Stepped(msgspec.Struct):
     reward: float | None
     """None: no reward for this step."""
     done: bool
-    parts: dict[str, float]
-    tool_calls: int
-    tool_errors: int
+    parts: dict[str, float] = {}
+    tool_calls: int = 0
+    tool_errors: int = 0
 
 
 class _Error(msgspec.Struct):
