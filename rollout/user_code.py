@@ -4,6 +4,8 @@ of their own before a start (``rewards/trial_process.py``)."""
 import difflib
 import faulthandler
 import inspect
+import os
+import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
@@ -11,6 +13,12 @@ from multiprocessing.connection import Connection
 from configs.schema.own_function import OwnFunction
 from rollout.environments.tandem_worker.failures import Failure
 from rollout.environments.tandem_worker.imports import imported
+
+TELL_EVERY_S = 5.0
+"""Between two words that a trial still waits."""
+TRACE_WITHIN_S = 2.0
+"""Time for a late process to write its current line."""
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
 def import_named(kind: str, path: str, form: str) -> object:
@@ -89,3 +97,12 @@ def serve_trials(descriptor: int, attempt: Callable[..., None]) -> None:
                 connection.send(str(error))
             else:
                 connection.send(None)
+
+
+def users_line(trace: str, is_other: Callable[[str], bool]) -> str:
+    """``, at rewards.py:3 in <module>``: of what faulthandler wrote, innermost first, the first line that is in no other
+    file; an empty text where there is none."""
+    for file, line, function in _FRAME.findall(trace):
+        if not is_other(file):
+            return f", at {os.path.basename(file)}:{line} in {function}"
+    return ""

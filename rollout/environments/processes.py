@@ -31,6 +31,7 @@ from rollout.records import Status
 from rollout.rewards.worker import WorkerStartError
 from rollout.servers.tool_call_parsers import check_parser_name
 from rollout.servers.watched_process import how_it_ended
+from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +40,6 @@ PACKAGES = Path(__file__).resolve().parents[2]
 """The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
-TRACE_WITHIN_S = 2.0
-"""Time for a late process to write its current line."""
-TELL_EVERY_S = 5.0
 MOST_FAILED_STARTS = 8
 """In a row, after which the run ends; before the first start that succeeds, one is enough."""
 PER_CORE = 16
@@ -234,9 +232,8 @@ class EnvironmentProcess:
     async def _current_line(self) -> str:
         """``, at env.py:12 in step``; an empty text where it is not told in time."""
         with suppress(psutil.NoSuchProcess, TimeoutError, OSError):
-            servers = psutil.Process(
-                self.pid
-            ).children()  # several: it has just ended, and the guard has its orphans
+            # Several: it has just ended, and the guard has its orphans.
+            servers = psutil.Process(self.pid).children()
             if len(servers) != 1 or not _catches(servers[0].pid, signal.SIGUSR1):  # it would end the process
                 return ""
             servers[0].send_signal(signal.SIGUSR1)
@@ -245,9 +242,10 @@ class EnvironmentProcess:
                 while not written.endswith(b"\n") or written != before:  # it is written piece by piece
                     await asyncio.sleep(0.01)
                     written, before = os.pread(self._trace, 2**16, 0), written
-            for file, line, function in _FRAME.findall(written.decode(errors="replace")):  # innermost first
-                if Path(file).parent != WORKER and not _LIBRARY.search(file):
-                    return f", at {os.path.basename(file)}:{line} in {function}"
+            return users_line(
+                written.decode(errors="replace"),
+                lambda file: Path(file).parent == WORKER or _LIBRARY.search(file) is not None,
+            )
         return ""
 
     async def _ended(self) -> int:
@@ -277,7 +275,6 @@ def users_variables() -> dict[str, str]:
     return variables
 
 
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"^<|/lib(64)?/python\d")
 
 
