@@ -211,8 +211,6 @@ def score_of(number: object) -> Score:
 
 def _retry_after_s(header: str | None) -> float:
     """Seconds that a server asks to wait. A date counts as nothing."""
-    return (
-        min(float(header), LONGEST_WAIT_S)
-        if header is not None and header.isascii() and header.isdigit()
-        else 0.0
-    )
+    if header is None or not (header.isascii() and header.isdigit()):
+        return 0.0
+    return min(float(header), LONGEST_WAIT_S)

@@ -102,11 +102,7 @@ def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Re
         returned = function(job.prompt_text, job.response_text, job.reference, **further)
         if inspect.iscoroutine(returned):
             returned = runner.run(returned)
-    except (
-        Exception,
-        SystemExit,
-        asyncio.CancelledError,
-    ) as error:  # reward code may raise anything, or exit()
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # it may raise anything, or exit()
         return "raised", describe(error)
     try:
         return "score", to_score(returned)
