@@ -100,9 +100,9 @@ def serve_trials(descriptor: int, attempt: Callable[..., None]) -> None:
 
 
 def users_line(trace: str, is_other: Callable[[str], bool]) -> str:
-    """``, at rewards.py:3 in <module>``: of what faulthandler wrote, innermost first, the first line that is in no other
-    file; an empty text where there is none."""
-    for file, line, function in _FRAME.findall(trace):
+    """``, at rewards.py:3 in <module>``: the innermost line of the user's in what faulthandler wrote; an empty text where
+    there is none. is_other: whether a file is not the user's."""
+    for file, line, function in _FRAME.findall(trace):  # innermost first
         if not is_other(file):
             return f", at {os.path.basename(file)}:{line} in {function}"
     return ""

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +26,7 @@ from rollout.environments.openenv import OpenEnvServers
 from rollout.environments.processes import ProcessPool, max_processes
 from rollout.environments.protocol import Environment
 from rollout.environments.tandem_worker.failures import describe
-from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
+from rollout.environments.tool_calls import ParsedTurn, ParserProcess, ToolCallParser, Tools
 from rollout.rewards import Scorer
 from rollout.sampling.prompt_room import PromptsOf, sequence_limits
 from rollout.user_code import import_named
@@ -164,8 +164,9 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
     if block.tool_call_parser is None:
         yield None
         return
-    with ToolCallParser(block.tool_call_parser, reasoning_parser=block.reasoning_parser) as parser:
-        await asyncio.to_thread(parser.start)
+    with closing(ParserProcess()) as process:
+        parser = ToolCallParser(process, block.tool_call_parser, reasoning_parser=block.reasoning_parser)
+        await asyncio.to_thread(process.start)
 
         async def parse(text: str, tools: Tools) -> ParsedTurn:
             if not tools and block.reasoning_parser is None:
