@@ -5,7 +5,6 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
-from rollout.environments.tandem_worker.failures import short
 from rollout.records import Score
 from rollout.user_code import further_parameters, import_function
 
@@ -44,7 +43,9 @@ def to_score(returned: object) -> Score:
     """
     value, parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
-        raise TypeError(f"the parts of a reward must be a dict from names to numbers, not {short(parts)}")
+        raise TypeError(
+            f"the parts of a reward must be a dict from names to numbers, not {_short_text(parts)}"
+        )
     return Score(
         value=_finite_number(value, "the reward"),
         parts={name: _finite_number(part, f"part {name!r}") for name, part in parts.items()},
@@ -53,7 +54,12 @@ def to_score(returned: object) -> Score:
 
 def _finite_number(value: object, name: str) -> float:
     if not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, not {short(value)}")
+        raise TypeError(f"{name} must be a number, not {_short_text(value)}")
     if not math.isfinite(value):
         raise ValueError(f"{name} is {float(value)}, which is not finite")
     return float(value)
+
+
+def _short_text(value: object) -> str:
+    has_content = isinstance(value, str | dict | tuple | list)
+    return f"{type(value).__name__} {value!r:.60}" if has_content else f"{type(value)}"

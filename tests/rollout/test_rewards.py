@@ -449,7 +449,7 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
         "nan": "is nan, which is not finite",
         "inf": "is -inf, which is not finite",
         "huge": "OverflowError",
-        "none": "must be a number, not NoneType None",
+        "none": "must be a number, not <class 'NoneType'>",
         "text": "must be a number, not str '1'",
         "bad part": "part 'style' is nan",
         "bad parts": "must be a dict",

@@ -230,7 +230,7 @@ BROKEN = {
         "import nothing_of_the_name",
         "imports 'nothing_of_the_name', which .* does not have",
     ),
-    "ends_at_import": ("import sys; sys.exit(4)", "importing ends_at_import raised SystemExit: 4"),
+    "ends_at_import": ("import sys; sys.exit(4)", "importing ends_at_import ends the process: SystemExit: 4"),
     "crashes_at_import": (
         "import os; os._exit(5)",
         "exit code 5 in importing and making crashes_at_import:E",
