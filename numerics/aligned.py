@@ -145,14 +145,9 @@ def attention(
     return out_BRD.to(query_BRD.dtype).contiguous()
 
 
-def log_normalizer(logits_nV: Tensor) -> tuple[Tensor, Tensor]:
-    """(m, log sum exp(x - m)) of each row of float32 logits, m its maximum. The log-prob of v is (x_v - m) - log sum."""
-    logits_nV = logits_nV.contiguous()
-    maximum_n = logits_nV.amax(-1)
-    return maximum_n, (logits_nV - maximum_n.unsqueeze(1)).exp().sum(-1).log()
-
-
 def logprobs(logits_nV: Tensor, tokens_n: Tensor) -> Tensor:
     """log softmax(x)[token] of each row of float32 logits that are divided by the temperature already: float32 [n]."""
-    maximum_n, log_sum_n = log_normalizer(logits_nV)
+    logits_nV = logits_nV.contiguous()
+    maximum_n = logits_nV.amax(-1)
+    log_sum_n = (logits_nV - maximum_n.unsqueeze(1)).exp().sum(-1).log()
     return (logits_nV.gather(1, tokens_n.long().unsqueeze(1)).squeeze(1) - maximum_n) - log_sum_n

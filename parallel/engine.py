@@ -41,11 +41,11 @@ from parallel.megatron import platform
 from parallel.megatron.groups import groups_of_this_process, join_groups
 from parallel.megatron.lora import Lora, without_adapters
 from parallel.megatron.model import (
+    Backbone,
     LogprobGPTModel,
     PackedGPTModel,
     ValueGPTModel,
-    build_model,
-    build_value_model,
+    make_backbone,
 )
 from parallel.megatron.moe import Replay
 from parallel.megatron.optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler
@@ -114,7 +114,8 @@ class _Engine:
     Megatron's own groups, which do not take it from the default group.
 
     Needs ``platform.init_distributed`` first. Raises ValueError for a layout, model or schedule that does not
-    fit. ``lora``: the optimizer has the adapters alone, which ``checkpoint`` holds too.
+    fit. ``make_chunk`` makes a part of the model, whose weights are set here. ``lora``: the optimizer has the
+    adapters alone, which ``checkpoint`` holds too.
     """
 
     def __init__(
@@ -123,11 +124,12 @@ class _Engine:
         layout: LayoutConfig,
         optimizer: OptimizerConfig | None,
         *,
-        build: Callable[..., PackedGPTModel],
+        make_chunk: Callable[[Backbone], PackedGPTModel],
         total_optimizer_steps: int,
         recompute: str,
         seed: int,
-        timeout_s: float,
+        timeout_s: float = 1800.0,
+        pieces: int | None = None,
         lora: Lora | None = None,
     ):
         hf_config = read_hf_config(model.path)
@@ -141,12 +143,18 @@ class _Engine:
         self.groups = groups_of_this_process()
         self.source = model.path
         self.dtype = getattr(torch, model.dtype)
-        build = partial(
-            build, dtype=self.dtype, recompute=recompute if optimizer else "none", sequence_parallel=layout.sp
+        backbone_of = partial(
+            make_backbone,
+            model.path,
+            hf_config,
+            dtype=self.dtype,
+            recompute=recompute if optimizer else "none",
+            sequence_parallel=layout.sp,
+            pieces=pieces,
+            lora=lora,
         )
         vp_stages = range(layout.vpp) if layout.vpp > 1 else [None]
-        build = build if lora is None else partial(build, lora=lora)
-        self.chunks = [build(model.path, hf_config, vp_stage=vp_stage) for vp_stage in vp_stages]
+        self.chunks = [make_chunk(backbone_of(stage)).to(platform.device()) for stage in vp_stages]
         hf_conversion.load_hf(self.chunks, model.path)
         hf_conversion.initialise_adapters(self.chunks, seed)
         self._lora = lora
@@ -323,31 +331,17 @@ class MegatronEngine(_Engine):
         layout: LayoutConfig,
         optimizer: OptimizerConfig | None,
         *,
-        total_optimizer_steps: int,
         logprob_chunk_tokens: int,
-        recompute: str,
-        seed: int,
-        timeout_s: float = 1800.0,
         pieces: int | None = None,
-        lora: Lora | None = None,
+        **settings: Any,
     ):
-        """pieces: ``RunConfig.numerics_pieces``. None, with aligned numerics: as many as layout.tp."""
-        super().__init__(
-            model,
-            layout,
-            optimizer,
-            lora=lora,
-            build=partial(
-                build_model,
-                chunk_tokens=logprob_chunk_tokens,
-                fp32_lm_head=model.fp32_lm_head,
-                pieces=pieces or layout.tp if model.numerics == "aligned" else None,
-            ),
-            total_optimizer_steps=total_optimizer_steps,
-            recompute=recompute,
-            seed=seed,
-            timeout_s=timeout_s,
+        """pieces: ``RunConfig.numerics_pieces``. None, with aligned numerics: as many as layout.tp. settings: see
+        ``_Engine``."""
+        pieces = pieces or layout.tp if model.numerics == "aligned" else None
+        make_chunk = partial(
+            LogprobGPTModel, chunk_tokens=logprob_chunk_tokens, fp32_lm_head=model.fp32_lm_head
         )
+        super().__init__(model, layout, optimizer, make_chunk=make_chunk, pieces=pieces, **settings)
 
     def logprobs(
         self, microbatches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool = False
@@ -485,27 +479,9 @@ class MegatronEngine(_Engine):
 class ValueEngine(_Engine):
     """A critic: the backbone of a policy's folder, and a head that starts at zero (see ``ValueGPTModel``)."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        layout: LayoutConfig,
-        optimizer: OptimizerConfig,
-        *,
-        total_optimizer_steps: int,
-        recompute: str,
-        seed: int,
-        timeout_s: float = 1800.0,
-    ):
-        super().__init__(
-            model,
-            layout,
-            optimizer,
-            build=build_value_model,
-            total_optimizer_steps=total_optimizer_steps,
-            recompute=recompute,
-            seed=seed,
-            timeout_s=timeout_s,
-        )
+    def __init__(self, model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig, **settings: Any):
+        """settings: see ``_Engine``."""
+        super().__init__(model, layout, optimizer, make_chunk=ValueGPTModel, **settings)
 
     def values(self, microbatches: Sequence[PackedBatch]) -> list[Tensor]:
         """values_T of each micro-batch: float32, on the device, without gradient; index t as for log-probs.

@@ -82,6 +82,9 @@ class PackedBatch:
             value = getattr(self, f.name)
             if f.name.endswith("_T") and value is not None:
                 require_per_token(f.name, value, self.tokens_T.numel(), _DTYPES.get(f.name, FLOATS))
+        for (one, other), what in _TOGETHER.items():
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                raise ValueError(f"{one} and {other} say together {what}, and one is missing; pass both")
         self._require_experts()
         self._require_kept()
         self._require_prompts()
@@ -98,10 +101,6 @@ class PackedBatch:
 
     def _require_experts(self) -> None:
         experts, num_tokens = self.experts_TLK, self.num_tokens
-        if (experts is None) != (self.is_replayed_T is None):
-            raise ValueError(
-                "experts_TLK and is_replayed_T say together what is replayed, and one is missing; pass both"
-            )
         if experts is not None and (experts.dim() != 3 or len(experts) != num_tokens):
             raise ValueError(
                 f"experts_TLK has shape {tuple(experts.shape)}, the batch {num_tokens} tokens; pass [tokens, layers, experts per token]"
@@ -117,10 +116,6 @@ class PackedBatch:
         return KeptSets(num_T=self.num_kept_T, ids_M=self.kept_ids_M)
 
     def _require_kept(self) -> None:
-        if (self.num_kept_T is None) != (self.kept_ids_M is None):
-            raise ValueError(
-                "num_kept_T and kept_ids_M say together what was kept, and one is missing; pass both"
-            )
         if self.kept_ids_M is not None and self.kept_ids_M.dtype != torch.int32:
             raise ValueError(f"kept_ids_M is {self.kept_ids_M.dtype}; convert it to int32")
         _ = self.kept  # raises where counts and ids do not fit
@@ -133,16 +128,10 @@ class PackedBatch:
         return self.prompt_ids_S, self.prompt_lengths_S
 
     def _require_prompts(self) -> None:
-        ids, lengths = self.prompt_ids_S, self.prompt_lengths_S
-        if (ids is None) != (lengths is None):
-            raise ValueError(
-                "prompt_ids_S and prompt_lengths_S say together what is shared, and one is missing; pass both"
-            )
-        if (
-            ids is not None
-            and lengths is not None
-            and not ids.shape == lengths.shape == self.sequence_ids_S.shape
-        ):
+        if self.prompts is None:
+            return
+        ids, lengths = self.prompts
+        if not ids.shape == lengths.shape == self.sequence_ids_S.shape:
             raise ValueError(
                 f"prompt_ids_S has shape {tuple(ids.shape)}, prompt_lengths_S {tuple(lengths.shape)}; pass one value for each of "
                 f"the {self.sequence_ids_S.numel()} sequences"
@@ -190,6 +179,11 @@ class PackedBatch:
         return replace(self, **moved)
 
 
+_TOGETHER = {
+    ("experts_TLK", "is_replayed_T"): "what is replayed",
+    ("num_kept_T", "kept_ids_M"): "what was kept",
+    ("prompt_ids_S", "prompt_lengths_S"): "what is shared",
+}
 _DTYPES = {
     **dict.fromkeys(("tokens_T", "targets_T", "positions_T"), INTEGERS),
     **dict.fromkeys(("response_mask_T", "is_replayed_T"), FLAGS),

@@ -47,9 +47,8 @@ def decoder_of(tokenizer: "PreTrainedTokenizerBase") -> Decode:
 
 def bytes_of_ids(tokenizer: "PreTrainedTokenizerBase") -> list[bytes]:
     """The bytes of each id; none for an id without a token."""
-    from transformers.convert_slow_tokenizer import (
-        bytes_to_unicode,
-    )  # loaded with any tokenizer of transformers
+    # Loaded with any tokenizer of transformers.
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     by_character = {character: value for value, character in bytes_to_unicode().items()}
     backend: Any = tokenizer.backend_tokenizer
@@ -81,6 +80,4 @@ def _cleans_up(tokenizer: Any) -> bool:
     """Whether spaces before punctuation go. ``transformers`` 5 leaves them to BPE, unless it is asked in these words."""
     name = "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output"
     is_bpe = type(tokenizer.backend_tokenizer.model).__name__ == "BPE"
-    return bool(tokenizer.clean_up_tokenization_spaces) and not (
-        is_bpe and not getattr(tokenizer, name, False)
-    )
+    return bool(tokenizer.clean_up_tokenization_spaces and (not is_bpe or getattr(tokenizer, name, False)))

@@ -72,8 +72,7 @@ class GenerationClient(Protocol):
         sampler is truncated, over each token's kept ids, which come with it. A seed fixes its
         sample on engines that run deterministically; other engines ignore it.
 
-        Raises:
-            GenerationError: retries or time ran out before all completions came, or the request was refused.
+        Raises GenerationError: retries or time ran out before all completions came, or the request was refused.
         """
         ...
 

@@ -10,7 +10,8 @@ end to end, and what tells them apart is a list of lengths:
 The content is written once, straight into the message, and the arrays at the other end are views of it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple, Self
 
@@ -100,11 +101,8 @@ class Taken(NamedTuple):
 
 
 def joined(columns: Columns, content: np.ndarray) -> list[Trajectory]:
-    """The trajectories. Their arrays are views of ``content``, uint8 [n].
-
-    Raises:
-        ValueError: heads, lengths and content do not fit together, or a type is none of a message's.
-    """
+    """The trajectories. Their arrays are views of ``content``, uint8 [n]. Raises ValueError: heads, lengths and
+    content do not fit together, or a type is none of a message's."""
     if len(columns.runs) != len(FIELDS):
         raise ValueError(f"{len(columns.runs)} columns, not {len(FIELDS)}")
     start, arrays = 0, []
@@ -131,7 +129,7 @@ def _bytes_of(run: Run) -> int:
         return 0
     if run.dtype not in DTYPES or min(run.lengths, default=0) < 0 or min(run.row, default=0) < 0:
         raise ValueError(f"no arrays of a message: {run.dtype}, rows of {run.row}")
-    return sum(run.lengths) * _product(run.row) * np.dtype(run.dtype).itemsize
+    return sum(run.lengths) * math.prod(run.row) * np.dtype(run.dtype).itemsize
 
 
 def _read(run: Run, content: np.ndarray, name: str) -> Iterable[np.ndarray | None]:
@@ -141,22 +139,11 @@ def _read(run: Run, content: np.ndarray, name: str) -> Iterable[np.ndarray | Non
     if len(content) < size:
         raise ValueError(f"{name}: {len(content)} bytes for {size}")
     rows = content[:size].view(run.dtype).reshape(sum(run.lengths), *run.row)
-    return _cut(rows, run.lengths)
-
-
-def _cut(rows: np.ndarray, lengths: Sequence[int]) -> Iterator[np.ndarray]:
-    return (rows[start:end] for start, end in pairwise(accumulate(lengths, initial=0)))
+    return (rows[start:end] for start, end in pairwise(accumulate(run.lengths, initial=0)))
 
 
 def _size(arrays: Sequence[np.ndarray]) -> int:
     return sum(array.nbytes for array in arrays)
-
-
-def _product(row: Sequence[int]) -> int:
-    product = 1
-    for number in row:
-        product *= number
-    return product
 
 
 def _rounded(size: int) -> int:

@@ -46,11 +46,8 @@ def watched_socket(address_info: tuple, *, peer_timeout_s: float) -> socket.sock
 
 
 def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket:
-    """A watched connection. While the host cannot be reached, attempts are repeated for ``peer_timeout_s``.
-
-    Raises:
-        OSError: the host refused, or could not be reached in that time.
-    """
+    """A watched connection. While the host cannot be reached, attempts are repeated for ``peer_timeout_s``. Raises
+    OSError: the host refused, or could not be reached in that time."""
     deadline = time.monotonic() + peer_timeout_s
     while True:
         try:
@@ -112,11 +109,8 @@ class Requester:
         self._socket.send(message)
 
     def poll(self, timeout_ms: float) -> bool:
-        """Whether the answer has come within ``timeout_ms``.
-
-        Raises:
-            PeerLost: the answer will never come: the connection was lost, or could not be made.
-        """
+        """Whether the answer has come within ``timeout_ms``. Raises PeerLost: the answer will never come: the
+        connection was lost, or could not be made."""
         deadline = time.monotonic() + timeout_ms / 1000
         while True:
             left_s = deadline - time.monotonic()

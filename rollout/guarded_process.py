@@ -46,11 +46,7 @@ async def guarded_process(
     Entering raises OSError where it cannot be started.
     """
     async with own_folder(prefix) as folder:
-        guard = await start_guarded(
-            *command,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            cwd=folder, env=variables, start_new_session=True,
-        )  # fmt: skip
+        guard = await start_guarded(*command, stderr=asyncio.subprocess.PIPE, cwd=folder, env=variables)
         try:
             yield guard
         finally:
@@ -82,9 +78,13 @@ def remove(folder: str) -> None:
 
 
 async def start_guarded(*command: str | Path, **options: Any) -> asyncio.subprocess.Process:
-    """Start a guard. asyncio would kill it where this is cancelled, which sets free what it guards: the start is waited
-    for instead, and the guard ended. Raises OSError."""
-    starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, **options))
+    """Start a guard with pipes, in a session of its own: it ends what it guards after a killed group too. asyncio would kill
+    it where this is cancelled, which sets free what it guards: the start is waited for instead, and the guard ended.
+    Raises OSError."""
+    pipe = asyncio.subprocess.PIPE
+    starting = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, start_new_session=True, **options)
+    )
 
     async def undo() -> None:
         with suppress(OSError):

@@ -50,24 +50,16 @@ FAMILIES = {
         Glm4MoeForCausalLM,
         _EXPERTS
         | {
-            "intermediate_size": 384,
-            "moe_intermediate_size": 96,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-        }
-        | {
-            "first_k_dense_replace": 1,
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "attention_bias": True,
-        }
-        | {"num_nextn_predict_layers": 0},
+            "intermediate_size": 384, "moe_intermediate_size": 96, "n_routed_experts": 8, "n_shared_experts": 1,
+            "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
+            "num_nextn_predict_layers": 0,
+        },
     ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, _DENSE),
     "llama": (LlamaConfig, LlamaForCausalLM, _DENSE),
     "mistral": (MistralConfig, MistralForCausalLM, _DENSE | {"sliding_window": None}),
     "phi3": (Phi3Config, Phi3ForCausalLM, _DENSE | {"tie_word_embeddings": False}),
-}
+}  # fmt: skip
 """Config class, model class, and the fields of this family alone."""
 
 BYTE_LEVEL = ("qwen2",)
@@ -88,8 +80,7 @@ def make_tiny_countdown_model(
     The same ``seed`` gives the same weights. ``initializer_range`` is their standard deviation: from about 0.1 on the
     untrained model's answers depend on the prompt.
 
-    Raises:
-        ValueError: ``folder`` exists already, or ``family`` is unknown.
+    Raises ValueError: ``folder`` exists already, or ``family`` is unknown.
     """
     if family not in FAMILIES:
         raise ValueError(f"family {family!r} is unknown; use one of {', '.join(FAMILIES)}")

@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a local Hugging Face folder; nothing is downloaded.
-
-    Raises:
-        ValueError: the folder or its tokenizer is missing or unreadable.
-    """
+    """The tokenizer of a local Hugging Face folder; nothing is downloaded. Raises ValueError: the folder or its
+    tokenizer is missing or unreadable."""
     model_dir = Path(model_dir)
     if not model_dir.is_dir():
         raise ValueError(
@@ -63,11 +60,8 @@ def import_transformers_without_torch() -> None:
 
 
 def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path) -> None:
-    """Refuse a tokenizer with ids beyond the model's embedding: the first such prompt would kill SGLang.
-
-    Raises:
-        ValueError: the tokenizer has more tokens than the model.
-    """
+    """Refuse a tokenizer with ids beyond the model's embedding: the first such prompt would kill SGLang. Raises
+    ValueError: the tokenizer has more tokens than the model."""
     if vocab_size is not None and num_ids > vocab_size:
         raise ValueError(
             f"the tokenizer in {model_dir} has {num_ids} tokens, but the model's vocab_size is {vocab_size}; "
@@ -83,8 +77,7 @@ def encode_prompt(
     With a chat template: the system message, if any, ``text`` as the user's message, and the header of the
     assistant's turn. Without: ``text`` with the tokenizer's own special tokens (such as Llama's begin token).
 
-    Raises:
-        ValueError: the template is missing, a system prompt comes without a template, or there is no token.
+    Raises ValueError: the template is missing, a system prompt comes without a template, or there is no token.
     """
     if apply_chat_template:
         token_ids = _encode_chat(tokenizer, text, system_prompt)
@@ -119,8 +112,7 @@ def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:
     Supervised training ends an answer with the first; all of them stop sampling. Chat models often end a turn
     with another token than the tokenizer's own, and name it only in generation_config.json.
 
-    Raises:
-        ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
+    Raises ValueError: a file is not valid JSON, an id is not an integer, or no id is given anywhere.
     """
     own_ids = [] if tokenizer.eos_token_id is None else [int(cast("int", tokenizer.eos_token_id))]
     config_files = (Path(model_dir) / name for name in ("generation_config.json", "config.json"))

@@ -16,11 +16,8 @@ _LFS_POINTER = "version https://git-lfs"
 
 
 class TokenizerFiles:
-    """The part of transformers' tokenizer interface that checks use.
-
-    Raises:
-        ValueError: a file of the tokenizer is broken; the message names it and the fix.
-    """
+    """The part of transformers' tokenizer interface that checks use. Raises ValueError: a file of the tokenizer is
+    broken; the message names it and the fix."""
 
     def __init__(self, folder: Path):
         from tokenizers import Tokenizer

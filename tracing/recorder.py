@@ -16,7 +16,6 @@ Outside of the window of steps, and in a process without a recorder, ``span`` gi
 
 import contextlib
 import heapq
-import itertools
 import json
 import os
 import socket
@@ -54,7 +53,9 @@ class Recorder:
     ):
         self._folder, self._who, self._window, self.clock = folder, who, window, clock
         self._file: TextIO | None = None
-        self._rows: dict[str, _Rows] = defaultdict(_Rows)
+        self._free: dict[str, list[int]] = defaultdict(list)
+        """Rows of each family that were taken once and are free: a heap of numbers."""
+        self._num_rows: dict[str, int] = defaultdict(int)
         self.is_on = False
 
     def at_step(self, step: int) -> None:
@@ -82,11 +83,15 @@ class Recorder:
                 self._file.write(json.dumps([name, row, begin, end, notes]) + "\n")
 
     def take_row(self, family: str) -> str:
-        return f"{family} {self._rows[family].take()}"
+        """The lowest free one; they are numbered from 1 on."""
+        if self._free[family]:
+            return f"{family} {heapq.heappop(self._free[family])}"
+        self._num_rows[family] += 1
+        return f"{family} {self._num_rows[family]}"
 
     def free_row(self, row: str) -> None:
         family, _, number = row.rpartition(" ")
-        self._rows[family].free(int(number))
+        heapq.heappush(self._free[family], int(number))
 
     @contextmanager
     def _unless_disk_is_full(self) -> Iterator[None]:
@@ -100,20 +105,6 @@ class Recorder:
             with contextlib.suppress(OSError):
                 if file is not None:
                     file.close()
-
-
-class _Rows:
-    """Numbers from 1 on; the lowest free one is taken."""
-
-    def __init__(self) -> None:
-        self._free: list[int] = []
-        self._fresh = itertools.count(1)
-
-    def take(self) -> int:
-        return heapq.heappop(self._free) if self._free else next(self._fresh)
-
-    def free(self, number: int) -> None:
-        heapq.heappush(self._free, number)
 
 
 def _boot() -> str:

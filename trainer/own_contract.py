@@ -11,12 +11,10 @@ one call cannot show.
 ``serve`` runs it in a process of its own (``launch/checks/own_parts.py`` is the other end of its pipe).
 """
 
-import faulthandler
-import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 from pydantic import TypeAdapter
@@ -24,6 +22,7 @@ from torch import Tensor
 
 from configs.schema.own_function import OwnFunction
 from rollout.environments.tandem_worker.failures import describe
+from rollout.user_code import serve_trials
 from trainer.algorithm.own_parts import (
     ADVANTAGE,
     OBJECTIVE,
@@ -48,28 +47,19 @@ RESPONSES = ((0, 1, 1, 1, 1), (0, 0, 1, 1), (0, 1, 1, 0, 0, 1, 1, 1), (0, 0, 0))
 
 
 def serve(descriptor: int) -> None:
-    """Main function of the trial's process, which says None once it is up. A job is ("import" or "call", part, fields of
-    the function); its answer is None, or what is wrong."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
-    faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
+    """Main function of the trial's process."""
     torch.set_num_threads(1)
-    with Connection(descriptor) as connection:
-        connection.send(None)
-        while True:
-            try:
-                what, name, fields = connection.recv()
-            except EOFError:
-                return
-            part, own = PARTS[name], TypeAdapter(OwnFunction).validate_python(fields)
-            try:
-                if what == "import":
-                    load(part, own.function)
-                else:
-                    check_contract(part, own)
-            except ValueError as error:
-                connection.send(str(error))
-            else:
-                connection.send(None)
+    serve_trials(descriptor, _attempt)
+
+
+def _attempt(what: str, name: str, fields: Mapping[str, Any]) -> None:
+    """what: "import" or "call". name: of the part. fields: of the function. Raises ValueError where the function cannot
+    be used, or does not keep to its contract."""
+    part, own = PARTS[name], TypeAdapter(OwnFunction).validate_python(fields)
+    if what == "import":
+        load(part, own.function)
+    else:
+        check_contract(part, own)
 
 
 def check_contract(part: Part, own: OwnFunction) -> None:

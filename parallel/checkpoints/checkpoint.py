@@ -16,7 +16,7 @@ from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar, cast, overload
+from typing import Any, TypeVar, cast
 
 import numpy
 import torch
@@ -52,6 +52,15 @@ T = TypeVar("T")
 EXTRA = "extra.json"
 OF_CONFIG = ("max_lr", "min_lr", "betas", "eps")
 """Settings of an optimizer's groups that a checkpoint holds too, and that the running config decides."""
+CONTENT = {
+    "singleton_local_shards": False,
+    "chained_optim_avoid_prefix": True,
+    # Other formats cannot be read by another layout, or fail to load with torch's AdamW.
+    "distrib_optim_sharding_type": "fully_reshardable",
+    # Otherwise every data-parallel rank, not the first alone, holds the whole float32 state of its part.
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+}
+"""Megatron's description of a checkpoint's content."""
 
 
 class CheckpointError(RuntimeError):
@@ -149,7 +158,7 @@ def save(
         # Each rank hashes its own writers' files while the writers wait for the disk.
         own_files = f"__{dist.get_rank()}_*.distcp"
         with hashed_while_written(temporary, own_files) as records, safe_writers():
-            dist_checkpointing.save(state, str(temporary), content_metadata=_content_metadata())
+            dist_checkpointing.save(state, str(temporary), content_metadata=dict(CONTENT))
         return records
 
     def finish(hashed: Mapping[str, FileRecord]) -> None:
@@ -263,25 +272,12 @@ def load(
         raise CheckpointError(f"{folder} cannot be loaded into this run: {error}") from error
 
 
-def _content_metadata() -> dict[str, Any]:
-    return {
-        "singleton_local_shards": False,
-        "chained_optim_avoid_prefix": True,
-        # Other formats cannot be read by another layout, or fail to load with torch's AdamW.
-        "distrib_optim_sharding_type": "fully_reshardable",
-        # Otherwise every data-parallel rank, not the first alone, holds the whole float32 state of its part.
-        "distrib_optim_fully_reshardable_mem_efficient": True,
-    }
-
-
 def _checkpoint_state(
     chunks: Sequence[MegatronModule], optimizer, scheduler, *, is_loading: bool, with_random: bool = True
 ) -> dict[str, Any]:
     _count_without_parameters(optimizer, scheduler.num_steps)
-    metadata = {
-        **_content_metadata(),
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
+    dp_cp_group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {**CONTENT, "dp_cp_group": dp_cp_group}
     # Tensors are found by their names in the whole model, not by their places here, so that any layout can load.
     model_state = {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
     state = {
@@ -341,12 +337,8 @@ def _error_text(error: BaseException) -> str:
     return "; ".join(_error_text(cause[0]) for cause in causes) or text
 
 
-@overload
-def _run_on_all(action: Callable[[], T]) -> T: ...
-@overload
-def _run_on_all(action: Callable[[], T], *, only_rank_0: bool) -> T | None: ...
-def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T | None:
-    """This rank's result of ``action``, which runs on every rank, or on rank 0 alone. Raises CheckpointError on
+def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T:
+    """This rank's result of ``action``, which runs on every rank, or on rank 0 alone, where others have none. Raises CheckpointError on
     all ranks if it failed on any."""
     result, failure = None, None
     if not only_rank_0 or dist.get_rank() == 0:
@@ -357,7 +349,7 @@ def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T | No
     for rank, text in enumerate(_gather_objects(failure)):
         if text is not None:
             raise CheckpointError(f"rank {rank}: {text}")
-    return result
+    return cast("T", result)
 
 
 def _gather_objects(mine: T) -> list[T]:

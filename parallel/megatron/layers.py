@@ -105,7 +105,7 @@ def block_spec(
     elif platform.uses_transformer_engine(config.params_dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
-        make_layer, norm = partial(_transformer_engine_layer, config.params_dtype), TENorm
+        make_layer, norm = _transformer_engine_layer, TENorm
     first = get_transformer_layer_offset(config, vp_stage)
     experts = architecture.experts
     is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
@@ -117,7 +117,12 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
 
 
-def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+def _local_layer(
+    architecture: Architecture,
+    experts: Experts | None,
+    norm: type = RMSNorm,
+    attention: type = PackedCoreAttention,
+) -> ModuleSpec:
     """A layer without Transformer Engine."""
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=experts and experts.num_experts,
@@ -125,11 +130,11 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
-    attention = layer.self_attention.submodules
-    attention.core_attention = PackedCoreAttention
+    layer.input_layernorm = layer.pre_mlp_layernorm = norm
+    parts = layer.self_attention.submodules
+    parts.core_attention = attention
     if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
+        parts.q_layernorm = parts.k_layernorm = norm
     if experts:
         moe.use_router(spec, experts)
     return spec
@@ -137,13 +142,9 @@ def _local_layer(architecture: Architecture, experts: Experts | None) -> ModuleS
 
 def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     """A layer of a dense model with the operations of ``numerics``; ``check_numerics`` refuses experts."""
-    spec = _local_layer(architecture, experts)
+    spec = _local_layer(architecture, experts, AlignedRMSNorm, aligned.AlignedCoreAttention)
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = AlignedRMSNorm
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
-    attention.core_attention = aligned.AlignedCoreAttention
-    if architecture.qk_norm:
-        attention.q_layernorm = attention.k_layernorm = AlignedRMSNorm
     attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
     attention.linear_proj = mlp.linear_fc2 = ModuleSpec(aligned.AlignedRowLinear, {"pieces": pieces})
     return spec
@@ -158,12 +159,10 @@ def _adaptable_layer(dtype: torch.dtype, architecture: Architecture, experts: Ex
     return spec
 
 
-def _transformer_engine_layer(
-    dtype: torch.dtype, architecture: Architecture, experts: Experts | None
-) -> ModuleSpec:
+def _transformer_engine_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=experts and experts.num_experts,
-        moe_grouped_gemm=platform.uses_grouped_gemm(dtype),
+        moe_grouped_gemm=True,
         qk_layernorm=architecture.qk_norm,
     )
     layer: Any = spec.submodules
@@ -208,6 +207,30 @@ def _keep_values(tensor: Tensor) -> Tensor:
     return tensor
 
 
+_ALWAYS: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    # The default refuses variable lengths, even for dense models.
+    "moe_token_dispatcher_type": "alltoall",
+    # DDP is built with it; otherwise it divides gradients by the data-parallel size.
+    "calculate_per_token_loss": True,
+    # Parameters come from the checkpoint, and nothing is drawn. Megatron's initialisation runs all the same, since it
+    # marks parameters as shards, which gradient norm, export and checkpoints read.
+    "perform_initialization": True,
+    **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _keep_values),
+    # They need Apex or CUDA.
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "apply_rope_fusion": False,
+}
+"""Fields of Megatron's config that no model and no layout changes."""
+
+
 def transformer_config(
     architecture: Architecture,
     dtype: torch.dtype,
@@ -217,27 +240,23 @@ def transformer_config(
     is_aligned: bool = False,
     has_adapters: bool = False,
 ) -> TransformerConfig:
-    """Megatron's config: sizes of the architecture and of Megatron's groups, no dropout, and no fusion that needs
-    Apex or CUDA. has_adapters: layers are Megatron's own, also where Transformer Engine is installed."""
+    """Megatron's config: ``_ALWAYS``, and sizes of the architecture and of Megatron's groups. has_adapters: layers are
+    Megatron's own, also where Transformer Engine is installed."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
+        **_ALWAYS,
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_heads,
         num_query_groups=architecture.num_kv_heads,
         kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.intermediate_size,
-        normalization="RMSNorm",
         layernorm_epsilon=architecture.norm_eps,
-        gated_linear_unit=True,
         activation_func=aligned.silu if is_aligned else F.silu,
-        add_bias_linear=False,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,
@@ -252,25 +271,11 @@ def transformer_config(
         batch_p2p_comm=virtual is None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         variable_seq_lengths=pipeline_parallel > 1,
-        # The default refuses variable lengths, even for dense models.
-        moe_token_dispatcher_type="alltoall",
-        # DDP is built with it; otherwise it divides gradients by the data-parallel size.
-        calculate_per_token_loss=True,
-        # Parameters come from the checkpoint, and nothing is drawn. Megatron's initialisation runs all the same,
-        # since it marks parameters as shards, which gradient norm, export and checkpoints read.
-        perform_initialization=True,
-        init_method=_keep_values,
-        output_layer_init_method=_keep_values,
-        embedding_init_method=_keep_values,
         use_cpu_initialization=not platform.is_gpu(),
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
         persist_layer_norm=platform.uses_transformer_engine(dtype),
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        apply_rope_fusion=False,
         **moe.config_fields(
-            architecture.experts, is_grouped=platform.uses_grouped_gemm(dtype) and not has_adapters
+            architecture.experts,
+            is_grouped=platform.uses_transformer_engine(dtype) and not has_adapters,
         ),
         **(full if recompute == "full" else {}),
     )

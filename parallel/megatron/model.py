@@ -321,57 +321,18 @@ class ValueGPTModel(PackedGPTModel):
         return values_T11.flatten()
 
 
-def build_model(
+def make_backbone(
     folder: Path,
     hf_config: Mapping[str, Any],
+    vp_stage: int | None,
     *,
-    dtype: torch.dtype,
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-    vp_stage: int | None = None,
-    chunk_tokens: int = 1024,
-    fp32_lm_head: bool = False,
-    pieces: int | None = None,
-    lora: Lora | None = None,
-) -> LogprobGPTModel:
-    """A chunk of the policy, with weights that ``hf_conversion.load_hf`` sets later. Needs Megatron's parallel
-    groups.
-
-    ``vp_stage`` is the number of this rank's chunk, None if each rank has one. ``fp32_lm_head``: the output
-    projection runs in float32. ``pieces``: those of aligned numerics; None: default numerics. ``lora``: adapters, all that
-    has gradients then; they are set later too.
-    """
-    backbone = _make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage, pieces, lora)
-    return LogprobGPTModel(backbone, chunk_tokens=chunk_tokens, fp32_lm_head=fp32_lm_head).to(
-        platform.device()
-    )
-
-
-def build_value_model(
-    folder: Path,
-    hf_config: Mapping[str, Any],
-    *,
-    dtype: torch.dtype,
-    recompute: str = "none",
-    sequence_parallel: bool = False,
-    vp_stage: int | None = None,
-) -> ValueGPTModel:
-    """A chunk of the critic: the head is zero, the other weights are set later, as for ``build_model``."""
-    return ValueGPTModel(_make_backbone(folder, hf_config, dtype, recompute, sequence_parallel, vp_stage)).to(
-        platform.device()
-    )
-
-
-def _make_backbone(
-    folder: Path,
-    hf_config: Mapping[str, Any],
     dtype: torch.dtype,
     recompute: str,
     sequence_parallel: bool,
-    vp_stage: int | None,
     pieces: int | None = None,
     lora: Lora | None = None,
 ) -> Backbone:
+    """For a chunk of a policy or a critic. Needs Megatron's parallel groups. Fields: see ``Backbone``."""
     architecture = read_architecture(hf_config)
     if pieces is not None:
         check_numerics(pieces, architecture)

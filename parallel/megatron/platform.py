@@ -48,11 +48,6 @@ def uses_transformer_engine(dtype: torch.dtype) -> bool:
     return has_cuda() and dtype != torch.float32 and transformer_engine.ABSENCE is None
 
 
-def uses_grouped_gemm(dtype: torch.dtype) -> bool:
-    """Whether a rank's experts run as one grouped matrix product, Transformer Engine's, not one by one."""
-    return uses_transformer_engine(dtype)
-
-
 def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """The dtype of our own attention: on CPU float32 even for a bfloat16 model, since torch's backward pass of
     attention is several times slower there in bfloat16, and less exact."""

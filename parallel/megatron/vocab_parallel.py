@@ -20,6 +20,20 @@ NEVER = -1e30
 where infinity would make NaN: no sum and no gradient has a trace of these ids."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The arguments of ``linear_logprobs`` that have no gradient."""
+
+    vocab_size: int
+    temperature: float
+    chunk_tokens: int
+    group: dist.ProcessGroup | None
+    with_entropy: bool
+    dtype: torch.dtype
+    whole_logits: Callable[[Tensor, Tensor], Tensor] | None
+    kept: KeptSets | None
+
+
 def linear_logprobs(
     hidden_TH: Tensor,
     weight_VH: Tensor,
@@ -58,41 +72,34 @@ def linear_logprobs(
 
     Raises ValueError for shapes that do not fit, temperature <= 0 and chunk_tokens < 1.
     """
-    _check_inputs(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group)
-    if kept is not None and kept.num_T.shape != targets_T.shape:
-        raise ValueError(
-            f"kept sets of {kept.num_T.numel()} tokens do not fit {targets_T.numel()} targets; pass one per token"
-        )
-    logprobs_T, entropy_T = _LinearLogprobs.apply(
-        hidden_TH,
-        weight_VH,
-        targets_T,
-        vocab_size,
-        temperature,
-        chunk_tokens,
-        group,
-        with_entropy,
-        dtype or hidden_TH.dtype,
-        whole_logits,
-        kept,
+    dtype = dtype or hidden_TH.dtype
+    settings = _Settings(
+        vocab_size, temperature, chunk_tokens, group, with_entropy, dtype, whole_logits, kept
     )
+    _check_inputs(hidden_TH, weight_VH, targets_T, settings)
+    logprobs_T, entropy_T = _LinearLogprobs.apply(hidden_TH, weight_VH, targets_T, settings)
     return logprobs_T, entropy_T if with_entropy else None
 
 
-def _check_inputs(hidden_TH, weight_VH, targets_T, vocab_size, temperature, chunk_tokens, group) -> None:
+def _check_inputs(hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, settings: _Settings) -> None:
     if hidden_TH.dim() != 2 or weight_VH.dim() != 2 or hidden_TH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden_TH.shape)} and weight {tuple(weight_VH.shape)} must be [T, H] and [V, H] of the same H"
         )
     if targets_T.shape != hidden_TH.shape[:1]:
         raise ValueError(f"targets {tuple(targets_T.shape)} must be [T] like hidden {tuple(hidden_TH.shape)}")
-    if not temperature > 0:
-        raise ValueError(f"temperature={temperature} must be above 0")
-    if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens={chunk_tokens} must be at least 1")
-    if vocab_size > weight_VH.shape[0] * _group_size(group):
+    if not settings.temperature > 0:
+        raise ValueError(f"temperature={settings.temperature} must be above 0")
+    if settings.chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens={settings.chunk_tokens} must be at least 1")
+    ranks = _group_size(settings.group)
+    if settings.vocab_size > weight_VH.shape[0] * ranks:
         raise ValueError(
-            f"vocab_size={vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {_group_size(group)} ranks"
+            f"vocab_size={settings.vocab_size} exceeds the {weight_VH.shape[0]} rows on each of {ranks} ranks"
+        )
+    if settings.kept is not None and settings.kept.num_T.shape != targets_T.shape:
+        raise ValueError(
+            f"kept sets of {settings.kept.num_T.numel()} tokens do not fit {targets_T.numel()} targets; pass one per token"
         )
 
 
@@ -152,45 +159,30 @@ class _KeptHere:
 
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx,
-        hidden_TH,
-        weight_VH,
-        targets_T,
-        vocab_size,
-        temperature,
-        chunk_tokens,
-        group,
-        with_entropy,
-        dtype,
-        whole_logits,
-        kept,
-    ):
-        first, count = _real_rows(weight_VH, vocab_size, group)
-        kept_here = _KeptHere.of(kept, first, count, chunk_tokens)
-        settings = temperature, chunk_tokens, with_entropy
-        if whole_logits is None:
-            rows_VH = weight_VH[:count].to(dtype)
-            sums = _sums(hidden_TH, rows_VH, targets_T - first, count, *settings, _product, kept_here)
-            log_z_T, logprobs_T, entropy_T = _combine_ranks(*sums, group)
+    def forward(ctx, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, settings: _Settings):
+        s = settings
+        first, count = _real_rows(weight_VH, s.vocab_size, s.group)
+        kept_here = _KeptHere.of(s.kept, first, count, s.chunk_tokens)
+        if s.whole_logits is None:
+            rows_VH = weight_VH[:count].to(s.dtype)
+            sums = _sums(hidden_TH, rows_VH, targets_T - first, count, kept_here, s)
+            log_z_T, logprobs_T, entropy_T = _combine_ranks(*sums, s.group)
         else:
-            all_kept = _KeptHere.of(kept, 0, vocab_size, chunk_tokens)
-            sums = _sums(
-                hidden_TH, weight_VH.to(dtype), targets_T, vocab_size, *settings, whole_logits, all_kept
-            )
+            all_kept = _KeptHere.of(s.kept, 0, s.vocab_size, s.chunk_tokens)
+            sums = _sums(hidden_TH, weight_VH.to(s.dtype), targets_T, s.vocab_size, all_kept, s)
             log_z_T, logprobs_T, entropy_T = _combine_ranks(*sums, None)
         ctx.save_for_backward(hidden_TH, weight_VH, targets_T, log_z_T, entropy_T)
-        ctx.first, ctx.count, ctx.dtype, ctx.kept_here = first, count, dtype, kept_here
-        ctx.temperature, ctx.chunk_tokens, ctx.with_entropy = temperature, chunk_tokens, with_entropy
+        ctx.settings, ctx.first, ctx.count, ctx.kept_here = settings, first, count, kept_here
         ctx.set_materialize_grads(False)
         return logprobs_T, entropy_T
 
     @staticmethod
     def backward(ctx, grad_logprobs_T, grad_entropy_T):
         hidden_TH, weight_VH, targets_T, log_z_T, entropy_T = ctx.saved_tensors
-        if not ctx.with_entropy:
+        dtype, temperature = ctx.settings.dtype, ctx.settings.temperature
+        if not ctx.settings.with_entropy:
             grad_entropy_T = None
-        rows_VH = weight_VH[: ctx.count].to(ctx.dtype)
+        rows_VH = weight_VH[: ctx.count].to(dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = None  # stays so for a frozen output layer
         if ctx.needs_input_grad[1]:
@@ -198,10 +190,10 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_weight_VH = torch.zeros(weight_VH.shape, dtype=torch.float32, device=weight_VH.device)
         if grad_logprobs_T is None:
             grad_logprobs_T = torch.zeros_like(log_z_T)
-        for start in range(0, hidden_TH.shape[0], ctx.chunk_tokens):
-            chunk = slice(start, start + ctx.chunk_tokens)
-            hidden_CH = hidden_TH[chunk].to(ctx.dtype)
-            logits_CV = _scaled_logits(hidden_CH, rows_VH, ctx.temperature)
+        for start in range(0, hidden_TH.shape[0], ctx.settings.chunk_tokens):
+            chunk = slice(start, start + ctx.settings.chunk_tokens)
+            hidden_CH = hidden_TH[chunk].to(dtype)
+            logits_CV = _scaled_logits(hidden_CH, rows_VH, temperature)
             if ctx.kept_here is not None:
                 ctx.kept_here.limit(logits_CV, start)
             grad_CV = _grad_logits(
@@ -212,13 +204,13 @@ class _LinearLogprobs(torch.autograd.Function):
                 grad_logprobs_T[chunk],
                 None if grad_entropy_T is None else grad_entropy_T[chunk],
             )
-            grad_CV = (grad_CV if ctx.temperature == 1.0 else grad_CV.div_(ctx.temperature)).to(ctx.dtype)
+            grad_CV = (grad_CV if temperature == 1.0 else grad_CV.div_(temperature)).to(dtype)
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
             if grad_weight_VH is not None:
                 _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
-        return grad_hidden_TH, grad_weight_VH, *[None] * 9
+        return grad_hidden_TH, grad_weight_VH, None, None
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -230,15 +222,12 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _sums(
-    hidden_TH,
-    rows_VH,
-    local_targets_T,
-    num_columns,
-    temperature,
-    chunk_tokens,
-    with_entropy,
-    product,
+    hidden_TH: Tensor,
+    rows_VH: Tensor,
+    local_targets_T: Tensor,
+    num_columns: int,
     kept_here: _KeptHere | None,
+    settings: _Settings,
 ) -> tuple[Tensor, Tensor]:
     """(the maximum m over the columns of the product, [sum exp(x - m), x_target or 0, sum exp(x - m) (x - m)]), each
     [T]."""
@@ -248,9 +237,11 @@ def _sums(
     if num_columns == 0:
         return maximum_T, sums_3T
     is_local_T = (local_targets_T >= 0) & (local_targets_T < num_columns)
-    for start in range(0, num_tokens, chunk_tokens):
-        chunk = slice(start, start + chunk_tokens)
-        logits_CV = _scaled_logits(hidden_TH[chunk].to(rows_VH.dtype), rows_VH, temperature, product)
+    product = settings.whole_logits or _product
+    for start in range(0, num_tokens, settings.chunk_tokens):
+        chunk = slice(start, start + settings.chunk_tokens)
+        hidden_CH = hidden_TH[chunk].to(rows_VH.dtype)
+        logits_CV = _scaled_logits(hidden_CH, rows_VH, settings.temperature, product)
         if kept_here is not None:
             kept_here.limit(logits_CV, start)
         maximum_T[chunk] = logits_CV.amax(-1)
@@ -259,7 +250,7 @@ def _sums(
         logits_CV.sub_(maximum_T[chunk].unsqueeze(1))
         exponentials_CV = logits_CV.exp()
         sums_3T[0, chunk] = exponentials_CV.sum(-1)
-        if with_entropy:
+        if settings.with_entropy:
             sums_3T[2, chunk] = exponentials_CV.mul_(logits_CV).sum(-1)
     return maximum_T, sums_3T
 

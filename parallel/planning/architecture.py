@@ -92,10 +92,8 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     family = family_of(kind)
     assert isinstance(kind, str)  # it is the name of a family
     _refuse_variants(hf_config, kind, family)
-    heads, hidden_size = (
-        _read_size(hf_config, "num_attention_heads", kind),
-        _read_size(hf_config, "hidden_size", kind),
-    )
+    heads = _read_size(hf_config, "num_attention_heads", kind)
+    hidden_size = _read_size(hf_config, "hidden_size", kind)
     num_layers = _read_size(hf_config, "num_hidden_layers", kind)
     if num_layers > MOST_LAYERS:
         raise ValueError(
@@ -211,10 +209,8 @@ def _read_glm_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) 
 
 def _read_counts(hf_config: Mapping[str, Any], count_name: str, kind: str) -> tuple[int, int]:
     """(experts, experts of a token)."""
-    count, chosen = (
-        _read_size(hf_config, count_name, kind),
-        _read_size(hf_config, "num_experts_per_tok", kind),
-    )
+    count = _read_size(hf_config, count_name, kind)
+    chosen = _read_size(hf_config, "num_experts_per_tok", kind)
     if chosen > count:
         raise ValueError(
             f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it"

@@ -150,9 +150,8 @@ def decode(lengths: Sequence[int], prompt: int, places: int, decoder: Decoder) -
     The first token of each comes from its prompt's pass: a response of L tokens takes L - 1 steps. Between two ends the
     number of responses stays, so that a stretch is one sum (``Decoder.span_seconds``).
     """
-    running: list[
-        tuple[int, int]
-    ] = []  # (step of the end, tokens in the cache at the end), the next end first
+    # (step of the end, tokens in the cache at the end), the next end first
+    running: list[tuple[int, int]] = []
     now = cached = next_one = 0
     seconds, profile = 0.0, []
     while next_one < len(lengths) or running:

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import LayoutConfig
 from parallel.planning.flops import Flops
-from parallel.planning.traffic import (
-    Group,
-)
+from parallel.planning.traffic import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

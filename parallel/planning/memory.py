@@ -145,10 +145,7 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
     ranks for experts, cp dp ranks for all others. With adapters P of gradients and optimizer are the adapters'
     (``adapter_parameters``), and parameters have b of each more.
     """
-    if work.lora is None:
-        parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
-    else:
-        parameters, gradients, optimizer = _adapted_bytes(architecture, layout, work, stage, work.lora)
+    parameters, gradients, optimizer = _trained_bytes(architecture, layout, work, stage, output=True)
     critic, updates = (0, 0, 0), [_update_bytes(architecture, layout, work, stage, output=True)]
     if work.critic is not None:  # trained whole
         of_critic = replace(
@@ -187,29 +184,29 @@ def _trained_bytes(
     architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, *, output: bool
 ) -> tuple[int, int, int]:
     """Bytes of (parameters, gradients, optimizer state) of a model with an optimizer."""
-    shared, expert = stage_parameters(architecture, layout, stage, output=output)
+    shared, expert = trained_parameters(architecture, layout, stage, work.lora, output=output)
+    frozen = 0 if work.lora is None else sum(stage_parameters(architecture, layout, stage))
+    state = trained = shared + expert
     if work.distributed_optimizer:
         copies = layout.cp * layout.dp_size
         expert_copies = layout.tp * copies // layout.ep
         state = -(-shared // copies) + -(-expert // expert_copies)
-    else:
-        state = shared + expert
-    return work.dtype_bytes * (shared + expert), 4 * (shared + expert), _optimizer_bytes(work) * state
+    per_number = 8 if work.dtype_bytes == 4 else 12  # AdamW's
+    return work.dtype_bytes * (frozen + trained), 4 * trained, per_number * state
 
 
-def _adapted_bytes(
-    architecture: Architecture, layout: LayoutConfig, work: Work, stage: int, lora: LoraConfig
-) -> tuple[int, int, int]:
-    """``_trained_bytes`` of a frozen model with adapters."""
-    frozen = sum(stage_parameters(architecture, layout, stage))
-    trained = adapter_parameters(architecture, layout, lora)
-    copies = layout.cp * layout.dp_size if work.distributed_optimizer else 1
-    return work.dtype_bytes * (frozen + trained), 4 * trained, _optimizer_bytes(work) * -(-trained // copies)
-
-
-def _optimizer_bytes(work: Work) -> int:
-    """AdamW's bytes of one parameter."""
-    return 8 if work.dtype_bytes == 4 else 12
+def trained_parameters(
+    architecture: Architecture,
+    layout: LayoutConfig,
+    stage: int,
+    lora: LoraConfig | None,
+    *,
+    output: bool = True,
+) -> tuple[int, int]:
+    """``stage_parameters`` that have a gradient: with adapters theirs alone."""
+    if lora is not None:
+        return adapter_parameters(architecture, layout, lora), 0
+    return stage_parameters(architecture, layout, stage, output=output)
 
 
 def stage_parameters(

@@ -9,10 +9,7 @@ from parallel.planning.decoding import Decoded, Decoder, Lengths, decode, mixed
 from parallel.planning.flops import Flops, Load, forward_flops
 from parallel.planning.machine import Machine
 from parallel.planning.memory import BYTES, RolloutMemory
-from parallel.planning.traffic import (
-    Sent,
-    forward_sent,
-)
+from parallel.planning.traffic import Sent, forward_sent
 
 PREFILL_TOKENS = 8192
 """Tokens of a server's pass over prompts: SGLang's --chunked-prefill-size on large GPUs."""

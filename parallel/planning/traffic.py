@@ -11,9 +11,8 @@ from typing import Literal
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
-from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import Architecture
-from parallel.planning.memory import BYTES, stage_layers, stage_parameters
+from parallel.planning.memory import BYTES, stage_layers, stage_parameters, trained_parameters
 
 Group = Literal["tensor", "context", "pipeline", "expert"]
 """The groups that a pass sends in. Data-parallel ranks send once per optimizer step."""
@@ -69,25 +68,22 @@ def _calls(ranks: int, calls: int) -> int:
     return calls if ranks > 1 else 0
 
 
-def backward_sent(
-    architecture: Architecture, layout: LayoutConfig, stage: int, tokens: int, dtype: str
-) -> dict[Group, Sent]:
-    """The same of a backward pass: as much, for the gradients. Sequence parallelism gathers the input of each
-    all-reduce once more: half as much again."""
-    sent = forward_sent(architecture, layout, stage, tokens, dtype)
+def update_sent(
+    architecture: Architecture, layout: LayoutConfig, stage: int, tokens: int, dtype: str, *, recompute: str
+) -> list[dict[Group, Sent]]:
+    """What a rank sends in each pass of an update: forward, backward and, with ``recompute: full``, of the layers that are
+    computed again.
+
+    Backward sends as much as forward, for the gradients; sequence parallelism gathers the input of each all-reduce once
+    more: half as much again. Layers that are computed again send nothing to the next stage.
+    """
+    forward = forward_sent(architecture, layout, stage, tokens, dtype)
+    backward = dict(forward)
     if layout.sp:
-        tensor = sent["tensor"]
-        sent["tensor"] = Sent(bytes=tensor.bytes * 3 // 2, calls=tensor.calls * 3 // 2)
-    return sent
-
-
-def again_sent(
-    architecture: Architecture, layout: LayoutConfig, stage: int, tokens: int, dtype: str
-) -> dict[Group, Sent]:
-    """The same of layers that are computed again: a forward pass that sends nothing to the next stage."""
-    sent = forward_sent(architecture, layout, stage, tokens, dtype)
-    sent["pipeline"] = Sent()
-    return sent
+        tensor = forward["tensor"]
+        backward["tensor"] = Sent(bytes=tensor.bytes * 3 // 2, calls=tensor.calls * 3 // 2)
+    again: dict[Group, Sent] = {**forward, "pipeline": Sent()}
+    return [forward, backward, again] if recompute == "full" else [forward, backward]
 
 
 def data_bytes(
@@ -98,10 +94,8 @@ def data_bytes(
     Gradients 4 P reduce-scattered and weights b P gathered (distributed optimizer; else 4 P all-reduced), P the rank's
     trained parameters, over its cp dp copies; experts over tp cp dp / ep. ``output=False``: a critic, trained whole.
     """
-    shared, expert = stage_parameters(architecture, layout, stage, output=output)
     lora = config.learner.lora if output else None
-    if lora is not None:
-        shared, expert = adapter_parameters(architecture, layout, lora), 0
+    shared, expert = trained_parameters(architecture, layout, stage, lora, output=output)
     copies = layout.cp * layout.dp_size
     expert_copies = layout.tp * copies // layout.ep
     of_data = shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies
@@ -141,19 +135,10 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
     tokens = samples * rollout.max_new_tokens // (layout.cp * layout.dp_size)
 
     def sent_by(stage: int) -> dict[Group, int]:
-        forward = forward_sent(architecture, layout, stage, tokens, dtype)
-        again = (
-            again_sent(architecture, layout, stage, tokens, dtype)
-            if config.learner.recompute == "full"
-            else {}
-        )
-        backward = backward_sent(architecture, layout, stage, tokens, dtype)
-        return {
-            group: forward_passes(config) * sent.bytes
-            + again.get(group, Sent()).bytes
-            + backward[group].bytes
-            for group, sent in forward.items()
-        }
+        of = (architecture, layout, stage, tokens, dtype)
+        passes = update_sent(*of, recompute=config.learner.recompute)
+        passes += [forward_sent(*of)] * scored_passes(config)
+        return {group: sum(sent[group].bytes for sent in passes) for group in passes[0]}
 
     by_stage = [sent_by(stage) for stage in stages]
     passed = {group: max(sent[group] for sent in by_stage) for group in by_stage[0]}
@@ -171,11 +156,6 @@ def traffic(architecture: Architecture, config: RunConfig, layout: LayoutConfig)
 def scored_passes(config: RunConfig) -> int:
     """Forward passes of the policy's size before the update: those of ``old`` and ``ref``."""
     return config.scores_old + (config.kl.coefficient > 0)
-
-
-def forward_passes(config: RunConfig) -> int:
-    """All forward passes of a token in a step."""
-    return 1 + scored_passes(config)
 
 
 def matrix_parameters(architecture: Architecture, layout: LayoutConfig, stage: int) -> int:

@@ -10,21 +10,12 @@ from functools import cached_property, lru_cache
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
-from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import Architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.flops import Flops, Load, forward_flops, update_flops
 from parallel.planning.machine import Machine, spanned
-from parallel.planning.memory import BYTES, stage_parameters
-from parallel.planning.traffic import (
-    Group,
-    Sent,
-    again_sent,
-    backward_sent,
-    data_bytes,
-    forward_sent,
-    scored_passes,
-)
+from parallel.planning.memory import BYTES, trained_parameters
+from parallel.planning.traffic import Group, Sent, data_bytes, forward_sent, scored_passes, update_sent
 
 SHARED_COST = 8
 """A micro-batch counts an eighth of a shared prompt for each sample (``learner.share_prompts``)."""
@@ -187,8 +178,7 @@ class _Passes:
 
     @cached_property
     def sending(self) -> float:
-        sent = [forward_sent(*self._sent), backward_sent(*self._sent)]
-        return self._sending(sent + [again_sent(*self._sent)] * (self.config.learner.recompute == "full"))
+        return self._sending(update_sent(*self._sent, recompute=self.config.learner.recompute))
 
     @property
     def update(self) -> float:
@@ -232,10 +222,9 @@ def optimizer_seconds(
     8 + 12 + 12 bytes for each number whose state this rank has, and b to write the weight. Zeroing: 4 for each of the
     rank's gradients.
     """
-    shared, expert = stage_parameters(architecture, layout, stage, output=is_policy)
+    lora = config.learner.lora if is_policy else None
+    shared, expert = trained_parameters(architecture, layout, stage, lora, output=is_policy)
     copies = layout.cp * layout.dp_size
-    if is_policy and config.learner.lora is not None:
-        shared, expert = adapter_parameters(architecture, layout, config.learner.lora), 0
     state: float = shared + expert
     if config.learner.optimizer.distributed:
         state = shared / copies + expert * layout.ep / (layout.tp * copies)

@@ -10,9 +10,10 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import urlsplit
 
+from configs.schema.environment import AgentEnvironment
 from rollout.environments.agent_process import AgentProcess, AgentStarter, running
 from rollout.environments.chat import ParseCalls, Renderer, Renderers, problem_fields
 from rollout.environments.gateway import Gateway
@@ -33,11 +34,7 @@ class AgentEpisodes:
     """An ``Environment``. Each episode is a process of its own.
 
     Args:
-        renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
-            used.
-        parse: finds the tool calls in a text; None: there are none.
-        reward: who scores, as in the config.
-        timeout_s: deadline of the process.
+        renderer_of, parse: see ``Conversation``.
         system_prompt: first of the problem's ``messages``.
     """
 
@@ -45,22 +42,19 @@ class AgentEpisodes:
         self,
         gateway: Gateway,
         starter: AgentStarter,
+        config: AgentEnvironment,
         *,
         renderer_of: Callable[[Tools], Renderer],
         parse: ParseCalls | None,
-        reward: Literal["run", "agent"] = "run",
-        timeout_s: float,
-        pass_row: bool = False,
         system_prompt: str | None = None,
     ) -> None:
-        self._gateway, self._starter, self._renderer_of = gateway, starter, Renderers(renderer_of)
-        self._conversation = Conversation(renderer_of=self._renderer_of, parse=parse)
-        self._reward, self._timeout_s = reward, timeout_s
-        self._pass_row, self._system_prompt = pass_row, system_prompt
+        self._gateway, self._starter, self._config = gateway, starter, config
+        self._conversation = Conversation(renderer_of=Renderers(renderer_of), parse=parse)
+        self._system_prompt = system_prompt
 
     def check(self) -> None:
         """Raises ValueError where the template cannot be used."""
-        self._renderer_of(())
+        self._conversation.renderer_of(())
 
     async def run(self, problem: Prompt, context: Context) -> Outcome:
         told = self._told(problem)
@@ -84,12 +78,12 @@ class AgentEpisodes:
         """The agent's exit code. Raises the session's failure, if that comes first."""
         ended = asyncio.ensure_future(process.ended())
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._config.timeout_s):
                 await asyncio.wait({ended, session.failure}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise EpisodeFailed(
                 Status.TIME_LIMIT,
-                f"the agent ran longer than environment.timeout_s={self._timeout_s:g} s, and was killed{_why(process, session)}",
+                f"the agent ran longer than environment.timeout_s={self._config.timeout_s:g} s, and was killed{_why(process, session)}",
             ) from None
         finally:
             if not ended.done():
@@ -104,21 +98,19 @@ class AgentEpisodes:
             "refused_requests": float(session.refused),
             "unread_calls": float(session.unread_calls),
         }
-        if self._reward == "run":
-            outcome = Outcome.of(await session.score())
-        else:
-            reward, parts = _reward_of(process.last_line)
-            outcome = Outcome(reward=reward, parts=parts)
-        return outcome if outcome.reward is None else replace(outcome, parts={**outcome.parts, **counts})
+        if self._config.reward == "run":
+            return Outcome.of(await session.score(), **counts)
+        reward, parts = _reward_of(process.last_line)
+        return Outcome(reward=reward, parts={**parts, **counts})
 
     def _told(self, problem: Prompt) -> str:
         fields = problem_fields(problem, self._system_prompt)
         del fields["reference"]
-        if not self._pass_row:
+        if not self._config.pass_row:
             del fields["row"]
         told = json.dumps(fields, default=plain_value)
         if len(told) > LARGEST_PROBLEM:
-            row = "; leave out environment.pass_row" if self._pass_row else ""
+            row = "; leave out environment.pass_row" if self._config.pass_row else ""
             raise EpisodeFailed(
                 Status.FAILED,
                 f"problem {problem.prompt_id} has {len(told)} bytes as JSON, but TANDEM_PROBLEM holds {LARGEST_PROBLEM}{row}",

@@ -29,11 +29,8 @@ PYTHON = "{python}"
 
 
 def command_of(config: AgentEnvironment) -> list[str]:
-    """The command with whole paths, from the current folder.
-
-    Raises:
-        ValueError: its program is missing or cannot be run.
-    """
+    """The command with whole paths, from the current folder. Raises ValueError: its program is missing or cannot be
+    run."""
     words = [sys.executable if word == PYTHON else _whole_path(word) for word in config.command]
     program = words[0]
     if program.endswith(".py"):
@@ -71,11 +68,8 @@ class NewProcesses:
 
     async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
         try:
-            return await start_guarded(
-                sys.executable, "-I", WORKER, *self._command,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                cwd=folder, env=agent_variables(variables), start_new_session=True,
-            )  # fmt: skip
+            command, env = [sys.executable, "-I", WORKER, *self._command], agent_variables(variables)
+            return await start_guarded(*command, stderr=asyncio.subprocess.PIPE, cwd=folder, env=env)
         except OSError as error:  # too many processes, or a problem that is too large for a variable
             raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error
 
@@ -145,11 +139,8 @@ class _Tail:
 
 @asynccontextmanager
 async def running(starter: AgentStarter, variables: Mapping[str, str]) -> AsyncIterator[AgentProcess]:
-    """An agent. Leaving ends it, with everything that it started, and removes its folder.
-
-    Raises:
-        EpisodeFailed: it cannot be started.
-    """
+    """An agent. Leaving ends it, with everything that it started, and removes its folder. Raises EpisodeFailed: it
+    cannot be started."""
     async with own_folder("tandem-agent-") as folder:
         process = AgentProcess(await starter.start(folder, variables))
         try:

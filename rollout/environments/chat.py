@@ -7,7 +7,7 @@ only for the environment and for the parser of tool calls.
 import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from rollout.environments.processes import Message, Opened, Ready, Stepped, require_parser
@@ -166,7 +166,7 @@ class _Totals:
 
     has_tools: bool
     reward: float | None = None
-    parts: dict[str, float] | None = None
+    parts: dict[str, float] = field(default_factory=dict)
     calls: int = 0
     errors: int = 0
     unparsed: int = 0
@@ -174,21 +174,20 @@ class _Totals:
     def add(self, stepped: Stepped) -> None:
         if stepped.reward is not None:
             self.reward = (self.reward or 0.0) + stepped.reward
-        parts = self.parts or {}
-        self.parts = parts | {name: parts.get(name, 0.0) + value for name, value in stepped.parts.items()}
+        for name, value in stepped.parts.items():
+            self.parts[name] = self.parts.get(name, 0.0) + value
         self.calls += stepped.tool_calls
         self.errors += stepped.tool_errors
 
     async def outcome(self, context: Context, last_answer: str) -> Outcome:
         """Of the steps' rewards; without any, of the run's reward of the last answer."""
-        parts = dict(self.parts or {})
+        parts = dict(self.parts)
         if self.has_tools:
             counts = {"tool_calls": self.calls, "tool_errors": self.errors, "unread_calls": self.unparsed}
             parts |= {name: float(count) for name, count in counts.items()}
         if self.reward is not None:
             return Outcome(reward=self.reward, parts=parts)
-        outcome = Outcome.of(await context.score(last_answer))
-        return outcome if outcome.reward is None else replace(outcome, parts={**outcome.parts, **parts})
+        return Outcome.of(await context.score(last_answer), **parts)
 
 
 def problem_fields(problem: Prompt, system_prompt: str | None) -> dict[str, Any]:

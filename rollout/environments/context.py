@@ -65,8 +65,8 @@ class _Episode:
     is_over: bool = False
 
 
-ScoreText = Callable[[Prompt, str, int, FinishReason], Awaitable[Score]]
-"""f(problem, response_text, num_tokens, finish_reason): the run's reward."""
+ScoreText = Callable[..., Awaitable[Score]]
+"""f(problem, response_text, *, num_tokens, finish_reason): the run's reward (``Scorer.score``)."""
 
 
 class EpisodeContext:
@@ -184,7 +184,9 @@ class EpisodeContext:
         turns = self.sequence.turns
         num_tokens = turns[-1].end - turns[-1].start if turns else 0
         finish_reason = turns[-1].finish_reason if turns else FinishReason.STOP
-        return await self._score(self._problem, response_text, num_tokens, finish_reason)
+        return await self._score(
+            self._problem, response_text, num_tokens=num_tokens, finish_reason=finish_reason
+        )
 
     def _require_running(self) -> None:
         if self._episode.is_over:

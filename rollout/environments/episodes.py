@@ -57,7 +57,7 @@ class Sample:
             sequence.trajectory(
                 group_id=group_id,
                 sibling_id=sibling_id,
-                prompt=prompt,
+                prompt_id=prompt.prompt_id,
                 reward=self.reward,
                 reward_parts=self.parts,
                 status=self.status,
@@ -94,7 +94,12 @@ class SingleTurns:
             seeds=seeds,
         )
         scores = await all_or_first_error(
-            self._score(prompt, self._texts.decode(c.token_ids), len(c.token_ids), c.finish_reason)
+            self._score(
+                prompt,
+                self._texts.decode(c.token_ids),
+                num_tokens=len(c.token_ids),
+                finish_reason=c.finish_reason,
+            )
             for c in completions
         )
         return [
@@ -225,11 +230,8 @@ def _with_something_to_pack(sequence: TokenSequence, prompt: Prompt) -> TokenSeq
 
 
 def checked(outcome: object) -> Outcome:
-    """The outcome with plain values. One without a score where its reward is no finite number.
-
-    Raises:
-        TypeError: it is no Outcome, its status is none, its parts are no numbers by name, or it has a reward and an error.
-    """
+    """The outcome with plain values. One without a score where its reward is no finite number. Raises TypeError: it
+    is no Outcome, its status is none, its parts are no numbers by name, or it has a reward and an error."""
     if not isinstance(outcome, Outcome):
         raise TypeError(f"run() returned {type(outcome).__name__}; return an Outcome")
     if not isinstance(outcome.status, Status):

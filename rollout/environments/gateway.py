@@ -51,7 +51,7 @@ class Gateway:
         self._sessions: dict[str, GatewaySession] = {}
         self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
-        self._address = ""
+        self.address = ""
 
     async def __aenter__(self) -> "Gateway":
         app = web.Application(client_max_size=LARGEST_BODY)
@@ -71,7 +71,7 @@ class Gateway:
             raise
         port = runner.addresses[0][1]
         host = f"[{self._host}]" if ":" in self._host else self._host
-        self._address = f"http://{host}:{port}"
+        self.address = f"http://{host}:{port}"
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -80,15 +80,11 @@ class Gateway:
         if self._runner is not None:
             await self._runner.cleanup()
 
-    @property
-    def address(self) -> str:
-        return self._address
-
     @asynccontextmanager
     async def session(self, context: Context, conversation: Conversation) -> AsyncIterator[GatewaySession]:
         """A session, which is closed at the end."""
         number = secrets.token_urlsafe(16)
-        base_url = f"{self._address}/sessions/{number}/v1"
+        base_url = f"{self.address}/sessions/{number}/v1"
         session = GatewaySession(context, conversation, base_url=base_url, model=self._model)
         self._sessions[number] = session
         try:

@@ -103,7 +103,7 @@ class _Turn:
 
     @property
     def has_failed(self) -> bool:
-        return self.task.done() and not _succeeded(self.task)
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -468,7 +468,3 @@ def _cuts_of_messages(branch: _Branch, keys: list[str]) -> Iterator[_Cut]:
 
 def _no_tokens(error: Exception) -> Refused:
     return Refused(400, "no_tokens", f"these messages have no tokens: {error}", "messages")
-
-
-def _succeeded(task: "asyncio.Task[Answer]") -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None

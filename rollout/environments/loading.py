@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from configs.schema import RunConfig
 from configs.schema.environment import (
@@ -17,21 +17,19 @@ from configs.schema.environment import (
     TokenEnvironment,
 )
 from rollout.environments.agent import AgentEpisodes
-from rollout.environments.agent_process import AgentStarter
 from rollout.environments.agent_template import agent_starter
-from rollout.environments.chat import ChatEpisodes, EpisodeSource, ParseCalls, PlainRenderer, Renderer
-from rollout.environments.context import EpisodeLimits, ScoreText, Texts
+from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer
+from rollout.environments.context import EpisodeLimits, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
 from rollout.environments.gateway import Gateway
 from rollout.environments.openenv import OpenEnvServers
-from rollout.environments.processes import ProcessPool, Program, limits_of, max_processes
+from rollout.environments.processes import ProcessPool, max_processes
 from rollout.environments.protocol import Environment
 from rollout.environments.tandem_worker.failures import describe
-from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
-from rollout.records import FinishReason, Prompt, Score
+from rollout.environments.tool_calls import ParsedTurn, ParserProcess, ToolCallParser, Tools
 from rollout.rewards import Scorer
-from rollout.rewards.function import import_named
 from rollout.sampling.prompt_room import PromptsOf, sequence_limits
+from rollout.user_code import import_named
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +42,7 @@ _AFTER_AGENT_S = 60.0
 """Time to end an agent and to score its episode, after its own deadline."""
 _NO_LIMIT = 2**31 - 1
 """Held-out episodes of a model without positions, on servers that choose their own pool."""
+_Block = TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment
 
 
 @asynccontextmanager
@@ -66,56 +65,64 @@ async def sample_makers(
         EnvironmentStartError: its process cannot be started.
     """
     texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset(stop_token_ids), vocab_size=len(tokenizer))
-    score, block = score_by(scorer), config.environment
+    block, max_new_tokens = config.environment, config.rollout.max_new_tokens
     if block.type == "single_turn":
         maker = SingleTurns(
-            texts=texts,
-            stop_token_ids=stop_token_ids,
-            max_new_tokens=config.rollout.max_new_tokens,
-            score=score,
+            texts=texts, stop_token_ids=stop_token_ids, max_new_tokens=max_new_tokens, score=scorer.score
         )
         yield lambda which: maker
         return
-    async with AsyncExitStack() as exits:
-        if block.type == "tokens":
-            environments = dict.fromkeys(BOTH, make_environment(block))
-        elif block.type == "agent":
-            gateway = Gateway(host=host, model=config.model.path.name, vocab_size=texts.vocab_size)
-            await exits.enter_async_context(gateway)
-            starter = await exits.enter_async_context(agent_starter(block))
-            parse = await exits.enter_async_context(call_parser(block))
-            agents = agent_episodes(config, block, gateway, starter, tokenizer, parse)
-            environments = dict.fromkeys(BOTH, agents)
-        else:
-            parse = await exits.enter_async_context(call_parser(block))
-            sources = {which: await exits.enter_async_context(episode_source(block)) for which in BOTH}
-            environments = {
-                which: chat_episodes(config, block, source, tokenizer, parse)
-                for which, source in sources.items()
-            }
-            await environments["training"].check()
+    async with _environments(config, block, tokenizer, host) as environments:
 
         def episodes(which: PromptsOf) -> Episodes:
-            limits = sequence_limits(config, which, max_positions=max_positions)
-            limits |= {} if block.max_tokens is None else {"environment.max_tokens": block.max_tokens}
+            most = sequence_limits(config, which, max_positions=max_positions)
+            most |= {} if block.max_tokens is None else {"environment.max_tokens": block.max_tokens}
+            limits = EpisodeLimits(
+                max_turns=block.max_turns,
+                max_tokens=min(most.values(), default=_NO_LIMIT),
+                max_new_tokens=max_new_tokens,
+            )
+            around = limits_around(block)
             return Episodes(
-                environments[which],
-                config=limits_around(block),
-                limits=EpisodeLimits(
-                    max_turns=block.max_turns,
-                    max_tokens=min(limits.values(), default=_NO_LIMIT),
-                    max_new_tokens=config.rollout.max_new_tokens,
-                ),
-                texts=texts,
-                score=score,
+                environments[which], config=around, limits=limits, texts=texts, score=scorer.score
             )
 
         yield episodes
 
 
-def limits_around(
-    block: TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment,
-) -> EnvironmentLimits:
+@asynccontextmanager
+async def _environments(
+    config: RunConfig, block: _Block, tokenizer: "PreTrainedTokenizerBase", host: str
+) -> AsyncIterator[Mapping[PromptsOf, Environment]]:
+    """What plays the problems of each kind."""
+    if isinstance(block, TokenEnvironment):
+        yield dict.fromkeys(BOTH, make_environment(block))
+        return
+    async with AsyncExitStack() as exits:
+        parse = await exits.enter_async_context(call_parser(block))
+        system_prompt = getattr(config.task, "system_prompt", None)
+        talk: dict[str, Any] = {
+            "renderer_of": renderer_maker(block, tokenizer),
+            "parse": parse,
+            "system_prompt": system_prompt,
+        }
+        if isinstance(block, AgentEnvironment):
+            gateway = Gateway(host=host, model=config.model.path.name, vocab_size=len(tokenizer))
+            await exits.enter_async_context(gateway)
+            starter = await exits.enter_async_context(agent_starter(block))
+            agents = AgentEpisodes(gateway, starter, block, **talk)
+            agents.check()
+            yield dict.fromkeys(BOTH, agents)
+            return
+        chats = {}
+        for which in BOTH:
+            source = OpenEnvServers(block) if isinstance(block, OpenEnvironment) else ProcessPool(block)
+            chats[which] = ChatEpisodes(await exits.enter_async_context(source), **talk)
+        await chats["training"].check()
+        yield chats
+
+
+def limits_around(block: _Block) -> EnvironmentLimits:
     """The limits within which episodes are played."""
     if block.type == "tokens" or block.type == "openenv":
         return block
@@ -125,50 +132,6 @@ def limits_around(
         # The agent's own deadline comes first: its error has the end of what the agent wrote.
         changed["timeout_s"] = block.timeout_s + _AFTER_AGENT_S
     return block.model_copy(update=changed)
-
-
-def agent_episodes(
-    config: RunConfig,
-    block: AgentEnvironment,
-    gateway: Gateway,
-    starter: AgentStarter,
-    tokenizer: "PreTrainedTokenizerBase",
-    parse: ParseCalls | None,
-) -> AgentEpisodes:
-    agents = AgentEpisodes(
-        gateway,
-        starter,
-        renderer_of=renderer_maker(block, tokenizer),
-        parse=parse,
-        reward=block.reward,
-        timeout_s=block.timeout_s,
-        pass_row=block.pass_row,
-        system_prompt=getattr(config.task, "system_prompt", None),
-    )
-    agents.check()
-    return agents
-
-
-def episode_source(block: ChatEnvironment | OpenEnvironment) -> ProcessPool | OpenEnvServers:
-    """Used inside ``async with``, which ends it. Raises ValueError where the key of a server is missing."""
-    if block.type == "openenv":
-        return OpenEnvServers(block)
-    return ProcessPool(Program.of(block), limits_of(block), max_processes=max_processes(block))
-
-
-def chat_episodes(
-    config: RunConfig,
-    block: ChatEnvironment | OpenEnvironment,
-    source: EpisodeSource,
-    tokenizer: "PreTrainedTokenizerBase",
-    parse: ParseCalls | None,
-) -> ChatEpisodes:
-    return ChatEpisodes(
-        source,
-        renderer_of=renderer_maker(block, tokenizer),
-        parse=parse,
-        system_prompt=getattr(config.task, "system_prompt", None),
-    )
 
 
 def renderer_maker(
@@ -201,8 +164,9 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
     if block.tool_call_parser is None:
         yield None
         return
-    with ToolCallParser(block.tool_call_parser, reasoning_parser=block.reasoning_parser) as parser:
-        await asyncio.to_thread(parser.start)
+    with closing(ParserProcess()) as process:
+        parser = ToolCallParser(process, block.tool_call_parser, reasoning_parser=block.reasoning_parser)
+        await asyncio.to_thread(process.start)
 
         async def parse(text: str, tools: Tools) -> ParsedTurn:
             if not tools and block.reasoning_parser is None:
@@ -212,19 +176,9 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
         yield parse
 
 
-def score_by(scorer: Scorer) -> ScoreText:
-    async def score(prompt: Prompt, text: str, num_tokens: int, finish_reason: FinishReason) -> Score:
-        return await scorer.score(prompt, text, num_tokens=num_tokens, finish_reason=finish_reason)
-
-    return score
-
-
 def make_environment(config: TokenEnvironment) -> Environment:
-    """The environment that the config names.
-
-    Raises:
-        ValueError: the module or its class is missing, or raises, or what it makes has no ``run``.
-    """
+    """The environment that the config names. Raises ValueError: the module or its class is missing, or raises, or
+    what it makes has no ``run``."""
     make = import_named("environment", config.environment, "module:Class, e.g. my_environment:Calculator")
     if not callable(make):
         raise ValueError(

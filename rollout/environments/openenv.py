@@ -14,7 +14,6 @@ after the messages of OpenEnv 0.10.0, whose package is not needed.
 import asyncio
 import hashlib
 import json
-import os
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any, TypeVar
@@ -39,6 +38,7 @@ from rollout.guarded_process import finished
 from rollout.http_replicas import Replica, choose, open_session
 from rollout.records import Status
 from rollout.rewards.function import to_score
+from rollout.rewards.served import key_of
 
 ANSWER = "{answer}"
 NO_ROOM = "CAPACITY_REACHED"
@@ -60,18 +60,15 @@ class _Unreachable(Exception):
 
 
 class OpenEnvServers:
-    """Sessions on the servers of a config, inside ``async with``.
-
-    Raises:
-        ValueError: the variable of the key is not set.
-    """
+    """Sessions on the servers of a config, inside ``async with``. Raises ValueError: the variable of the key is not
+    set."""
 
     def __init__(self, config: OpenEnvironment) -> None:
         self._config = config
         self._servers = [Replica(_websocket_url(url)) for url in config.urls]
         self._client: aiohttp.ClientSession | None = None
         self._failed_in_a_row = 0
-        self._key = key_of(config)
+        self._key = key_of(config.api_key_variable, "environment")
 
     async def __aenter__(self) -> "OpenEnvServers":
         headers = {"Authorization": f"Bearer {self._key}"} if self._key else None
@@ -250,7 +247,6 @@ class OpenEnvSession:
             messages=answers,
             reward=sum(rewards) if rewards else None,
             done=done,
-            parts={},
             tool_calls=len(answers),
             tool_errors=errors,
         )
@@ -313,27 +309,15 @@ class OpenEnvSession:
                     f"an observation has no field environment.observation={field}, only {names}",
                 )
             shown = observation[field]
-        return (
-            shown
-            if isinstance(shown, str)
-            else ""
-            if shown is None
-            else json.dumps(shown, ensure_ascii=False)
-        )
+        if shown is None:
+            return ""
+        return shown if isinstance(shown, str) else json.dumps(shown, ensure_ascii=False)
 
 
 def check_openenv(config: OpenEnvironment) -> None:
     """Before a start; the servers may come up later. Raises ValueError."""
     check_parser_names(config)
-    key_of(config)
-
-
-def key_of(config: OpenEnvironment) -> str | None:
-    """Raises ValueError where the variable is not set."""
-    name = config.api_key_variable
-    if name is not None and not os.environ.get(name):
-        raise ValueError(f"environment.api_key_variable={name} is not set; export it, or leave the field out")
-    return None if name is None else os.environ[name]
+    key_of(config.api_key_variable, "environment")
 
 
 def reset_arguments(named: Mapping[str, str], problem: Mapping[str, Any]) -> JSON:
@@ -367,14 +351,7 @@ def _stepped(data: JSON, messages: list[Message]) -> Stepped:
         raise EpisodeFailed(
             Status.FAILED, "an observation is empty, and done is false; the policy has nothing to answer"
         )
-    return Stepped(
-        messages=messages,
-        reward=None if reward is None else _number(reward),
-        done=done,
-        parts={},
-        tool_calls=0,
-        tool_errors=0,
-    )
+    return Stepped(messages=messages, reward=None if reward is None else _number(reward), done=done)
 
 
 def _number(reward: object) -> float:

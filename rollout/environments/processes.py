@@ -13,7 +13,6 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +31,7 @@ from rollout.records import Status
 from rollout.rewards.worker import WorkerStartError
 from rollout.servers.tool_call_parsers import check_parser_name
 from rollout.servers.watched_process import how_it_ended
+from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +40,14 @@ PACKAGES = Path(__file__).resolve().parents[2]
 """The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
-TRACE_WITHIN_S = 2.0
-"""Time for a late process to write its current line."""
-TELL_EVERY_S = 5.0
 MOST_FAILED_STARTS = 8
 """In a row, after which the run ends; before the first start that succeeds, one is enough."""
 PER_CORE = 16
 """Default of processes: most of the time they wait for the policy."""
 
 Message = dict[str, Any]
+InProcess = ChatEnvironment | TokenEnvironment
+"""One of tokens is made in a process to be checked, and plays elsewhere."""
 T = TypeVar("T")
 
 
@@ -75,13 +74,9 @@ class Stepped(msgspec.Struct):
     reward: float | None
     """None: no reward for this step."""
     done: bool
-    parts: dict[str, float]
-    tool_calls: int
-    tool_errors: int
-
-
-class _Nothing(msgspec.Struct):
-    """No content."""
+    parts: dict[str, float] = {}
+    tool_calls: int = 0
+    tool_errors: int = 0
 
 
 class _Error(msgspec.Struct):
@@ -94,53 +89,12 @@ class _Answer(msgspec.Struct):
     error: _Error | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Seconds of each stage."""
-
-    start: float
-    reset: float
-    step: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
-    """What a process runs."""
-
-    environment: str
-    interface: str
-    options: dict[str, Any]
-    python: Path | None
-    """None: Tandem's own interpreter, with its module search path."""
-
-    @classmethod
-    def of(cls, config: ChatEnvironment | TokenEnvironment) -> "Program":
-        is_chat = isinstance(config, ChatEnvironment)
-        return cls(
-            environment=config.environment,
-            interface=config.interface if is_chat else "tokens",
-            options=config.options,
-            python=config.python if is_chat else None,
-        )
-
-    def start_request(self, trace: int) -> dict[str, Any]:
-        return {
-            "do": "start",
-            "environment": self.environment,
-            "interface": self.interface,
-            "options": self.options,
-            "path": [entry or os.getcwd() for entry in sys.path] if self.python is None else None,
-            "largest_answer": LARGEST_ANSWER,
-            "trace": trace,
-        }
-
-
 class EnvironmentProcess:
     """One process. Requests that fail raise ``EpisodeFailed``; the process is then of no more use."""
 
-    def __init__(self, process: asyncio.subprocess.Process, limits: Limits, trace: int) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, config: InProcess, trace: int) -> None:
         """trace: descriptor of a file to which the process writes its current lines."""
-        self._process, self._limits, self._trace = process, limits, trace
+        self._process, self._config, self._trace = process, config, trace
         self._is_clean = True
 
     @property
@@ -154,37 +108,44 @@ class EnvironmentProcess:
         return self._process.pid
 
     @classmethod
-    async def start(cls, program: Program, limits: Limits) -> tuple["EnvironmentProcess", Ready]:
+    async def start(cls, config: InProcess) -> tuple["EnvironmentProcess", Ready]:
         """Raises EnvironmentStartError."""
+        is_chat = isinstance(config, ChatEnvironment)
+        python = config.python if is_chat else None  # None: Tandem's own, with its module search path
         trace = os.memfd_create("lines of an environment")
         try:
             process = await start_guarded(
-                program.python or sys.executable,
+                python or sys.executable,
                 WORKER,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
                 stderr=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
                 limit=LARGEST_ANSWER + 2**16,
                 pass_fds=[trace],
                 env=users_variables(),
-                start_new_session=True,  # its guard ends it after this process; a killed group must not take the guard
             )
         except BaseException as error:
             os.close(trace)
             if not isinstance(error, OSError):
                 raise
             raise EnvironmentStartError(
-                f"environment.python={program.python or sys.executable} cannot be started: {error}; name a Python interpreter"
+                f"environment.python={python or sys.executable} cannot be started: {error}; name a Python interpreter"
             ) from error
-        started = cls(process, limits, trace)
-        stage = f"importing and making {program.environment}"
+        started = cls(process, config, trace)
+        request = {
+            "do": "start",
+            "environment": config.environment,
+            "interface": config.interface if is_chat else "tokens",
+            "options": config.options,
+            "path": [entry or os.getcwd() for entry in sys.path] if python is None else None,
+            "largest_answer": LARGEST_ANSWER,
+            "trace": trace,
+        }
+        stage = f"importing and making {config.environment}"
         try:
-            request = program.start_request(trace)
-            return started, await started._ask(request, Ready, stage, "start_timeout_s", limits.start)
+            return started, await started._ask(request, Ready, stage, "start_timeout_s")
         except EpisodeFailed as error:
             await finished(started.kill())
             raise EnvironmentStartError(
-                f"environment {program.environment!r} cannot be started: {error}"
+                f"environment {config.environment!r} cannot be started: {error}"
             ) from error
         except BaseException:
             await finished(started.kill())
@@ -192,23 +153,23 @@ class EnvironmentProcess:
 
     async def reset(self, problem: dict[str, Any]) -> Opened:
         request = {"do": "reset", "problem": problem}
-        return await self._ask(request, Opened, "reset", "reset_timeout_s", self._limits.reset)
+        return await self._ask(request, Opened, "reset", "reset_timeout_s")
 
     async def step(self, message: Message) -> Stepped:
         """The environment's answer to a message of the policy; tools that it calls are run."""
         request = {"do": "step", "message": message}
-        return await self._ask(request, Stepped, "step", "step_timeout_s", self._limits.step)
+        return await self._ask(request, Stepped, "step", "step_timeout_s")
 
     async def end_episode(self) -> None:
         """Kill what the episode has left over."""
-        await self._ask({"do": "end"}, _Nothing, "the end of an episode", None, END_TIMEOUT_S)
+        await self._ask({"do": "end"}, dict, "the end of an episode")
 
     async def close(self) -> None:
         """Have the environment close itself, if it can, and kill it."""
         try:
             if self.is_clean:
                 with suppress(EpisodeFailed):
-                    await self._ask({"do": "close"}, _Nothing, "close", None, END_TIMEOUT_S)
+                    await self._ask({"do": "close"}, dict, "close")
         finally:
             await finished(self.kill())
 
@@ -220,9 +181,9 @@ class EnvironmentProcess:
             os.close(self._trace)
             self._trace = -1
 
-    async def _ask(
-        self, request: dict[str, Any], kind: type[T], stage: str, limit: str | None, limit_s: float
-    ) -> T:
+    async def _ask(self, request: dict[str, Any], kind: type[T], stage: str, limit: str | None = None) -> T:
+        """limit: the config's field with the deadline. None: ``END_TIMEOUT_S``."""
+        limit_s = getattr(self._config, limit) if limit else END_TIMEOUT_S
         # Escapes: a value may be half of a surrogate pair, which the policy can write but UTF-8 cannot carry.
         asked = json.dumps(request, default=_json_value).encode()
         was_clean, self._is_clean = self._is_clean, False
@@ -271,9 +232,8 @@ class EnvironmentProcess:
     async def _current_line(self) -> str:
         """``, at env.py:12 in step``; an empty text where it is not told in time."""
         with suppress(psutil.NoSuchProcess, TimeoutError, OSError):
-            servers = psutil.Process(
-                self.pid
-            ).children()  # several: it has just ended, and the guard has its orphans
+            # Several: it has just ended, and the guard has its orphans.
+            servers = psutil.Process(self.pid).children()
             if len(servers) != 1 or not _catches(servers[0].pid, signal.SIGUSR1):  # it would end the process
                 return ""
             servers[0].send_signal(signal.SIGUSR1)
@@ -282,9 +242,10 @@ class EnvironmentProcess:
                 while not written.endswith(b"\n") or written != before:  # it is written piece by piece
                     await asyncio.sleep(0.01)
                     written, before = os.pread(self._trace, 2**16, 0), written
-            for file, line, function in _FRAME.findall(written.decode(errors="replace")):  # innermost first
-                if Path(file).parent != WORKER and not _LIBRARY.search(file):
-                    return f", at {os.path.basename(file)}:{line} in {function}"
+            return users_line(
+                written.decode(errors="replace"),
+                lambda file: Path(file).parent == WORKER or _LIBRARY.search(file) is not None,
+            )
         return ""
 
     async def _ended(self) -> int:
@@ -314,7 +275,6 @@ def users_variables() -> dict[str, str]:
     return variables
 
 
-_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 _LIBRARY = re.compile(r"^<|/lib(64)?/python\d")
 
 
@@ -337,9 +297,9 @@ def _failure(error: _Error) -> EpisodeFailed:
 class ProcessPool:
     """Processes of one environment, started on demand, at most ``max_processes``. Inside ``async with``."""
 
-    def __init__(self, program: Program, limits: Limits, *, max_processes: int) -> None:
-        self._program, self._limits = program, limits
-        self._places = asyncio.Semaphore(max_processes)
+    def __init__(self, config: ChatEnvironment) -> None:
+        self._config = config
+        self._places = asyncio.Semaphore(max_processes(config))
         # More at a time would only make each of them late.
         self._starts = asyncio.Semaphore(max(1, cores() // 2))
         self._idle: list[EnvironmentProcess] = []
@@ -350,9 +310,6 @@ class ProcessPool:
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
         """End all processes with all that they started; those of episodes under way too."""
         self._idle.clear()
         await asyncio.gather(*(process.close() for process in [*self._all]))
@@ -396,7 +353,7 @@ class ProcessPool:
 
     async def _start(self) -> tuple[EnvironmentProcess, Ready]:
         async with self._starts:
-            process, ready = await EnvironmentProcess.start(self._program, self._limits)
+            process, ready = await EnvironmentProcess.start(self._config)
         self._all.add(process)
         self._has_started, self._failed_starts = True, 0
         return process, ready
@@ -415,12 +372,6 @@ class ProcessPool:
         self._all.discard(process)
 
 
-def limits_of(config: ChatEnvironment | TokenEnvironment) -> Limits:
-    if isinstance(config, TokenEnvironment):
-        return Limits(start=config.start_timeout_s, reset=0.0, step=0.0)
-    return Limits(start=config.start_timeout_s, reset=config.reset_timeout_s, step=config.step_timeout_s)
-
-
 def max_processes(config: ProcessEnvironment) -> int:
     """Processes for the episodes of one kind, training or held out."""
     return min(config.max_concurrency, config.max_processes or PER_CORE * cores())
@@ -430,16 +381,14 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def check_environment(
-    config: ChatEnvironment | TokenEnvironment, tell: Callable[[str], None] = logger.info
-) -> Ready:
+def check_environment(config: InProcess, tell: Callable[[str], None] = logger.info) -> Ready:
     """Import and make an environment in a process of its own, which is then ended. ``tell`` is called while that takes
     long. Raises ValueError."""
 
     async def check() -> Ready:
         telling = asyncio.ensure_future(_tell_of_waiting(config, tell))
         try:
-            process, ready = await EnvironmentProcess.start(Program.of(config), limits_of(config))
+            process, ready = await EnvironmentProcess.start(config)
         finally:
             telling.cancel()
         await process.close()
@@ -463,7 +412,7 @@ def check_parser_names(config: MessageEnvironment) -> None:
             check_parser_name(kind, name)
 
 
-async def _tell_of_waiting(config: ChatEnvironment | TokenEnvironment, tell: Callable[[str], None]) -> None:
+async def _tell_of_waiting(config: InProcess, tell: Callable[[str], None]) -> None:
     waited, limit_s = 0.0, config.start_timeout_s
     while True:
         await asyncio.sleep(TELL_EVERY_S)

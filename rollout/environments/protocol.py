@@ -15,21 +15,19 @@ import numpy as np
 from rollout.records import Completion, Prompt, Score, Status
 
 
-class EpisodeEnded(Exception):
+class _EpisodeOver(Exception):
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class EpisodeEnded(_EpisodeOver):
     """A limit of the config ends the episode. An environment may let it pass: the outcome is then
     ``reward_at_limit`` of the config with this status."""
 
-    def __init__(self, status: Status, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
-
-class EpisodeFailed(Exception):
+class EpisodeFailed(_EpisodeOver):
     """The episode is not scored. The message is complete: no line of code is added to it."""
-
-    def __init__(self, status: Status, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -115,11 +115,8 @@ class ChatRenderer:
         self.notes = tuple(self._find_notes())
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
-        """The tokens of a conversation's first messages, with the header of the assistant's turn.
-
-        Raises:
-            ValueError: the template refuses these messages.
-        """
+        """The tokens of a conversation's first messages, with the header of the assistant's turn. Raises ValueError:
+        the template refuses these messages."""
         return self.encode(self.render(messages, header=True))
 
     def following(self, messages: Sequence[Message], *, sampled_end: bool) -> list[int]:
@@ -152,10 +149,7 @@ class ChatRenderer:
 
     def render(self, messages: Sequence[Message], *, header: bool) -> str:
         """The template's text of a whole conversation. ``header``: with the header of the assistant's next turn.
-
-        Raises:
-            ValueError: the template refuses these messages.
-        """
+        Raises ValueError: the template refuses these messages."""
         try:
             text = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
@@ -202,15 +196,13 @@ class ChatRenderer:
                 f"{self._name} does not write the assistant's answer exactly once, so nothing can follow it; {_FIX}"
             )
         if called:  # the end of the call stands before the end of the turn
-            starts = [at for end in self._end_texts() if (at := suffix.find(end)) >= 0]
+            ends = [self.decode([number]) for number in self.end_token_ids]
+            starts = [at for end in ends if (at := suffix.find(end)) >= 0]
             return _Suffix(suffix[min(starts) :]) if starts else _Suffix(suffix)
         stripped = suffix.lstrip()
         if any(stripped.startswith(token) for token in self._added):
             return _Suffix(stripped, suffix[: len(suffix) - len(stripped)])
         return _Suffix(suffix)
-
-    def _end_texts(self) -> list[str]:
-        return [self.decode([number]) for number in self.end_token_ids]
 
     def _check_header(self) -> None:
         """Refuse a template that leaves the header of the assistant's turn to its caller."""

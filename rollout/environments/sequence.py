@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from rollout.records import (
     TOKEN_IDS,
     VERSIONS,
     Completion,
-    Prompt,
-    Status,
     Trajectory,
     Turn,
     digest,
@@ -63,8 +61,7 @@ class TokenSequence:
 
         What was sampled among them is an observation there: it is trained on once, here.
 
-        Raises:
-            ValueError: this one has fewer tokens.
+        Raises ValueError: this one has fewer tokens.
         """
         length = self._length if length is None else length
         if not 0 <= length <= self._length:
@@ -90,33 +87,18 @@ class TokenSequence:
         self._append(completion.token_ids, completion)
 
     def reward_turn(self, reward: float) -> None:
-        """Add to the reward of the last turn.
-
-        Raises:
-            ValueError: there is no turn.
-        """
+        """Add to the reward of the last turn. Raises ValueError: there is no turn."""
         if not self._turns:
             raise ValueError("a reward for a turn before the first act()")
         last = self._turns[-1]
         self._turns[-1] = replace(last, reward=(last.reward or 0.0) + reward)
 
-    def trajectory(
-        self,
-        *,
-        group_id: int,
-        sibling_id: int,
-        prompt: Prompt,
-        reward: float | None,
-        reward_parts: dict[str, float],
-        status: Status,
-        branch: int = 0,
-    ) -> Trajectory:
+    def trajectory(self, **of_sample: Any) -> Trajectory:
+        """of_sample: the fields that are no matter of tokens."""
         experts, is_replayed = self._experts()
         num_kept, kept_ids = self._kept()
         return Trajectory(
-            group_id=group_id,
-            sibling_id=sibling_id,
-            prompt_id=prompt.prompt_id,
+            **of_sample,
             token_ids=self.token_ids,
             response_mask=self._joined(MASK, lambda token_ids, sampled: sampled is not None),
             rollout_logprobs=self._joined(
@@ -126,14 +108,10 @@ class TokenSequence:
                 VERSIONS, lambda token_ids, sampled: 0 if sampled is None else sampled.token_versions
             ),
             turns=self.turns,
-            reward=reward,
-            reward_parts=reward_parts,
-            status=status,
             experts=experts,
             is_replayed=is_replayed,
             num_kept=num_kept,
             kept_ids=kept_ids,
-            branch=branch,
         )
 
     def _experts(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:

@@ -81,43 +81,24 @@ class ToolCallParser:
     Args:
         parser: such as ``qwen25`` or ``llama3``.
         reasoning_parser: such as ``qwen3``. Calls are looked for outside the thinking only. None: everywhere.
-        process: may be shared by parsers, and is closed by its owner. None: one of its own.
 
     Raises:
         ValueError: SGLang has no such parser.
     """
 
-    def __init__(
-        self, parser: str, *, reasoning_parser: str | None = None, process: ParserProcess | None = None
-    ) -> None:
+    def __init__(self, process: ParserProcess, parser: str, *, reasoning_parser: str | None = None) -> None:
         check_parser_name("tool_call_parser", parser)
         if reasoning_parser is not None:
             check_parser_name("reasoning_parser", reasoning_parser)
         self._names = {"parser": parser, "reasoning_parser": reasoning_parser}
-        self._process, self._owns_process = process or ParserProcess(), process is None
-
-    def __enter__(self) -> "ToolCallParser":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def start(self) -> None:
-        """Start the process, so that no turn waits for it. Raises WorkerStartError."""
-        self._process.start()
-
-    def close(self) -> None:
-        """End the process if it is the parser's own."""
-        if self._owns_process:
-            self._process.close()
+        self._process = process
 
     def __call__(self, text: str, tools: Tools) -> ParsedTurn:
         """A call that cannot be read, a parser that fails and one that is late give an error.
 
         This blocks for about a millisecond, and for the process's ``timeout_s`` at most.
 
-        Raises:
-            WorkerStartError: the process cannot be started.
+        Raises WorkerStartError: the process cannot be started.
         """
         try:
             answer = self._process.parse(
@@ -125,9 +106,4 @@ class ToolCallParser:
             )
         except LateOrLost as error:
             return ParsedTurn(content=text, calls=[], error=str(error))
-        return ParsedTurn(
-            content=answer["content"],
-            calls=answer["calls"],
-            error=answer["error"],
-            reasoning=answer["reasoning"],
-        )
+        return ParsedTurn(**answer)

@@ -34,9 +34,8 @@ def evaluate(text: str) -> Evaluated:
         factor  := number | "(" sum ")"
         number  := "0" | [1-9][0-9]*
 
-    Raises:
-        ExpressionError: any other text, e.g. with a unary minus, a leading zero or a blank, or a text beyond
-        the two limits above.
+    Raises ExpressionError: any other text, e.g. with a unary minus, a leading zero or a blank, or a text beyond the
+    two limits above.
     """
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"{len(text)} characters, more than {MAX_CHARACTERS}")
@@ -109,11 +108,7 @@ def format_problem(numbers: Sequence[int], target: int) -> str:
 
 
 def parse_problem(reference: str) -> tuple[tuple[int, ...], int]:
-    """Numbers and target of ``2 13 14=3``.
-
-    Raises:
-        ValueError: the text is not of that form.
-    """
+    """Numbers and target of ``2 13 14=3``. Raises ValueError: the text is not of that form."""
     left, equals, right = reference.partition("=")
     words = [*left.split(), right]
     if not equals or not left.split() or not all(word and DIGITS.issuperset(word) for word in words):
@@ -126,8 +121,7 @@ def countdown_reward(reference: str, response_text: str) -> Score:
 
     The part ``valid`` is 1 for an expression with the right numbers, whatever its value.
 
-    Raises:
-        ValueError: ``reference`` is no Countdown problem.
+    Raises ValueError: ``reference`` is no Countdown problem.
     """
     numbers, target = parse_problem(reference)
     try:

@@ -62,11 +62,8 @@ def find_program(response: str) -> str | None:
 
 
 def parse_tests(value: Any) -> list[dict[str, str]]:
-    """The tests of a row, as the runner takes them: ``{"input": ..., "output": ...}`` or ``{"code": ...}``.
-
-    Raises:
-        ValueError: the value holds no tests.
-    """
+    """The tests of a row, as the runner takes them: ``{"input": ..., "output": ...}`` or ``{"code": ...}``. Raises
+    ValueError: the value holds no tests."""
     tests = value if isinstance(value, list) else [value]
     if not tests:
         raise ValueError("holds no tests; add one, or drop the record")
@@ -162,11 +159,7 @@ class ProgramTests:
 
 
 async def choose_sandbox(config: CodeReward, name: str) -> str:
-    """The strictest of the allowed ways that works here, by a trial.
-
-    Raises:
-        ValueError: none of them does.
-    """
+    """The strictest of the allowed ways that works here, by a trial. Raises ValueError: none of them does."""
     reason = ""
     for sandbox in SANDBOXES if config.sandbox == "auto" else [config.sandbox]:
         try:
@@ -195,11 +188,7 @@ async def _try_sandbox(config: CodeReward, sandbox: str) -> None:
 async def run_program(
     config: CodeReward, sandbox: str, program: str, tests: Sequence[Mapping[str, str]]
 ) -> list[str]:
-    """Outcomes of the tests that were run.
-
-    Raises:
-        _NotStarted: the program cannot be started.
-    """
+    """Outcomes of the tests that were run. Raises _NotStarted: the program cannot be started."""
     bwrap = shutil.which("bwrap")
     if sandbox == "bubblewrap" and bwrap is None:
         raise _NotStarted("there is no program bwrap on PATH")

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from configs.schema.task import JudgeReward
 from rollout.http_replicas import Replica
 from rollout.records import Prompt, Score
-from rollout.rewards.served import PROBE, Refused, ServedReward, key_of, score_of
+from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
 
 _SHOWN = 200
 """Characters of an answer in a message."""
@@ -26,20 +26,13 @@ class Judge(ServedReward):
     """Client of one judge."""
 
     def __init__(self, config: JudgeReward, *, name: str = "reward") -> None:
-        """
-        Args:
-            name: the config field that holds this reward, for messages.
-
-        Raises:
-            ValueError: the key's variable is not set.
-        """
+        """See ``ServedReward``."""
         super().__init__(
             config,
             name=name,
             kind="judge",
             suffix="/chat/completions",
             fix=f"start the server, or correct {name}.urls, {name}.model or {name}.api_key_variable",
-            key=key_of(config, name),
         )
         self._config: JudgeReward = config
 

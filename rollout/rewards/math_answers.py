@@ -22,11 +22,8 @@ _LAST_CHARACTERS = 64
 
 
 def gsm8k_reference(answer: str) -> str:
-    """The final answer of a GSM8K solution: the text after ``####``, without commas between thousands.
-
-    Raises:
-        ValueError: there is no mark, no number after it, or another comma between digits.
-    """
+    """The final answer of a GSM8K solution: the text after ``####``, without commas between thousands. Raises
+    ValueError: there is no mark, no number after it, or another comma between digits."""
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark:
         raise ValueError(f"has no `{ANSWER_MARK}`; a GSM8K answer ends with `{ANSWER_MARK} <number>`")
@@ -50,8 +47,7 @@ def gsm8k_reward(reference: str, response_text: str) -> Score:
     response. Thousands' commas, ``$``, a closing dot and zeros at the end of a fraction do not matter. The
     part ``found`` is 1 if there is a number.
 
-    Raises:
-        ValueError: ``reference`` holds no number.
+    Raises ValueError: ``reference`` holds no number.
     """
     expected = _first_number(reference)
     if expected is None:

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from configs.schema.task import ModelReward, PlainText
 from rollout.http_replicas import Replica
 from rollout.records import Prompt, Score
-from rollout.rewards.served import PROBE, Refused, ServedReward, key_of, score_of
+from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
 from rollout.tokenization import load_tokenizer
 
 LINGER_S = 0.02
@@ -56,13 +56,7 @@ class RewardModel(ServedReward):
     """Client of one reward model."""
 
     def __init__(self, config: ModelReward, *, name: str = "reward") -> None:
-        """
-        Args:
-            name: the config field that holds this reward, for messages.
-
-        Raises:
-            ValueError: the tokenizer cannot be loaded or has no chat template, or the key's variable is not set.
-        """
+        """See ``ServedReward``. Raises ValueError also where the tokenizer cannot be loaded or has no chat template."""
         suffix = "/classify" if config.protocol == "sglang" else ""
         super().__init__(
             config,
@@ -70,7 +64,6 @@ class RewardModel(ServedReward):
             kind="reward model",
             suffix=suffix,
             fix=_fix_text(config, name),
-            key=key_of(config, name),
         )
         self._config: ModelReward = config
         self._tokenizer = None
@@ -101,11 +94,7 @@ class RewardModel(ServedReward):
         return await future
 
     async def close(self) -> None:
-        if self._linger is not None:
-            self._linger.cancel()
-            self._linger = None
-        waiting, self._waiting = self._waiting, []
-        for _, future in waiting:
+        for _, future in self._take_waiting():
             future.cancel()
         await super().close()
 
@@ -121,11 +110,14 @@ class RewardModel(ServedReward):
         return Item(prompt=prompt, response=response, reference=reference, text=text, token_ids=token_ids)
 
     def _send_waiting(self) -> None:
+        self._start_request(self._send_batch(self._take_waiting()))
+
+    def _take_waiting(self) -> list[tuple[Item, asyncio.Future[Score]]]:
         if self._linger is not None:
             self._linger.cancel()
             self._linger = None
-        batch, self._waiting = self._waiting, []
-        self._start_request(self._send_batch(batch))
+        waiting, self._waiting = self._waiting, []
+        return waiting
 
     async def _send_batch(self, batch: Sequence[tuple[Item, asyncio.Future[Score]]]) -> None:
         """Give every future of the batch its score, or the error."""

@@ -202,10 +202,8 @@ def processes_below(pid):
 
 def end_program(pid):
     """Kill the program and all that it started -> its exit code, 128 + number after a signal."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(
-            pid, signal.SIGKILL
-        )  # all at once: one that forks faster than it is counted cannot get away
+    with contextlib.suppress(ProcessLookupError):  # all at once: one that forks without end cannot get away
+        os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)  # it may not lead its group yet
     _, status = os.waitpid(pid, 0)
@@ -308,19 +306,8 @@ def bubblewrap(program, python_folders, folder):
     ]  # fmt: skip
     for path in ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", *python_folders):
         options += ["--ro-bind-try", path, path]
-    return [
-        program,
-        *options,
-        "--proc",
-        "/proc",
-        "--dev",
-        "/dev",
-        "--remount-ro",
-        "/",
-        "--chdir",
-        inside,
-        "--",
-    ]
+    options += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/", "--chdir", inside, "--"]
+    return [program, *options]
 
 
 if __name__ == "__main__":

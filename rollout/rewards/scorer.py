@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,7 +65,7 @@ def check_reward(
     """
     for name, part in _parts(config).items():
         if isinstance(part, ModelReward | JudgeReward):
-            key_of(part, name)
+            key_of(part.api_key_variable, name)
         if part.type == "function":
             _check_function(name, part, sample, tell)
         elif part.type == "code":
@@ -206,9 +205,9 @@ class Scorer:
                 await model.start()
                 return lambda prompt, response: model.score(prompt, response.text)
             case _:
-                processes = _Processes(part, num_workers=part.num_workers or self._num_workers)
-                self._exits.callback(processes.close)
-                return processes.score
+                pool = _worker_pool(part, part.num_workers or self._num_workers)
+                self._exits.callback(pool.close)
+                return lambda prompt, response: pool.call(_job_of(prompt, response))
 
     async def score(
         self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
@@ -275,28 +274,22 @@ def _inline_reward(function: Callable[[Prompt, _Response], Score]) -> _Reward:
     return score
 
 
-class _Processes:
-    """math-verify or the user's function in processes; a thread waits for each busy process."""
+def _worker_pool(config: MathVerifyReward | FunctionReward, num_workers: int) -> WorkerPool:
+    """math-verify or the user's function, in processes."""
+    reward, start_timeout_s = MATH_VERIFY, START_TIMEOUT_S
+    if config.type == "function":
+        reward, start_timeout_s = config.function, max(START_TIMEOUT_S, config.import_timeout_s)
+    return WorkerPool(
+        reward, num_workers=num_workers, timeout_s=config.timeout_s, start_timeout_s=start_timeout_s
+    )
 
-    def __init__(self, config: MathVerifyReward | FunctionReward, *, num_workers: int):
-        reward = config.function if config.type == "function" else MATH_VERIFY
-        start_timeout_s = max(START_TIMEOUT_S, config.import_timeout_s if config.type == "function" else 0.0)
-        self._pool = WorkerPool(
-            reward, num_workers=num_workers, timeout_s=config.timeout_s, start_timeout_s=start_timeout_s
-        )
-        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
-    async def score(self, prompt: Prompt, response: _Response) -> Score:
-        job = Job(
-            prompt_text=prompt.text,
-            response_text=response.text,
-            reference=prompt.reference,
-            row=prompt.row,
-            num_tokens=response.num_tokens,
-            finish_reason=response.finish_reason.value,
-        )
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._pool.call, job)
-
-    def close(self) -> None:
-        self._pool.close()
-        self._threads.shutdown(wait=True, cancel_futures=True)
+def _job_of(prompt: Prompt, response: _Response) -> Job:
+    return Job(
+        prompt_text=prompt.text,
+        response_text=response.text,
+        reference=prompt.reference,
+        row=prompt.row,
+        num_tokens=response.num_tokens,
+        finish_reason=response.finish_reason.value,
+    )

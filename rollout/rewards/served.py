@@ -44,18 +44,19 @@ class Refused(Exception):
     """The server blames the content of the request."""
 
 
-def key_of(config: ModelReward | JudgeReward, name: str) -> str | None:
-    """The key of the reward's servers. Raises ValueError where its variable does not hold one."""
-    if config.api_key_variable is None:
+def key_of(variable: str | None, name: str) -> str | None:
+    """The key of the servers of the block ``name``, from an environment variable. Raises ValueError where it does not hold
+    one."""
+    if variable is None:
         return None
-    key = os.environ.get(config.api_key_variable, "").strip()
+    key = os.environ.get(variable, "").strip()
     if not key:
         raise ValueError(
-            f"{name}.api_key_variable={config.api_key_variable} is not set in the environment, or empty; export it before the start"
+            f"{name}.api_key_variable={variable} is not set in the environment, or empty; export it before the start"
         )
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
-            f"{name}.api_key_variable={config.api_key_variable} holds characters that no header may have; export the key alone"
+            f"{name}.api_key_variable={variable} holds characters that no header may have; export the key alone"
         )
     return key
 
@@ -64,14 +65,7 @@ class ServedReward:
     """The servers of one reward; made and used inside one event loop, after ``start`` and until ``close``."""
 
     def __init__(
-        self,
-        config: ModelReward | JudgeReward,
-        *,
-        name: str,
-        kind: str,
-        suffix: str,
-        fix: str,
-        key: str | None = None,
+        self, config: ModelReward | JudgeReward, *, name: str, kind: str, suffix: str, fix: str
     ) -> None:
         """
         Args:
@@ -79,9 +73,12 @@ class ServedReward:
             kind: what the servers are, for messages.
             suffix: of the addresses, behind the config's own.
             fix: the end of messages.
-            key: sent as the bearer of each request, and never shown.
+
+        Raises:
+            ValueError: the key's variable is not set.
         """
-        self._config, self._name, self._kind, self._fix, self._key = config, name, kind, fix, key
+        self._config, self._name, self._kind, self._fix = config, name, kind, fix
+        self._key = key_of(config.api_key_variable, name)  # the bearer of each request, never shown
         self._replicas = [Replica(f"{url.rstrip('/')}{suffix}" if suffix else url) for url in config.urls]
         self._places = asyncio.Semaphore(config.max_concurrency)
         self._under_way: set[asyncio.Task] = set()
@@ -91,11 +88,8 @@ class ServedReward:
         """Attempts that failed and were repeated."""
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
-        """The score of one response.
-
-        Raises:
-            RewardModelError: the servers do not answer, or an answer has the wrong form.
-        """
+        """The score of one response. Raises RewardModelError: the servers do not answer, or an answer has the wrong
+        form."""
         raise NotImplementedError
 
     async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
@@ -103,11 +97,8 @@ class ServedReward:
         raise NotImplementedError
 
     async def start(self) -> None:
-        """Have every replica score one trial sample, before anything is sampled.
-
-        Raises:
-            RewardModelError: a replica does not, or its answer has no score.
-        """
+        """Have every replica score one trial sample, before anything is sampled. Raises RewardModelError: a replica
+        does not, or its answer has no score."""
         self._session = open_session(headers={"Authorization": f"Bearer {self._key}"} if self._key else None)
         scores = await asyncio.gather(*map(self._probe, self._replicas))
         for replica, score in zip(self._replicas, scores, strict=True):
@@ -220,8 +211,6 @@ def score_of(number: object) -> Score:
 
 def _retry_after_s(header: str | None) -> float:
     """Seconds that a server asks to wait. A date counts as nothing."""
-    return (
-        min(float(header), LONGEST_WAIT_S)
-        if header is not None and header.isascii() and header.isdigit()
-        else 0.0
-    )
+    if header is None or not (header.isascii() and header.isdigit()):
+        return 0.0
+    return min(float(header), LONGEST_WAIT_S)

@@ -7,7 +7,6 @@ is a remark, on both an error. Errors for any response: a hang, a process that d
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from configs.schema.task import FunctionReward
@@ -31,16 +30,12 @@ def made_responses(reference: str) -> dict[str, str]:
 def try_function(
     reward: FunctionReward, problem: "Problem | None", tell: Callable[[str], None]
 ) -> tuple[str, ...]:
-    """Remarks on a usable function. ``tell`` is called while the trial takes long. Without a problem the
-    function is only imported.
-
-    Raises:
-        ValueError: the function cannot be used; with the fix.
-    """
+    """Remarks on a usable function. ``tell`` is called while the trial takes long. Without a problem the function is
+    only imported. Raises ValueError: the function cannot be used; with the fix."""
     key = (reward, problem and (problem.text, problem.reference))
     if key not in _REMARKS:
         with TrialProcess(worker.__name__, reward.function, tell=tell) as process:
-            _REMARKS[key] = _Trial(reward, process).run(problem)
+            _REMARKS[key] = _try(reward, process, problem)
     return _REMARKS[key]
 
 
@@ -48,41 +43,33 @@ _REMARKS: dict[tuple, tuple[str, ...]] = {}
 """Results of past trials: a study of layouts loads its config once per layout."""
 
 
-@dataclass(frozen=True)
-class _Trial:
-    _reward: FunctionReward
-    _process: TrialProcess
-
-    def run(self, problem: "Problem | None") -> tuple[str, ...]:
-        module = self._reward.function.partition(":")[0]
-        fix = "do slow work in the function's first call, or raise its import_timeout_s"
-        limit_s = self._reward.import_timeout_s
-        kind, content = self._process.reply(f"importing {module}", "import_timeout_s", limit_s, fix)
-        if kind != "ready":
-            raise ValueError(content)
-        return () if problem is None else self._try_responses(problem)
-
-    def _try_responses(self, problem: "Problem") -> tuple[str, ...]:
-        raised: dict[str, str] = {}
-        for name, response in made_responses(problem.reference).items():
-            job = Job(
-                prompt_text=problem.text,
-                response_text=response,
-                reference=problem.reference,
-                row=problem.row,
-                num_tokens=len(response) + 1,
-            )
-            fix, limit_s = "make it faster, or raise its timeout_s", self._reward.timeout_s
-            kind, content = self._process.ask(job, f"scoring {name}", "timeout_s", limit_s, fix)
-            if kind == "unusable":
-                fix = "return a finite number, float(...), or (number, {name: number}), from every path through the function"
-                raise ValueError(f"scoring {name} to the task's first problem: {content}; {fix}")
-            if kind == "raised":
-                raised[name] = str(content)
-        failures = [
-            f"scoring {name} to the task's first problem raised {content}" for name, content in raised.items()
-        ]
-        if len(failures) > 1:
-            fix = "return a number for any response of a model, or set its `check: import`, which does not call it"
-            raise ValueError(f"{', and '.join(failures)}; {fix}")
-        return tuple(f"{text}: in a run such a response scores 0 and counts as failed" for text in failures)
+def _try(reward: FunctionReward, process: TrialProcess, problem: "Problem | None") -> tuple[str, ...]:
+    module = reward.function.partition(":")[0]
+    fix = "do slow work in the function's first call, or raise its import_timeout_s"
+    kind, content = process.reply(f"importing {module}", "import_timeout_s", reward.import_timeout_s, fix)
+    if kind != "ready":
+        raise ValueError(content)
+    if problem is None:
+        return ()
+    failures = []
+    for name, response in made_responses(problem.reference).items():
+        job = Job(
+            prompt_text=problem.text,
+            response_text=response,
+            reference=problem.reference,
+            row=problem.row,
+            num_tokens=len(response) + 1,
+        )
+        doing, fix = f"scoring {name}", "make it faster, or raise its timeout_s"
+        kind, content = process.ask(job, doing, "timeout_s", reward.timeout_s, fix)
+        if kind == "unusable":
+            fix = "return a finite number, float(...), or (number, {name: number}), from every path through the function"
+            raise ValueError(f"{doing} to the task's first problem: {content}; {fix}")
+        if kind == "raised":
+            failures.append(f"{doing} to the task's first problem raised {content}")
+    if len(failures) > 1:
+        fix = (
+            "return a number for any response of a model, or set its `check: import`, which does not call it"
+        )
+        raise ValueError(f"{', and '.join(failures)}; {fix}")
+    return tuple(f"{text}: in a run such a response scores 0 and counts as failed" for text in failures)

@@ -7,7 +7,6 @@ kills it. The kernel kills it where this one is killed.
 """
 
 import os
-import re
 import signal
 import tempfile
 import time
@@ -18,13 +17,10 @@ from typing import Any
 from rollout.environments.tandem_worker.failures import is_library
 from rollout.rewards.worker import kill_tree, start_process
 from rollout.servers.watched_process import how_it_ended
+from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 
-TELL_EVERY_S = 5.0
-TRACE_WITHIN_S = 2.0
-"""Time for a late process to write its current line."""
 NO_BYTECODE = "-B"
 """A check leaves no __pycache__ beside the user's module."""
-_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$', re.MULTILINE)
 
 
 class TrialProcess:
@@ -84,9 +80,9 @@ class TrialProcess:
         self._process.send_signal(signal.SIGUSR1)
         deadline = time.monotonic() + TRACE_WITHIN_S
         while time.monotonic() < deadline:
-            for frame in _FRAME.finditer(self._read_output()[len(before) :]):  # innermost first
-                if not is_library(frame["file"]) and not frame["file"].endswith(own):
-                    return f", at {os.path.basename(frame['file'])}:{frame['line']} in {frame['function']}"
+            trace = self._read_output()[len(before) :]
+            if line := users_line(trace, lambda file: is_library(file) or file.endswith(own)):
+                return line
             time.sleep(0.02)
         return ""
 

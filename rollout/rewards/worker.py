@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import CancelledError
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
@@ -29,17 +29,12 @@ from typing import Any, Literal
 
 import psutil
 
-from rollout.environments.tandem_worker.failures import describe
+from rollout.environments.tandem_worker.failures import describe, place_of
 from rollout.records import Score
-from rollout.rewards.function import (
-    RewardFunction,
-    further_parameters,
-    import_reward_function,
-    place_of,
-    to_score,
-)
+from rollout.rewards.function import FURTHER, RewardFunction, import_reward_function, to_score
 from rollout.rewards.math_answers import math_verify_reward
 from rollout.servers.watched_process import how_it_ended
+from rollout.user_code import further_parameters
 
 START_TIMEOUT_S = 120.0
 """Time for a worker to start and import the reward while all others may be starting; the config may set more."""
@@ -103,15 +98,11 @@ def _math_verify(prompt_text: str, response_text: str, reference: str) -> tuple[
 
 def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Reply:
     try:
-        further = {name: getattr(job, name) for name in further_parameters(function)}
+        further = {name: getattr(job, name) for name in further_parameters(function, FURTHER)}
         returned = function(job.prompt_text, job.response_text, job.reference, **further)
         if inspect.iscoroutine(returned):
             returned = runner.run(returned)
-    except (
-        Exception,
-        SystemExit,
-        asyncio.CancelledError,
-    ) as error:  # reward code may raise anything, or exit()
+    except (Exception, SystemExit, asyncio.CancelledError) as error:  # it may raise anything, or exit()
         return "raised", describe(error)
     try:
         return "score", to_score(returned)
@@ -148,24 +139,26 @@ def start_process(
 
 
 class WorkerPool:
-    """Workers of one reward, whose processes start on first use. At most one thread per worker may ``call``."""
+    """Workers of one reward, whose processes start on first use; a thread waits for each busy one."""
 
-    def __init__(
-        self, reward: str, *, num_workers: int, timeout_s: float, start_timeout_s: float = START_TIMEOUT_S
-    ):
+    def __init__(self, reward: str, *, num_workers: int, timeout_s: float, start_timeout_s: float) -> None:
         self._workers = [_Worker(reward, timeout_s, start_timeout_s) for _ in range(num_workers)]
         # The last worker used is the next one, so that no more start than are busy at once.
         self._idle: queue.LifoQueue[_Worker] = queue.LifoQueue()
         for worker in self._workers:
             self._idle.put(worker)
+        self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward")
 
-    def call(self, job: Job) -> Score:
+    async def call(self, job: Job) -> Score:
         """Score one job. A failure of the reward code, a crash or a timeout gives a score with an error.
 
         Raises:
             WorkerStartError: no worker can be started.
             CancelledError: the pool was closed meanwhile.
         """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._call, job)
+
+    def _call(self, job: Job) -> Score:
         worker = self._idle.get()
         try:
             return worker.call(job)
@@ -176,6 +169,7 @@ class WorkerPool:
         """End every worker and its children; calls under way return at once."""
         for worker in self._workers:
             worker.close()
+        self._threads.shutdown(wait=True, cancel_futures=True)
 
 
 class AnsweringProcess:

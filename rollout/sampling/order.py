@@ -10,21 +10,17 @@ goes on where it was, and takes as many prompts as there are:
 pipe).
 """
 
-import faulthandler
-import inspect
 import operator
 import random
-import signal
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing.connection import Connection
 from typing import Any
 
 from pydantic import TypeAdapter
 
 from configs.schema.own_function import OwnFunction
 from configs.schema.sampler import FileOrder, SamplerConfig, ShuffledOrder
-from rollout.environments.tandem_worker.failures import describe
-from rollout.rewards.function import import_named, place_of
+from rollout.environments.tandem_worker.failures import describe, place_of
+from rollout.user_code import call_problem, further_parameters, import_function, serve_trials
 
 Order = Callable[[int], Sequence[int]]
 """Indices of the prompts of an epoch, in their order."""
@@ -45,7 +41,7 @@ def prompt_order(config: SamplerConfig, num_prompts: int, *, seed: int, rows: Ca
         case FileOrder():
             return lambda epoch: range(num_prompts)
     function = load(config)
-    further = {FURTHER: rows()} if _wants_rows(function) else {}
+    further = _further(function, rows)
     return lambda epoch: _ordered(config, function, num_prompts, seed, epoch, further)
 
 
@@ -58,31 +54,14 @@ def epoch_order(num_prompts: int, *, seed: int, epoch: int) -> list[int]:
 
 def load(own: OwnFunction) -> Callable:
     """Raises ValueError where the function cannot be imported or called with its arguments."""
-    function = import_named("sampler function", own.function, "module:function, e.g. my_order:easy_first")
-    if not callable(function):
-        raise ValueError(
-            f"sampler function {own.function!r} is a {type(function).__name__}, not a function; name something callable"
-        )
-    if taken := sorted(own.settings.keys() & {*GIVEN, FURTHER}):
-        raise _broken(
-            own, function, f"settings hold {', '.join(taken)}, which Tandem gives itself; rename it"
-        )
-    further = {FURTHER: ()} if _wants_rows(function) else {}
-    try:
-        inspect.signature(function).bind(*GIVEN, **further, **own.settings)
-    except TypeError as error:
-        must = f"must take ({', '.join(GIVEN)}) and its settings ({', '.join(own.settings) or 'none'})"
-        raise _broken(own, function, f"it {must}, and beside them at most {FURTHER}: {error}") from error
-    except ValueError:  # some C functions have no signature; the first call checks them
-        pass
+    function = import_function("sampler function", own.function, "module:function, e.g. my_order:easy_first")
+    if problem := call_problem(own, function, GIVEN, [FURTHER]):
+        raise _broken(own, function, problem)
     return function
 
 
-def _wants_rows(function: Callable) -> bool:
-    try:
-        return FURTHER in inspect.signature(function).parameters
-    except ValueError:
-        return False
+def _further(function: Callable, rows: Callable[[], Rows]) -> dict[str, Rows]:
+    return {FURTHER: rows()} if further_parameters(function, [FURTHER]) else {}
 
 
 def _ordered(
@@ -109,31 +88,18 @@ def _broken(own: OwnFunction, function: Callable, what: str) -> ValueError:
 
 
 def serve(descriptor: int) -> None:
-    """Main function of the trial's process, which says None once it is up. A job is ("import" or "call", fields of the
-    function, the first record of the data); its answer is None, or what is wrong."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
-    faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
-    with Connection(descriptor) as connection:
-        connection.send(None)
-        while True:
-            try:
-                what, fields, row = connection.recv()
-            except EOFError:
-                return
-            own = TypeAdapter(OwnFunction).validate_python(fields)
-            try:
-                function = load(own)
-                if what == "call":
-                    _try(own, function, row)
-            except ValueError as error:
-                connection.send(str(error))
-            else:
-                connection.send(None)
+    """Main function of the trial's process."""
+    serve_trials(descriptor, _attempt)
 
 
-def _try(own: OwnFunction, function: Callable, row: Mapping[str, Any] | None) -> None:
-    """Raises ValueError where the function does not keep to its contract on made data."""
-    further = {FURTHER: [row] * TRIED_PROMPTS} if _wants_rows(function) else {}
+def _attempt(what: str, fields: Mapping[str, Any], row: Mapping[str, Any] | None) -> None:
+    """what: "import" or "call", on made data. fields: of the function. row: the first record of the data. Raises
+    ValueError where the function cannot be used, or does not keep to its contract."""
+    own = TypeAdapter(OwnFunction).validate_python(fields)
+    function = load(own)
+    if what == "import":
+        return
+    further = _further(function, lambda: [row] * TRIED_PROMPTS)
     for epoch in range(TRIED_EPOCHS):
         first, again = (_ordered(own, function, TRIED_PROMPTS, 0, epoch, further) for _ in range(2))
         if first != again:

@@ -177,29 +177,23 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
             table = self.req_to_token_pool.req_to_token
             return make_buckets(table, forward_batch.req_pool_indices, kv_lens.tolist(), q_lens)
 
-        def _attends(self, options) -> bool:
-            unknown = options.get("sliding_window_size") is not None or options.get("is_cross_attn")
-            return self._buckets is not None and not unknown
+        def _run_sdpa_forward_decode(self, *arguments, **options):
+            return self._attended(super()._run_sdpa_forward_decode, True, *arguments, **options)
 
-        def _refuse_other(self) -> None:
-            if softmax_of is not None:
-                raise ValueError(
-                    "model.numerics=aligned: an attention that is no plain causal one, or a prefill of more than "
-                    f"{MAX_PAIRS} pairs of query and key in one sequence; set rollout.server_args.chunked_prefill_size lower"
-                )
+        def _run_sdpa_forward_extend(self, *arguments, **options):
+            is_causal = bool(options.get("causal"))
+            return self._attended(super()._run_sdpa_forward_extend, is_causal, *arguments, **options)
 
-        def _run_sdpa_forward_decode(self, query, output, k_cache, v_cache, *rest, **options):
-            if not self._attends(options):
-                self._refuse_other()
-                return super()._run_sdpa_forward_decode(query, output, k_cache, v_cache, *rest, **options)
-            for bucket in self._buckets:
-                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"), chosen)
-            return output
-
-        def _run_sdpa_forward_extend(self, query, output, k_cache, v_cache, *rest, **options):
-            if not self._attends(options) or not options.get("causal"):
-                self._refuse_other()
-                return super()._run_sdpa_forward_extend(query, output, k_cache, v_cache, *rest, **options)
+        def _attended(self, sglangs, is_causal, query, output, k_cache, v_cache, *rest, **options):
+            """sglangs: its own code, for what is not done here."""
+            is_other = options.get("sliding_window_size") is not None or options.get("is_cross_attn")
+            if self._buckets is None or is_other or not is_causal:
+                if softmax_of is not None:
+                    raise ValueError(
+                        "model.numerics=aligned: an attention that is no plain causal one, or a prefill of more than "
+                        f"{MAX_PAIRS} pairs of query and key in one sequence; set rollout.server_args.chunked_prefill_size lower"
+                    )
+                return sglangs(query, output, k_cache, v_cache, *rest, **options)
             for bucket in self._buckets:
                 attend(bucket, query, output, k_cache, v_cache, options.get("scaling"), chosen)
             return output

@@ -21,45 +21,22 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 SHARED = "tandem: equal prompts of a prefill are computed once"
 SEQUENCES = (
-    "req_pool_indices",
-    "seq_lens",
-    "orig_seq_lens",
-    "seq_lens_cpu",
-    "req_pool_indices_cpu",
-    "extend_seq_lens",
-    "extend_prefix_lens",
-    "extend_seq_lens_cpu",
-    "extend_prefix_lens_cpu",
-    "extend_logprob_start_lens_cpu",
-    "top_logprobs_nums",
-    "token_ids_logprobs",
-    "lora_ids",
-    "rids",
-)
+    "req_pool_indices", "seq_lens", "orig_seq_lens", "seq_lens_cpu", "req_pool_indices_cpu", "extend_seq_lens",
+    "extend_prefix_lens", "extend_seq_lens_cpu", "extend_prefix_lens_cpu", "extend_logprob_start_lens_cpu",
+    "top_logprobs_nums", "token_ids_logprobs", "lora_ids", "rids",
+)  # fmt: skip
 """Fields of SGLang's ``ForwardBatch`` with an entry per sequence: tensors [S] and lists."""
 TOKENS = ("input_ids", "positions", "out_cache_loc")
 """Those with an entry per token, [T]."""
 COUNTS = (
-    "batch_size",
-    "seq_lens_sum",
-    "extend_num_tokens",
-    "extend_start_loc",
-    "global_num_token_non_padded_cpu",
-)
+    "batch_size", "seq_lens_sum", "extend_num_tokens", "extend_start_loc", "global_num_token_non_padded_cpu",
+)  # fmt: skip
 """Those that follow from the fields above."""
 WHOLE = (
-    "forward_mode",
-    "capture_hidden_mode",
-    "return_logprob",
-    "sampling_info",
-    "spec_algorithm",
-    "is_extend_in_batch",
-    "contains_last_prefill_chunk",
-    "global_forward_mode",
-    "kv_loc_plan",
-    "out_cache_loc_is_physical",
+    "forward_mode", "capture_hidden_mode", "return_logprob", "sampling_info", "spec_algorithm", "is_extend_in_batch",
+    "contains_last_prefill_chunk", "global_forward_mode", "kv_loc_plan", "out_cache_loc_is_physical",
     "extend_input_logprob_token_ids_gpu",
-)
+)  # fmt: skip
 """Those that hold for all sequences. Any further field must be at its default, or the prefill is SGLang's."""
 
 

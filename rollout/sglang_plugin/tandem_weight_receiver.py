@@ -18,7 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from weakref import WeakKeyDictionary
 
 import torch
@@ -250,12 +250,8 @@ class Receiver:
             found = self._record(new)
             self._places.copies |= found.copies
             self._places.filled += found.filled
-            by_sglang = len(new) - len(found.copies)
-            logger.info(
-                "tandem: of %d tensors of the learner %d are loaded by SGLang's own loader",
-                len(new),
-                by_sglang,
-            )
+            told = "tandem: of %d tensors of the learner %d are loaded by SGLang's own loader"
+            logger.info(told, len(new), len(new) - len(found.copies))
         self._asked.update(new)
         lost = [sent.name for sent in tensors if self._places.copies.get(sent.name) == []]
         if len(lost) < len(tensors):
@@ -350,9 +346,7 @@ class Receiver:
 
 
 def split(tensors: Sequence[Sent], counts: Sequence[int]) -> Iterator[Sequence[Sent]]:
-    ends = [0]
-    for count in counts:
-        ends.append(ends[-1] + count)
+    ends = [0, *accumulate(counts)]
     if ends[-1] != len(tensors):
         raise ValueError(f"{len(tensors)} tensors are announced, and {ends[-1]} in buckets")
     return (tensors[start:end] for start, end in pairwise(ends))

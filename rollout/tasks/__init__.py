@@ -2,13 +2,12 @@
 
 from typing import TYPE_CHECKING
 
-from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask, TaskConfig
+from configs.schema.task import CountdownTask, TaskConfig
 from rollout.tasks.countdown import first_countdown_problem, generate_sft_examples, load_countdown
 from rollout.tasks.files import (
     Survey,
     first_in_file,
-    load_gsm8k,
-    load_jsonl,
+    load_file_task,
     read_pairs,
     survey_pairs,
     survey_task_file,
@@ -33,19 +32,13 @@ __all__ = [
     "without",
 ]
 
-FILE_LOADERS = {Gsm8kTask: load_gsm8k, JsonlTask: load_jsonl}
-
 
 def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
     """The prompts of a task, for training and held out. ``keep_rows``: with their whole records, for the user's
-    reward.
-
-    Raises:
-        ValueError: a file, a line or the tokenizer cannot be used; the message names it and the fix.
-    """
+    reward. Raises ValueError: a file, a line or the tokenizer cannot be used; the message names it and the fix."""
     if isinstance(config, CountdownTask):
         return load_countdown(config, tokenizer=tokenizer)
-    return FILE_LOADERS[type(config)](config, tokenizer=tokenizer, keep_rows=keep_rows)
+    return load_file_task(config, tokenizer=tokenizer, keep_rows=keep_rows)
 
 
 def first_problem(config: TaskConfig) -> Problem:

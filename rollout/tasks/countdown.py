@@ -49,11 +49,8 @@ RIGHT_KINDS = {"+": (Kind.NUMBER, Kind.PRODUCT), "-": ANY_KIND, "*": (Kind.NUMBE
 
 
 def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase") -> Task:
-    """All solvable problems of ``config``, split into training and held-out ones by their hashes.
-
-    Raises:
-        ValueError: the tokenizer lacks a character of the task, or no problem is left to train on.
-    """
+    """All solvable problems of ``config``, split into training and held-out ones by their hashes. Raises ValueError:
+    the tokenizer lacks a character of the task, or no problem is left to train on."""
     check_characters(tokenizer)
     train, heldout = [], []
     for problem in solvable_problems(config):
@@ -227,11 +224,8 @@ def _right_values(operator: str, a: int, value: int, candidates: dict[int, int])
 def random_solution(
     numbers: Numbers, value: int, rng: random.Random, kinds: tuple[Kind, ...] = ANY_KIND
 ) -> str:
-    """An expression of all the numbers with this value, uniformly among the distinct ones.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """An expression of all the numbers with this value, uniformly among the distinct ones. Raises ValueError: there
+    is none."""
     if len(numbers) == 1 and value == numbers[0] and Kind.NUMBER in kinds:
         return str(value)
     ways, cumulated = _ways_to_reach(numbers, value, kinds)
@@ -335,8 +329,7 @@ def generate_sft_examples(
     model that need not learn all orders of a sum learns more arithmetic from as many examples. The seed
     decides everything. ``noise`` above 0 needs two numbers or more: one number has no wrong expression.
 
-    Raises:
-        ValueError: there is no training problem.
+    Raises ValueError: there is no training problem.
     """
     problems, rng = training_problems(config), random.Random(seed)
     examples = []

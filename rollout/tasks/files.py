@@ -26,42 +26,19 @@ if TYPE_CHECKING:
 LONGEST_KEPT = 256
 
 
-def load_gsm8k(config: Gsm8kTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
-    """GSM8K from the user's disk: ``question`` is the prompt, the text after ``####`` in ``answer`` the
-    reference.
-
-    Raises:
-        ValueError: see ``read_records``; also for an answer without ``#### <number>``, naming its line.
-    """
-    return _load_file_task(config, tokenizer, name="gsm8k", keep_rows=keep_rows)
-
-
-def load_jsonl(config: JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
-    """Any file of prompts and answers; the answer is the reference, unchanged.
-
-    Dots name a field inside others (``reward_model.ground_truth``). A prompt is text, or a conversation of a
-    single user's message, ``[{"role": "user", "content": ...}]``, as in data sets of verl's format.
-
-    Raises:
-        ValueError: see ``read_records``; also for any other conversation.
-    """
-    return _load_file_task(config, tokenizer, name="jsonl", keep_rows=keep_rows)
-
-
-def _fields_of(config: Gsm8kTask | JsonlTask) -> tuple[str, str]:
-    """The names of prompt and answer."""
-    is_gsm8k = isinstance(config, Gsm8kTask)
-    return ("question", "answer") if is_gsm8k else (config.prompt_field, config.answer_field)
-
-
-def _reference_reader(config: Gsm8kTask | JsonlTask) -> Callable[[str], str]:
-    return gsm8k_reference if isinstance(config, Gsm8kTask) else str
-
-
-def _load_file_task(
-    config: Gsm8kTask | JsonlTask, tokenizer: "PreTrainedTokenizerBase", *, name: str, keep_rows: bool
+def load_file_task(
+    config: Gsm8kTask | JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False
 ) -> Task:
-    fields, to_reference = _fields_of(config), _reference_reader(config)
+    """The problems of a file of prompts and answers.
+
+    gsm8k: ``question`` is the prompt, the text after ``####`` in ``answer`` the reference. jsonl: the answer is the
+    reference, unchanged. Dots name a field inside others (``reward_model.ground_truth``). A prompt is text, or a
+    conversation of a single user's message, ``[{"role": "user", "content": ...}]``, as in data sets of verl's format.
+
+    Raises ValueError: see ``read_records``; also for any other conversation, and for an answer of gsm8k without
+    ``#### <number>``, naming its line.
+    """
+    fields, to_reference = _reading_of(config)
     encode = partial(
         encode_prompt,
         tokenizer,
@@ -70,16 +47,14 @@ def _load_file_task(
     )
 
     def prompts(path: Path | None) -> LazyPrompts:
-        problems = (
-            [] if path is None else _build_problems(path, name, fields, to_reference, keep_rows=keep_rows)
-        )
+        problems = [] if path is None else _build_problems(path, config.type, fields, to_reference, keep_rows)
         where = None if path is None else partial(place, path)
         return LazyPrompts(
-            problems, task=name, to_problem=lambda problem: problem, encode=encode, where=where
+            problems, task=config.type, to_problem=lambda problem: problem, encode=encode, where=where
         )
 
     task = Task(
-        name=name,
+        name=config.type,
         train=prompts(config.train_path),
         heldout=prompts(config.heldout_path),
         heldout_sets={of: prompts(path) for of, path in config.heldout_sets.items()},
@@ -88,18 +63,24 @@ def _load_file_task(
     return task
 
 
+def _reading_of(config: Gsm8kTask | JsonlTask) -> tuple[tuple[str, str], Callable[[str], str]]:
+    """(the names of prompt and answer, what makes a reference of an answer)"""
+    if isinstance(config, Gsm8kTask):
+        return ("question", "answer"), gsm8k_reference
+    return (config.prompt_field, config.answer_field), str
+
+
 def _build_problems(
     path: Path,
     task: str,
     fields: tuple[str, str],
     to_reference: Callable[[str], str],
-    *,
-    keep_rows: bool = False,
+    keep_rows: bool,
 ) -> list[Problem]:
     problems, counts = [], Counter()
     # Public files hold the same problem a hundred times: its hash is computed, and its text kept, once.
     digests: dict[tuple[str, str], str] = {}
-    for number, text, reference, record in _read_problems(path, fields, to_reference, keep_rows=keep_rows):
+    for number, text, reference, record in _read_fields(path, fields, to_reference, keep_rows=keep_rows):
         if (digest := digests.get((text, reference))) is None:
             content = json.dumps([text, reference]).encode()
             digest = hashlib.md5(content, usedforsecurity=False).hexdigest()[:16]
@@ -112,23 +93,6 @@ def _build_problems(
             Problem(prompt_id=prompt_id, text=sys.intern(text), reference=reference, row=row, number=number)
         )
     return problems or _refuse_empty(path, fields)
-
-
-def _read_problems(
-    path: Path,
-    fields: tuple[str, str],
-    to_reference: Callable[[str], str],
-    progress: Progress | None = None,
-    *,
-    keep_rows: bool = False,
-) -> Iterator[tuple[int, str, str, dict]]:
-    """(number, prompt text, reference, record) of each record, which has the needed fields at least."""
-    for number, text, answer, record in _read_fields(path, *fields, progress, keep_rows=keep_rows):
-        try:
-            reference = to_reference(answer)
-        except ValueError as error:
-            raise ValueError(f"{place(path, number)}: field `{fields[1]}` {error}") from error
-        yield number, text, reference, record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,17 +120,16 @@ def survey_task_file(
 
     An unchanged file is not read again. ``progress`` makes a ``Progress`` for a file.
 
-    Raises:
-        ValueError: see ``load_gsm8k`` and ``load_jsonl``.
+    Raises ValueError: see ``load_file_task``.
     """
-    return _cached_survey(path, _file_version(path), _fields_of(config), _reference_reader(config), progress)
+    return _read_survey(path, _file_version(path), *_reading_of(config), progress)
 
 
 def survey_pairs(
     path: Path, first_field: str, second_field: str, *, progress: ProgressOf | None = None
 ) -> Survey:
     """The survey of a file for supervised training. Raises ValueError, see ``read_pairs``."""
-    return _cached_survey(path, _file_version(path), (first_field, second_field), None, progress)
+    return _read_survey(path, _file_version(path), (first_field, second_field), None, progress)
 
 
 def _file_version(path: Path) -> tuple[int, ...]:
@@ -179,36 +142,30 @@ def _file_version(path: Path) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=8)
-def _cached_survey(
+def _read_survey(
     path: Path,
     _: tuple[int, ...],
     fields: tuple[str, str],
     to_reference: Callable[[str], str] | None,
     progress: ProgressOf | None,
 ) -> Survey:
-    with contextlib.nullcontext() if progress is None else progress(path) as report:
-        return _read_survey(path, fields, to_reference, report)
-
-
-def _read_survey(
-    path: Path, fields: tuple[str, str], to_reference: Callable[[str], str] | None, report: Progress | None
-) -> Survey:
     """The length of a supervised pair (no ``to_reference``) counts both texts, that of a problem the prompt."""
     count = longest_bytes = 0
     kept: list[tuple[int, int, str, str]] = []  # a heap: (bytes, -number, texts), the shortest first
     prompts: set[int] = set()
-    for number, first, second, _record in _read_problems(path, fields, to_reference or str, report):
-        count += 1
-        prompts.add(hash(first))
-        size = num_bytes(first)
-        if size > longest_bytes:
-            longest_bytes = size
-        if to_reference is None:
-            size += num_bytes(second)
-        if len(kept) < LONGEST_KEPT:
-            heapq.heappush(kept, (size, -number, first, second))
-        elif size > kept[0][0]:
-            heapq.heapreplace(kept, (size, -number, first, second))
+    with contextlib.nullcontext() if progress is None else progress(path) as report:
+        for number, first, second, _record in _read_fields(path, fields, to_reference or str, report):
+            count += 1
+            prompts.add(hash(first))
+            size = num_bytes(first)
+            if size > longest_bytes:
+                longest_bytes = size
+            if to_reference is None:
+                size += num_bytes(second)
+            if len(kept) < LONGEST_KEPT:
+                heapq.heappush(kept, (size, -number, first, second))
+            elif size > kept[0][0]:
+                heapq.heapreplace(kept, (size, -number, first, second))
     if not count:
         _refuse_empty(path, fields)
     longest = tuple(
@@ -224,28 +181,22 @@ def num_bytes(text: str) -> int:
 
 
 def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
-    """The first training problem, with its record; the file is read no further.
-
-    Raises:
-        ValueError: see ``load_gsm8k`` and ``load_jsonl``.
-    """
-    fields = _fields_of(config)
-    problems = _read_problems(config.train_path, fields, _reference_reader(config), keep_rows=True)
+    """The first training problem, with its record; the file is read no further. Raises ValueError: see
+    ``load_file_task``."""
+    fields, to_reference = _reading_of(config)
+    problems = _read_fields(config.train_path, fields, to_reference, keep_rows=True)
     _, text, reference, record = next(problems, None) or _refuse_empty(config.train_path, fields)
     return Problem(prompt_id="first", text=text, reference=reference, row=record)
 
 
 def read_pairs(path: Path, first_field: str, second_field: str) -> list[tuple[str, str, str]]:
     """(place, such as ``file:line 3``, first text, second text) of each record of a JSONL or parquet file.
-    ``load_jsonl`` describes the names of fields and the form of the first.
-
-    Raises:
-        ValueError: see ``read_records``; also for a field that is missing, empty or neither text nor a number,
-            naming the line, and for a file without records.
-    """
+    ``load_file_task`` describes the names of fields and the form of the first. Raises ValueError: see
+    ``read_records``; also for a field that is missing, empty or neither text nor a number, naming the line, and for a
+    file without records."""
     pairs = [
         (place(path, number), first, second)
-        for number, first, second, _ in _read_fields(path, first_field, second_field)
+        for number, first, second, _ in _read_fields(path, (first_field, second_field))
     ]
     return pairs or _refuse_empty(path, (first_field, second_field))
 
@@ -258,14 +209,15 @@ def _refuse_empty(path: Path, fields: tuple[str, str]) -> NoReturn:
 
 def _read_fields(
     path: Path,
-    first_field: str,
-    second_field: str,
+    fields: tuple[str, str],
+    to_reference: Callable[[str], str] = str,
     progress: Progress | None = None,
     *,
     keep_rows: bool = False,
 ) -> Iterator[tuple[int, str, str, dict]]:
-    """(number, first text, second text, record) of each record, which has the needed fields at least."""
-    roots = () if keep_rows else {field.split(".")[0] for field in (first_field, second_field)}
+    """(number, first text, reference of the second, record) of each record, which has the needed fields at least."""
+    first_field, second_field = fields
+    roots = () if keep_rows else {field.split(".")[0] for field in fields}
     for number, record in read_records(path, progress, roots=roots):
         first, second = record.get(first_field), record.get(second_field)
         # Nearly all records are plain text under plain names. Skipping further checks for these makes a
@@ -276,7 +228,11 @@ def _read_fields(
         if not (type(second) is str and second.isascii() and second and not second.isspace()):
             value = _field_value(record, second_field, path, number)
             second = _as_text(value, second_field, path, number)
-        yield number, first, second, record
+        try:
+            reference = to_reference(second)
+        except ValueError as error:
+            raise ValueError(f"{place(path, number)}: field `{second_field}` {error}") from error
+        yield number, first, reference, record
 
 
 def _field_value(record: dict, field: str, path: Path, number: int) -> Any:
@@ -290,11 +246,8 @@ def _field_value(record: dict, field: str, path: Path, number: int) -> Any:
 
 
 def check_field(path: Path, field: str, check: Callable[[Any], object]) -> None:
-    """Have ``check`` look at a field of every record of a file, in order.
-
-    Raises:
-        ValueError: see ``read_records``; also for a missing field, and where ``check`` raises it, naming the line.
-    """
+    """Have ``check`` look at a field of every record of a file, in order. Raises ValueError: see ``read_records``;
+    also for a missing field, and where ``check`` raises it, naming the line."""
     for number, record in read_records(path, roots={field.split(".")[0]}):
         value = _field_value(record, field, path, number)
         try:

@@ -49,8 +49,7 @@ def read_records(
 
     roots: the needed fields. Others are not read if the file stores fields apart and has all of ``roots``.
 
-    Raises:
-        ValueError: the file is missing, unreadable or of another kind, or a named line is no JSON object.
+    Raises ValueError: the file is missing, unreadable or of another kind, or a named line is no JSON object.
     """
     path = Path(path)
     try:

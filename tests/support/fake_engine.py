@@ -9,7 +9,6 @@ from typing import Any
 from rollout.client import ClientStats, GenerationError, Session
 from rollout.environments.context import Texts
 from rollout.environments.episodes import SingleTurns
-from rollout.environments.loading import score_by
 from rollout.records import Completion, FinishReason
 from tests.support.records import completion
 
@@ -32,7 +31,7 @@ def single_turns(tokenizer: Any, scorer: Any, *, max_new_tokens: int, stop: int 
         texts=Texts(tokenizer=tokenizer, end_token_ids=frozenset([stop]), vocab_size=2**31),
         stop_token_ids=[stop],
         max_new_tokens=max_new_tokens,
-        score=score_by(scorer),
+        score=scorer.score,
     )
 
 

@@ -11,7 +11,6 @@ Every call checks the form of what comes back. ``trainer/own_contract.py`` check
 show, such as that a sequence's values do not depend on its batch.
 """
 
-import inspect
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -23,6 +22,8 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from configs.schema.own_function import OwnFunction
+from rollout.environments.tandem_worker.failures import place_of
+from rollout.user_code import call_problem, further_parameters, import_function
 from trainer.ranks.metrics import Metric
 
 METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -74,41 +75,18 @@ def load_own_parts(config: RunConfig) -> None:
 @cache
 def load(part: Part, path: str) -> Callable:
     """The function that ``module:name`` names. Raises ValueError."""
-    # With the clients of rewards, which most learners do without.
-    from rollout.rewards.function import import_named
-
-    function = import_named(f"{part.name} function", path, f"module:function, e.g. my_loss:{part.name}")
-    if not callable(function):
-        raise ValueError(
-            f"{part.name} function {path!r} is a {type(function).__name__}, not a function; name something callable"
-        )
-    return function
+    return import_function(f"{part.name} function", path, f"module:function, e.g. my_loss:{part.name}")
 
 
 def check_signature(part: Part, own: OwnFunction) -> None:
     """Raises ValueError where the function cannot be called with its arguments and settings."""
-    function = load(part, own.function)
-    further = _further_of(part, own.function)
-    if taken := sorted(own.settings.keys() & {*part.given, *part.further}):
-        raise broken(part, own, f"settings hold {', '.join(taken)}, which Tandem gives itself; rename it")
-    try:
-        inspect.signature(function).bind(*part.given, **dict.fromkeys(further), **own.settings)
-    except TypeError as error:
-        must = f"must take ({', '.join(part.given)}) and its settings ({', '.join(own.settings) or 'none'})"
-        raise broken(
-            part, own, f"it {must}, and beside them at most {', '.join(part.further)}: {error}"
-        ) from error
-    except ValueError:  # some C functions have no signature; the first call checks them
-        pass
+    if problem := call_problem(own, load(part, own.function), part.given, part.further):
+        raise broken(part, own, problem)
 
 
 @cache
-def _further_of(part: Part, path: str) -> tuple[str, ...]:
-    try:
-        parameters = inspect.signature(load(part, path)).parameters
-    except ValueError:
-        return ()
-    return tuple(name for name in part.further if name in parameters)
+def _further_of(part: Part, path: str) -> list[str]:
+    return further_parameters(load(part, path), part.further)
 
 
 def call(
@@ -162,8 +140,6 @@ def require_weights(own: OwnFunction, weights_N: Tensor, log_ratio_N: Tensor) ->
 
 
 def broken(part: Part, own: OwnFunction, what: str) -> ContractError:
-    from rollout.rewards.function import place_of
-
     function = load(part, own.function)
     return ContractError(f"{part.name} function {own.function!r} ({place_of(function)}): {what}")
 

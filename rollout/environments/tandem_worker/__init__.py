@@ -13,6 +13,7 @@ server.py       requests and answers
 interfaces.py   the environment, by its interface; wrong forms are named with their line
 tool_schemas.py JSON schemas of functions
 failures.py     errors in one line, with the user's line
+imports.py      modules of the user's
 template.py     forks a Python agent behind the modules that it imports
 
 Requests, in this order: ``start`` once, then episodes (``reset``, any number of ``step``, ``end``), then ``close``.

@@ -15,7 +15,7 @@ FOLDER = os.path.dirname(__file__)
 class Failure(Exception):
     """An answer that is an error. See ``__init__.py`` for ``kind``."""
 
-    def __init__(self, kind, message):
+    def __init__(self, message, kind="start"):
         super().__init__(readable(message))
         self.kind = kind
 

@@ -153,9 +153,8 @@ def end_descendants(kept=frozenset()):
         if not found:
             return
         for pid, _ in found:
-            with contextlib.suppress(
-                ProcessLookupError, PermissionError
-            ):  # one of another user may end by itself
+            # One of another user may end by itself.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         for (pid, _), parent in found.items():
             if parent == os.getpid():

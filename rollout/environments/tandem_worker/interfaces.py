@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import importlib
 import inspect
 import json
 import math
-import os
 import sys
 import types
 from numbers import Real
 
 from .failures import Failure, describe, error_text, place_of, readable, short
+from .imports import imported
 from .tool_schemas import schema_of
 
 OLDEST_PYTHON = (3, 9)
@@ -24,44 +23,26 @@ PARTS = "parts"
 def make_environment(environment, interface, options, path):
     """path: sys.path of Tandem, for its own Python; None: this Python's own, and then the current folder."""
     if sys.version_info < OLDEST_PYTHON:
-        raise Failure("start", f"environment.python is Python {sys.version.split()[0]}; use 3.9 or newer")
+        raise Failure(f"environment.python is Python {sys.version.split()[0]}; use 3.9 or newer")
     if path is not None:
         sys.path[:] = path
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a user's file must not shadow an installed module
-    importlib.invalidate_caches()
     module_name, _, name = environment.partition(":")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name == error.name or module_name.startswith(f"{error.name}.")):
-            raise Failure(
-                "start",
-                f"there is no module {module_name!r} in {os.getcwd()} or among those of {sys.executable}; run from the folder "
-                f"that holds {module_name.split('.')[0]}.py, or set PYTHONPATH",
-            ) from error
-        raise Failure(
-            "start",
-            f"{module_name} imports {error.name!r}, which {sys.executable} does not have; install it there",
-        ) from error
-    except BaseException as error:  # the import of a user's module may raise anything
-        raise Failure(
-            "start", f"importing {module_name} raised {describe(error)}; correct the module"
-        ) from error
+    module = imported(
+        module_name, f"those of {sys.executable}", f"{sys.executable} does not have; install it there"
+    )
     make = getattr(module, name, None)
     if not callable(make):
-        raise Failure("start", f"{module_name} has no class {name!r}; define it, or correct the name")
+        raise Failure(f"{module_name} has no class {name!r}; define it, or correct the name")
     try:
         made = make(**options)
     except BaseException as error:
         raise Failure(
-            "start",
-            f"{name} cannot be made with options {options}: {describe(error)}; correct environment.options",
+            f"{name} cannot be made with options {options}: {describe(error)}; correct environment.options"
         ) from error
     try:
         return INTERFACES[interface](made)
     except Failure as error:
-        raise Failure("start", f"{name}: {error}") from error
+        raise Failure(f"{name}: {error}") from error
 
 
 class Adapter:
@@ -74,7 +55,7 @@ class Adapter:
         asyncio.set_event_loop(self._loop)
         for name in self.needs:
             if not callable(getattr(made, name, None)):
-                raise Failure("start", f"it has no method {name} ({place_of(type(made))})")
+                raise Failure(f"it has no method {name} ({place_of(type(made))})")
         self.tools = []
 
     def close(self):
@@ -91,7 +72,7 @@ class Adapter:
 
     def unusable(self, method, what, kind="unusable"):
         function = getattr(self.made, method, self.made)
-        return Failure(kind, f"{method} {what} ({place_of(function)})")
+        return Failure(f"{method} {what} ({place_of(function)})", kind)
 
 
 class MessageAdapter(Adapter, abc.ABC):
@@ -156,7 +137,7 @@ class MessageAdapter(Adapter, abc.ABC):
         return {name: self.number_of(value, f"part {name!r}") for name, value in parts.items()}
 
     def run_tools(self, message, functions):
-        """The answers to the calls of a message. -> (messages, number of errors)"""
+        """``answered``, with the answers to the calls of a message."""
         messages, errors = [], 0
         for call in message["tool_calls"]:
             name, arguments = call["function"]["name"], call["function"]["arguments"]
@@ -164,7 +145,7 @@ class MessageAdapter(Adapter, abc.ABC):
             errors += failed
             answer = {"role": "tool", "tool_call_id": call["id"], "name": readable(name)}
             messages.append({**answer, "content": readable(content)})
-        return messages, errors
+        return self.answered(messages, calls=len(messages), errors=errors)
 
     def _run_tool(self, functions, name, arguments):
         function = functions.get(name)
@@ -186,7 +167,7 @@ class MessageAdapter(Adapter, abc.ABC):
             return json.dumps(returned, ensure_ascii=False), False
         except (TypeError, ValueError) as error:
             raise Failure(
-                "unusable", f"tool {name} returned {short(returned)}: {error} ({place_of(function)})"
+                f"tool {name} returned {short(returned)}: {error} ({place_of(function)})", "unusable"
             ) from error
 
 
@@ -202,12 +183,10 @@ class Chat(MessageAdapter):
     def _find_tools(self):
         tools = getattr(self.made, "tools", None) or []
         if not isinstance(tools, (list, tuple)):
-            raise Failure(
-                "start", f"tools is {short(tools)}; make it a list of functions, or of JSON schemas"
-            )
+            raise Failure(f"tools is {short(tools)}; make it a list of functions, or of JSON schemas")
         written = [tool for tool in tools if isinstance(tool, dict)]
         if written and len(written) < len(tools):
-            raise Failure("start", "tools has functions and JSON schemas; give it one kind")
+            raise Failure("tools has functions and JSON schemas; give it one kind")
         self.tools = written or [schema_of(tool) for tool in tools]
         self._functions = {} if written else {tool.__name__: tool for tool in tools}
 
@@ -220,8 +199,7 @@ class Chat(MessageAdapter):
 
     def step(self, message):
         if message.get("tool_calls") and self._functions:
-            messages, errors = self.run_tools(message, self._functions)
-            return self.answered(messages, calls=len(messages), errors=errors)
+            return self.run_tools(message, self._functions)
         returned = self.call(self.made.step, message)
         if not isinstance(returned, tuple) or len(returned) not in (3, 4):
             raise self.unusable("step", f"returned {short(returned)}; return (messages, reward, done)")
@@ -277,7 +255,7 @@ class Tools(MessageAdapter):
         plain = (types.FunctionType, staticmethod, classmethod)
         self._functions = {name: getattr(made, name) for name in names if isinstance(static[name], plain)}
         if not self._functions:
-            raise Failure("start", f"it has no public method, so no tool ({place_of(type(made))})")
+            raise Failure(f"it has no public method, so no tool ({place_of(type(made))})")
         self.tools = [schema_of(function, name) for name, function in self._functions.items()]
 
     def reset(self, problem):
@@ -294,8 +272,7 @@ class Tools(MessageAdapter):
 
     def step(self, message):
         if message.get("tool_calls"):
-            messages, errors = self.run_tools(message, self._functions)
-            return self.answered(messages, calls=len(messages), errors=errors)
+            return self.run_tools(message, self._functions)
         reward = getattr(self.made, "reward", None)
         reward = self.call(reward) if callable(reward) else reward
         reward = None if reward is None else self.number_of(reward, "reward", "reward")

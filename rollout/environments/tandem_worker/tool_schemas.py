@@ -16,30 +16,26 @@ def schema_of(function, name=None):
     Sphinx' style. Raises Failure where a parameter has no type, or there is no docstring."""
     name = name or getattr(function, "__name__", None)
     if not callable(function) or name is None:
-        raise Failure("start", f"tool {short(function)} is no function with a name; define one")
+        raise Failure(f"tool {short(function)} is no function with a name; define one")
     text = inspect.getdoc(function)
     if not text:
         raise Failure(
-            "start",
-            f"tool {name} has no docstring, which tells the model what it does ({place_of(function)})",
+            f"tool {name} has no docstring, which tells the model what it does ({place_of(function)})"
         )
     try:
         hints = typing.get_type_hints(function)
     except Exception as error:  # an annotation may be any expression
         raise Failure(
-            "start", f"the types of tool {name} cannot be read: {error_text(error)} ({place_of(function)})"
+            f"the types of tool {name} cannot be read: {error_text(error)} ({place_of(function)})"
         ) from error
     properties, required, about = {}, [], parameter_texts(text)
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
             raise Failure(
-                "start",
-                f"tool {name} takes {parameter}; a model gives arguments by name ({place_of(function)})",
+                f"tool {name} takes {parameter}; a model gives arguments by name ({place_of(function)})"
             )
         if parameter.name not in hints:
-            raise Failure(
-                "start", f"parameter {parameter.name!r} of tool {name} has no type ({place_of(function)})"
-            )
+            raise Failure(f"parameter {parameter.name!r} of tool {name} has no type ({place_of(function)})")
         properties[parameter.name] = schema_of_type(hints[parameter.name], name, function)
         if parameter.name in about:
             properties[parameter.name]["description"] = about[parameter.name]
@@ -100,7 +96,6 @@ def schema_of_type(hint, tool, function):
     if origin in _OBJECTS:
         return {"type": "object", "additionalProperties": schema_of_type(arguments[1], tool, function)}
     raise Failure(
-        "start",
         f"tool {tool} has a parameter of type {hint}, which has no JSON schema here; use str, int, float, bool, list, dict, "
         f"Literal or a union of them ({place_of(function)})",
     )

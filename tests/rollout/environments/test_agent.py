@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -123,11 +124,9 @@ def samples_of(
             environment = AgentEpisodes(
                 gateway,
                 starter,
+                config,
                 renderer_of=lambda tools: PlainRenderer(TEXTS.encode),
                 parse=None,
-                reward=config.reward,
-                timeout_s=config.timeout_s,
-                pass_row=config.pass_row,
             )
             outer = config.model_copy(update={"timeout_s": DEADLINE_S})
             most = limits or EpisodeLimits(max_turns=5, max_tokens=400, max_new_tokens=6)
@@ -170,7 +169,7 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
 
     async def samples() -> list[Sample]:
         async with asyncio.timeout(DEADLINE_S), sample_makers(
-            config, scorer=None, tokenizer=Model(), stop_token_ids=[STOP], max_positions=256  # pyright: ignore
+            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256  # pyright: ignore
         ) as samples_of:  # fmt: skip
             return await samples_of("training").sample(FakeEngine(), PROBLEM, [11, 12], temperature=0.5)
 

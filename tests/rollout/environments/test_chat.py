@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from rollout.environments.chat import (
 from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.loading import sample_makers
-from rollout.environments.processes import ProcessPool, Program, limits_of
+from rollout.environments.processes import ProcessPool
 from rollout.environments.tool_calls import ParsedTurn
 from rollout.records import FinishReason, Prompt, Score, Status
 from tests.rollout.environments.test_episodes import PROMPT, STOP, TEXTS, group_of, pack
@@ -62,7 +63,7 @@ async def parse(text: str, tools: Sequence[Mapping[str, Any]]) -> ParsedTurn:
     return ParsedTurn(content="", calls=[call])
 
 
-async def score_by_text(prompt: Prompt, text: str, num_tokens: int, finish: FinishReason) -> Score:
+async def score_by_text(prompt: Prompt, text: str, num_tokens: int, finish_reason: FinishReason) -> Score:
     return Score(value=float(len(text)), parts={"scored": 1.0}, correct=True)
 
 
@@ -77,7 +78,7 @@ def play(
     )
 
     async def samples() -> list[Sample]:
-        async with ProcessPool(Program.of(config), limits_of(config), max_processes=2) as pool:
+        async with ProcessPool(config.model_copy(update={"max_processes": 2})) as pool:
             environment = ChatEpisodes(pool, renderer_of=renderer_of, parse=parse, system_prompt="Be brief.")
             await environment.check()
             maker = Episodes(environment, config=config, limits=limits, texts=TEXTS, score=score_by_text)
@@ -255,7 +256,7 @@ def test_the_sample_role_makes_training_and_held_out_episodes_and_ends_their_pro
         before = psutil.Process().children(recursive=True)
         async with sample_makers(
             config,
-            scorer=None,  # pyright: ignore[reportArgumentType] - the environment gives the rewards
+            scorer=SimpleNamespace(score=None),  # pyright: ignore[reportArgumentType] - the environment gives the rewards
             tokenizer=TEXTS.tokenizer,
             stop_token_ids=[STOP],
             max_positions=256,

@@ -46,9 +46,11 @@ class Numbers:
 TEXTS = Texts(tokenizer=Numbers(), end_token_ids=frozenset([STOP]), vocab_size=LARGEST)
 
 
-async def score_by_length(prompt: Prompt, text: str, num_tokens: int, finish: FinishReason) -> Score:
+async def score_by_length(prompt: Prompt, text: str, num_tokens: int, finish_reason: FinishReason) -> Score:
     return Score(
-        value=num_tokens / 2, parts={"stopped": float(finish is FinishReason.STOP)}, correct=text == "7"
+        value=num_tokens / 2,
+        parts={"stopped": float(finish_reason is FinishReason.STOP)},
+        correct=text == "7",
     )
 
 
@@ -528,7 +530,7 @@ def test_metrics_of_turns_by_hand():
         return sequence.trajectory(
             group_id=0,
             sibling_id=sibling,
-            prompt=PROMPT,
+            prompt_id=PROMPT.prompt_id,
             reward=reward,
             reward_parts={},
             status=status,

@@ -322,7 +322,10 @@ def test_the_key_is_sent_and_never_shown(monkeypatch):
     config = partial(
         OpenEnvironment, type="openenv", urls=("http://127.0.0.1:9",), api_key_variable="TOY_KEY"
     )
-    with pytest.raises(ValueError, match=r"environment.api_key_variable=TOY_KEY is not set; export it"):
+    with pytest.raises(
+        ValueError,
+        match=r"environment.api_key_variable=TOY_KEY is not set in the environment, or empty; export it",
+    ):
         check_openenv(config())
     monkeypatch.setitem(os.environ, "TOY_KEY", "secret-7")
     check_openenv(config())

@@ -23,9 +23,7 @@ from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.processes import (
     EnvironmentStartError,
     ProcessPool,
-    Program,
     check_environment,
-    limits_of,
     max_processes,
 )
 from rollout.environments.protocol import EpisodeFailed
@@ -48,7 +46,7 @@ def config_of(fault: str = "none", folder: Path | None = None, **fields) -> Chat
 
 
 async def samples_of(config: ChatEnvironment, seeds: Sequence[int] = SEEDS, size: int = 2) -> list[Sample]:
-    async with ProcessPool(Program.of(config), limits_of(config), max_processes=size) as pool:
+    async with ProcessPool(config.model_copy(update={"max_processes": size})) as pool:
         environment = ChatEpisodes(pool, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None)
         limits = EpisodeLimits(max_turns=9, max_tokens=400, max_new_tokens=6)
         maker = Episodes(environment, config=config, limits=limits, texts=TEXTS, score=score_by_length)
@@ -132,7 +130,7 @@ def test_a_daemon_is_gone_before_the_next_episode_of_its_process(tmp_path):
     config = config_of("daemon", tmp_path)
 
     async def play():
-        async with ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool:
+        async with ProcessPool(config.model_copy(update={"max_processes": 1})) as pool:
             async with pool.episode() as first:
                 await first.reset({"text": "1"})
                 await first.step({"role": "assistant", "content": "3"})
@@ -158,7 +156,7 @@ def test_what_a_policy_writes_fails_no_episode():
 
     async def play():
         async with (
-            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            ProcessPool(config.model_copy(update={"max_processes": 1})) as pool,
             pool.episode() as process,
         ):
             await process.reset({"messages": [], "row": {"half": "\ud83d"}})
@@ -194,7 +192,7 @@ def test_the_current_line_is_that_of_the_whole_trace(tmp_path, monkeypatch):
 
     async def play():
         async with (
-            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            ProcessPool(config.model_copy(update={"max_processes": 1})) as pool,
             pool.episode() as process,
         ):
             await process.reset({"text": "1"})
@@ -232,7 +230,7 @@ BROKEN = {
         "import nothing_of_the_name",
         "imports 'nothing_of_the_name', which .* does not have",
     ),
-    "ends_at_import": ("import sys; sys.exit(4)", "importing ends_at_import raised SystemExit: 4"),
+    "ends_at_import": ("import sys; sys.exit(4)", "importing ends_at_import ends the process: SystemExit: 4"),
     "crashes_at_import": (
         "import os; os._exit(5)",
         "exit code 5 in importing and making crashes_at_import:E",
@@ -318,7 +316,7 @@ def test_a_script_of_an_environment_finds_its_own_modules(python, tmp_path, monk
 
     async def play():
         async with (
-            ProcessPool(Program.of(config), limits_of(config), max_processes=1) as pool,
+            ProcessPool(config.model_copy(update={"max_processes": 1})) as pool,
             pool.episode() as process,
         ):
             return (await process.reset({})).messages
@@ -341,14 +339,13 @@ def test_a_cancelled_episode_leaves_no_process(tmp_path):
 
 OWNER = """
 import asyncio, os, sys
-from rollout.environments.processes import Limits, ProcessPool, Program
+from configs.schema.environment import ChatEnvironment
+from rollout.environments.processes import ProcessPool
 
 async def main():
     options = {"fault": "hang_with_daemon", "folder": sys.argv[1]}
-    program = Program(
-        environment="tests.support.chat_environments:Faulty", interface="chat", options=options, python=None
-    )
-    async with ProcessPool(program, Limits(start=60, reset=60, step=60), max_processes=1) as pool:
+    config = ChatEnvironment(environment="tests.support.chat_environments:Faulty", options=options)
+    async with ProcessPool(config) as pool:
         async with pool.episode() as process:
             print(process.pid, flush=True)
             await process.reset({"text": "1"})

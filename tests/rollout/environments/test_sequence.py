@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.environments.sequence import TokenSequence
-from rollout.records import FinishReason, Prompt, Status
+from rollout.records import FinishReason, Status
 from tests.support.records import completion
 
-PROMPT = Prompt(prompt_id="p", token_ids=[1], text="", task="t", reference="")
 LAYERS, CHOSEN = 3, 2
 
 
@@ -56,7 +55,7 @@ def test_each_token_has_the_experts_of_the_turn_that_first_had_it_as_an_input(tu
         asked_from = length - 1
     sequence.observe([4] * behind)
     made = sequence.trajectory(
-        group_id=0, sibling_id=0, prompt=PROMPT, reward=1.0, reward_parts={}, status=Status.OK
+        group_id=0, sibling_id=0, prompt_id="p", reward=1.0, reward_parts={}, status=Status.OK
     )
     assert [turn.num_retractions for turn in made.turns] == [int(kind == "retracted") for *_, kind in turns]
     if not expected:
@@ -93,7 +92,7 @@ def test_sampled_tokens_have_their_turns_kept_ids_and_others_none(turns):
             )
         )
     made = sequence.trajectory(
-        group_id=0, sibling_id=0, prompt=PROMPT, reward=1.0, reward_parts={}, status=Status.OK
+        group_id=0, sibling_id=0, prompt_id="p", reward=1.0, reward_parts={}, status=Status.OK
     )
     if not turns:
         assert made.num_kept is None and made.kept_ids is None

@@ -1,6 +1,7 @@
 """The process of the tool-call parsers: names, deadlines, losses, its end. What the parsers find:
 servers/test_tool_call_parsers.py."""
 
+import asyncio
 import subprocess
 import sys
 import threading
@@ -10,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from configs.schema.environment import ChatEnvironment
+from rollout.environments.loading import call_parser
 from rollout.environments.tool_calls import ParserProcess, ToolCallParser
 from rollout.rewards import worker
 from rollout.rewards.worker import WorkerStartError
@@ -33,14 +36,15 @@ READY = "c.send_bytes(b'{}'); "
 )  # fmt: skip
 def test_an_unknown_parser_is_refused_at_once(options, message):
     with pytest.raises(ValueError, match=message):
-        ToolCallParser(**options, process=NOT_STARTED)
+        ToolCallParser(NOT_STARTED, **options)
     assert NOT_STARTED.pid is None
 
 
 def test_names_and_the_caller_need_no_torch():
     """The sample role and the checks before a start import these modules."""
     code = (
-        "import sys; from rollout.environments.tool_calls import ToolCallParser; ToolCallParser('llama3'); "
+        "import sys; from rollout.environments.tool_calls import ParserProcess, ToolCallParser; "
+        "ToolCallParser(ParserProcess(), 'llama3'); "
         "print(sorted(sys.modules.keys() & {'torch', 'sglang', 'transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -64,7 +68,7 @@ def process(monkeypatch, request):
 
 @pytest.mark.parametrize("process", [READY + ANSWERS], indirect=True)
 def test_a_lost_process_costs_one_turn_and_is_started_again(process):
-    parser = ToolCallParser("llama3", process=process)
+    parser = ToolCallParser(process, "llama3")
     assert parser("a", []).content == "heard"
     lost = process.pid
     turn = parser("END", [])
@@ -76,7 +80,7 @@ def test_a_lost_process_costs_one_turn_and_is_started_again(process):
     "process", [READY + "print(c.recv_bytes(), file=sys.stderr); time.sleep(600)"], indirect=True
 )
 def test_closing_waits_for_no_answer_and_nothing_starts_again(process):
-    parser, turns = ToolCallParser("llama3", process=process), []
+    parser, turns = ToolCallParser(process, "llama3"), []
     process._timeout_s = 600
     process.start()
     asking = [threading.Thread(target=lambda: turns.append(parser("x", []))) for _ in range(3)]
@@ -96,7 +100,7 @@ def test_closing_waits_for_no_answer_and_nothing_starts_again(process):
 def test_a_late_parser_is_killed(process):
     process.start()
     process._timeout_s, pid = 0.2, process.pid
-    turn = ToolCallParser("llama3", process=process)("x", [])
+    turn = ToolCallParser(process, "llama3")("x", [])
     assert (turn.content, turn.error) == ("x", "no answer of the parser within 0.2 s")
     assert not psutil.pid_exists(pid)
 
@@ -105,7 +109,7 @@ def test_a_late_parser_is_killed(process):
 def test_a_process_that_cannot_start_ends_the_run(process):
     process._start_timeout_s = 2
     with pytest.raises(WorkerStartError, match="SGLang's tool-call parsers did not start"):
-        ToolCallParser("llama3", process=process)("x", [])
+        ToolCallParser(process, "llama3")("x", [])
     assert process.pid is None
 
 
@@ -134,12 +138,15 @@ def _runs(process: psutil.Process) -> bool:
         return False
 
 
-@pytest.mark.parametrize("process", [READY + ANSWERS], indirect=True)
-def test_a_parser_ends_its_own_process_and_no_shared_one(process):
-    with ToolCallParser("llama3", process=process) as parser:
-        assert parser("a", []).content == "heard"
-    assert process.pid is not None and psutil.pid_exists(process.pid)
-    with ToolCallParser("llama3") as parser:
-        assert parser("a", []).content == "heard"
-        pid = parser._process.pid
-    assert pid is not None and not psutil.pid_exists(pid)
+def test_the_process_of_a_config_ends_with_its_use(monkeypatch):
+    monkeypatch.setattr(worker, "BOOTSTRAP", bootstrap(READY + ANSWERS))
+    block = ChatEnvironment(environment="a:B", tool_call_parser="llama3", reasoning_parser="qwen3")
+    before = psutil.Process().children()
+
+    async def heard() -> str:
+        async with call_parser(block) as parse:
+            assert parse is not None and len(psutil.Process().children()) == len(before) + 1
+            return (await parse("a", [])).content
+
+    assert asyncio.run(heard()) == "heard"
+    assert psutil.Process().children() == before

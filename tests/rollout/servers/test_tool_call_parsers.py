@@ -23,7 +23,7 @@ def process():
 
 @pytest.fixture(scope="module")
 def qwen(process):
-    return ToolCallParser("qwen25", process=process, reasoning_parser="qwen3")
+    return ToolCallParser(process, "qwen25", reasoning_parser="qwen3")
 
 
 def test_calls_are_found(qwen):
@@ -90,7 +90,7 @@ def test_nesting_that_a_caller_could_not_read_is_an_error(qwen):
 
 
 def test_llamas_calls_have_no_mark(process):
-    parser = ToolCallParser("llama3", process=process)
+    parser = ToolCallParser(process, "llama3")
     call = {"name": "tandem_probe", "parameters": {"a": 1}}
     for text in (json.dumps(call), f"<|python_tag|>{json.dumps(call)}"):
         (found,) = parser(text, TOOLS).calls

@@ -10,7 +10,7 @@ from launch.commands.simulate import planned
 from parallel.planning.architecture import padded_vocab_size, read_architecture, read_hf_config
 from parallel.planning.flops import forward_flops, update_flops
 from parallel.planning.simulated import Part, SimulatedRank
-from parallel.planning.traffic import again_sent, backward_sent, data_bytes, forward_sent, scored_passes
+from parallel.planning.traffic import data_bytes, scored_passes, update_sent
 from tests.launch.studies.simulated import DENSE, small_config, small_model
 from tests.support.loads import whole_samples
 from tests.support.megatron_workers import make_hf_model, run_ranks
@@ -193,8 +193,7 @@ def test_what_a_rank_sends_is_the_plans_and_a_little_more(name, group, above, si
     else:
         tokens = rank.step.tokens // config.layout.cp
         of = (architecture, config.layout, rank.stage, tokens, config.model.dtype)
-        passes = [forward_sent(*of), backward_sent(*of)]
-        passes += [again_sent(*of)] if config.learner.recompute == "full" else []
+        passes = update_sent(*of, recompute=config.learner.recompute)
         plan = rank.step.microbatches * sum(each[group].bytes for each in passes)
     assert plan <= found <= (1 + above) * plan
 

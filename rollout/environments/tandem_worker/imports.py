@@ -1,0 +1,36 @@
+"""Modules of the user's, in an environment's process and in Tandem's own."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+
+from .failures import Failure, describe
+
+
+def imported(name, others, missing):
+    """The module ``name``, also from the current folder.
+
+    others: the modules beside those of the current folder. missing: what is said of a module that this one imports and
+    that is not there. Raises Failure.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a user's file must not shadow an installed module
+    importlib.invalidate_caches()  # the file may be newer than the interpreter's listing of its folder
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
+            raise Failure(f"{name} imports {error.name!r}, which {missing}") from error
+        raise Failure(
+            f"there is no module {name!r} in {os.getcwd()} or among {others}; run from the folder that holds "
+            f"{name.split('.')[0]}.py, or set PYTHONPATH"
+        ) from error
+    except SystemExit as error:
+        raise Failure(
+            f"importing {name} ends the process: {describe(error)}; "
+            "put a script's part under `if __name__ == '__main__':`"
+        ) from error
+    except Exception as error:  # the import of a user's module may raise anything
+        raise Failure(f"importing {name} raised {describe(error)}; correct the module") from error

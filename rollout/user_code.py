@@ -1,0 +1,108 @@
+"""Functions and classes of the user's own, ``module:name``: imported, checked before they are called, and tried in a process
+of their own before a start (``rewards/trial_process.py``)."""
+
+import difflib
+import faulthandler
+import inspect
+import os
+import re
+import signal
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing.connection import Connection
+
+from configs.schema.own_function import OwnFunction
+from rollout.environments.tandem_worker.failures import Failure
+from rollout.environments.tandem_worker.imports import imported
+
+TELL_EVERY_S = 5.0
+"""Between two words that a trial still waits."""
+TRACE_WITHIN_S = 2.0
+"""Time for a late process to write its current line."""
+_FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
+
+
+def import_named(kind: str, path: str, form: str) -> object:
+    """The object that ``module:name`` names, also from a module in the current working directory. ``kind`` and
+    ``form`` are for messages. Raises ValueError: the module or the name is missing, or the import fails or ends the
+    process."""
+    module_name, colon, name = path.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(f"{kind} {path!r} is not of the form {form}")
+    try:
+        module = imported(module_name, "the installed ones", "is not installed")
+    except Failure as error:
+        raise ValueError(f"{kind} {path!r}: {error}") from error
+    named = getattr(module, name, None)
+    if named is None:
+        callables = [
+            n for n, value in vars(module).items() if inspect.isfunction(value) or inspect.isclass(value)
+        ]
+        close = difflib.get_close_matches(name, callables, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "define it, or correct the name"
+        raise ValueError(f"{kind} {path!r}: {module.__name__} has no {name!r}; {hint}")
+    return named
+
+
+def import_function(kind: str, path: str, form: str) -> Callable:
+    """As ``import_named``. Raises ValueError also for what cannot be called."""
+    function = import_named(kind, path, form)
+    if not callable(function):
+        raise ValueError(
+            f"{kind} {path!r} is a {type(function).__name__}, not a function; name something callable"
+        )
+    return function
+
+
+def further_parameters(function: Callable, names: Iterable[str]) -> list[str]:
+    """Those of ``names`` that a function has parameters of."""
+    try:
+        return [name for name in names if name in inspect.signature(function).parameters]
+    except ValueError:  # some C functions have no signature
+        return []
+
+
+def call_problem(
+    own: OwnFunction, function: Callable, given: Sequence[str], further: Sequence[str]
+) -> str | None:
+    """Why the function cannot be called with the arguments ``given``, its settings, and those of ``further`` that it has
+    parameters of."""
+    if taken := sorted(own.settings.keys() & {*given, *further}):
+        return f"settings hold {', '.join(taken)}, which Tandem gives itself; rename it"
+    asked = dict.fromkeys(further_parameters(function, further))
+    try:
+        inspect.signature(function).bind(*given, **asked, **own.settings)
+    except TypeError as error:
+        must = f"must take ({', '.join(given)}) and its settings ({', '.join(own.settings) or 'none'})"
+        return f"it {must}, and beside them at most {', '.join(further)}: {error}"
+    except ValueError:  # some C functions have no signature; the first call checks them
+        pass
+    return None
+
+
+def serve_trials(descriptor: int, attempt: Callable[..., None]) -> None:
+    """Main function of a trial's process, which says None once it is up. A job has the arguments of ``attempt``; its answer
+    is None, or the text of the ValueError that ``attempt`` raises."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
+    faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
+    with Connection(descriptor) as connection:
+        connection.send(None)
+        while True:
+            try:
+                job = connection.recv()
+            except EOFError:
+                return
+            try:
+                attempt(*job)
+            except ValueError as error:
+                connection.send(str(error))
+            else:
+                connection.send(None)
+
+
+def users_line(trace: str, is_other: Callable[[str], bool]) -> str:
+    """``, at rewards.py:3 in <module>``: the innermost line of the user's in what faulthandler wrote; an empty text where
+    there is none. is_other: whether a file is not the user's."""
+    for file, line, function in _FRAME.findall(trace):  # innermost first
+        if not is_other(file):
+            return f", at {os.path.basename(file)}:{line} in {function}"
+    return ""
