@@ -241,11 +241,15 @@ def metrics() -> str:
 
 
 def measured() -> str:
+    """The pages of benchmarks/results, each with its verdict: what its first lines have in bold."""
     lines = ["# Measured", "", "Each page has the machine, the command and the figures of one claim.", ""]
+    lines += ["| page | what it found |", "|---|---|"]
     for source, page in MEASURED.items():
         if source.endswith(".md"):
-            title = (ROOT / source).read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
-            lines.append(f"- [{title}]({posixpath.basename(page)})")
+            title, _, text = (ROOT / source).read_text(encoding="utf-8").partition("\n")
+            verdict = re.search(r"\*\*(.+?)\*\*", "\n".join(text.splitlines()[:12]), re.DOTALL)
+            told = " ".join(verdict[1].split()).rstrip(".,:") if verdict else ""
+            lines.append(f"| [{title.removeprefix('# ')}]({posixpath.basename(page)}) | {told} |")
     return "\n".join(lines) + "\n"
 
 
