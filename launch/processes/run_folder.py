@@ -27,7 +27,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -42,92 +41,37 @@ KEY = "key.yaml"
 Content = TypeVar("Content")
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    path: Path
-    _held: list = field(default_factory=list, compare=False, repr=False)
-    """Open files whose locks this process holds."""
+    """The paths of a run's folder. ``path`` itself need not exist yet."""
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def critic_checkpoints(self) -> Path:
-        return self.checkpoints / "critic"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def batches(self) -> Path:
-        return self.path / "batches"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace"
-
-    @property
-    def hf(self) -> Path:
-        return self.path / "hf"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def export_request(self) -> Path:
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.critic_checkpoints = self.checkpoints / "critic"
+        self.ledger = path / "ledger.jsonl"
+        self.batches = path / "batches"
+        self.samples = path / "samples"
+        self.trace = path / "trace"
+        self.hf = path / "hf"
+        self.export = path / "export"
+        self.export_request = path / ".export.json"
         """The step that a command asks its export role for; gone once that has ended."""
-        return self.path / ".export.json"
-
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def exported_adapter(self) -> Path:
-        return self.path / "export-adapter"
-
-    @property
-    def figures(self) -> Path:
-        return self.path / "figures"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def job(self) -> Path:
+        self.adapter = path / "adapter"
+        self.exported_adapter = path / "export-adapter"
+        self.figures = path / "figures"
+        self.summary = path / "summary.json"
+        self.job = path / "job.json"
         """The Slurm job that runs the folder, or ran it last: {job_id, nodes, restart}."""
-        return self.path / "job.json"
-
-    @property
-    def script(self) -> Path:
+        self.script = path / "train.sbatch"
         """The batch script of ``tandem slurm``; the runs of an array have one together, elsewhere."""
-        return self.path / "train.sbatch"
-
-    @property
-    def restarts(self) -> Path:
+        self.restarts = path / "restarts.json"
         """The number of failed starts without a newer checkpoint in between."""
-        return self.path / "restarts.json"
-
-    @property
-    def request(self) -> Path:
+        self.request = path / "request.json"
         """The request of `tandem eval`, or of a study; a training run has none."""
-        return self.path / "request.json"
+        self._held: list[TextIO] = []
+        """Open files whose locks this process holds."""
 
     def run_key(self) -> RunKey:
         """The key that this run's servers and sampler ask for; the first call makes it. See ``rollout.run_key``."""
