@@ -5,10 +5,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch.checks.config import BadInput
-from launch.processes.run_folder import RunFolder, write_text
+from launch.processes.run_folder import RunFolder
 from launch.tables import print_table
 from tracing.parts import Part, Parts, parts_of
 from tracing.reading import Trace, chrome_trace, read_trace
+from trainer.batch.files import write_whole
 
 COLUMNS = ("role", "part", "s a step", "of its time", "spans", "all ranks, s")
 
@@ -20,7 +21,7 @@ def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
     out = out or folder.path / "trace.json"
     if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
         raise BadInput(f"--out: {out} is not the name of a file to write; name one that ends with .json")
-    write_text(out, json.dumps(chrome_trace(found)) + "\n")
+    write_whole(out, f"{json.dumps(chrome_trace(found))}\n".encode())
     rows = [*table_rows(parts_of(found))]
     widths = [max(map(len, column)) + 3 for column in zip(COLUMNS, *rows, strict=True)]
     print_table(COLUMNS, rows, width=sum(widths) + 1)

@@ -34,6 +34,7 @@ from typing import TextIO, TypeVar
 from configs.errors import ConfigError
 from parallel.checkpoints.files import is_valid, latest_valid, missing, step_folders, step_of
 from rollout.run_key import RunKey, run_key
+from trainer.batch.files import write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
@@ -228,7 +229,7 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     be written."""
     folder = RunFolder(new_path(runs_dir, name))
     with _writing_in("launch.runs_dir", runs_dir):
-        write_text(folder.config, config_yaml)
+        write_whole(folder.config, config_yaml.encode())
     return folder
 
 
@@ -236,7 +237,7 @@ def change_config(folder: RunFolder, config_yaml: str) -> None:
     """Replace the config of a resumed run. Raises ConfigError where it cannot be written; the old config then
     stays."""
     with _writing_in("resume", folder.path):
-        write_text(folder.config, config_yaml)
+        write_whole(folder.config, config_yaml.encode())
 
 
 def new_path(runs_dir: Path, name: str) -> Path:
@@ -318,17 +319,5 @@ def point_latest(folder: RunFolder) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write atomically: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write atomically: a reader sees the old file or the new one, also after a failure (OSError)."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(text)
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    """See ``write_whole``."""
+    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode())

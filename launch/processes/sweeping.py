@@ -21,12 +21,13 @@ from pathlib import Path
 
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig
-from launch.processes.run_folder import RunFolder, write_json, write_text
+from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import KILL_TIMEOUT_S, Role, Supervisor
 from launch.roles.start import environment
 from launch.slurm.job import is_finished
 from launch.tables import on_one_line
 from parallel.checkpoints.files import step_of
+from trainer.batch.files import write_whole
 from trainer.tracking.tracker import duration, rows_from_the_end
 
 TANDEM = (sys.executable, "-m", "launch")
@@ -163,7 +164,7 @@ class Sweep:
     def _start(self, supervisor: Supervisor, cell: Cell, devices: str | None) -> int:
         """Start the run. Returns the size of its log before."""
         folder, file = self.run_folder(cell.name), self.folder / f"{cell.name}.yaml"
-        write_text(file, resolved_yaml(cell.config))
+        write_whole(file, resolved_yaml(cell.config).encode())
         goes_on = folder is not None and folder.newest_checkpoint() is not None
         what = ["resume", str(folder.path)] if folder is not None and goes_on else ["train", str(file)]
         env = environment(cell.config) | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})

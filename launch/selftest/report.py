@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 
 from launch.checks.device_memory import ask_gpus
-from launch.processes.run_folder import KEY, write_json, write_text
+from launch.processes.run_folder import KEY, write_json
 from launch.selftest.check import Outcome, Result
 from launch.tables import aligned, print_table
+from trainer.batch.files import write_whole
 from trainer.tracking.provenance import installed_versions, provenance
 
 TEXT, JSON = "selftest.txt", "selftest.json"
@@ -179,7 +180,7 @@ def write(
                 f"  try: {one.fix}",
                 indent(one.details, "  | "),
             ]
-    write_text(folder / TEXT, scrub("\n".join(parts)) + "\n")
+    write_whole(folder / TEXT, scrub("\n".join([*parts, ""])).encode())
     return folder / TEXT
 
 
