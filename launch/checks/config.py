@@ -7,6 +7,7 @@ only a valid config is compared with the rest.
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -69,6 +70,15 @@ LoadWith = Callable[[str, Sequence[str]], RunConfig]
 
 class BadInput(Exception):
     """A wrong argument; nothing was started. (An error inside a config is a ConfigError.)"""
+
+
+@contextmanager
+def as_bad_input(about: str = "") -> Iterator[None]:
+    """Inside, a ValueError becomes BadInput, with ``about`` before its message."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadInput(f"{about}{error}") from error
 
 
 def load_checked(
@@ -493,10 +503,8 @@ def check_new_folder(argument: str, folder: Path) -> None:
     """Check that ``folder`` does not exist yet and can be made. Raises BadInput."""
     if os.path.lexists(folder):
         raise BadInput(f"{argument}: {folder} exists already; name a new folder, or remove it first")
-    try:
+    with as_bad_input():
         check_can_be_made(argument, folder)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
 
 
 def check_server_gpus(servers: RolloutConfig, first_gpu: int, available: int) -> None:

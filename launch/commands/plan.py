@@ -12,7 +12,7 @@ from configs.reading.hardware import hardware_names, read_hardware
 from configs.schema import RunConfig
 from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
-from launch.checks.config import BadInput
+from launch.checks.config import BadInput, as_bad_input
 from launch.processes.run_folder import check_can_be_made
 from launch.tables import print_table
 from parallel.planning import memory
@@ -68,18 +68,14 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         _check_page(options.report)
     cluster = _cluster(options, hardware)
     critic = config.critic.model if config.critic is not None else None
-    try:
+    with as_bad_input():
         table = read_measured(options.measured) if options.measured is not None else NO_TABLE
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    try:
+    with as_bad_input(f"{config_path}: "):
         critic_hf_config = read_hf_config(critic.path) if critic is not None else None
         hf_config = read_hf_config(config.model.path)
         architecture = read_architecture(hf_config)
         timing = timing_of(config, architecture, options, hardware)
         plans = plan(hf_config, config, cluster, critic=critic_hf_config, measured=table, timing=timing)
-    except ValueError as error:
-        raise BadInput(f"{config_path}: {error}") from error
     _print_table(plans, options.count)
     if table.values:
         least = "the least measured value of all pairs that the rule ranks equal or worse"
@@ -109,10 +105,8 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
 def _check_page(page: Path) -> None:
     if page.suffix != ".html" or page.is_dir():
         raise BadInput(f"--report: {page} is not the name of a page; name a file that ends with .html")
-    try:
+    with as_bad_input():
         check_can_be_made("--report", page.parent)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
 
 
 def _hardware(options: PlanOptions) -> HardwareConfig | None:

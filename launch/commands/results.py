@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput, check_new_folder
+from launch.checks.config import BadInput, as_bad_input, check_new_folder
 from launch.processes.run_folder import RunFolder, check_can_be_made, locked, write_json
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role
@@ -124,10 +124,8 @@ def report(run: Path, against: Sequence[Path] = ()) -> None:
     from trainer.report.page import write_report
 
     folder, others = existing_run(run), [existing_run(other).path for other in against]
-    try:
+    with as_bad_input("RUN: "):
         page = write_report(folder.path, against=others)
-    except ValueError as error:
-        raise BadInput(f"RUN: {error}") from error
     print(f"report: {page}", flush=True)
 
 
@@ -143,12 +141,10 @@ def compare(runs: Sequence[Path], out: Path) -> None:
         raise BadInput(
             f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `tandem report {runs[0]}`"
         )
-    try:
+    with as_bad_input("RUN: "):
         check_can_be_made("--out", out.parent)
         out.parent.mkdir(parents=True, exist_ok=True)
         compared = write_comparison([*folders], out)
-    except ValueError as error:
-        raise BadInput(f"RUN: {error}") from error
     print_comparison(compared)
     print(f"comparison: {out}", flush=True)
 

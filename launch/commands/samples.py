@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from launch.checks.config import BadInput
+from launch.checks.config import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
 from trainer.tracking.samples import Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (
@@ -45,10 +45,8 @@ def show_samples(
 ) -> None:
     """Print the samples of ``step``, or of the last one, of all groups and siblings or of these."""
     step = _chosen_step(folder, step)
-    try:
+    with as_bad_input(f"--step {step}: "):
         samples = read_samples(sample_file(folder.samples, step))
-    except ValueError as error:
-        raise BadInput(f"--step {step}: {error}") from error
     chosen = _chosen(_chosen(samples, "group", group), "sibling", sibling)
     decode, problem = find_decode(model_path(folder), folder.path)
     console = Console(highlight=False, markup=False, emoji=False)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from launch.checks.config import BadInput
+from launch.checks.config import as_bad_input
 from launch.processes.run_folder import check_can_be_made, new_path
 from launch.processes.supervisor import Interrupted, Supervisor
 from launch.selftest import report
@@ -24,11 +24,9 @@ CLEAR = "\r\033[K"
 
 def selftest(folder: Path, names: Sequence[str], *, seed: int) -> bool:
     """Returns whether no check has failed. Its own folder is inside ``folder``."""
-    try:
+    with as_bad_input():
         checks = chosen(names)
         check_can_be_made("--folder", folder)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
     machine, out = this_machine(), new_path(folder.resolve(), "selftest")
     line = Line(checks, machine)
     where = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}" if machine.gpus else "CPU, no GPU"

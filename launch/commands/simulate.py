@@ -7,7 +7,7 @@ from pathlib import Path
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput
+from launch.checks.config import BadInput, as_bad_input
 from launch.checks.device_memory import critic_architecture
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from launch.tables import aligned, print_table
@@ -82,13 +82,11 @@ def _checked(path: Path, overrides: list[str]) -> tuple[RunConfig, Architecture]
         raise BadInput(
             f"{path}: layout.dp=auto: a simulation has no processes to count; give a number, such as layout.dp=1"
         )
-    try:
+    with as_bad_input(f"{path}: "):
         hf_config = read_hf_config(config.model.path)
         processes = config.layout.world_size
         validate_layout(hf_config, config.layout, num_processes=processes)
         return config, read_architecture(hf_config)
-    except ValueError as error:
-        raise BadInput(f"{path}: {error}") from error
 
 
 def planned(config: RunConfig, architecture: Architecture, rank: SimulatedRank) -> LearnerMemory:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.loader import parse_config, resolved_yaml
 from configs.schema import RunConfig
-from launch.checks.config import TRAINING, BadInput, load_checked
+from launch.checks.config import TRAINING, as_bad_input, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.processes import run_folder
 from launch.processes.placement import gpus_of_node
@@ -34,12 +34,10 @@ def slurm(
     gpu_memory: GiB of each of the job's GPUs; None: unknown here, so that their memory is not checked.
     Raises BadInput and ConfigError.
     """
-    try:
+    with as_bad_input(f"{config_path}: "):
         _check_and_write(
             config_path, overrides, arrays, submit=submit, dry_run=dry_run, gpu_memory=gpu_memory
         )
-    except ValueError as error:
-        raise BadInput(f"{config_path}: {error}") from error
 
 
 def _check_and_write(

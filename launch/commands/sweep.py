@@ -14,7 +14,7 @@ from pathlib import Path
 from configs.errors import ConfigError, Problem
 from configs.loader import parse_config
 from configs.schema import RunConfig
-from launch.checks.config import TRAINING, BadInput, load_checked
+from launch.checks.config import TRAINING, BadInput, as_bad_input, load_checked
 from launch.checks.device_memory import device_of, gpus_here, need_of
 from launch.commands.results import print_comparison
 from launch.grid import combinations
@@ -36,10 +36,8 @@ def sweep(config_path: Path, overrides: Sequence[str], *, jobs: int, keep_going:
     varied = [text for text in overrides if _is_list(text)]
     fixed = [text for text in overrides if text not in varied]
     _check_keys(varied, fixed)
-    try:
+    with as_bad_input():
         elements = combinations(varied)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
     cells = _checked(config_path, fixed, elements)
     base = parse_config(config_path, fixed).validated()
     made = Sweep(base.launch.runs_dir.resolve() / f"{base.name}-sweep")

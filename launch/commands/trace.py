@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.checks.config import BadInput
+from launch.checks.config import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
 from launch.tables import print_table
 from tracing.parts import Part, Parts, parts_of
@@ -33,10 +33,8 @@ def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
 
 def recorded(folder: RunFolder, steps: int | None) -> Trace:
     """Raises BadInput where nothing was recorded, or fewer steps."""
-    try:
+    with as_bad_input("RUN: "):
         found = read_trace(folder.path)
-    except ValueError as error:
-        raise BadInput(f"RUN: {error}") from error
     if not found.steps:
         state = "has traced no whole step yet" if found.processes else "has no trace"
         raise BadInput(
