@@ -18,7 +18,7 @@ from pathlib import Path
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig
 from launch.checks.config import BadInput
-from launch.commands.status import is_held, lock_holders, status
+from launch.commands.status import holders_of, lock_holders, status
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder, locked
 from launch.processes.sweeping import Sweep
@@ -282,7 +282,7 @@ def _has_done_all(run: RunFolder) -> bool:
 def _sweep_held(folder: Path, *, apply: bool) -> Iterator[bool]:
     """With ``apply``, no sweep can begin inside. Yields whether ``folder`` is of a sweep that nobody runs."""
     lock = folder / "lock"
-    if not (folder / "sweep.json").is_file() or not lock.is_file() or is_held(lock):
+    if not (folder / "sweep.json").is_file() or not lock.is_file() or holders_of(lock):
         yield False
         return
     with contextlib.ExitStack() as held:
