@@ -155,9 +155,13 @@ def slurm(
     ] = None,
 ) -> None:
     """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
-    from launch.commands.slurm import slurm
+    from launch.checks.config import as_bad_input
+    from launch.commands.slurm import slurm as write
 
-    slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
+    with as_bad_input(f"{config}: "):
+        write(
+            config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory
+        )
 
 
 @command()
