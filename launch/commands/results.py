@@ -153,5 +153,4 @@ def print_comparison(compared: "Comparison") -> None:
     for line in compared.left_out:
         print(line)
     for titles, *rows in filter(None, (compared.results, compared.settings)):
-        widths = [max(map(len, column)) + 3 for column in zip(titles, *rows, strict=True)]
-        print_table(titles, rows, width=sum(widths) + 1)
+        print_table(titles, rows)

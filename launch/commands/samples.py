@@ -16,7 +16,6 @@ from launch.processes.run_folder import RunFolder
 from trainer.tracking.samples import Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (
     Decode,
-    Piece,
     Stretch,
     beginning,
     find_decode,
@@ -147,17 +146,7 @@ def _worst_tokens(parts: Sequence[Stretch]) -> Table | None:
     table = Table("place", "token", "p rollout", "p learner", "|Δp|", "age", title_justify="left")
     table.title = f"largest |Δp|; mean {sum(piece.gap or 0.0 for piece in pieces) / len(pieces):.2e}"
     for piece in largest:
-        table.add_row(*_token_cells(piece), style=GAP_STYLES[piece.gap_level or 0])
+        probabilities = (f"{p or 0.0:.4f}" for p in (piece.rollout, piece.learner))
+        cells = (str(piece.start), Text(repr(piece.text)), *probabilities, f"{piece.gap:.1e}", str(piece.age))
+        table.add_row(*cells, style=GAP_STYLES[piece.gap_level or 0])
     return table
-
-
-def _token_cells(piece: Piece) -> tuple[str | Text, ...]:
-    numbers = (piece.rollout or 0.0, piece.learner or 0.0)
-    token = Text(repr(piece.text))
-    return (
-        str(piece.start),
-        token,
-        *(f"{p:.4f}" for p in numbers),
-        f"{piece.gap or 0.0:.1e}",
-        str(piece.age),
-    )

@@ -22,9 +22,7 @@ def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
     if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
         raise BadInput(f"--out: {out} is not the name of a file to write; name one that ends with .json")
     write_whole(out, f"{json.dumps(chrome_trace(found))}\n".encode())
-    rows = [*table_rows(parts_of(found))]
-    widths = [max(map(len, column)) + 3 for column in zip(COLUMNS, *rows, strict=True)]
-    print_table(COLUMNS, rows, width=sum(widths) + 1)
+    print_table(COLUMNS, [*table_rows(parts_of(found))])
     print(f"steps {_listed(found)}; (any): at least one of them is open")
     print(f"trace: {out}; open it in https://ui.perfetto.dev, which keeps it on this machine", flush=True)
     if profiles := sorted(folder.trace.glob("torch-rank-*.json")):
