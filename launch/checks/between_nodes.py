@@ -174,16 +174,12 @@ def _check_collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -
     import torch
 
     for backend in ("gloo", "nccl") if torch.cuda.is_available() else ("gloo",):
-        port = _agreed_port(meeting, backend, head)
-        if port is None:
+        offered = _exchange(meeting, backend, {"port": free_port(head)} if meeting.node == 0 else {})
+        if 0 not in offered:
             yield fail(backend, "the first node offered no port for the collective")
             return
-        yield _run_within(meeting.timeout_s * 2, backend, partial(_all_reduce, backend, meeting, head, port))
-
-
-def _agreed_port(meeting: Meeting, backend: str, head: str) -> int | None:
-    offered = _exchange(meeting, backend, {"port": free_port(head)} if meeting.node == 0 else {}).get(0)
-    return offered["port"] if offered is not None else None
+        work = partial(_all_reduce, backend, meeting, head, offered[0]["port"])
+        yield _run_within(meeting.timeout_s * 2, backend, work)
 
 
 def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding:

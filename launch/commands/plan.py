@@ -12,8 +12,7 @@ from configs.reading.hardware import hardware_names, read_hardware
 from configs.schema import RunConfig
 from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
-from launch.checks.config import BadInput, as_bad_input
-from launch.processes.run_folder import check_can_be_made
+from launch.checks.config import BadInput, as_bad_input, check_new_page
 from launch.tables import print_table
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
@@ -64,11 +63,11 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
             f"{config_path}: kind: {config.kind} has no rollout to plan for; this command takes kind: train"
         )
     hardware = _hardware(options)
-    if options.report is not None:
-        _check_page(options.report)
     cluster = _cluster(options, hardware)
     critic = config.critic.model if config.critic is not None else None
     with as_bad_input():
+        if options.report is not None:
+            check_new_page("--report", options.report)
         table = read_measured(options.measured) if options.measured is not None else NO_TABLE
     with as_bad_input(f"{config_path}: "):
         critic_hf_config = read_hf_config(critic.path) if critic is not None else None
@@ -100,13 +99,6 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
             options.report, config_path, config, architecture, plans, cluster, timing, critic_architecture
         )
         print(f"# pictures: {options.report}")
-
-
-def _check_page(page: Path) -> None:
-    if page.suffix != ".html" or page.is_dir():
-        raise BadInput(f"--report: {page} is not the name of a page; name a file that ends with .html")
-    with as_bad_input():
-        check_can_be_made("--report", page.parent)
 
 
 def _hardware(options: PlanOptions) -> HardwareConfig | None:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput, as_bad_input, check_new_folder
-from launch.processes.run_folder import RunFolder, check_can_be_made, locked, write_json
+from launch.checks.config import BadInput, as_bad_input, check_new_folder, check_new_page
+from launch.processes.run_folder import RunFolder, locked, write_json
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role
 from launch.tables import print_table
@@ -23,7 +23,8 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
     """Write the newest weights of a run: its finished model, or the checkpoint of a resumed and stopped run,
     which is newer. adapter: only its adapters, in peft's format. best: of the step with the best evaluation."""
     folder = existing_run(run)
-    check_new_folder("OUT", out)
+    with as_bad_input():
+        check_new_folder("OUT", out)
     if adapter:
         _require_adapters(folder)
     step = _best_step(folder) if best else None
@@ -134,15 +135,14 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     counts once."""
     from trainer.report.page import write_comparison
 
-    if out.suffix != ".html" or out.is_dir():
-        raise BadInput(f"--out: {out} is not the name of a page; name a file that ends with .html")
+    with as_bad_input():
+        check_new_page("--out", out)
     folders = dict.fromkeys(run.resolve() for run in runs)
     if len(folders) < 2:
         raise BadInput(
             f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `tandem report {runs[0]}`"
         )
     with as_bad_input("RUN: "):
-        check_can_be_made("--out", out.parent)
         out.parent.mkdir(parents=True, exist_ok=True)
         compared = write_comparison([*folders], out)
     print_comparison(compared)
