@@ -26,7 +26,10 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
     with as_bad_input():
         check_new_folder("OUT", out)
     if adapter:
-        _require_adapters(folder)
+        config = load_config(folder.config)
+        if not isinstance(config, RunConfig) or config.learner.lora is None:
+            error = f"--adapter: {folder.path} trained every weight and has no adapters (learner.lora)"
+            raise BadInput(f"{error}; leave --adapter out to export its model")
     step = _best_step(folder) if best else None
     with _exporting_alone(folder):
         _export(folder, out, adapter=adapter, step=step)
@@ -46,13 +49,6 @@ def _exporting_alone(folder: RunFolder) -> Iterator[None]:
         lock = contextlib.nullcontext()
     with lock:
         yield
-
-
-def _require_adapters(folder: RunFolder) -> None:
-    config = load_config(folder.config, [])
-    if not isinstance(config, RunConfig) or config.learner.lora is None:
-        error = f"--adapter: {folder.path} trained every weight and has no adapters (learner.lora)"
-        raise BadInput(f"{error}; leave --adapter out to export its model")
 
 
 def _best_step(folder: RunFolder) -> int:

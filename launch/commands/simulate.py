@@ -84,8 +84,7 @@ def _checked(path: Path, overrides: list[str]) -> tuple[RunConfig, Architecture]
         )
     with as_bad_input(f"{path}: "):
         hf_config = read_hf_config(config.model.path)
-        processes = config.layout.world_size
-        validate_layout(hf_config, config.layout, num_processes=processes)
+        validate_layout(hf_config, config.layout, num_processes=config.layout.world_size)
         return config, read_architecture(hf_config)
 
 

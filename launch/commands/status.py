@@ -94,7 +94,8 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
             lines.append(("data", summary(read_ledger(folder.ledger))))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
     lines += _role_lines(folder, damaged, now) if running else []
-    lines.append(("logs", _logs_text(folder)))
+    logs = ", ".join(file.stem for file in _log_files(folder))
+    lines.append(("logs", f"{logs} (`tandem logs {folder.path} --role NAME`)" if logs else "none yet"))
     return Status(state=state, lines=[*lines, *(("damaged", text) for text in damaged)])
 
 
@@ -245,11 +246,6 @@ def _activity_lines(folder: RunFolder, now: float) -> list[tuple[str, str]]:
     if len(beats) > BEATS:
         lines.append(("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long"))
     return lines
-
-
-def _logs_text(folder: RunFolder) -> str:
-    names = ", ".join(file.stem for file in _log_files(folder))
-    return f"{names} (`tandem logs {folder.path} --role NAME`)" if names else "none yet"
 
 
 def lock_holders(folder: RunFolder) -> list[int]:
