@@ -39,10 +39,8 @@ def _machine(bench: Bench) -> Found:
         )
     warnings = [f"{one.check}: {one.text}; {one.fix}" for one in findings if one.level is Level.WARN]
     sound = [one for one in findings if one.level is Level.OK and one.check in ("gpus", "limits", "/dev/shm")]
-    told = [f"{one.check}: {one.text}" for one in sound]
-    text = " · ".join(
-        [*(f"warning: {warning}" for warning in warnings), *told, f"disk: {free / GIB:.0f} GiB free"]
-    )
+    told = [f"warning: {warning}" for warning in warnings] + [f"{one.check}: {one.text}" for one in sound]
+    text = " · ".join([*told, f"disk: {free / GIB:.0f} GiB free"])
     return Found(text=text, figures={"free_bytes": free, "warnings": warnings})
 
 
@@ -56,10 +54,8 @@ def packages(machine: Machine) -> dict[str, str]:
 
 def _packages(bench: Bench) -> Found:
     spec = ServerSpec(config=bench.config, cuda=bench.machine.gpus > 0)
-    of_server = server_environment(
-        spec, ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1), 0
-    )
-    environments = {"SGLang": of_server}
+    share = ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1)
+    environments = {"SGLang": server_environment(spec, share, 0)}
     modules = packages(bench.machine)
     for name, module in modules.items():
         log = bench.folder.path / f"{module}.log"
@@ -71,21 +67,15 @@ def _packages(bench: Bench) -> Found:
             lines = str(failure).splitlines()
             said = next((line.strip() for line in reversed(lines[:-1]) if line.strip()), lines[0])
             raise CheckFailed(f"{name} cannot be imported: {said}", INSTALL, str(failure)) from failure
-    absent = (
-        ""
-        if bench.machine.has_transformer_engine
-        else "; Transformer Engine is not installed, which is optional"
-    )
-    return Found(text=f"{', '.join(modules)}{absent}")
+    text = ", ".join(modules)
+    if not bench.machine.has_transformer_engine:
+        text += "; Transformer Engine is not installed, which is optional"
+    return Found(text=text)
 
 
 def _gloo(bench: Bench) -> Found:
     hidden = {"CUDA_VISIBLE_DEVICES": ""}  # two ranks find two GPUs, or none
     return bench.measure("collectives", ranks=2, env=hidden, backend="gloo")
-
-
-def _nccl(bench: Bench) -> Found:
-    return bench.measure("collectives", ranks=bench.machine.gpus, backend="nccl")
 
 
 def _server(bench: Bench) -> Found:
@@ -95,12 +85,9 @@ def _server(bench: Bench) -> Found:
     )
 
 
-def _train(bench: Bench) -> Found:
-    return verdict_on(bench.train("launch.placement=separate"), bench.config.steps, bench.config.model.dtype)
-
-
-def _train_colocated(bench: Bench) -> Found:
-    return verdict_on(bench.train("launch.placement=colocated"), bench.config.steps, bench.config.model.dtype)
+def _train(bench: Bench, placement: str) -> Found:
+    steps = bench.train(f"launch.placement={placement}")
+    return verdict_on(steps, bench.config.steps, bench.config.model.dtype)
 
 
 def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) -> Found:
@@ -173,7 +160,7 @@ CHECKS = (
     Check(
         name="nccl",
         proves="every number arrives in collectives of all GPUs of this node",
-        run=_nccl,
+        run=lambda bench: bench.measure("collectives", ranks=bench.machine.gpus, backend="nccl"),
         seconds=30,
         why_not_here=_no_two_gpus,
     ),
@@ -248,7 +235,7 @@ CHECKS = (
     Check(
         name="train",
         proves="`tandem train` makes two steps, learner and server with devices of their own",
-        run=_train,
+        run=lambda bench: _train(bench, "separate"),
         seconds=45,
         needs=("model",),
         why_not_here=lambda machine: _no_two_gpus(machine) if machine.gpus else None,
@@ -256,7 +243,7 @@ CHECKS = (
     Check(
         name="train-colocated",
         proves="`tandem train` makes two steps, learner and server in turns on the same devices",
-        run=_train_colocated,
+        run=lambda bench: _train(bench, "colocated"),
         seconds=40,
         needs=("model",),
     ),

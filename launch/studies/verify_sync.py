@@ -153,7 +153,13 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
         controls = fleets.begin(supervisor, connections, name="reference", model=model, replicas=1)
         reference = {tp: _get_answers(control, base)[0] for tp, control in controls.items()}
     _check_that_it_can_fail(original, reference)
-    findings = [_finding_of(text, exports[text], tps, transferred, reference) for text in texts]
+    findings = []
+    for text in texts:
+        served = {
+            tp: [part for one in transferred[text, tp] for part in differences(one, reference[tp])]
+            for tp in tps
+        }
+        findings.append(Finding(layout=text, export=exports[text], served=served))
     print(f"\n{table(findings, tps)}", flush=True)
     write_json(out / "result.json", {"findings": [asdict(finding) for finding in findings]})
     finish_study(study, base, "result.json")
@@ -243,8 +249,7 @@ def _transfer_from(
     folder = _learner_folder(out, text)
     folder.path.mkdir()
     folder.config.write_text(resolved_yaml(config))
-    keys = {tp: str(control.key.file) for tp, control in controls.items()}
-    servers = [{"tp": tp, "urls": control.urls, "key_file": keys[tp]} for tp, control in controls.items()]
+    servers = [{"tp": tp, "urls": c.urls, "key_file": str(c.key.file)} for tp, c in controls.items()]
     write_json(folder.request, {"servers": servers})
     ranks = config.layout.world_size
     # A supervisor of its own: the servers go on when it has ended its roles.
@@ -337,19 +342,6 @@ def _check_that_it_can_fail(
 def _may_be_padding(name: str) -> bool:
     is_later_rank = name.startswith("rank") and not name.startswith("rank0/")
     return is_later_rank and name.endswith(("embed_tokens.weight", "lm_head.weight"))
-
-
-def _finding_of(
-    text: str,
-    export: list[str],
-    tps: Sequence[int],
-    transferred: Mapping[tuple[str, int], list[Answers]],
-    reference: Mapping[int, Answers],
-) -> Finding:
-    served = {}
-    for tp in tps:
-        served[tp] = [part for one in transferred[text, tp] for part in differences(one, reference[tp])]
-    return Finding(layout=text, export=export, served=served)
 
 
 def table(findings: Sequence[Finding], tps: Sequence[int]) -> str:
