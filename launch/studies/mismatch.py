@@ -211,7 +211,7 @@ def score(folder: RunFolder, config: RunConfig) -> None:
         write_tensors(folder.path / "scores.safetensors", scores)
     if request["switches"]:
         sampled = read_samples(Path(request["switches"]))
-        answers = score_under_switches(config, scorer, sampled, _print_indented)
+        answers = score_under_switches(scorer, sampled)
         if first:
             switched = {name: logprobs for name, (logprobs, _) in answers.items() if logprobs is not None}
             write_tensors(folder.path / "switches.safetensors", switched)
