@@ -314,6 +314,14 @@ class Learner:
             self.engine.save_adapter(folder)
 
 
+def learner_logprobs(batch: StepBatch, updates: Sequence[Update], mode: str) -> Tensor | None:
+    """``old``, or in bypass mode each minibatch's ``current``; None where the policy scored nothing. [T] of this rank."""
+    if mode == "decoupled" and batch.packed.old_logprobs_T is not None:
+        return batch.packed.old_logprobs_T
+    current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
+    return batch.scattered(current) if current else None
+
+
 def skipped_metrics(minibatch: Sequence[PackedBatch], forward_only: Sequence[bool]) -> dict[str, Metric]:
     """The share of this rank's response tokens whose micro-batches get no backward pass."""
     tokens = [int(batch.response_mask_T.sum()) for batch in minibatch]

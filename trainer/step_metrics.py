@@ -8,7 +8,6 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Status, Trajectory
@@ -17,7 +16,7 @@ from trainer.algorithm.mismatch import SampledGap, negative_fraction, reward_met
 from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
 from trainer.algorithm.value_loss import explained_variance
 from trainer.batch.step_batch import StepBatch
-from trainer.learner import Update
+from trainer.learner import Update, learner_logprobs
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
 from trainer.ranks.totals import Total, total_over
 from trainer.sampling import Sampled
@@ -86,14 +85,6 @@ def reward_metrics_of(
         is_first_S = torch.isin(packed.sequence_ids_S, batch.first_sequences())
         log_ratio_S, tokens_S = log_ratio_E[episode_S], torch.where(is_first_S, tokens_E[episode_S], 0.0)
     return reward_metrics(rewards_S, log_ratio_S, tokens_S > 0)
-
-
-def learner_logprobs(batch: StepBatch, updates: Sequence[Update], mode: str) -> Tensor | None:
-    """``old``, or in bypass mode each minibatch's ``current``; None where the policy scored nothing. [T] of this rank."""
-    if mode == "decoupled" and batch.packed.old_logprobs_T is not None:
-        return batch.packed.old_logprobs_T
-    current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
-    return batch.scattered(current) if current else None
 
 
 def what_came_along(packed: PackedBatch) -> dict[str, Metric]:
