@@ -30,7 +30,7 @@ from trainer.report.drawing import (
 )
 from trainer.report.pictures import PICTURES
 from trainer.report.recorded_run import AlarmHistory, RecordedRun, note_the_data, number_text, read_run
-from trainer.report.samples import ShownSamples, shown_samples
+from trainer.report.samples import shown_samples
 from trainer.tracking.tracker import duration, flatten
 
 if TYPE_CHECKING:
@@ -61,8 +61,25 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
     note_the_data(run)
     samples = shown_samples(run_dir, run.config.model.path)
     run.notes += samples.notes
-    page = run_dir / "report.html"
-    page.write_text(_render(run, others, shown, samples), encoding="utf-8")
+    page, num_steps = run_dir / "report.html", len(run.training_steps)
+    template = environment().get_template("template.html")
+    text = template.render(
+        name=run.config.name,
+        folder=run.folder.name,
+        facts=_facts(run),
+        recipe=_recipe(run.config),
+        alarms=[_alarm_text(history, num_steps) for history in run.alarms],
+        num_steps=num_steps,
+        alarms_off=[name for name, level in run.config.alarms if level is None],
+        notes=run.notes,
+        figures=shown,
+        samples=samples,
+        compared=_sections(None, _settings_table(_labelled([run, *others]))) if others else [],
+        seconds=_seconds_by_part(run),
+        settings=changed_settings(run.config),
+        metrics=_metric_table(run),
+    )
+    page.write_text(text, encoding="utf-8")
     return page
 
 
@@ -190,34 +207,6 @@ def _step_times(run: RecordedRun) -> tuple[list[int], dict[str, list[float]]]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # page
-
-
-def _render(
-    run: RecordedRun,
-    others: Sequence[RecordedRun],
-    figures: Sequence[Mapping[str, str]],
-    samples: ShownSamples,
-) -> str:
-    return (
-        environment()
-        .get_template("template.html")
-        .render(
-            name=run.config.name,
-            folder=run.folder.name,
-            facts=_facts(run),
-            recipe=_recipe(run.config),
-            alarms=[_alarm_text(history, len(run.training_steps)) for history in run.alarms],
-            num_steps=len(run.training_steps),
-            alarms_off=[name for name, level in run.config.alarms if level is None],
-            notes=run.notes,
-            figures=figures,
-            samples=samples,
-            compared=_sections(None, _settings_table(_labelled([run, *others]))) if others else [],
-            seconds=_seconds_by_part(run),
-            settings=changed_settings(run.config),
-            metrics=_metric_table(run),
-        )
-    )
 
 
 def environment() -> "jinja2.Environment":
