@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, assert_never
 
 from configs.schema import RunConfig
-from trainer.report.pictures import Buckets, Lines, Panel, Picture, Shares
+from trainer.report.pictures import MAX, MEAN, Buckets, Lines, Panel, Picture, Shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -467,11 +467,11 @@ def _draw_buckets(axes: "Axes", panel: Buckets, recorded: Recorded) -> None:
         return [value for step, value in zip(series.steps, series.values, strict=True) if step in since]
 
     edges = recorded.edges(panel.prefix)
-    steps = {step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{panel.mean}").steps}
+    steps = {step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{MEAN}").steps}
     since = set(sorted(steps)[-_LAST_STEPS:])
-    labels = {part: label for part, label in edges.items() if last(part, panel.mean)}
-    means = [fmean(last(part, panel.mean)) for part in labels]
-    maxima = [max(last(part, panel.max)) for part in labels]
+    labels = {part: label for part, label in edges.items() if last(part, MEAN)}
+    means = [fmean(last(part, MEAN)) for part in labels]
+    maxima = [max(last(part, MAX)) for part in labels]
     places = range(len(labels))
     axes.bar([place - 0.2 for place in places], means, width=0.38, color=COLORS[0], label="mean")
     right = [place + 0.2 for place in places]
