@@ -121,7 +121,8 @@ class Sweep:
         Raises Interrupted on Ctrl-C or SIGTERM, after every run has stopped.
         """
         left = [cell for cell in cells if not self.is_finished(cell)]
-        grace_s = max((_time_to_stop(cell.config) for cell in left), default=0.0)
+        limits = [cell.config.launch for cell in left]  # in which a run that is asked to stop ends by itself
+        grace_s = max((s.stop_timeout_s + s.stop_grace_s + 2 * KILL_TIMEOUT_S for s in limits), default=0.0)
         ended, places, show = [], {}, _Progress(self, left, len(cells))
         try:
             with Supervisor(grace_s=grace_s) as supervisor:
@@ -187,11 +188,6 @@ class Sweep:
         log = f"its whole log: {self.folder / f'{cell.name}.log'}"
         how = "was stopped" if code in STOPPED else "failed"
         return Ended(cell.name, f"{cell.name} {how} (exit code {code}):\n{last}\n{log}", how == "failed")
-
-
-def _time_to_stop(config: RunConfig) -> float:
-    """Seconds in which a run that is asked to stop ends by itself."""
-    return config.launch.stop_timeout_s + config.launch.stop_grace_s + 2 * KILL_TIMEOUT_S
 
 
 class _Progress:
