@@ -3,7 +3,6 @@ step, and a page with pictures."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -42,16 +41,6 @@ class PlanOptions:
     response_tokens: int | None = None
     response_spread: float | None = None
     report: Path | None = None
-
-    def of_time(self) -> dict[str, Any]:
-        """The options that need ``gpu``, those that were given."""
-        values = {
-            "--prompt-tokens": self.prompt_tokens,
-            "--response-tokens": self.response_tokens,
-            "--response-spread": self.response_spread,
-            "--report": self.report,
-        }
-        return {name: value for name, value in values.items() if value is not None}
 
 
 def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -> None:
@@ -104,9 +93,10 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
 def _hardware(options: PlanOptions) -> HardwareConfig | None:
     if options.gpu is not None:
         return read_hardware(options.gpu)
-    if given := options.of_time():
-        names = ", ".join(hardware_names())
-        raise BadInput(f"{next(iter(given))} is of an estimate of seconds; add --gpu ({names}, or FILE.yaml)")
+    for name in ("prompt_tokens", "response_tokens", "response_spread", "report"):
+        if getattr(options, name) is not None:
+            option, names = f"--{name.replace('_', '-')}", ", ".join(hardware_names())
+            raise BadInput(f"{option} is of an estimate of seconds; add --gpu ({names}, or FILE.yaml)")
     return None
 
 

@@ -18,16 +18,8 @@ from parallel.planning.simulated import START, Part, SimulatedRank
 
 WIDTH = 120
 TITLES = (
-    "rank",
-    "stage",
-    "peak",
-    "in",
-    "planned",
-    "peak / planned",
-    "FLOPs of the update",
-    "sent to servers",
-    "seconds",
-)
+    "rank", "stage", "peak", "in", "planned", "peak / planned", "FLOPs of the update", "sent to servers", "seconds",
+)  # fmt: skip
 
 
 def print_simulation(
