@@ -67,7 +67,7 @@ class Result(StrEnum):
     NOT_RUN = "not run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     name: str
     proves: str
