@@ -14,7 +14,7 @@ from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_m
 from parallel.planning.planner import Cluster, Plan, Timing, by_rule, reasons
 from parallel.planning.time import StepTime, assumptions, seconds_text
 from trainer.report.drawing import COLORS, new_figure
-from trainer.report.page import as_svg, environment
+from trainer.report.page import render, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,54 +68,44 @@ def write_page(
     work = work_of(config, "cuda", critic or (architecture if config.critic is not None else None))
     stages = [learner_memory(architecture, best.learner, work, s) for s in range(best.learner.pp)]
     figures = [
-        (
+        shown(
             "Memory",
             "Bytes of each rank at its fullest moment, of the first pair. Cache takes what a server has left.",
-            draw_memory(stages, best, cluster),
+            [draw_memory(stages, best, cluster)],
         ),
-        (
+        shown(
             "A step",
             "Who works when, and who waits for whom, of the first pair. The bars of stages are the update's own work; the rest of "
             "the update's time a stage waits for others.",
-            draw_timeline(best.time),
+            [draw_timeline(best.time)],
         ),
-        (
+        shown(
             "Responses under way",
             "At the server with the longest response. Where the line falls, a server reads its weights for ever fewer responses.",
-            draw_running(best.time),
+            [draw_running(best.time)],
         ),
-        (
+        shown(
             "Mismatch against time",
             f"All {len(plans)} pairs that fit. The star is the first pair: seconds that agree to two digits count as equal. "
             "Pale: servers with room for few responses.",
-            draw_choices(plans),
+            [draw_choices(plans)],
         ),
     ]
-    text = (
-        environment()
-        .get_template("plan.html")
-        .render(
-            title=f"A plan for {cluster.num_gpus} GPUs",
-            subtitle=f"{config_path}, {timing.machine.hardware.name}, {size_text(cluster.gpu_bytes)} a GPU. Seconds are estimated.",
-            facts=[
-                ("learner", layout_text(best.learner)),
-                ("servers", f"tp={best.rollout_tp} x {best.replicas}"),
-                ("a step", f"{seconds_text(best.time.total)} s"),
-                *((name, f"{seconds_text(seconds)} s") for name, seconds in best.time.shares().items()),
-            ],
-            figures=[
-                {"title": title, "about": about, "images": [as_svg(figure)]}
-                for title, about, figure in figures
-            ],
-            compared=[
-                (
-                    f"The first {min(ROWS, len(plans))} pairs",
-                    "By mismatch, then by time.",
-                    table_of(plans[:ROWS]),
-                )
-            ],
-            assumptions=assumptions(config, timing.lengths, timing.machine),
-        )
+    facts = [
+        ("learner", layout_text(best.learner)),
+        ("servers", f"tp={best.rollout_tp} x {best.replicas}"),
+        ("a step", f"{seconds_text(best.time.total)} s"),
+        *((name, f"{seconds_text(seconds)} s") for name, seconds in best.time.shares().items()),
+    ]
+    rows, size = table_of(plans[:ROWS]), size_text(cluster.gpu_bytes)
+    text = render(
+        "plan.html",
+        title=f"A plan for {cluster.num_gpus} GPUs",
+        subtitle=f"{config_path}, {timing.machine.hardware.name}, {size} a GPU. Seconds are estimated.",
+        facts=facts,
+        figures=figures,
+        compared=[(f"The first {len(rows) - 1} pairs", "By mismatch, then by time.", rows)],
+        assumptions=assumptions(config, timing.lengths, timing.machine),
     )
     path.write_text(text, encoding="utf-8")
 

@@ -34,7 +34,6 @@ from trainer.report.samples import shown_samples
 from trainer.tracking.tracker import duration, flatten
 
 if TYPE_CHECKING:
-    import jinja2
     from matplotlib.figure import Figure
 
     from tracing.reading import Trace
@@ -50,20 +49,20 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
     run, others = read_run(run_dir, config), [read_run(folder, None) for folder in against]
     figures = run_dir / "figures"
     figures.mkdir(exist_ok=True)
-    shown = []
+    pictures = []
     for name, title, about, figure, panels in _draw_all(run, others):
         path = figures / f"{name}.png"
         if figure is None:
             path.unlink(missing_ok=True)
             continue
         figure.savefig(path, dpi=120, metadata={"Software": None})
-        shown.append({"title": title, "about": about, "images": [as_svg(panel) for panel in panels]})
+        pictures.append(shown(title, about, panels))
     note_the_data(run)
     samples = shown_samples(run_dir, run.config.model.path)
     run.notes += samples.notes
-    page, num_steps = run_dir / "report.html", len(run.training_steps)
-    template = environment().get_template("template.html")
-    text = template.render(
+    page, num_steps = run_dir / "report.html", sum(step > 0 for step in run.steps)
+    text = render(
+        "template.html",
         name=run.config.name,
         folder=run.folder.name,
         facts=_facts(run),
@@ -72,7 +71,7 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
         num_steps=num_steps,
         alarms_off=[name for name, level in run.config.alarms if level is None],
         notes=run.notes,
-        figures=shown,
+        figures=pictures,
         samples=samples,
         compared=_sections(None, _settings_table(_labelled([run, *others]))) if others else [],
         seconds=_seconds_by_part(run),
@@ -125,10 +124,13 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
         left_out=left_out,
     )
     _, panels = comparison.draw({label: run.recorded for label, run in labelled.items()}, runs[0].config)
-    shown = {"title": "Curves", "about": comparison.ABOUT, "images": [as_svg(panel) for panel in panels]}
-    template = environment().get_template("comparison.html")
-    text = template.render(
-        count=len(runs), notes=left_out, compared=_sections(found.results, found.settings), figures=[shown]
+    curves = shown("Curves", comparison.ABOUT, panels)
+    text = render(
+        "comparison.html",
+        count=len(runs),
+        notes=left_out,
+        compared=_sections(found.results, found.settings),
+        figures=[curves],
     )
     page.write_text(text, encoding="utf-8")
     return found
@@ -172,6 +174,11 @@ def _labelled(runs: Sequence[RecordedRun]) -> dict[str, RecordedRun]:
     )
 
 
+def shown(title: str, about: str, figures: "Iterable[Figure]") -> dict[str, Any]:
+    """Figures under one title, for a page."""
+    return {"title": title, "about": about, "images": [as_svg(figure) for figure in figures]}
+
+
 def as_svg(figure: "Figure") -> str:
     """The figure for the page, in base64: sharp at every width, and a few kilobytes."""
     from matplotlib import rc_context
@@ -209,16 +216,17 @@ def _step_times(run: RecordedRun) -> tuple[list[int], dict[str, list[float]]]:
 # page
 
 
-def environment() -> "jinja2.Environment":
-    """The templates of this folder."""
+def render(template: str, **content: object) -> str:
+    """A page by a template of this folder."""
     import jinja2
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
+    return environment.get_template(template).render(**content)
 
 
 def _sections(

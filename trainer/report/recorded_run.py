@@ -50,11 +50,6 @@ class RecordedRun:
     def steps(self) -> list[int]:
         return self.recorded.steps
 
-    @property
-    def training_steps(self) -> list[int]:
-        """Step 0 only evaluates."""
-        return [step for step in self.steps if step > 0]
-
     def get(self, metric: str) -> Series:
         known(metric.removeprefix("1 - "))
         return self.recorded.get(metric)
