@@ -63,20 +63,15 @@ class Recorder:
             if later > step:
                 batch_file(self._folder, later).unlink()
 
-    def _wants(self, step: int) -> bool:
-        match self._which:
-            case RecordEvery(every=every):
-                return step % every == 0
-            case _:
-                return self._which == "all"
-
     def record(self, step: int, batch: StepBatch, learner: "Learner") -> None:
         """Write the batch before its update, if the config asks for this step.
 
         Takes a forward pass where the step itself makes none of ``old``: in bypass mode, and where current is
         old.
         """
-        if not self._wants(step):
+        which = self._which
+        is_due = step % which.every == 0 if isinstance(which, RecordEvery) else which == "all"
+        if not is_due:
             return
         if learner.correction_mode == "bypass" or batch.packed.old_logprobs_T is None:
             batch = batch.with_fields(old_logprobs_T=learner.logprobs(batch))
