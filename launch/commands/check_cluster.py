@@ -37,12 +37,8 @@ def check_cluster(
         print(f"{name}{finding}", flush=True)
         worst |= finding.level is Level.FAIL
     leave(meeting)
-    verdict = (
-        "see FAIL above: a run would not work"
-        if worst
-        else "nothing found that would keep a run from working"
-    )
-    print(f"{name}{verdict}", flush=True)
+    sound, broken = "nothing found that would keep a run from working", "see FAIL above: a run would not work"
+    print(f"{name}{broken if worst else sound}", flush=True)
     os._exit(worst)  # a collective that hangs may have left its thread behind
 
 

@@ -343,12 +343,8 @@ def _transfer_lines(config: RunConfig) -> Iterator[str]:
     servers = config.rollout.replicas * config.rollout.tp
     senders = f"{layout.pp} senders, one after another," if layout.pp > 1 else "one sender"
     total = f"{size_text(sum(stages))} by {senders} to {servers} server rank(s)"
-    form = (
-        f"{config.rollout.dtype}, matrices as {config.rollout.precision}"
-        if config.rollout.packs
-        else config.rollout.dtype
-    )
-    yield f"weights sent after every step, as {form}: {total}"
+    matrices = f", matrices as {config.rollout.precision}" if config.rollout.packs else ""
+    yield f"weights sent after every step, as {config.rollout.dtype}{matrices}: {total}"
     ranks_per_stage = layout.world_size // layout.pp
     for stage, size in enumerate(stages):
         yield f"  learner rank {stage * ranks_per_stage} (pipeline stage {stage}): {size_text(size)}"

@@ -150,11 +150,8 @@ def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -
     limits = LaunchConfig() if config is None else config.launch  # of another version: those of the schema
     at_once = now or _command_of(folder) != "train"  # which alone leaves checkpoints
     deadline_s = limits.stop_grace_s + KILLED_S + (0.0 if at_once else limits.stop_timeout_s)
-    what = (
-        "every process is ended"
-        if at_once
-        else "the step is finished or dropped, then a checkpoint is written"
-    )
+    in_order = "the step is finished or dropped, then a checkpoint is written"
+    what = "every process is ended" if at_once else in_order
     show = progress_printer(f"stopping {folder.path}: {what}; at most {deadline_s:.0f} s", still="stopping")
     began = time.monotonic()
     while not has_ended(0.5):

@@ -154,12 +154,8 @@ def update(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     if differing and not platform.has_cuda():
         error = f"the same {UPDATES} updates gave other weights when repeated: {len(differing)} tensors"
         raise CheckFailed(f"{error}, {differing[0]} first", f"look at the memory of this machine; {REPORT}")
-    same = (
-        "repeated to the bit"
-        if not differing
-        else f"repeated, {len(differing)} of {len(weights)} tensors differ"
-    )
-    text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {UPDATES} updates; {same}"
+    same = f", {len(differing)} of {len(weights)} tensors differ" if differing else " to the bit"
+    text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {UPDATES} updates; repeated{same}"
     return Found(
         text=text, figures={"losses": losses, "grad_norms": norms, "differing_tensors": len(differing)}
     )
