@@ -168,8 +168,12 @@ class RunFolder:
             return None
 
     def wait_for_address(self, role: str, *, timeout_s: float) -> dict:
-        error = f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s"
-        return _wait_for(lambda: self.read_address(role), timeout_s, lambda: error)
+        address = _wait_for(lambda: self.read_address(role), timeout_s)
+        if address is None:
+            raise TimeoutError(
+                f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s"
+            )
+        return address
 
 
 def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
@@ -192,27 +196,24 @@ def wait_for_servers(
 ) -> list[str]:
     """``read_servers``, once all roles have reported. ``alive`` is called meanwhile, and may end the wait by
     raising. Raises TimeoutError with the missing roles and the traces that they left."""
-
-    def error() -> str:
+    urls = _wait_for(lambda: read_servers(folder, names), timeout_s, alive)
+    if urls is None:
         missing = [_trace_of(folder, name) for name in names if folder.read_address(name) is None]
         late = f"{len(missing)} of {len(names)} serve roles did not report servers in {folder.path} within {timeout_s:.0f} s"
-        return f"{late}; raise launch.start_timeout_s if they only need longer. Missing: {'; '.join(missing)}"
-
-    return _wait_for(lambda: read_servers(folder, names), timeout_s, error, alive)
+        fix = "raise launch.start_timeout_s if they only need longer"
+        raise TimeoutError(f"{late}; {fix}. Missing: {'; '.join(missing)}")
+    return urls
 
 
 def _wait_for(
-    read: Callable[[], Content | None],
-    timeout_s: float,
-    error: Callable[[], str],
-    alive: Callable[[], None] = lambda: None,
-) -> Content:
-    """The first value of ``read`` that is not None. Raises TimeoutError with the text of ``error``."""
+    read: Callable[[], Content | None], timeout_s: float, alive: Callable[[], None] = lambda: None
+) -> Content | None:
+    """The first value of ``read`` that is not None; None after the timeout."""
     deadline = time.monotonic() + timeout_s
     while (content := read()) is None:
         alive()
         if time.monotonic() > deadline:
-            raise TimeoutError(error())
+            break
         time.sleep(0.1)
     return content
 
