@@ -186,8 +186,16 @@ class Fleets:
         print(f"{name}: starting SGLang with {sizes} on {model}", flush=True)
         folders = {tp: RunFolder(self.out / f"{name}-tp{tp}") for tp in self.tps}
         first_gpu = self.first_gpu
+        served = self.base.model.model_copy(update={"path": model.resolve()})
         for tp, folder in folders.items():
-            self._start_fleet(supervisor, folder, tp, model, replicas, first_gpu)
+            settings = {"tp": tp, "replicas": replicas, "first_port": None, "max_server_restarts": 0}
+            rollout = self.base.rollout.model_copy(update=settings)
+            parts = {"rollout": rollout, "model": served, "layout": ONE_PROCESS}
+            config = self.base.model_copy(update=parts)
+            folder.path.mkdir()
+            folder.config.write_text(resolved_yaml(config))
+            write_json(folder.request, {"first_gpu": first_gpu})
+            supervisor.start(replace(self.start("serve", folder, config), name=f"serve ({folder.path.name})"))
             first_gpu += tp * replicas
         supervisor.wait_for(
             lambda: all(read_servers(folder, [ONE_MACHINE]) is not None for folder in folders.values()),
@@ -200,19 +208,6 @@ class Fleets:
             control = SGLangControl(urls, tensor_parallel=tp, timeout_s=timeout_s, key=key)
             controls[tp] = connections.enter_context(control)
         return controls
-
-    def _start_fleet(
-        self, supervisor: Supervisor, folder: RunFolder, tp: int, model: Path, replicas: int, first_gpu: int
-    ) -> None:
-        settings = {"tp": tp, "replicas": replicas, "first_port": None, "max_server_restarts": 0}
-        rollout = self.base.rollout.model_copy(update=settings)
-        served = self.base.model.model_copy(update={"path": model.resolve()})
-        config = self.base.model_copy(update={"rollout": rollout, "model": served, "layout": ONE_PROCESS})
-        folder.path.mkdir()
-        folder.config.write_text(resolved_yaml(config))
-        write_json(folder.request, {"first_gpu": first_gpu})
-        role = self.start("serve", folder, config)
-        supervisor.start(replace(role, name=f"serve ({folder.path.name})"))
 
 
 def _get_answers(control: "SGLangControl", config: RunConfig) -> list[Answers]:
