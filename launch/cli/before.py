@@ -61,17 +61,9 @@ def plan(
     from launch.commands.plan import PlanOptions, print_plans
 
     options = PlanOptions(
-        num_gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        gpu_memory=gpu_memory,
-        measured=measured,
-        count=top,
-        gpu=gpu,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        response_spread=response_spread,
-        report=report,
-    )
+        num_gpus=gpus, gpus_per_node=gpus_per_node, gpu_memory=gpu_memory, gpu=gpu, measured=measured, count=top, report=report,
+        prompt_tokens=prompt_tokens, response_tokens=response_tokens, response_spread=response_spread,
+    )  # fmt: skip
     print_plans(config, overrides or [], options)
 
 
