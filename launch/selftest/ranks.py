@@ -17,17 +17,9 @@ from launch.selftest.check import CheckFailed
 if TYPE_CHECKING:
     from launch.selftest.check import Found
 
-PARTS = {
-    "model": "alone",
-    "collectives": "alone",
-    "logprobs": "alone",
-    "update": "alone",
-    "memory": "alone",
-    "engines": "served",
-    "transfer": "served",
-    "flipped_bit": "served",
-    "mismatch": "served",
-}
+PARTS = dict.fromkeys(("model", "collectives", "logprobs", "update", "memory"), "alone") | dict.fromkeys(
+    ("engines", "transfer", "flipped_bit", "mismatch"), "served"
+)
 """Functions (folder, config, request) -> Found, and their modules, which import torch and Megatron."""
 FOUND, FAILED = "found.json", "failed.json"
 
