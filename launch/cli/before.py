@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.shared import ConfigPath, Overrides, command_of
+from launch.cli.shared import ConfigPath, Overrides, command_of, run_folder
 
 commands = typer.Typer()
 command = command_of(commands, "Before a run")
@@ -147,10 +147,9 @@ def check_cluster(
     node: srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
     from launch.commands.check_cluster import check_cluster as check
     from launch.commands.check_cluster import check_sockets
-    from launch.roles.start import existing_run
 
     if run is not None:
-        raise typer.Exit(0 if check_sockets(existing_run(run)) else 1)
+        raise typer.Exit(0 if check_sockets(run_folder(run)) else 1)
     check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
 
 
