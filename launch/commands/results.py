@@ -141,12 +141,12 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     with as_bad_input("RUN: "):
         out.parent.mkdir(parents=True, exist_ok=True)
         compared = write_comparison([*folders], out)
-    print_comparison(compared)
-    print(f"comparison: {out}", flush=True)
+    print_comparison(compared, out)
 
 
-def print_comparison(compared: "Comparison") -> None:
+def print_comparison(compared: "Comparison", page: Path) -> None:
     for line in compared.left_out:
         print(line)
     for titles, *rows in filter(None, (compared.results, compared.settings)):
         print_table(titles, rows)
+    print(f"comparison: {page}", flush=True)

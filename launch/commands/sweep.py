@@ -188,10 +188,8 @@ def _compare(made: Sweep, cells: Sequence[Cell]) -> None:
     from trainer.report.page import write_comparison
 
     folders = [folder.path for cell in cells if (folder := made.run_folder(cell.name)) is not None]
+    page = made.folder / "comparison.html"
     try:
-        compared = write_comparison(folders, made.folder / "comparison.html")
+        print_comparison(write_comparison(folders, page), page)
     except ValueError as error:
         print(f"no comparison: {error}", flush=True)
-        return
-    print_comparison(compared)
-    print(f"comparison: {made.folder / 'comparison.html'}", flush=True)
