@@ -276,7 +276,8 @@ class Learner:
         advantages are. One at least is not skipped, since the optimizer steps in any case."""
         if not self._config.skips_zero_gradients or len(minibatch) == 1:
             return [False] * len(minibatch)
-        signals_M = torch.tensor([_num_signals(batch) for batch in minibatch], dtype=torch.float64)
+        signals = [int((batch.response_mask_T & (batch.advantages_T != 0)).sum()) for batch in minibatch]
+        signals_M = torch.tensor(signals, dtype=torch.float64)
         forward_only = (self.total(signals_M) == 0).tolist()
         return [False, *forward_only[1:]] if all(forward_only) else forward_only
 
@@ -327,12 +328,6 @@ def skipped_metrics(minibatch: Sequence[PackedBatch], forward_only: Sequence[boo
     tokens = [int(batch.response_mask_T.sum()) for batch in minibatch]
     skipped = sum(count for count, skips in zip(tokens, forward_only, strict=True) if skips)
     return {"policy/skipped_fraction": Metric.quotient(skipped, sum(tokens))}
-
-
-def _num_signals(batch: PackedBatch) -> int:
-    """Response tokens with an advantage."""
-    assert batch.advantages_T is not None
-    return int((batch.response_mask_T & (batch.advantages_T != 0)).sum())
 
 
 def _optimizer_metrics(part: str, step: UpdateResult) -> dict[str, Metric]:
