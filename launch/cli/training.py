@@ -16,8 +16,7 @@ def quickstart(
     seed: Annotated[int, typer.Option(help="The seed of everything: model, data, training.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="The number of RL steps.")] = 150,
     study: Annotated[
-        bool,
-        typer.Option("--study", help="Then train with a quantised rollout, in two ways, and compare."),
+        bool, typer.Option("--study", help="Then train with a quantised rollout, in two ways, and compare.")
     ] = False,
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:

@@ -32,12 +32,7 @@ PACKAGES = (
 SECRET = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
 SHORTEST_SECRET = 8
 """Characters; values like `1` are no secrets, and would be taken out of every figure."""
-MARKS = {
-    Result.PASS: "green",
-    Result.FAIL: "bold red",
-    Result.NOT_HERE: "dim",
-    Result.NOT_RUN: "yellow",
-}
+MARKS = {Result.PASS: "green", Result.FAIL: "bold red", Result.NOT_HERE: "dim", Result.NOT_RUN: "yellow"}
 TITLES = ("check", "result", "   s", "found")
 
 

@@ -237,10 +237,7 @@ def _objective_metrics(result: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metri
     num_kept = int(torch.count_nonzero(kept_T).item())
     metrics = {} if result.ratio_T is None else _ratio_metrics(result.ratio_T, kept_T, num_kept)
     metrics |= metrics_of(OBJECTIVE, result.recorded, kept_T)
-    shares = {
-        "policy/clip_fraction": result.clipped_T,
-        "policy/dual_clip_fraction": result.dual_clipped_T,
-    }
+    shares = {"policy/clip_fraction": result.clipped_T, "policy/dual_clip_fraction": result.dual_clipped_T}
     for name, hits_T in shares.items():
         if hits_T is not None:
             metrics[name] = Metric.quotient(torch.count_nonzero(hits_T & kept_T).item(), num_kept)

@@ -148,11 +148,7 @@ def step_batch(
         TurnsDiffer: see ``require_exact_turns``.
     """
     packed = pack_trajectories(
-        share.trajectories,
-        share.sequence_ids,
-        newest=newest,
-        routing=routing,
-        share_prompts=share_prompts,
+        share.trajectories, share.sequence_ids, newest=newest, routing=routing, share_prompts=share_prompts
     )
     require_exact_turns(share.trajectories, packed)
     has_forks = len(set(share.episode_ids)) < len(share.episode_ids)

@@ -20,14 +20,7 @@ from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
 from trainer.metric_names import TIME_PARTS
 from trainer.report import comparison, timeline
-from trainer.report.drawing import (
-    ALONE,
-    COLORS,
-    draw,
-    draw_alone,
-    draw_stack,
-    new_figure,
-)
+from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure
 from trainer.report.pictures import PICTURES
 from trainer.report.recorded_run import AlarmHistory, RecordedRun, note_the_data, number_text, read_run
 from trainer.report.samples import shown_samples
