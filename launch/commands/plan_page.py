@@ -13,7 +13,7 @@ from parallel.planning.architecture import Architecture
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text, work_of
 from parallel.planning.planner import Cluster, Plan, Timing, by_rule, reasons
 from parallel.planning.time import StepTime, assumptions, seconds_text
-from trainer.report.drawing import COLORS, new_figure
+from trainer.report.drawing import COLORS, LEGEND, new_figure
 from trainer.report.page import render, shown
 
 if TYPE_CHECKING:
@@ -200,18 +200,10 @@ def draw_timeline(time: StepTime) -> "Figure":
     figure, axes = _figure(len(by_lane))
     for place, blocks in enumerate(by_lane.values()):
         for block in blocks:
-            edge = "#bbbbbb" if block.name == WAITS else "white"
-            hatch = "///" if block.name == WAITS else None
-            axes.barh(
-                place,
-                block.seconds,
-                left=block.start,
-                color=TIME_COLORS[block.name],
-                edgecolor=edge,
-                linewidth=0.4,
-                hatch=hatch,
-                height=0.7,
-            )
+            style = {"color": TIME_COLORS[block.name], "linewidth": 0.4, "height": 0.7, "edgecolor": "white"}
+            if block.name == WAITS:
+                style |= {"edgecolor": "#bbbbbb", "hatch": "///"}
+            axes.barh(place, block.seconds, left=block.start, **style)
     has = {block.name for blocks in by_lane.values() for block in blocks}
     _legend(axes, {name: color for name, color in TIME_COLORS.items() if name in has})
     axes.set_xlim(0, time.total)
@@ -303,13 +295,5 @@ def _legend(axes: "Axes", colors: Mapping[str, str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(-0.02, 1.0),
-        ncols=len(handles),
-        fontsize=8,
-        frameon=False,
-        handlelength=1.2,
-        columnspacing=1.0,
-    )
+    place = {"bbox_to_anchor": (-0.02, 1.0), "ncols": len(handles)}
+    axes.legend(handles=handles, handlelength=1.2, columnspacing=1.0, **place, **LEGEND)

@@ -106,11 +106,8 @@ def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
         Result.NOT_RUN: "not run",
         Result.NOT_HERE: "not here",
     }
-    told = [
-        f"{counts[result]} {word}"
-        for result, word in words.items()
-        if counts[result] or result is Result.PASS
-    ]
+    shown = [result for result in words if counts[result] or result is Result.PASS]
+    told = [f"{counts[result]} {words[result]}" for result in shown]
     if missing := planned - len(outcomes):
         told.append(f"{missing} not reached (interrupted)")
     return f"{', '.join(told)}, in {seconds:.0f} s"
@@ -169,12 +166,8 @@ def write(
     parts += [f"  {name}: {_shown(value)}" for name, value in about.items()]
     for one in outcomes:
         if one.result is Result.FAIL:
-            parts += [
-                "",
-                f"FAIL {one.check.name}: {one.text}",
-                f"  try: {one.fix}",
-                indent(one.details, "  | "),
-            ]
+            parts += ["", f"FAIL {one.check.name}: {one.text}", f"  try: {one.fix}"]
+            parts.append(indent(one.details, "  | "))
     write_whole(folder / TEXT, scrub("\n".join([*parts, ""])).encode())
     return folder / TEXT
 

@@ -23,6 +23,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 ALONE = (4.8, 3.5)
 """Inches of a single panel: on a phone of 360 pixels its smallest letters are about 8 pixels high."""
+LEGEND = {"loc": "lower left", "frameon": False, "fontsize": 8}
+"""Above the axes, with ``bbox_to_anchor``."""
 FEWEST_SMOOTHED = 12
 MOST_POINTS, MOST_BARS = 2000, 500
 """Of a line and of a stack: more would be narrower than a pixel, and a page would grow with the run."""
@@ -430,11 +432,9 @@ def _titled(
         title=title,
         title_fontproperties={"size": 10, "weight": "bold"},
         alignment="left",
-        loc="lower left",
         bbox_to_anchor=(-0.02, 1.0),
         ncols=1 if any(len(label) > 20 for label in labels) else columns,
-        fontsize=8,
-        frameon=False,
+        **LEGEND,
         borderaxespad=0.2,
         handlelength=2.4,
         columnspacing=1.2,
