@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from configs.schema.objective import WITHIN_GROUPS, KLConfig
 from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.megatron.lora import Lora
-from parallel.packing import PackedBatch, pack_sequences
+from parallel.packing import PackedBatch
 from rollout.records import Completion, Group
 from rollout.sglang_plugin.tandem_routed_experts import wire_type
 from tracing import span
@@ -23,7 +23,7 @@ from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.own_parts import load_own_parts
 from trainer.algorithm.policy_loss import policy_loss
-from trainer.batch.plan import Routing
+from trainer.batch.plan import Routing, pack_prompted
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.critic import Critic
@@ -294,13 +294,7 @@ class Learner:
     ) -> list[list[float]]:
         """The learner's log-probs of each completion's tokens. Every rank passes the same arguments."""
         token_ids = [[*prompt, *c.token_ids] for c in completions]
-        masks = [[False] * len(prompt) + [True] * len(c.token_ids) for c in completions]
-        batch = pack_sequences(
-            token_ids=token_ids,
-            response_masks=masks,
-            rollout_logprobs=[[0.0] * len(ids) for ids in token_ids],
-            sequence_ids=range(len(token_ids)),
-        )
+        batch = pack_prompted(token_ids, [len(prompt)] * len(token_ids), range(len(token_ids)))
         logprobs_T, _ = self.engine.logprobs([batch], temperature=temperature)[0]
         per_sequence = torch.split(logprobs_T.cpu(), batch.lengths)
         return [row[-len(c.token_ids) :].tolist() for row, c in zip(per_sequence, completions, strict=True)]

@@ -190,6 +190,19 @@ def pack_trajectories(
     )
 
 
+def pack_prompted(
+    token_ids: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sequence_ids: Sequence[int]
+) -> PackedBatch:
+    """Sequences end to end that no server has scored: all tokens behind the prompt are the response's."""
+    lengths = [(prompt, len(ids) - prompt) for prompt, ids in zip(prompt_lengths, token_ids, strict=True)]
+    return pack_sequences(
+        token_ids=token_ids,
+        response_masks=[[False] * prompt + [True] * response for prompt, response in lengths],
+        rollout_logprobs=[[0.0] * len(ids) for ids in token_ids],
+        sequence_ids=sequence_ids,
+    )
+
+
 def _is_replayed(trajectory: Trajectory) -> np.ndarray:
     known = trajectory.is_replayed
     return np.zeros(len(trajectory.token_ids), dtype=MASK) if known is None else known

@@ -19,8 +19,8 @@ from configs.schema.model import ModelConfig
 from parallel.engine import MegatronEngine
 from parallel.megatron import platform
 from parallel.megatron.layers import PackedCoreAttention
-from parallel.packing import PackedBatch, pack_sequences
-from trainer.batch.plan import plan_batches
+from parallel.packing import PackedBatch
+from trainer.batch.plan import pack_prompted, plan_batches
 from trainer.studies.layout_statistics import Sampled
 
 MICROBATCHES_PER_CALL = 8
@@ -63,12 +63,8 @@ class Scorer:
         """This rank's micro-batches, as training would pack them."""
         lengths = (sampled.prompt_lengths_R + sampled.response_lengths_R - 1).tolist()
         dp = self.engine.groups.dp_size
-        plan = plan_batches(
-            lengths,
-            minibatches=[range(len(lengths))],
-            dp_size=dp,
-            token_budget=self.config.learner.token_budget,
-        )
+        budget = self.config.learner.token_budget
+        plan = plan_batches(lengths, minibatches=[range(len(lengths))], dp_size=dp, token_budget=budget)
         return [list(microbatch) for microbatch in plan.microbatches[0][self.engine.groups.dp_rank]]
 
     def alone(self, sampled: Sampled) -> Bins:
@@ -144,15 +140,7 @@ def _pack(
     experts: Sequence[Tensor] | None,
 ) -> PackedBatch:
     ids = [sequences[row] for row in rows]
-    packed = pack_sequences(
-        token_ids=ids,
-        response_masks=[
-            [False] * (len(s) - response_lengths[r]) + [True] * response_lengths[r]
-            for r, s in zip(rows, ids, strict=True)
-        ],
-        rollout_logprobs=[[0.0] * len(s) for s in ids],
-        sequence_ids=rows,
-    )
+    packed = pack_prompted(ids, [len(sequences[row]) - response_lengths[row] for row in rows], rows)
     if experts is None:
         return packed
     every_T = torch.ones(packed.num_tokens, dtype=torch.bool)
