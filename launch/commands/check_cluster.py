@@ -72,9 +72,5 @@ def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: f
         raise BadInput(f"--node {node} is not one of --nodes {num_nodes}, which are counted from 0")
     # The name of the step keeps files of an earlier check apart.
     name = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}" if in_step else "by-hand"
-    return Meeting(
-        folder=folder.resolve() / f".check-cluster-{name}",
-        node=node,
-        num_nodes=num_nodes,
-        timeout_s=timeout_s,
-    )
+    place = folder.resolve() / f".check-cluster-{name}"
+    return Meeting(folder=place, node=node, num_nodes=num_nodes, timeout_s=timeout_s)

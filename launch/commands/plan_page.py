@@ -138,12 +138,8 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
     rows: list[tuple[str, Mapping[str, int]]] = [
         (f"learner, stage {memory.stage}", at_its_peak(memory)) for memory in _some(stages)
     ]
-    rows.append(
-        (
-            "a server's rank",
-            {"weights": server.weights, "cache": server.kv_cache, "reserved": server.reserved},
-        )
-    )
+    of_server = {"weights": server.weights, "cache": server.kv_cache, "reserved": server.reserved}
+    rows.append(("a server's rank", of_server))
     figure, axes = _figure(len(rows))
     for place, (_, items) in enumerate(rows):
         left = 0.0

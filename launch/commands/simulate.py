@@ -130,14 +130,8 @@ def _part_rows(parts: dict[str, Part]) -> Iterator[tuple[str, ...]]:
     for name, part in parts.items():
         sizes = sorted(part.at_peak.items(), key=lambda item: -item[1])
         of_it = ", ".join(f"{what} {size_text(size)}" for what, size in sizes if size >= 2**20)
-        yield (
-            name,
-            size_text(part.peak),
-            of_it,
-            f"{part.flops / 1e12:,.1f} TFLOP",
-            f"{part.host_reads:,} reads by the host",
-            "",
-        )
+        flops, reads = f"{part.flops / 1e12:,.1f} TFLOP", f"{part.host_reads:,} reads by the host"
+        yield name, size_text(part.peak), of_it, flops, reads, ""
 
 
 def _all_fit(path: Path, simulated: Sequence[SimulatedRank], gpu_memory: float | None) -> bool:

@@ -103,12 +103,8 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
         name = _name(base, element)
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                config = load_checked(
-                    parsed.with_overrides([*element, f"name={name}"]),
-                    RunConfig,
-                    runs=TRAINING,
-                    instead_of_nodes=INSTEAD_OF_NODES,
-                )
+                named = parsed.with_overrides([*element, f"name={name}"])
+                config = load_checked(named, RunConfig, runs=TRAINING, instead_of_nodes=INSTEAD_OF_NODES)
             cells.append(Cell(name=name, config=config))
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)

@@ -54,12 +54,8 @@ def table_rows(found: Sequence[Parts]) -> Iterator[tuple[str, ...]]:
     ranks = [parts for parts in found if parts.process.who.startswith("rank-")]
     for parts in [*(parts for parts in found if parts not in ranks), *ranks[:1]]:
         others = ranks if parts in ranks else []
-        yield (
-            parts.process.title,
-            "the whole",
-            *_numbers(parts.wall_s, 1.0, None),
-            _range([o.wall_s for o in others]),
-        )
+        whole = _numbers(parts.wall_s, 1.0, None)
+        yield parts.process.title, "the whole", *whole, _range([o.wall_s for o in others])
         for part in parts.parts:
             same = [p.seconds for o in others for p in o.parts if p.path == part.path]
             yield ("", _name(part), *_numbers(part.seconds, part.share, part.count), _range(same))
