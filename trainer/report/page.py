@@ -109,13 +109,8 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
             f"none of the {len(run_dirs)} runs has recorded a step yet; wait for one, or name others"
         )
     labelled = _labelled(runs)
-    found = Comparison(
-        results=comparison.results_table(
-            {label: (run.recorded, run.config) for label, run in labelled.items()}
-        ),
-        settings=_settings_table(labelled),
-        left_out=left_out,
-    )
+    results = comparison.results_table({label: (run.recorded, run.config) for label, run in labelled.items()})
+    found = Comparison(results=results, settings=_settings_table(labelled), left_out=left_out)
     _, panels = comparison.draw({label: run.recorded for label, run in labelled.items()}, runs[0].config)
     curves = shown("Curves", comparison.ABOUT, panels)
     text = render(
