@@ -33,6 +33,7 @@ SECRET = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
 SHORTEST_SECRET = 8
 """Characters; values like `1` are no secrets, and would be taken out of every figure."""
 MARKS = {Result.PASS: "green", Result.FAIL: "bold red", Result.NOT_HERE: "dim", Result.NOT_RUN: "yellow"}
+WORDS = {Result.PASS: "passed", Result.FAIL: "failed", Result.NOT_RUN: "not run", Result.NOT_HERE: "not here"}
 TITLES = ("check", "result", "   s", "found")
 
 
@@ -100,14 +101,8 @@ def _user() -> str:
 
 def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
     counts = {result: sum(one.result is result for one in outcomes) for result in Result}
-    words = {
-        Result.PASS: "passed",
-        Result.FAIL: "failed",
-        Result.NOT_RUN: "not run",
-        Result.NOT_HERE: "not here",
-    }
-    shown = [result for result in words if counts[result] or result is Result.PASS]
-    told = [f"{counts[result]} {words[result]}" for result in shown]
+    shown = [result for result in WORDS if counts[result] or result is Result.PASS]
+    told = [f"{counts[result]} {WORDS[result]}" for result in shown]
     if missing := planned - len(outcomes):
         told.append(f"{missing} not reached (interrupted)")
     return f"{', '.join(told)}, in {seconds:.0f} s"
