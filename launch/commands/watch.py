@@ -124,8 +124,8 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     cuts = [len(finite) * place // count for place in range(count + 1)] if count else []
     means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(cuts)]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+    spread = (high - low) or 1.0
+    return "".join(BARS[round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
 
 
 def last_step(rows: Sequence[dict]) -> RenderableType:
