@@ -17,14 +17,20 @@ def on_one_line(text: str, end: str = "") -> str:
 
 
 def print_table(
-    titles: Sequence[str], rows: Sequence[Sequence[str]], *, width: int, title: str | None = None
+    titles: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    width: int | None = None,
+    title: str | None = None,
 ) -> None:
-    """A table with borders. ``width``: that of the output where it is no terminal."""
+    """A table with borders. ``width``: that of the output where it is no terminal; None: as wide as the table is."""
     from rich.console import Console
     from rich.table import Table
 
     table = Table(*titles, title=title, title_justify="left")
     for row in rows:
         table.add_row(*row)
+    if width is None:
+        width = 1 + sum(max(map(len, column)) + 3 for column in zip(titles, *rows, strict=True))
     console = Console()
     (console if console.is_terminal else Console(width=width)).print(table)

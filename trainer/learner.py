@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from configs.schema.objective import WITHIN_GROUPS, KLConfig
 from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.megatron.lora import Lora
-from parallel.packing import PackedBatch, pack_sequences
+from parallel.packing import PackedBatch
 from rollout.records import Completion, Group
 from rollout.sglang_plugin.tandem_routed_experts import wire_type
 from tracing import span
@@ -23,10 +23,10 @@ from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.own_parts import load_own_parts
 from trainer.algorithm.policy_loss import policy_loss
-from trainer.batch.plan import Routing
+from trainer.batch.plan import Routing, pack_prompted
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import StepBatch, step_batch
-from trainer.critic import Critic, CriticUpdate
+from trainer.critic import Critic
 from trainer.ranks.metrics import (
     Metric,
     Reduction,
@@ -66,7 +66,7 @@ class Learner:
     def __init__(self, config: RunConfig):
         self._config = config
         load_own_parts(config)
-        settings, minibatches = config.learner, config.learner.minibatches
+        settings = config.learner
         policy = partial(
             MegatronEngine,
             config.model,
@@ -76,7 +76,7 @@ class Learner:
             timeout_s=config.launch.collective_timeout_s,
             pieces=config.numerics_pieces,
         )
-        policy_steps = (config.steps - config.critic_warmup_steps) * minibatches
+        policy_steps = (config.steps - config.critic_warmup_steps) * settings.minibatches
         lora = settings.lora and Lora(config=settings.lora, served_dtype=getattr(torch, config.rollout.dtype))
         self.engine = policy(
             settings.optimizer, total_optimizer_steps=policy_steps, recompute=settings.recompute, lora=lora
@@ -84,17 +84,7 @@ class Learner:
         self._reference = None  # also where the policy without its adapters is the reference
         if config.kl.coefficient > 0 and lora is None:
             self._reference = policy(None, total_optimizer_steps=1, recompute="none")
-        self.critic = None
-        if config.critic is not None:
-            self.critic = Critic(
-                config.critic,
-                policy=config.model,
-                layout=config.layout,
-                total_optimizer_steps=config.steps * minibatches,
-                recompute=settings.recompute,
-                seed=config.seed,
-                timeout_s=config.launch.collective_timeout_s,
-            )
+        self.critic = None if config.critic is None else Critic(config)
         self.kl_in_reward = KLInReward(config.kl)
         self.groups = self.engine.groups
         self.total = total_over(self.groups.dp_group)
@@ -141,10 +131,9 @@ class Learner:
         # Tensor-, context- and pipeline-parallel siblings need the same share.
         share = scatter(shares, self.groups.dp_rank_of)
         newest = self.version if self._config.rollout.max_staleness else None
+        share_prompts = self._shares_prompts
         return on_all_ranks(
-            lambda: step_batch(
-                share, newest=newest, routing=self._routing(), share_prompts=self._shares_prompts
-            )
+            lambda: step_batch(share, newest=newest, routing=self._routing(), share_prompts=share_prompts)
         )
 
     def _shares_of(self, groups: Sequence[Group]) -> list[Share]:
@@ -240,8 +229,8 @@ class Learner:
         critic_metrics: dict[str, Metric] = {}
         if self.critic is not None:
             with span("update critic"):
-                result = self.critic.update(minibatch)
-            critic_metrics = per_minibatch(result.metrics) | _optimizer_metrics("critic", result)
+                metrics, result = self.critic.update(minibatch)
+            critic_metrics = per_minibatch(metrics) | _optimizer_metrics("critic", result)
         with span("update policy"):
             update = self._update_policy(minibatch) if policy else Update()
         return replace(update, metrics=update.metrics | critic_metrics)
@@ -279,19 +268,16 @@ class Learner:
         metrics = merge_over_ranks(merged, self.groups.dp_group)
         if counts_kept:
             metrics = scale_losses(metrics, scale_of(result.outputs))
-        return Update(
-            metrics=per_minibatch(metrics)
-            | self._routing_metrics(result)
-            | _optimizer_metrics("optim", result),
-            logprobs=[scored.logprobs_T for scored in result.outputs],
-        )
+        metrics = per_minibatch(metrics) | self._routing_metrics(result) | _optimizer_metrics("optim", result)
+        return Update(metrics=metrics, logprobs=[scored.logprobs_T for scored in result.outputs])
 
     def have_no_gradient(self, minibatch: Sequence[PackedBatch]) -> list[bool]:
         """Of each micro-batch whether its policy's gradient is known to be zero, on every data-parallel rank: all its
         advantages are. One at least is not skipped, since the optimizer steps in any case."""
         if not self._config.skips_zero_gradients or len(minibatch) == 1:
             return [False] * len(minibatch)
-        signals_M = torch.tensor([_num_signals(batch) for batch in minibatch], dtype=torch.float64)
+        signals = [int((batch.response_mask_T & (batch.advantages_T != 0)).sum()) for batch in minibatch]
+        signals_M = torch.tensor(signals, dtype=torch.float64)
         forward_only = (self.total(signals_M) == 0).tolist()
         return [False, *forward_only[1:]] if all(forward_only) else forward_only
 
@@ -308,13 +294,7 @@ class Learner:
     ) -> list[list[float]]:
         """The learner's log-probs of each completion's tokens. Every rank passes the same arguments."""
         token_ids = [[*prompt, *c.token_ids] for c in completions]
-        masks = [[False] * len(prompt) + [True] * len(c.token_ids) for c in completions]
-        batch = pack_sequences(
-            token_ids=token_ids,
-            response_masks=masks,
-            rollout_logprobs=[[0.0] * len(ids) for ids in token_ids],
-            sequence_ids=range(len(token_ids)),
-        )
+        batch = pack_prompted(token_ids, [len(prompt)] * len(token_ids), range(len(token_ids)))
         logprobs_T, _ = self.engine.logprobs([batch], temperature=temperature)[0]
         per_sequence = torch.split(logprobs_T.cpu(), batch.lengths)
         return [row[-len(c.token_ids) :].tolist() for row, c in zip(per_sequence, completions, strict=True)]
@@ -329,6 +309,14 @@ class Learner:
             self.engine.save_adapter(folder)
 
 
+def learner_logprobs(batch: StepBatch, updates: Sequence[Update], mode: str) -> Tensor | None:
+    """``old``, or in bypass mode each minibatch's ``current``; None where the policy scored nothing. [T] of this rank."""
+    if mode == "decoupled" and batch.packed.old_logprobs_T is not None:
+        return batch.packed.old_logprobs_T
+    current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
+    return batch.scattered(current) if current else None
+
+
 def skipped_metrics(minibatch: Sequence[PackedBatch], forward_only: Sequence[bool]) -> dict[str, Metric]:
     """The share of this rank's response tokens whose micro-batches get no backward pass."""
     tokens = [int(batch.response_mask_T.sum()) for batch in minibatch]
@@ -336,13 +324,7 @@ def skipped_metrics(minibatch: Sequence[PackedBatch], forward_only: Sequence[boo
     return {"policy/skipped_fraction": Metric.quotient(skipped, sum(tokens))}
 
 
-def _num_signals(batch: PackedBatch) -> int:
-    """Response tokens with an advantage."""
-    assert batch.advantages_T is not None
-    return int((batch.response_mask_T & (batch.advantages_T != 0)).sum())
-
-
-def _optimizer_metrics(part: str, step: UpdateResult | CriticUpdate) -> dict[str, Metric]:
+def _optimizer_metrics(part: str, step: UpdateResult) -> dict[str, Metric]:
     """Gradient norm and learning rate of an update that was done, and whether it was skipped."""
     done = 0 if step.skipped else 1
     metrics = {

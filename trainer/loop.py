@@ -34,13 +34,13 @@ from trainer.algorithm.correction import correct
 from trainer.batch.farthest_token import Measure, farthest_token
 from trainer.batch.step_batch import StepBatch
 from trainer.checkpointing import Checkpointer
-from trainer.learner import Learner, Update
+from trainer.learner import Learner, Update, learner_logprobs
 from trainer.ranks.interruption import INTERRUPTIONS, Postponed
 from trainer.recording import Recorder
 from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import Sampled, SharedSampler
 from trainer.step_clock import StepClock, clocked
-from trainer.step_metrics import evaluation_metrics, learner_logprobs, step_metrics
+from trainer.step_metrics import evaluation_metrics, step_metrics
 from trainer.tracking.alarms import check_alarms
 from trainer.tracking.ledger import Ledger
 from trainer.tracking.tracker import Tracker

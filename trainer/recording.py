@@ -63,20 +63,15 @@ class Recorder:
             if later > step:
                 batch_file(self._folder, later).unlink()
 
-    def _wants(self, step: int) -> bool:
-        match self._which:
-            case RecordEvery(every=every):
-                return step % every == 0
-            case _:
-                return self._which == "all"
-
     def record(self, step: int, batch: StepBatch, learner: "Learner") -> None:
         """Write the batch before its update, if the config asks for this step.
 
         Takes a forward pass where the step itself makes none of ``old``: in bypass mode, and where current is
         old.
         """
-        if not self._wants(step):
+        which = self._which
+        is_due = step % which.every == 0 if isinstance(which, RecordEvery) else which == "all"
+        if not is_due:
             return
         if learner.correction_mode == "bypass" or batch.packed.old_logprobs_T is None:
             batch = batch.with_fields(old_logprobs_T=learner.logprobs(batch))
@@ -99,7 +94,14 @@ def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:
     """The ranks' shares as one batch, sorted by sequence id."""
     first = parts[0]
     if any(part.num_kept_T is not None for part in parts):
-        parts = [_with_kept_sets(part) for part in parts]
+        # A share has no kept sets where all its episodes failed before a first turn.
+        none_M = torch.zeros(0, dtype=torch.int32)
+        parts = [
+            replace(part, num_kept_T=torch.zeros(part.num_tokens, dtype=torch.int32), kept_ids_M=none_M)
+            if part.num_kept_T is None
+            else part
+            for part in parts
+        ]
     joined = {
         f.name: torch.cat([getattr(part, f.name) for part in parts])
         for f in fields(PackedBatch)
@@ -109,17 +111,6 @@ def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(torch.int32)
     whole = replace(first, **joined, cu_seqlens=cu_seqlens)
     return whole.select(whole.sequence_ids_S.argsort().tolist())
-
-
-def _with_kept_sets(part: PackedBatch) -> PackedBatch:
-    """A share has none where all its episodes failed before a first turn."""
-    if part.num_kept_T is not None:
-        return part
-    return replace(
-        part,
-        num_kept_T=torch.zeros(part.num_tokens, dtype=torch.int32),
-        kept_ids_M=torch.zeros(0, dtype=torch.int32),
-    )
 
 
 def write_batch(path: Path, batch: RecordedBatch) -> None:

@@ -17,7 +17,7 @@ from parallel.megatron import platform
 from rollout.records import Group
 from trainer.batch.files import write_whole
 from trainer.batch.step_batch import StepBatch
-from trainer.learner import Learner, Update
+from trainer.learner import Learner, Update, learner_logprobs
 from trainer.tracking.samples import FOLDER, as_lines, sample_file, samples_of
 from trainer.tracking.tracker import Tracker
 
@@ -47,22 +47,27 @@ class SampleKeeper:
         if self._num_groups == 0:
             return
         count = sum(batch.group_sizes[: self._num_groups])
-        logprobs = learner_logprobs(batch, updates, learner.correction_mode, below=count)
-        if logprobs is not None and batch.lengths_S is not None:
-            logprobs = on_first_rank(logprobs, batch.lengths_S[:count], learner.groups.dp_group)
+        logprobs_T = learner_logprobs(batch, updates, learner.correction_mode)
+        logprobs: Mapping[int, Tensor] = {}
+        if logprobs_T is not None:
+            numbered = zip(
+                batch.packed.sequence_ids_S.tolist(), logprobs_T.split(batch.packed.lengths), strict=True
+            )
+            logprobs = {number: row for number, row in numbered if number < count}
+            if batch.lengths_S is not None:
+                logprobs = on_first_rank(logprobs, batch.lengths_S[:count], learner.groups.dp_group)
         if groups is None or self._tracker is None:
             return
         trajectories = [t for group in groups[: self._num_groups] for t in group.trajectories]
         by_place = {
             place: row.float().cpu().numpy()
-            for place, row in (logprobs or {}).items()
+            for place, row in logprobs.items()
             if batch.group_ids_S[place] >= 0  # a sample that is left out is off the learner's mask
         }
         file = sample_file(self._folder, step)
+        samples = samples_of(trajectories, by_place, step=step, version=learner.version)
         try:
-            write_whole(
-                file, as_lines(samples_of(trajectories, by_place, step=step, version=learner.version))
-            )
+            write_whole(file, as_lines(samples))
         except OSError as error:
             fix = "free space, or set tracking.sample_groups=0"
             text = f"the samples of step {step} cannot be written to {file} ({error.strerror}); {fix}"
@@ -70,23 +75,6 @@ class SampleKeeper:
             return
         if step in (1, self._steps) or (self._evaluates_every and step % self._evaluates_every == 0):
             self._tracker.artifact(file, FOLDER)
-
-
-def learner_logprobs(
-    batch: StepBatch, updates: Sequence[Update], mode: str, *, below: int
-) -> dict[int, Tensor] | None:
-    """Log-probs of this rank's sequences with a number below ``below``, by number: ``old`` where it was computed, else
-    by the forward passes of the updates. None, on all ranks, where there is neither."""
-    numbers = batch.packed.sequence_ids_S.tolist()
-    wanted = {row: number for row, number in enumerate(numbers) if number < below}
-    old_T = batch.packed.old_logprobs_T if mode == "decoupled" else None
-    if old_T is not None:
-        bounds = batch.packed.cu_seqlens.tolist()
-        return {number: old_T[bounds[row] : bounds[row + 1]] for row, number in wanted.items()}
-    current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
-    if not current:
-        return None
-    return {wanted[row]: values_T for row, values_T in batch.by_row(current, wanted)}
 
 
 def on_first_rank(

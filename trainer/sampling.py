@@ -12,26 +12,20 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from rollout.records import Group
 from rollout.sampling.messages import EvaluationResult, SampleRoleLost, SamplingStats
 from rollout.sampling.remote import RemoteSampler
 from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
 from trainer.ranks.objects import from_first_rank
+from trainer.weight_sync import WeightSync
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
 """Interval of looks for servers without weights."""
 _SEND_WEIGHTS, _WAIT_ON = "send weights", "wait on"
 """Rank 0's news while the others wait. Any news begins their collective's deadline anew."""
-
-
-class Weights(Protocol):
-    """Of ``WeightSync``: what servers need that were started again."""
-
-    def are_needed(self) -> bool: ...
-    def restore(self) -> object: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +47,7 @@ class SharedSampler:
         remote: RemoteSampler | None,
         stop_requested: Callable[[], str | None] = lambda: None,
         *,
-        weights: Weights | None = None,
+        weights: WeightSync | None = None,
         role_start_s: float = 0.0,
         say: Callable[[str], None] = print,
     ):

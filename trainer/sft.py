@@ -14,12 +14,12 @@ from torch import Tensor
 from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
 from parallel.engine import MegatronEngine
-from parallel.packing import PackedBatch, pack_sequences
+from parallel.packing import PackedBatch
 from parallel.planning.architecture import read_architecture, read_hf_config
 from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
-from trainer.batch.plan import packed_length, plan_batches
+from trainer.batch.plan import pack_prompted, packed_length, plan_batches
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 from trainer.ranks.objects import from_first_rank
 
@@ -134,13 +134,6 @@ def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> 
     )
     ids = plan.sequence_ids(dp_rank)
     mine = [examples[i] for i in ids]
-    packed = pack_sequences(
-        token_ids=[e.token_ids for e in mine],
-        response_masks=[
-            [False] * e.prompt_length + [True] * (len(e.token_ids) - e.prompt_length) for e in mine
-        ],
-        rollout_logprobs=[[0.0] * len(e.token_ids) for e in mine],
-        sequence_ids=ids,
-    )
+    packed = pack_prompted([e.token_ids for e in mine], [e.prompt_length for e in mine], ids)
     counted = sum(len(e.token_ids) - e.prompt_length for e in examples)
     return [packed.select(rows) for rows in plan.rows(dp_rank)[0]], counted

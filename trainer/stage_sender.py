@@ -14,7 +14,7 @@ from rollout.client import RolloutError
 from rollout.servers.control import Pending, SGLangControl
 from rollout.sglang_plugin.tandem_process_memory import Sending
 from rollout.sglang_plugin.tandem_weight_transfer import Announcement, hash_kind
-from trainer.weight_carriers import Broadcasts, FromMemory, Transfer
+from trainer.weight_carriers import Broadcasts, FromMemory
 
 GROUP = "tandem-weights"
 MEMORY = "memory"
@@ -115,7 +115,7 @@ class StageSender:
         return sent
 
     @contextmanager
-    def _transfer(self, kind: str) -> Iterator[Transfer]:
+    def _transfer(self, kind: str) -> Iterator[Broadcasts | FromMemory]:
         if self._broadcaster is not None:
             yield Broadcasts(self._broadcaster, kind)
             return

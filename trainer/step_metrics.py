@@ -8,15 +8,15 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Status, Trajectory
 from rollout.sampling.messages import EvaluationResult, SamplingStats
 from trainer.algorithm.mismatch import SampledGap, negative_fraction, reward_metrics
 from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
 from trainer.algorithm.value_loss import explained_variance
 from trainer.batch.step_batch import StepBatch
-from trainer.learner import Update
+from trainer.learner import Update, learner_logprobs
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
 from trainer.ranks.totals import Total, total_over
 from trainer.sampling import Sampled
@@ -47,17 +47,8 @@ def step_metrics(
 
     measured: of this rank's share, before the update. sync: None where it failed.
     """
-    before = merge_over_ranks(
-        merge_metrics(
-            [
-                *measured,
-                reward_metrics_of(batch, updates, mode, total_over(group)),
-                replay_share(batch),
-                kept_metrics(batch),
-            ]
-        ),
-        group,
-    )
+    rewards = reward_metrics_of(batch, updates, mode, total_over(group))
+    before = merge_over_ranks(merge_metrics([*measured, rewards, what_came_along(batch.packed)]), group)
     merged = merge_metrics([before, *(u.metrics for u in updates)])
     numbers = values(merged) | first_and_sign(updates, mode)
     explained = explained_variance(numbers)
@@ -96,28 +87,14 @@ def reward_metrics_of(
     return reward_metrics(rewards_S, log_ratio_S, tokens_S > 0)
 
 
-def learner_logprobs(batch: StepBatch, updates: Sequence[Update], mode: str) -> Tensor | None:
-    """``old``, or in bypass mode each minibatch's ``current``; None where the policy scored nothing. [T] of this rank."""
-    if mode == "decoupled" and batch.packed.old_logprobs_T is not None:
-        return batch.packed.old_logprobs_T
-    current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
-    return batch.scattered(current) if current else None
-
-
-def replay_share(batch: StepBatch) -> dict[str, Metric]:
-    """Response tokens whose experts are replayed; empty where the learner chooses by itself."""
-    packed = batch.packed
-    if packed.is_replayed_T is None:
-        return {}
-    return {"mismatch/replayed_fraction": Metric.mean(packed.is_replayed_T, packed.response_mask_T)}
-
-
-def kept_metrics(batch: StepBatch) -> dict[str, Metric]:
-    """Ids that the sampler had kept; empty where it truncated nothing."""
-    packed = batch.packed
-    if packed.num_kept_T is None:
-        return {}
-    return {"mismatch/kept_ids": Metric.mean(packed.num_kept_T.float(), packed.response_mask_T)}
+def what_came_along(packed: PackedBatch) -> dict[str, Metric]:
+    """Response tokens whose experts are replayed, and ids that the sampler had kept, where there are any."""
+    metrics, mask_T = dict[str, Metric](), packed.response_mask_T
+    if packed.is_replayed_T is not None:
+        metrics["mismatch/replayed_fraction"] = Metric.mean(packed.is_replayed_T, mask_T)
+    if packed.num_kept_T is not None:
+        metrics["mismatch/kept_ids"] = Metric.mean(packed.num_kept_T.float(), mask_T)
+    return metrics
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
@@ -137,6 +114,7 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     sequences = [t for g in groups for t in g.trajectories]
     samples = [t for t in sequences if t.branch == 0]
     rewards = [t.reward for t in samples if t.reward is not None]
+    rewards_of_groups = [{t.reward for t in g.trajectories if t.reward is not None} for g in groups]
     responses = [t for t in sequences if t.turns]  # an episode may have failed before its first turn
     lengths = [int(t.response_mask.sum()) for t in responses]
     parts: dict[str, list[float]] = defaultdict(list)
@@ -144,7 +122,7 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
         parts[name].append(value)
     numbers = {f"reward/part/{name}": fmean(scores) for name, scores in parts.items()} | {
         "response/tokens": sum(lengths),
-        "groups/no_signal_fraction": fmean(_is_without_signal(g) for g in groups),
+        "groups/no_signal_fraction": fmean(len(scores) < 2 for scores in rewards_of_groups),
     }
     if responses:
         numbers |= {
@@ -156,10 +134,6 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
         std = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
         numbers |= {"reward/mean": fmean(rewards), "reward/std": std}
     return numbers | turn_metrics(sequences)
-
-
-def _is_without_signal(group: Group) -> bool:
-    return len({t.reward for t in group.trajectories if t.reward is not None}) < 2
 
 
 def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:

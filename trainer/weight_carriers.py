@@ -7,7 +7,6 @@ is in them and who asks the servers to receive is not its concern (``trainer/sta
 
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,29 +19,15 @@ from rollout.sglang_plugin.tandem_weight_transfer import weight_hash
 Check = Callable[[], None]
 
 
-class Transfer(Protocol):
-    """One transfer. While a method waits, ``check`` is called again and again, and ends the wait by an exception. The
-    receivers' end of a bucket that breaks off raises RuntimeError or OSError."""
-
-    @property
-    def meeting(self) -> tuple[str, int] | None:
-        """What the receivers must know to meet the sender; None: they have joined its group."""
-        ...
-
-    def send(self, flat: Tensor, check: Check) -> None:
-        """Begin to send a bucket's bytes. At return fewer than ``NUM_BUFFERS`` buckets are being sent, the last ones; the
-        memory of all others may be filled again."""
-        ...
-
-    def finish(self, check: Check) -> None:
-        """Send the hashes of all buckets. At return everything is sent."""
-        ...
-
-
 class Broadcasts:
-    """A transfer by broadcasts. A bucket is hashed while it is sent."""
+    """A transfer by broadcasts, in a group that the receivers have joined. A bucket is hashed while it is sent.
+
+    While a method waits, ``check`` is called again and again, and ends the wait by an exception. The receivers' end of a
+    bucket that breaks off raises RuntimeError or OSError.
+    """
 
     meeting = None
+    """What the receivers must know to meet the sender."""
 
     def __init__(self, broadcaster: WeightBroadcaster, kind: str) -> None:
         self._broadcaster, self._kind = broadcaster, kind
@@ -50,17 +35,20 @@ class Broadcasts:
         self._in_flight: deque[UnderWay[None]] = deque()
 
     def send(self, flat: Tensor, check: Check) -> None:
+        """Begin to send a bucket's bytes. At return fewer than ``NUM_BUFFERS`` buckets are being sent, the last ones; the
+        memory of all others may be filled again."""
         self._in_flight.append(self._broadcaster.start(flat))
         self._hashes.append(weight_hash(flat, self._kind))
         if len(self._in_flight) == NUM_BUFFERS[flat.device.type]:
             self._in_flight.popleft().wait(check)
 
     def finish(self, check: Check) -> None:
+        """Send the hashes of all buckets. At return everything is sent."""
         self._broadcaster.start(torch.stack(self._hashes)).wait(check)
 
 
 class FromMemory:
-    """A transfer in which the servers copy out of this process. A bucket is hashed while they do."""
+    """The same by servers that copy out of this process. A bucket is hashed while they do."""
 
     def __init__(self, sending: Sending, kind: str) -> None:
         self._sending, self._kind = sending, kind

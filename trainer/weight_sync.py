@@ -225,18 +225,15 @@ class WeightSync:
                 self._sender.abandon()
                 self._sender = None
             on_first_rank(partial(self._meet_others, self._lives))
-            failures = from_all_ranks(self._connected(), self._learner.groups.pp_group)
+            failure = None
+            try:
+                self._connect()
+            except RolloutError as error:  # all ranks must hear of it
+                failure = error
+            failures = from_all_ranks(failure, self._learner.groups.pp_group)
             on_first_rank(lambda: _raise_first(failures))
             self._has_met_servers, self._is_connected = False, True
         return is_needed
-
-    def _connected(self) -> RolloutError | None:
-        """``_connect``, and its failure, which all ranks must hear of."""
-        try:
-            self._connect()
-        except RolloutError as failure:
-            return failure
-        return None
 
     def _look_for_change(self, lives: Lives, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s

@@ -50,8 +50,8 @@ def checks_between(nodes: NodesConfig | None, meeting: Meeting) -> Iterator[Find
     if meeting.num_nodes == 1 or writable.level is Level.FAIL:
         return
     address = own_address(nodes)
-    with _Listener(address) as listener:
-        card = {"host": socket.gethostname(), "address": address, "port": listener.port}
+    with _listening(address) as port:
+        card = {"host": socket.gethostname(), "address": address, "port": port}
         cards = _exchange(meeting, "card", card | {"written": time.time()})
         missing = sorted(set(range(meeting.num_nodes)) - cards.keys())
         if missing:
@@ -125,25 +125,21 @@ def _check_clocks(cards: dict[int, dict]) -> Finding:
     return ok("clocks", f"at most {spread:.1f} s apart")
 
 
-class _Listener:
-    """Answers every connection with its own port, on a port of its own; a context manager."""
+@contextlib.contextmanager
+def _listening(address: str) -> Iterator[int]:
+    """Inside, every connection to a port, which is yielded, is answered with its number."""
 
-    def __init__(self, address: str) -> None:
-        class Answer(socketserver.BaseRequestHandler):
-            def handle(self) -> None:
-                self.request.sendall(str(self.request.getsockname()[1]).encode())
+    class Answer(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.sendall(str(self.request.getsockname()[1]).encode())
 
-        self._server = socketserver.ThreadingTCPServer((address, 0), Answer)
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
-
-    def __enter__(self) -> "_Listener":
-        threading.Thread(target=self._server.serve_forever, args=(POLL_S,), daemon=True).start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    with socketserver.ThreadingTCPServer((address, 0), Answer) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
+        try:
+            yield server.server_address[1]
+        finally:
+            server.shutdown()
 
 
 def _check_ports(cards: dict[int, dict], meeting: Meeting) -> Iterator[Finding]:
@@ -174,16 +170,12 @@ def _check_collectives(nodes: NodesConfig | None, meeting: Meeting, head: str) -
     import torch
 
     for backend in ("gloo", "nccl") if torch.cuda.is_available() else ("gloo",):
-        port = _agreed_port(meeting, backend, head)
-        if port is None:
+        offered = _exchange(meeting, backend, {"port": free_port(head)} if meeting.node == 0 else {})
+        if 0 not in offered:
             yield fail(backend, "the first node offered no port for the collective")
             return
-        yield _run_within(meeting.timeout_s * 2, backend, partial(_all_reduce, backend, meeting, head, port))
-
-
-def _agreed_port(meeting: Meeting, backend: str, head: str) -> int | None:
-    offered = _exchange(meeting, backend, {"port": free_port(head)} if meeting.node == 0 else {}).get(0)
-    return offered["port"] if offered is not None else None
+        work = partial(_all_reduce, backend, meeting, head, offered[0]["port"])
+        yield _run_within(meeting.timeout_s * 2, backend, work)
 
 
 def _all_reduce(backend: str, meeting: Meeting, head: str, port: int) -> Finding:

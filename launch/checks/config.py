@@ -7,6 +7,7 @@ only a valid config is compared with the rest.
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -71,6 +72,15 @@ class BadInput(Exception):
     """A wrong argument; nothing was started. (An error inside a config is a ConfigError.)"""
 
 
+@contextmanager
+def as_bad_input(about: str = "") -> Iterator[None]:
+    """Inside, a ValueError becomes BadInput, with ``about`` before its message."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadInput(f"{about}{error}") from error
+
+
 def load_checked(
     parsed: ParsedConfig,
     kind: type[Config],
@@ -115,7 +125,7 @@ def load_checked(
             if not size_errors:
                 yield from (("launch.nodes", error) for error in check_placement(config))
         else:
-            yield from _check_sft(config)
+            yield from finding_of("output", check_new_folder, "output", config.output)
         if runs and not size_errors:
             device = device_of(config, gpu_memory, in_job=in_job)
             yield from _check_devices(config, runs, device, is_here=is_here, fits_model=not model_errors)
@@ -267,13 +277,6 @@ def _check_critic(config: RunConfig, policy: Architecture, reported: Sequence[st
 
 # -------------------------------------------------------------------------------------------------------------
 # files, rewards, servers
-
-
-def _check_sft(config: SftConfig) -> Iterator[Finding]:
-    if config.output.exists():
-        yield "output", f"output: {config.output} exists already; name a new folder, or remove it first"
-    else:
-        yield from finding_of("output", check_can_be_made, "output", config.output)
 
 
 def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
@@ -490,13 +493,17 @@ def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[
 
 
 def check_new_folder(argument: str, folder: Path) -> None:
-    """Check that ``folder`` does not exist yet and can be made. Raises BadInput."""
+    """Check that ``folder`` does not exist yet and can be made. Raises ValueError."""
     if os.path.lexists(folder):
-        raise BadInput(f"{argument}: {folder} exists already; name a new folder, or remove it first")
-    try:
-        check_can_be_made(argument, folder)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
+        raise ValueError(f"{argument}: {folder} exists already; name a new folder, or remove it first")
+    check_can_be_made(argument, folder)
+
+
+def check_new_page(option: str, page: Path) -> None:
+    """Check that ``page`` is the name of a page that can be written. Raises ValueError."""
+    if page.suffix != ".html" or page.is_dir():
+        raise ValueError(f"{option}: {page} is not the name of a page; name a file that ends with .html")
+    check_can_be_made(option, page.parent)
 
 
 def check_server_gpus(servers: RolloutConfig, first_gpu: int, available: int) -> None:

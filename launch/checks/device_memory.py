@@ -267,11 +267,9 @@ def _server_findings(config: RunConfig, device: Device, server: memory.RolloutMe
     rollout, size = config.rollout, memory.size_text
     if server.tokens > rollout.max_new_tokens:
         return
-    holds = (
-        f"holds {size(server.weights)} of weights and leaves {size(server.reserved)} to SGLang's activations"
-    )
+    left = f"leaves {size(server.reserved)} to SGLang's activations"
     room = f"the {device.text} have room for {server.tokens} tokens, and rollout.max_new_tokens={rollout.max_new_tokens} do not fit"
-    error = f"with rollout.tp={rollout.tp} a server rank {holds}, so that {room}"
+    error = f"with rollout.tp={rollout.tp} a server rank holds {size(server.weights)} of weights and {left}, so that {room}"
     yield "rollout.tp", f"{error}; use a larger rollout.tp, or shorter responses"
 
 
@@ -292,16 +290,10 @@ def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[s
     need, lines = need_of(config, device, runs), []
     if need.learner is not None:
         total, pp = need.learner.total, config.layout.pp
-        rank = (
-            f"the fullest learner rank (pipeline stage {need.learner.stage} of {pp})"
-            if pp > 1
-            else "a learner rank"
-        )
-        items = sorted(need.learner.items().items(), key=lambda item: -item[1])
-        lines += [
-            f"memory of {rank}: {memory.size_text(total)}{_device_note(total, device)}",
-            *_itemised(items),
-        ]
+        stage = f"the fullest learner rank (pipeline stage {need.learner.stage} of {pp})"
+        rank = stage if pp > 1 else "a learner rank"
+        lines.append(f"memory of {rank}: {memory.size_text(total)}{_device_note(total, device)}")
+        lines += _itemised(sorted(need.learner.items().items(), key=lambda item: -item[1]))
         if _is_tight(total, device):
             lines.append(f"  tight: {_learner_fix(config, device)}")
         if isinstance(config, RunConfig):
@@ -349,6 +341,5 @@ def _server_lines(server: memory.RolloutMemory, cpu_cache: int, device: Device) 
 
 
 def _itemised(items: Sequence[tuple[str, int]]) -> list[str]:
-    return [
-        f"  {line}" for line in aligned([(name, f"{memory.size_text(size):>10}") for name, size in items])
-    ]
+    rows = [(name, f"{memory.size_text(size):>10}") for name, size in items]
+    return [f"  {line}" for line in aligned(rows)]

@@ -8,7 +8,7 @@ imported.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -233,7 +233,8 @@ def _check_lengths(
     if tokenizer is None or room is None:
         return
     try:
-        longest = _token_counts(survey.longest, tokenizer, task, room.tokens)
+        prompts = ((where, prompt, "") for where, prompt, _ in survey.longest)
+        longest = _token_counts(prompts, tokenizer, task, room.tokens)
     except ValueError:  # of the template, which is reported elsewhere
         return
     too_long = [(tokens, where) for where, tokens in longest if tokens > room.tokens]
@@ -251,20 +252,25 @@ def _check_lengths(
 
 
 def _token_counts(
-    texts: Sequence[tuple[str, str, str]], tokenizer: "Tokenizer", task: Gsm8kTask | JsonlTask, room: int
+    texts: Iterable[tuple[str, str, str]],
+    tokenizer: "Tokenizer",
+    data: Gsm8kTask | JsonlTask | JsonlSftData,
+    room: int,
 ) -> list[tuple[str, int]]:
-    """(where, number of tokens) of the longest texts, as far as they may have more than ``room`` tokens."""
+    """(place, tokens of prompt and response) of the longest texts, as far as these may be more than ``room``. Raises
+    ValueError for a broken template."""
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
-    system_prompt, template = task.system_prompt, task.apply_chat_template
+    system_prompt, template = getattr(data, "system_prompt", None), data.apply_chat_template
     encode = partial(encode_prompt, tokenizer, system_prompt=system_prompt, apply_chat_template=template)
     around, left, counts = len(encode("?")), MOST_BYTES_TOKENISED, []
-    for where, text, _ in texts:
-        if left <= 0 or around + most_tokens(text) <= room:
+    for where, prompt, response in texts:
+        if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= room:
             continue
-        left -= len(text)
-        counts.append((where, len(encode(text))))
+        left -= len(prompt) + len(response)
+        answer = tokenizer.encode(response, add_special_tokens=False) if response else ()
+        counts.append((where, len(encode(prompt)) + len(answer)))
     return counts
 
 
@@ -313,22 +319,12 @@ def _check_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterato
 def _check_example_lengths(
     config: SftConfig, data: JsonlSftData, survey: "Survey", tokenizer: "Tokenizer"
 ) -> None:
-    from rollout.tasks.task import most_tokens
-    from rollout.tokenization import encode_prompt
-
-    encode = partial(
-        encode_prompt, tokenizer, system_prompt=None, apply_chat_template=data.apply_chat_template
-    )
     try:
         max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
-        around, left = len(encode("?")), MOST_BYTES_TOKENISED
+        room = min(config.token_budget, max_positions)
+        counts = _token_counts(survey.longest, tokenizer, data, room)
     except ValueError:  # of config.json or the template, which are reported elsewhere
         return
-    room = min(config.token_budget, max_positions)
-    for where, prompt, response in survey.longest:
-        if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= room:
-            continue
-        left -= len(prompt) + len(response)
+    for where, length in counts:
         # The end token adds a place, and the last token of a sequence takes none.
-        length = len(encode(prompt)) + len(tokenizer.encode(response, add_special_tokens=False))
         check_example_length(where, length, token_budget=config.token_budget, max_positions=max_positions)

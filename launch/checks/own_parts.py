@@ -52,12 +52,8 @@ def _try(part: str, own: OwnFunction, row: Mapping | None, tell: Callable[[str],
     fields = own.model_dump(include=set(OwnFunction.model_fields))
     serves, job = (ORDER, (fields, row)) if part == "sampler" else (LOSS, (part, fields))
     with TrialProcess(serves, tell=tell) as process:
-        process.reply(
-            "starting the trial of the user's functions",
-            "its limit",
-            START_TIMEOUT_S,
-            "try again on a quieter machine",
-        )
+        starting, fix = "starting the trial of the user's functions", "try again on a quieter machine"
+        process.reply(starting, "its limit", START_TIMEOUT_S, fix)
         fix = "do slow work in the function's first call, or raise its check_timeout_s"
         error = process.ask(("import", *job), f"importing {module}", *limit, fix)
         if error is None and own.check == "call":

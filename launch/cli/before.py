@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.shared import ConfigPath, Overrides, command_of
+from launch.cli.shared import ConfigPath, Overrides, command_of, run_folder
 
 commands = typer.Typer()
 command = command_of(commands, "Before a run")
@@ -61,17 +61,9 @@ def plan(
     from launch.commands.plan import PlanOptions, print_plans
 
     options = PlanOptions(
-        num_gpus=gpus,
-        gpus_per_node=gpus_per_node,
-        gpu_memory=gpu_memory,
-        measured=measured,
-        count=top,
-        gpu=gpu,
-        prompt_tokens=prompt_tokens,
-        response_tokens=response_tokens,
-        response_spread=response_spread,
-        report=report,
-    )
+        num_gpus=gpus, gpus_per_node=gpus_per_node, gpu_memory=gpu_memory, gpu=gpu, measured=measured, count=top, report=report,
+        prompt_tokens=prompt_tokens, response_tokens=response_tokens, response_spread=response_spread,
+    )  # fmt: skip
     print_plans(config, overrides or [], options)
 
 
@@ -155,10 +147,9 @@ def check_cluster(
     node: srun --nodes 4 --ntasks-per-node 1 tandem check-cluster CONFIG"""
     from launch.commands.check_cluster import check_cluster as check
     from launch.commands.check_cluster import check_sockets
-    from launch.roles.start import existing_run
 
     if run is not None:
-        raise typer.Exit(0 if check_sockets(existing_run(run)) else 1)
+        raise typer.Exit(0 if check_sockets(run_folder(run)) else 1)
     check(config, overrides or [], folder=folder, num_nodes=nodes, node=node, timeout_s=timeout)
 
 
@@ -197,9 +188,10 @@ def make_tiny_model(
     ] = "qwen3",
 ) -> None:
     """Make a tiny model with random weights and a character tokenizer, for Countdown."""
-    from launch.checks.config import check_new_folder
+    from launch.checks.config import as_bad_input, check_new_folder
 
-    check_new_folder("FOLDER", folder)  # before the seconds that the function's imports take
+    with as_bad_input():
+        check_new_folder("FOLDER", folder)  # before the seconds that the function's imports take
 
     from rollout.tiny_model import make_tiny_countdown_model
 

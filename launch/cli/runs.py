@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.shared import RunPath, command_of
+from launch.cli.shared import RunPath, command_of, run_folder
 
 commands = typer.Typer()
 command = command_of(commands, "Look at runs")
@@ -27,9 +27,8 @@ def list_runs(
 def status(run: RunPath) -> None:
     """Say what a run is doing: step, rate, time left, results, checkpoint, Slurm job, roles."""
     from launch.commands.status import status as status_of
-    from launch.roles.start import existing_run
 
-    print(status_of(existing_run(run)))
+    print(status_of(run_folder(run)))
 
 
 @command()
@@ -41,9 +40,8 @@ def watch(
     """Show a run in the terminal while it goes on: curves, the parts of a step, the roles, the newest samples. Ctrl-C
     ends the view alone."""
     from launch.commands.watch import watch as watch_run
-    from launch.roles.start import existing_run
 
-    watch_run(existing_run(run), once=once, every_s=every)
+    watch_run(run_folder(run), once=once, every_s=every)
 
 
 @command()
@@ -62,9 +60,8 @@ def logs(
 ) -> None:
     """Show the ends of a run's logs, per role and node."""
     from launch.commands.status import log_files, show_logs
-    from launch.roles.start import existing_run
 
-    folder = existing_run(run)
+    folder = run_folder(run)
     show_logs(folder, log_files(folder, role), lines=lines, follow=follow)
 
 
@@ -82,11 +79,10 @@ def samples(
     """Show what the model does: samples of a step turn by turn, with observations, reward and status."""
     from launch.checks.config import BadInput
     from launch.commands.samples import show_samples
-    from launch.roles.start import existing_run
 
     if last and step is not None:
         raise BadInput("--last and --step exclude each other; give one of them")
-    show_samples(existing_run(run), step=step, group=group, sibling=sibling, tokens=tokens)
+    show_samples(run_folder(run), step=step, group=group, sibling=sibling, tokens=tokens)
 
 
 @command()
@@ -106,9 +102,8 @@ def trace(
     """Say where the time of the traced steps (tracking.trace) went, by role, and write a Chrome trace of all roles on one
     clock, which opens in Perfetto."""
     from launch.commands.trace import trace as write_trace
-    from launch.roles.start import existing_run
 
-    write_trace(existing_run(run), steps=steps, out=out)
+    write_trace(run_folder(run), steps=steps, out=out)
 
 
 @command()
@@ -167,9 +162,8 @@ def stop(
     """Ask a run to stop, here or as a Slurm job, and wait for its end: the step is finished or dropped, and a
     checkpoint is written, from which `tandem resume RUN` goes on."""
     from launch.commands.stop import stop as stop_run
-    from launch.roles.start import existing_run
 
-    raise typer.Exit(stop_run(existing_run(run), now=now))
+    raise typer.Exit(stop_run(run_folder(run), now=now))
 
 
 @command()

@@ -3,10 +3,13 @@
 import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer.core import TyperGroup
+
+if TYPE_CHECKING:
+    from launch.processes.run_folder import RunFolder
 
 
 class Commands(TyperGroup):
@@ -81,3 +84,10 @@ GpuMemory = Annotated[
     ),
 ]
 RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]
+
+
+def run_folder(run: Path) -> "RunFolder":
+    """Raises BadInput for another folder than that of a run. Help needs none of its imports."""
+    from launch.roles.start import existing_run
+
+    return existing_run(run)

@@ -38,13 +38,9 @@ def mismatch(
     from launch.commands import studies
     from launch.studies.mismatch_plan import Request
 
+    learners, rollouts = tuple(learner), tuple(rollout)
     request = Request(
-        learners=tuple(learner),
-        rollouts=tuple(rollout),
-        prompts=prompts,
-        threshold=threshold,
-        out=out,
-        why=why,
+        learners=learners, rollouts=rollouts, prompts=prompts, threshold=threshold, out=out, why=why
     )
     studies.mismatch(config, overrides or [], request)
 

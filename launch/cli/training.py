@@ -16,8 +16,7 @@ def quickstart(
     seed: Annotated[int, typer.Option(help="The seed of everything: model, data, training.")] = 0,
     steps: Annotated[int, typer.Option(min=1, help="The number of RL steps.")] = 150,
     study: Annotated[
-        bool,
-        typer.Option("--study", help="Then train with a quantised rollout, in two ways, and compare."),
+        bool, typer.Option("--study", help="Then train with a quantised rollout, in two ways, and compare.")
     ] = False,
     install_seconds: Annotated[float, typer.Option(hidden=True)] = 0.0,
 ) -> None:
@@ -155,9 +154,13 @@ def slurm(
     ] = None,
 ) -> None:
     """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
-    from launch.commands.slurm import slurm
+    from launch.checks.config import as_bad_input
+    from launch.commands.slurm import slurm as write
 
-    slurm(config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory)
+    with as_bad_input(f"{config}: "):
+        write(
+            config, overrides or [], arrays=array or [], submit=submit, dry_run=dry_run, gpu_memory=gpu_memory
+        )
 
 
 @command()

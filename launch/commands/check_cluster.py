@@ -37,12 +37,8 @@ def check_cluster(
         print(f"{name}{finding}", flush=True)
         worst |= finding.level is Level.FAIL
     leave(meeting)
-    verdict = (
-        "see FAIL above: a run would not work"
-        if worst
-        else "nothing found that would keep a run from working"
-    )
-    print(f"{name}{verdict}", flush=True)
+    sound, broken = "nothing found that would keep a run from working", "see FAIL above: a run would not work"
+    print(f"{name}{broken if worst else sound}", flush=True)
     os._exit(worst)  # a collective that hangs may have left its thread behind
 
 
@@ -76,9 +72,5 @@ def _meeting(folder: Path, num_nodes: int | None, node: int | None, timeout_s: f
         raise BadInput(f"--node {node} is not one of --nodes {num_nodes}, which are counted from 0")
     # The name of the step keeps files of an earlier check apart.
     name = f"{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}" if in_step else "by-hand"
-    return Meeting(
-        folder=folder.resolve() / f".check-cluster-{name}",
-        node=node,
-        num_nodes=num_nodes,
-        timeout_s=timeout_s,
-    )
+    place = folder.resolve() / f".check-cluster-{name}"
+    return Meeting(folder=place, node=node, num_nodes=num_nodes, timeout_s=timeout_s)

@@ -11,14 +11,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig
 from launch.checks.config import BadInput
-from launch.commands.status import is_held, lock_holders, status
+from launch.commands.status import holders_of, lock_holders, status
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder, locked
 from launch.processes.sweeping import Sweep
@@ -78,31 +78,23 @@ def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
         raise BadInput(
             f"RUNS: {runs_dir} holds no runs, so nothing of Tandem's; name that of launch.runs_dir"
         )
-    rows, total, code, alone = list[tuple[str, str, str]](), 0, 0, list[LeftAlone]()
+    cleaning = Cleaning(apply=apply)
     for run in runs:
         found = _items(run)
-        if isinstance(found, LeftAlone):
-            alone.append(found)
-        if isinstance(found, LeftAlone) or not found:
+        if not any(isinstance(one, Item) for one in found):
+            cleaning.take(found)
             continue
         with _held(run, apply=apply) as why_not:
-            found = why_not or _items(run)  # again, now that nobody else can change them
-            if isinstance(found, LeftAlone):
-                alone.append(found)
-            else:
-                code |= _take(found, rows, apply=apply)
+            # Looked at again, now that nobody else can change them.
+            cleaning.take([why_not] if why_not else _items(run))
     for path in folders:
         with _sweep_held(path, apply=apply) as is_free:
-            code |= _take([*_sweep_items(path)] if is_free else [], rows, apply=apply)
-    for found in _quickstart_models(folders, runs) if models else []:
-        if isinstance(found, LeftAlone):
-            alone.append(found)
-        else:
-            code |= _take([found], rows, apply=apply)
-    total = sum(int(size) for _, size, _ in rows)
-    shown = [(path, size_text(int(size)), reason) for path, size, reason in rows]
+            cleaning.take([*_sweep_items(path)] if is_free else [])
+    cleaning.take(_quickstart_models(folders, runs) if models else [])
+    rows, total = cleaning.rows, sum(size for _, size, _ in cleaning.rows)
+    shown = [(path, size_text(size), reason) for path, size, reason in rows]
     print("".join(f"{line}\n" for line in aligned(shown)), end="")
-    for left in alone:
+    for left in cleaning.alone:
         print(f"left alone: {left.path}: {left.reason}")
     if not rows:
         print(f"nothing to remove in {runs_dir} ({len(runs)} runs)")
@@ -113,23 +105,33 @@ def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
         print(
             f"{len(rows)} may go, {size_text(total)}; `tandem clean {runs_dir}{flags} --apply` removes them"
         )
-    return code
+    return int(cleaning.has_failed)
 
 
-def _take(items: Sequence[Item], rows: list[tuple[str, str, str]], *, apply: bool) -> int:
-    """Note the items in ``rows``, removed with ``apply``. Returns 1 where one could not be read or removed."""
-    code = 0
-    for item in items:
-        try:
-            size = item.bytes
-            if apply:
-                shutil.rmtree(item.path) if item.path.is_dir() else item.path.unlink()
-        except OSError as error:
-            print(f"tandem: {item.path} was not removed: {error.strerror}", file=sys.stderr)
-            code = 1
-            continue
-        rows.append((str(item.path), str(size), item.reason))
-    return code
+@dataclass(kw_only=True)
+class Cleaning:
+    """What was found, and removed with ``apply``."""
+
+    apply: bool
+    rows: list[tuple[str, int, str]] = field(default_factory=list)
+    """(path, bytes, reason)"""
+    alone: list[LeftAlone] = field(default_factory=list)
+    has_failed: bool = False
+    """Whether something could not be read or removed."""
+
+    def take(self, found: Iterable[Item | LeftAlone]) -> None:
+        for one in found:
+            if isinstance(one, LeftAlone):
+                self.alone.append(one)
+                continue
+            try:
+                size = one.bytes
+                if self.apply:
+                    shutil.rmtree(one.path) if one.path.is_dir() else one.path.unlink()
+                self.rows.append((str(one.path), size, one.reason))
+            except OSError as error:
+                print(f"tandem: {one.path} was not removed: {error.strerror}", file=sys.stderr)
+                self.has_failed = True
 
 
 def _inside(folder: Path) -> list[Path]:
@@ -188,11 +190,11 @@ def _may_be_written(run: RunFolder) -> str | None:
 # what may go
 
 
-def _items(run: RunFolder) -> list[Item] | LeftAlone:
+def _items(run: RunFolder) -> list[Item | LeftAlone]:
     try:
         config = load_config(run.config)
     except (ConfigError, OSError):
-        return LeftAlone(run.path, "its config.yaml is not a config of this version, or cannot be read")
+        return [LeftAlone(run.path, "its config.yaml is not a config of this version, or cannot be read")]
     if not isinstance(config, RunConfig) or run.request.exists():
         return []  # a warm start, an evaluation or a study leaves nothing of the kind
     return [*_checkpoints(run, config), *_leftovers(run)]
@@ -259,7 +261,7 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
         elif path.is_file() and KILLED_WRITE.fullmatch(path.name):
             yield Item(path, "left by a write that was killed")
     for path in _inside(run.batches):
-        if path.suffix == ".partial":
+        if path.suffix == ".partial" or KILLED_WRITE.fullmatch(path.name):  # the first by an earlier version
             yield Item(path, "left by a write that was killed")
     job, logs = recorded_job(run), [path for path in _inside(run.logs) if SLURM_LOG.fullmatch(path.name)]
     # Where the last job has left no log, one of the others may be its own, or is the newest that there is.
@@ -282,7 +284,7 @@ def _has_done_all(run: RunFolder) -> bool:
 def _sweep_held(folder: Path, *, apply: bool) -> Iterator[bool]:
     """With ``apply``, no sweep can begin inside. Yields whether ``folder`` is of a sweep that nobody runs."""
     lock = folder / "lock"
-    if not (folder / "sweep.json").is_file() or not lock.is_file() or is_held(lock):
+    if not (folder / "sweep.json").is_file() or not lock.is_file() or holders_of(lock):
         yield False
         return
     with contextlib.ExitStack() as held:

@@ -219,117 +219,86 @@ def _data_rows(config: RunConfig | SftConfig) -> Iterator[Row]:
 # batch
 
 
-def batch_lines(config: RunConfig | SftConfig) -> list[str]:
+def batch_lines(config: RunConfig | SftConfig) -> Iterator[str]:
     """Prompts x siblings -> sequences -> minibatches -> ranks -> micro-batches."""
     dp = config.layout.dp_size
     if isinstance(config, SftConfig):
         size, budget = config.batch_size, config.token_budget
         per_rank = ("of a data-parallel rank", f"{size // dp} = {size} / dp {dp}")
-        counts = f"micro-batches of a rank, of at most token_budget={budget} tokens: {_count_range(config, size // dp)}"
-        return [*aligned([("sequences of an optimizer step", f"{size}"), per_rank]), counts]
+        yield from aligned([("sequences of an optimizer step", f"{size}"), per_rank])
+        yield f"micro-batches of a rank, of at most token_budget={budget} tokens: {_count_range(config, size // dp)}"
+        return
     rollout, parts = config.rollout, config.learner.minibatches
     prompts, siblings = rollout.prompts_per_step, rollout.group_size
     step, minibatch = prompts * siblings, prompts * siblings // parts
-    rows = [
+    yield from aligned([
         ("sequences of a step", f"{step} = {prompts} prompts x {siblings} siblings"),
         ("of an optimizer step", f"{minibatch} = {step} / {parts} minibatches"),
         ("of a data-parallel rank", f"{minibatch // dp} = {minibatch} / dp {dp}"),
-    ]
-    return [
-        *aligned(rows),
-        *_ahead_lines(config),
-        *([f"rollout.precision={rollout.precision}: {rollout.rounding}"] if rollout.rounding else []),
-        *_resampling_lines(config),
-        *_lora_lines(config),
-        *_routing_lines(config),
-        *_truncation_lines(config),
-        *_microbatch_lines(config, minibatch // dp),
-    ]
+    ])  # fmt: skip
+    yield from _rollout_lines(config)
+    yield from _learner_lines(config)
+    yield from _microbatch_lines(config, minibatch // dp)
 
 
-def _ahead_lines(config: RunConfig) -> list[str]:
-    rollout = config.rollout
-    if not rollout.max_staleness:
-        return []
-    samples = f"up to {rollout.most_samples} samples of {1 + rollout.max_staleness} steps"
-    places = f"{min(rollout.most_samples, rollout.max_concurrency)} of them at the servers"
-    return [
-        f"rollout.max_staleness={rollout.max_staleness}: {samples} are under way, {places}; no token lags by more than "
-        f"{rollout.max_staleness} versions"
-    ]
+def _rollout_lines(config: RunConfig) -> Iterator[str]:
+    rollout, sampling = config.rollout, config.rollout.dynamic_sampling
+    if ahead := rollout.max_staleness:
+        samples = f"up to {rollout.most_samples} samples of {1 + ahead} steps"
+        places = f"{min(rollout.most_samples, rollout.max_concurrency)} of them at the servers"
+        yield f"rollout.max_staleness={ahead}: {samples} are under way, {places}; no token lags by more than {ahead} versions"
+    if rollout.rounding:
+        yield f"rollout.precision={rollout.precision}: {rollout.rounding}"
+    if sampling.type != "none":
+        rounds = sampling.max_rounds
+        most = f"at most {rounds * rollout.prompts_per_step} prompts, in {rounds} rounds"
+        yield f"dynamic sampling: {most}, until enough groups carry a signal"
 
 
-def _resampling_lines(config: RunConfig) -> list[str]:
-    sampling = config.rollout.dynamic_sampling
-    if sampling.type == "none":
-        return []
-    most = f"at most {sampling.max_rounds * config.rollout.prompts_per_step} prompts, in {sampling.max_rounds} rounds"
-    return [f"dynamic sampling: {most}, until enough groups carry a signal"]
-
-
-def _lora_lines(config: RunConfig) -> list[str]:
-    lora = config.learner.lora
-    if lora is None:
-        return []
+def _learner_lines(config: RunConfig) -> Iterator[str]:
+    rollout, lora, routing = config.rollout, config.learner.lora, config.learner.routing
     architecture = read_architecture(read_hf_config(config.model.path))
-    one = LayoutConfig()
-    trained, frozen = adapter_parameters(architecture, one, lora), sum(stage_parameters(architecture, one, 0))
-    share = (
-        f"{trained:,} numbers are trained, {trained / frozen:.2%} of the model's {frozen:,}, which are frozen"
-    )
-    return [
-        f"learner.lora: rank {lora.rank} on {', '.join(lora.targets)}: {share}; the forward pass is {lora.forward}, and servers get "
-        "merged weights"
-    ]
-
-
-def _routing_lines(config: RunConfig) -> list[str]:
-    routing = config.learner.routing
-    if routing == "own":
-        return []
-    experts = read_architecture(read_hf_config(config.model.path)).experts
-    assert experts is not None  # checked before
-    each, rollout = bytes_per_token(experts), config.rollout
     tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens
-    if routing == "old":
-        tokens //= config.layout.dp_size
-    where = {
-        "rollout": "from the servers to the learner's first rank",
-        "old": "on every rank of the learner, on the device in the pass of old and in host memory until the update,",
-    }[routing]
-    return [
-        f"learner.routing={routing}: {each} bytes of experts per token of prompts and responses, so {size_text(each * tokens)} {where} "
-        "where every response is as long as it may be"
-    ]
+    if lora is not None:
+        one = LayoutConfig()
+        trained = adapter_parameters(architecture, one, lora)
+        frozen = sum(stage_parameters(architecture, one, 0))
+        share = f"{trained:,} numbers are trained, {trained / frozen:.2%} of the model's {frozen:,}, which are frozen"
+        yield (
+            f"learner.lora: rank {lora.rank} on {', '.join(lora.targets)}: {share}; the forward pass is {lora.forward}, and servers get "
+            "merged weights"
+        )
+    if routing != "own":
+        assert architecture.experts is not None  # checked before
+        each, held = bytes_per_token(architecture.experts), tokens
+        where = "from the servers to the learner's first rank"
+        if routing == "old":
+            held //= config.layout.dp_size
+            where = "on every rank of the learner, on the device in the pass of old and in host memory until the update,"
+        yield (
+            f"learner.routing={routing}: {each} bytes of experts per token of prompts and responses, so {size_text(each * held)} {where} "
+            "where every response is as long as it may be"
+        )
+    if rollout.is_truncated:
+        each = kept_sets.bytes_per_token(rollout.top_k)
+        yield (
+            f"rollout.top_k={rollout.top_k}: at most {each} bytes of kept ids per response token, so {size_text(each * tokens)} from the "
+            "servers to the learner's first rank where every response is as long as it may be; fewer with top_p or min_p"
+        )
 
 
-def _truncation_lines(config: RunConfig) -> list[str]:
-    rollout = config.rollout
-    if not rollout.is_truncated:
-        return []
-    each = kept_sets.bytes_per_token(rollout.top_k)
-    tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens
-    return [
-        f"rollout.top_k={rollout.top_k}: at most {each} bytes of kept ids per response token, so {size_text(each * tokens)} from the "
-        "servers to the learner's first rank where every response is as long as it may be; fewer with top_p or min_p"
-    ]
-
-
-def _microbatch_lines(config: RunConfig, each: int) -> list[str]:
+def _microbatch_lines(config: RunConfig, each: int) -> Iterator[str]:
     """A sequence takes one place less than it has tokens: the last token predicts nothing."""
     budget, response = config.learner.token_budget, config.rollout.max_new_tokens
     full = _up_to(-(-each * response // budget), config.layout.microbatch_multiple)
-    lines = [
-        f"micro-batches of a rank, of at most learner.token_budget={budget} tokens: {_count_range(config, each)}",
-        f"  at least {full} where every response has rollout.max_new_tokens={response}",
-    ]
+    yield f"micro-batches of a rank, of at most learner.token_budget={budget} tokens: {_count_range(config, each)}"
+    yield f"  at least {full} where every response has rollout.max_new_tokens={response}"
     prompt, source = _longest_prompt(config)
     longest = prompt + response - 1
     if longest <= budget:
         multiple = config.layout.microbatch_multiple
         most = most_microbatches(each, longest=longest, token_budget=budget, multiple=multiple)
-        lines.append(f"  at most {most} where no prompt has more than {prompt} tokens ({source})")
-    return lines
+        yield f"  at most {most} where no prompt has more than {prompt} tokens ({source})"
 
 
 def _count_range(config: RunConfig | SftConfig, sequences: int) -> str:
@@ -374,12 +343,8 @@ def _transfer_lines(config: RunConfig) -> Iterator[str]:
     servers = config.rollout.replicas * config.rollout.tp
     senders = f"{layout.pp} senders, one after another," if layout.pp > 1 else "one sender"
     total = f"{size_text(sum(stages))} by {senders} to {servers} server rank(s)"
-    form = (
-        f"{config.rollout.dtype}, matrices as {config.rollout.precision}"
-        if config.rollout.packs
-        else config.rollout.dtype
-    )
-    yield f"weights sent after every step, as {form}: {total}"
+    matrices = f", matrices as {config.rollout.precision}" if config.rollout.packs else ""
+    yield f"weights sent after every step, as {config.rollout.dtype}{matrices}: {total}"
     ranks_per_stage = layout.world_size // layout.pp
     for stage, size in enumerate(stages):
         yield f"  learner rank {stage * ranks_per_stage} (pipeline stage {stage}): {size_text(size)}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from launch.checks.config import check_new_folder
+from launch.checks.config import as_bad_input, check_new_folder
 
 CONFIG = "experiment.yaml"
 MODEL_TO_CHOOSE = Path("CHANGE/ME")
@@ -68,7 +68,8 @@ def score(prompt, response, reference, row):
 
 def make_experiment(folder: Path, model: Path | None) -> None:
     """Write the folder and print the next commands. Raises BadInput where the folder exists already."""
-    check_new_folder("FOLDER", folder)
+    with as_bad_input():
+        check_new_folder("FOLDER", folder)
     path = MODEL_TO_CHOOSE if model is None else model.resolve()
     name = re.sub(r"[^A-Za-z0-9]", "-", folder.name).strip("-")[:100] or "experiment"  # as RunName
     folder.mkdir(parents=True)

@@ -26,17 +26,16 @@ def run_table(runs_dir: Path, *, now: float | None = None) -> str:
     folders = [path for path in folders if (path / "config.yaml").is_file()]
     if not folders:
         raise BadInput(f"RUNS: {runs_dir} holds no runs; `tandem train CONFIG` makes one in launch.runs_dir")
-    written = {path: _last_written(path) for path in folders}
+    files = ("config.yaml", "metrics.jsonl", "summary.json")
+    written = {
+        path: max(file.stat().st_mtime for name in files if (file := path / name).exists())
+        for path in folders
+    }
     rows = [
         (*_row(path), f"{duration(max(now - written[path], 0))} ago")
         for path in sorted(folders, key=lambda path: -written[path])
     ]
     return "\n".join(aligned([TITLES, *rows]))
-
-
-def _last_written(folder: Path) -> float:
-    files = [folder / "config.yaml", folder / "metrics.jsonl", folder / "summary.json"]
-    return max(file.stat().st_mtime for file in files if file.exists())
 
 
 def _row(path: Path) -> tuple[str, str, str, str, str]:

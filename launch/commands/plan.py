@@ -3,7 +3,6 @@ step, and a page with pictures."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -12,8 +11,7 @@ from configs.reading.hardware import hardware_names, read_hardware
 from configs.schema import RunConfig
 from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
-from launch.checks.config import BadInput
-from launch.processes.run_folder import check_can_be_made
+from launch.checks.config import BadInput, as_bad_input, check_new_page
 from launch.tables import print_table
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
@@ -44,16 +42,6 @@ class PlanOptions:
     response_spread: float | None = None
     report: Path | None = None
 
-    def of_time(self) -> dict[str, Any]:
-        """The options that need ``gpu``, those that were given."""
-        values = {
-            "--prompt-tokens": self.prompt_tokens,
-            "--response-tokens": self.response_tokens,
-            "--response-spread": self.response_spread,
-            "--report": self.report,
-        }
-        return {name: value for name, value in values.items() if value is not None}
-
 
 def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -> None:
     """The best pairs with their reasons, then the best as YAML. Raises BadInput where nothing fits."""
@@ -64,22 +52,18 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
             f"{config_path}: kind: {config.kind} has no rollout to plan for; this command takes kind: train"
         )
     hardware = _hardware(options)
-    if options.report is not None:
-        _check_page(options.report)
     cluster = _cluster(options, hardware)
     critic = config.critic.model if config.critic is not None else None
-    try:
+    with as_bad_input():
+        if options.report is not None:
+            check_new_page("--report", options.report)
         table = read_measured(options.measured) if options.measured is not None else NO_TABLE
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-    try:
+    with as_bad_input(f"{config_path}: "):
         critic_hf_config = read_hf_config(critic.path) if critic is not None else None
         hf_config = read_hf_config(config.model.path)
         architecture = read_architecture(hf_config)
         timing = timing_of(config, architecture, options, hardware)
         plans = plan(hf_config, config, cluster, critic=critic_hf_config, measured=table, timing=timing)
-    except ValueError as error:
-        raise BadInput(f"{config_path}: {error}") from error
     _print_table(plans, options.count)
     if table.values:
         least = "the least measured value of all pairs that the rule ranks equal or worse"
@@ -106,21 +90,13 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         print(f"# pictures: {options.report}")
 
 
-def _check_page(page: Path) -> None:
-    if page.suffix != ".html" or page.is_dir():
-        raise BadInput(f"--report: {page} is not the name of a page; name a file that ends with .html")
-    try:
-        check_can_be_made("--report", page.parent)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
-
-
 def _hardware(options: PlanOptions) -> HardwareConfig | None:
     if options.gpu is not None:
         return read_hardware(options.gpu)
-    if given := options.of_time():
-        names = ", ".join(hardware_names())
-        raise BadInput(f"{next(iter(given))} is of an estimate of seconds; add --gpu ({names}, or FILE.yaml)")
+    for name in ("prompt_tokens", "response_tokens", "response_spread", "report"):
+        if getattr(options, name) is not None:
+            option, names = f"--{name.replace('_', '-')}", ", ".join(hardware_names())
+            raise BadInput(f"{option} is of an estimate of seconds; add --gpu ({names}, or FILE.yaml)")
     return None
 
 

@@ -13,8 +13,8 @@ from parallel.planning.architecture import Architecture
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text, work_of
 from parallel.planning.planner import Cluster, Plan, Timing, by_rule, reasons
 from parallel.planning.time import StepTime, assumptions, seconds_text
-from trainer.report.drawing import COLORS, new_figure
-from trainer.report.page import as_svg, environment
+from trainer.report.drawing import COLORS, LEGEND, new_figure
+from trainer.report.page import render, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,54 +68,44 @@ def write_page(
     work = work_of(config, "cuda", critic or (architecture if config.critic is not None else None))
     stages = [learner_memory(architecture, best.learner, work, s) for s in range(best.learner.pp)]
     figures = [
-        (
+        shown(
             "Memory",
             "Bytes of each rank at its fullest moment, of the first pair. Cache takes what a server has left.",
-            draw_memory(stages, best, cluster),
+            [draw_memory(stages, best, cluster)],
         ),
-        (
+        shown(
             "A step",
             "Who works when, and who waits for whom, of the first pair. The bars of stages are the update's own work; the rest of "
             "the update's time a stage waits for others.",
-            draw_timeline(best.time),
+            [draw_timeline(best.time)],
         ),
-        (
+        shown(
             "Responses under way",
             "At the server with the longest response. Where the line falls, a server reads its weights for ever fewer responses.",
-            draw_running(best.time),
+            [draw_running(best.time)],
         ),
-        (
+        shown(
             "Mismatch against time",
             f"All {len(plans)} pairs that fit. The star is the first pair: seconds that agree to two digits count as equal. "
             "Pale: servers with room for few responses.",
-            draw_choices(plans),
+            [draw_choices(plans)],
         ),
     ]
-    text = (
-        environment()
-        .get_template("plan.html")
-        .render(
-            title=f"A plan for {cluster.num_gpus} GPUs",
-            subtitle=f"{config_path}, {timing.machine.hardware.name}, {size_text(cluster.gpu_bytes)} a GPU. Seconds are estimated.",
-            facts=[
-                ("learner", layout_text(best.learner)),
-                ("servers", f"tp={best.rollout_tp} x {best.replicas}"),
-                ("a step", f"{seconds_text(best.time.total)} s"),
-                *((name, f"{seconds_text(seconds)} s") for name, seconds in best.time.shares().items()),
-            ],
-            figures=[
-                {"title": title, "about": about, "images": [as_svg(figure)]}
-                for title, about, figure in figures
-            ],
-            compared=[
-                (
-                    f"The first {min(ROWS, len(plans))} pairs",
-                    "By mismatch, then by time.",
-                    table_of(plans[:ROWS]),
-                )
-            ],
-            assumptions=assumptions(config, timing.lengths, timing.machine),
-        )
+    facts = [
+        ("learner", layout_text(best.learner)),
+        ("servers", f"tp={best.rollout_tp} x {best.replicas}"),
+        ("a step", f"{seconds_text(best.time.total)} s"),
+        *((name, f"{seconds_text(seconds)} s") for name, seconds in best.time.shares().items()),
+    ]
+    rows, size = table_of(plans[:ROWS]), size_text(cluster.gpu_bytes)
+    text = render(
+        "plan.html",
+        title=f"A plan for {cluster.num_gpus} GPUs",
+        subtitle=f"{config_path}, {timing.machine.hardware.name}, {size} a GPU. Seconds are estimated.",
+        facts=facts,
+        figures=figures,
+        compared=[(f"The first {len(rows) - 1} pairs", "By mismatch, then by time.", rows)],
+        assumptions=assumptions(config, timing.lengths, timing.machine),
     )
     path.write_text(text, encoding="utf-8")
 
@@ -148,12 +138,8 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
     rows: list[tuple[str, Mapping[str, int]]] = [
         (f"learner, stage {memory.stage}", at_its_peak(memory)) for memory in _some(stages)
     ]
-    rows.append(
-        (
-            "a server's rank",
-            {"weights": server.weights, "cache": server.kv_cache, "reserved": server.reserved},
-        )
-    )
+    of_server = {"weights": server.weights, "cache": server.kv_cache, "reserved": server.reserved}
+    rows.append(("a server's rank", of_server))
     figure, axes = _figure(len(rows))
     for place, (_, items) in enumerate(rows):
         left = 0.0
@@ -210,18 +196,10 @@ def draw_timeline(time: StepTime) -> "Figure":
     figure, axes = _figure(len(by_lane))
     for place, blocks in enumerate(by_lane.values()):
         for block in blocks:
-            edge = "#bbbbbb" if block.name == WAITS else "white"
-            hatch = "///" if block.name == WAITS else None
-            axes.barh(
-                place,
-                block.seconds,
-                left=block.start,
-                color=TIME_COLORS[block.name],
-                edgecolor=edge,
-                linewidth=0.4,
-                hatch=hatch,
-                height=0.7,
-            )
+            style = {"color": TIME_COLORS[block.name], "linewidth": 0.4, "height": 0.7, "edgecolor": "white"}
+            if block.name == WAITS:
+                style |= {"edgecolor": "#bbbbbb", "hatch": "///"}
+            axes.barh(place, block.seconds, left=block.start, **style)
     has = {block.name for blocks in by_lane.values() for block in blocks}
     _legend(axes, {name: color for name, color in TIME_COLORS.items() if name in has})
     axes.set_xlim(0, time.total)
@@ -313,13 +291,5 @@ def _legend(axes: "Axes", colors: Mapping[str, str]) -> None:
     from matplotlib.patches import Patch
 
     handles = [Patch(color=color, label=name) for name, color in colors.items()]
-    axes.legend(
-        handles=handles,
-        loc="lower left",
-        bbox_to_anchor=(-0.02, 1.0),
-        ncols=len(handles),
-        fontsize=8,
-        frameon=False,
-        handlelength=1.2,
-        columnspacing=1.0,
-    )
+    place = {"bbox_to_anchor": (-0.02, 1.0), "ncols": len(handles)}
+    axes.legend(handles=handles, handlelength=1.2, columnspacing=1.0, **place, **LEGEND)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.loader import parse_config
 from configs.schema import RunConfig
-from launch.checks.config import TRAINING, BadInput, load_checked
+from launch.checks.config import TRAINING, BadInput, as_bad_input, load_checked
 from launch.processes.addresses import free_port, own_address
 from launch.processes.placement import learner_ranks_per_node, serve_roles
 from launch.processes.run_folder import RunFolder
@@ -34,11 +34,9 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
     config = load_checked(parsed, RunConfig, runs=TRAINING)
     nodes = config.launch.nodes
     assert nodes is not None  # seen above
-    try:
+    with as_bad_input(f"{config_path}: "):
         ranks = learner_ranks_per_node(config)
         endpoint = _endpoint(config, endpoint) if nodes.learner > 1 else None
-    except ValueError as error:
-        raise BadInput(f"{config_path}: {error}") from error
     folder = RunFolder(folder_of(config).path.resolve())
     folder.logs.mkdir(exist_ok=True)
     print("\n".join(instructions(config, folder, ranks=ranks, endpoint=endpoint)), flush=True)

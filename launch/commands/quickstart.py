@@ -71,11 +71,8 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
 def compare_corrections(model: Path, seed: int) -> None:
     """Train twice with a quantised rollout, in two ways; evaluate both with the learner's own weights,
     which the servers of the runs never had; and write a report with both."""
-    recipe, folders, accuracies = (
-        CONFIGS / "countdown_tiny.yaml",
-        list[RunFolder](),
-        dict[str, float | None](),
-    )
+    recipe, folders = CONFIGS / "countdown_tiny.yaml", list[RunFolder]()
+    accuracies = dict[str, float | None]()
     for name, preset in STUDY_CORRECTIONS.items():
         own = [f"name=countdown-tiny-int2-{name}", f"correction={preset}", f"seed={seed}"]
         print(f"\n{name} (correction={preset}):", flush=True)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput, check_new_folder
-from launch.processes.run_folder import RunFolder, check_can_be_made, locked, write_json
+from launch.checks.config import BadInput, as_bad_input, check_new_folder, check_new_page
+from launch.processes.run_folder import RunFolder, locked, write_json
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role
 from launch.tables import print_table
@@ -23,9 +23,13 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
     """Write the newest weights of a run: its finished model, or the checkpoint of a resumed and stopped run,
     which is newer. adapter: only its adapters, in peft's format. best: of the step with the best evaluation."""
     folder = existing_run(run)
-    check_new_folder("OUT", out)
+    with as_bad_input():
+        check_new_folder("OUT", out)
     if adapter:
-        _require_adapters(folder)
+        config = load_config(folder.config)
+        if not isinstance(config, RunConfig) or config.learner.lora is None:
+            error = f"--adapter: {folder.path} trained every weight and has no adapters (learner.lora)"
+            raise BadInput(f"{error}; leave --adapter out to export its model")
     step = _best_step(folder) if best else None
     with _exporting_alone(folder):
         _export(folder, out, adapter=adapter, step=step)
@@ -45,13 +49,6 @@ def _exporting_alone(folder: RunFolder) -> Iterator[None]:
         lock = contextlib.nullcontext()
     with lock:
         yield
-
-
-def _require_adapters(folder: RunFolder) -> None:
-    config = load_config(folder.config, [])
-    if not isinstance(config, RunConfig) or config.learner.lora is None:
-        error = f"--adapter: {folder.path} trained every weight and has no adapters (learner.lora)"
-        raise BadInput(f"{error}; leave --adapter out to export its model")
 
 
 def _best_step(folder: RunFolder) -> int:
@@ -124,10 +121,8 @@ def report(run: Path, against: Sequence[Path] = ()) -> None:
     from trainer.report.page import write_report
 
     folder, others = existing_run(run), [existing_run(other).path for other in against]
-    try:
+    with as_bad_input("RUN: "):
         page = write_report(folder.path, against=others)
-    except ValueError as error:
-        raise BadInput(f"RUN: {error}") from error
     print(f"report: {page}", flush=True)
 
 
@@ -136,26 +131,22 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     counts once."""
     from trainer.report.page import write_comparison
 
-    if out.suffix != ".html" or out.is_dir():
-        raise BadInput(f"--out: {out} is not the name of a page; name a file that ends with .html")
+    with as_bad_input():
+        check_new_page("--out", out)
     folders = dict.fromkeys(run.resolve() for run in runs)
     if len(folders) < 2:
         raise BadInput(
             f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `tandem report {runs[0]}`"
         )
-    try:
-        check_can_be_made("--out", out.parent)
+    with as_bad_input("RUN: "):
         out.parent.mkdir(parents=True, exist_ok=True)
         compared = write_comparison([*folders], out)
-    except ValueError as error:
-        raise BadInput(f"RUN: {error}") from error
-    print_comparison(compared)
-    print(f"comparison: {out}", flush=True)
+    print_comparison(compared, out)
 
 
-def print_comparison(compared: "Comparison") -> None:
+def print_comparison(compared: "Comparison", page: Path) -> None:
     for line in compared.left_out:
         print(line)
     for titles, *rows in filter(None, (compared.results, compared.settings)):
-        widths = [max(map(len, column)) + 3 for column in zip(titles, *rows, strict=True)]
-        print_table(titles, rows, width=sum(widths) + 1)
+        print_table(titles, rows)
+    print(f"comparison: {page}", flush=True)

@@ -11,12 +11,11 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from launch.checks.config import BadInput
+from launch.checks.config import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
 from trainer.tracking.samples import Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (
     Decode,
-    Piece,
     Stretch,
     beginning,
     find_decode,
@@ -45,10 +44,8 @@ def show_samples(
 ) -> None:
     """Print the samples of ``step``, or of the last one, of all groups and siblings or of these."""
     step = _chosen_step(folder, step)
-    try:
+    with as_bad_input(f"--step {step}: "):
         samples = read_samples(sample_file(folder.samples, step))
-    except ValueError as error:
-        raise BadInput(f"--step {step}: {error}") from error
     chosen = _chosen(_chosen(samples, "group", group), "sibling", sibling)
     decode, problem = find_decode(model_path(folder), folder.path)
     console = Console(highlight=False, markup=False, emoji=False)
@@ -149,17 +146,7 @@ def _worst_tokens(parts: Sequence[Stretch]) -> Table | None:
     table = Table("place", "token", "p rollout", "p learner", "|Δp|", "age", title_justify="left")
     table.title = f"largest |Δp|; mean {sum(piece.gap or 0.0 for piece in pieces) / len(pieces):.2e}"
     for piece in largest:
-        table.add_row(*_token_cells(piece), style=GAP_STYLES[piece.gap_level or 0])
+        probabilities = (f"{p or 0.0:.4f}" for p in (piece.rollout, piece.learner))
+        cells = (str(piece.start), Text(repr(piece.text)), *probabilities, f"{piece.gap:.1e}", str(piece.age))
+        table.add_row(*cells, style=GAP_STYLES[piece.gap_level or 0])
     return table
-
-
-def _token_cells(piece: Piece) -> tuple[str | Text, ...]:
-    numbers = (piece.rollout or 0.0, piece.learner or 0.0)
-    token = Text(repr(piece.text))
-    return (
-        str(piece.start),
-        token,
-        *(f"{p:.4f}" for p in numbers),
-        f"{piece.gap or 0.0:.1e}",
-        str(piece.age),
-    )

@@ -68,19 +68,17 @@ def _entries(node: Node, root: Node, prefix: str) -> Iterator[tuple[str, str]]:
         for tag, block in _blocks(field, root):
             if tag is not None:
                 yield f"{inner}.{tag}", _titled(f"-- {inner}.{tag}", block.get("description", ""))
-            yield from _entries(_without_tag(block), root, f"{inner}.")
-
-
-def _without_tag(block: Node) -> Node:
-    """The block without the field that only names its variant."""
-    properties = {name: field for name, field in block["properties"].items() if "const" not in field}
-    return {**block, "properties": properties}
+            # Without the field that only names its variant.
+            properties = {n: field for n, field in block["properties"].items() if "const" not in field}
+            yield from _entries({**block, "properties": properties}, root, f"{inner}.")
 
 
 def _entry(path: str, field: Node, root: Node, *, required: bool) -> str:
     unit = ", seconds" if path.endswith("_s") else ""
     default = "; required" if required else ""
-    if not required and _has_plain_default(field):
+    own = field.get("default")
+    is_of_the_fields_inside = isinstance(own, dict) and own
+    if not required and "default" in field and not is_of_the_fields_inside:
         default = f"; default {json.dumps(field['default'])}"
     head = f"{path}  ({_type_text(field, root)}{unit}{default})"
     blocks = [block for _, block in _blocks(field, root)]
@@ -92,11 +90,6 @@ def _titled(head: str, about: str) -> str:
     indent, about = " " * 4, " ".join(about.replace("``", "`").split())
     lines = textwrap.wrap(about, WIDTH, initial_indent=indent, subsequent_indent=indent)
     return "\n".join([head, *lines])
-
-
-def _has_plain_default(field: Node) -> bool:
-    """Whether the default is more than the defaults of the fields inside."""
-    return "default" in field and not (isinstance(field["default"], dict) and field["default"])
 
 
 def _type_text(field: Node, root: Node) -> str:

@@ -3,10 +3,11 @@
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch.checks.config import BadInput
+from launch.checks.config import as_bad_input
 from launch.processes.run_folder import check_can_be_made, new_path
 from launch.processes.supervisor import Interrupted, Supervisor
 from launch.selftest import report
@@ -24,11 +25,9 @@ CLEAR = "\r\033[K"
 
 def selftest(folder: Path, names: Sequence[str], *, seed: int) -> bool:
     """Returns whether no check has failed. Its own folder is inside ``folder``."""
-    try:
+    with as_bad_input():
         checks = chosen(names)
         check_can_be_made("--folder", folder)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
     machine, out = this_machine(), new_path(folder.resolve(), "selftest")
     line = Line(checks, machine)
     where = f"{machine.gpus} GPU{'s' * (machine.gpus > 1)}" if machine.gpus else "CPU, no GPU"
@@ -55,10 +54,9 @@ def _made(check: Check, bench: Bench, earlier: Sequence[Outcome], line: "Line") 
         bench.stop_server()
     bench.begin(check)
     line.begin(check)
-    outcome = why_not(check, bench.machine, {one.check.name: one for one in earlier}) or outcome_of(
-        check, bench
-    )
-    outcome = outcome.after(bench.seconds)
+    by_name = {one.check.name: one for one in earlier}
+    outcome = why_not(check, bench.machine, by_name) or outcome_of(check, bench)
+    outcome = replace(outcome, seconds=bench.seconds)
     line.end(outcome)
     return outcome
 
@@ -116,13 +114,10 @@ class Line:
             self._done += self._check.seconds
             self._spent += outcome.seconds
         self.clear()
-        seconds, said = (
-            (f"{outcome.seconds:4.0f} s", self._check.proves) if was_made else (6 * " ", outcome.text)
-        )
-        print(
-            self._cut(f"{self._place} {outcome.result:<8}  {self._check.name:<18} {seconds}  {said}"),
-            flush=True,
-        )
+        seconds = f"{outcome.seconds:4.0f} s" if was_made else 6 * " "
+        said = self._check.proves if was_made else outcome.text
+        text = f"{self._place} {outcome.result:<8}  {self._check.name:<18} {seconds}  {said}"
+        print(self._cut(text), flush=True)
 
     def _cut(self, text: str) -> str:
         """A line of a terminal, where a longer one would break the counting: the table says all of it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput
+from launch.checks.config import BadInput, as_bad_input
 from launch.checks.device_memory import critic_architecture
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from launch.tables import aligned, print_table
@@ -18,16 +18,8 @@ from parallel.planning.simulated import START, Part, SimulatedRank
 
 WIDTH = 120
 TITLES = (
-    "rank",
-    "stage",
-    "peak",
-    "in",
-    "planned",
-    "peak / planned",
-    "FLOPs of the update",
-    "sent to servers",
-    "seconds",
-)
+    "rank", "stage", "peak", "in", "planned", "peak / planned", "FLOPs of the update", "sent to servers", "seconds",
+)  # fmt: skip
 
 
 def print_simulation(
@@ -82,13 +74,10 @@ def _checked(path: Path, overrides: list[str]) -> tuple[RunConfig, Architecture]
         raise BadInput(
             f"{path}: layout.dp=auto: a simulation has no processes to count; give a number, such as layout.dp=1"
         )
-    try:
+    with as_bad_input(f"{path}: "):
         hf_config = read_hf_config(config.model.path)
-        processes = config.layout.world_size
-        validate_layout(hf_config, config.layout, num_processes=processes)
+        validate_layout(hf_config, config.layout, num_processes=config.layout.world_size)
         return config, read_architecture(hf_config)
-    except ValueError as error:
-        raise BadInput(f"{path}: {error}") from error
 
 
 def planned(config: RunConfig, architecture: Architecture, rank: SimulatedRank) -> LearnerMemory:
@@ -141,14 +130,8 @@ def _part_rows(parts: dict[str, Part]) -> Iterator[tuple[str, ...]]:
     for name, part in parts.items():
         sizes = sorted(part.at_peak.items(), key=lambda item: -item[1])
         of_it = ", ".join(f"{what} {size_text(size)}" for what, size in sizes if size >= 2**20)
-        yield (
-            name,
-            size_text(part.peak),
-            of_it,
-            f"{part.flops / 1e12:,.1f} TFLOP",
-            f"{part.host_reads:,} reads by the host",
-            "",
-        )
+        flops, reads = f"{part.flops / 1e12:,.1f} TFLOP", f"{part.host_reads:,} reads by the host"
+        yield name, size_text(part.peak), of_it, flops, reads, ""
 
 
 def _all_fit(path: Path, simulated: Sequence[SimulatedRank], gpu_memory: float | None) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from configs.loader import parse_config, resolved_yaml
 from configs.schema import RunConfig
-from launch.checks.config import TRAINING, BadInput, load_checked
+from launch.checks.config import TRAINING, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.processes import run_folder
 from launch.processes.placement import gpus_of_node
@@ -32,25 +32,8 @@ def slurm(
     """Check the config of every run and the script, before anything is written.
 
     gpu_memory: GiB of each of the job's GPUs; None: unknown here, so that their memory is not checked.
-    Raises BadInput and ConfigError.
+    Raises ValueError and ConfigError.
     """
-    try:
-        _check_and_write(
-            config_path, overrides, arrays, submit=submit, dry_run=dry_run, gpu_memory=gpu_memory
-        )
-    except ValueError as error:
-        raise BadInput(f"{config_path}: {error}") from error
-
-
-def _check_and_write(
-    config_path: Path,
-    overrides: list[str],
-    arrays: list[str],
-    *,
-    submit: bool,
-    dry_run: bool,
-    gpu_memory: float | None,
-) -> None:
     elements = script.elements(arrays)
     if submit:
         script.require_sbatch()
@@ -76,7 +59,11 @@ def _check_and_write(
         script_lines = ("", "the batch script:", *(f"  {line}" for line in draft.splitlines()))
         print_dry_run(configs[0], TRAINING, gpu_memory, in_job=True, further=script_lines)
         return
-    place, folders = _make_array(elements, configs) if arrays else _make_single(configs[0])
+    if arrays:
+        place, folders = _make_array(elements, configs)
+    else:
+        folders = [RunFolder(folder_of(configs[0]).release().resolve())]
+        place = script.place_of_run(folders[0].path)
     place.script.write_text(make_script(place))
     for folder in folders:
         folder.logs.mkdir(exist_ok=True)  # Slurm does not
@@ -111,11 +98,6 @@ def _draft_place(config: RunConfig, arrays: Sequence[str]) -> Place:
     if arrays:
         return script.place_of_array(runs / f"{config.name}-array-DATE-TIME")
     return script.place_of_run((config.resume or runs / f"{config.name}-DATE-TIME").resolve())
-
-
-def _make_single(config: RunConfig) -> tuple[Place, list[RunFolder]]:
-    folder = RunFolder(folder_of(config).release().resolve())
-    return script.place_of_run(folder.path), [folder]
 
 
 def _make_array(

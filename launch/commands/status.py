@@ -26,6 +26,7 @@ from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
 from trainer.metric_names import known
 from trainer.tracking.ledger import read_ledger, summary
+from trainer.tracking.mlflow_thread import mount_of
 from trainer.tracking.tracker import duration, read_metrics
 
 PACE_STEPS = 20
@@ -93,7 +94,8 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
             lines.append(("data", summary(read_ledger(folder.ledger))))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
     lines += _role_lines(folder, damaged, now) if running else []
-    lines.append(("logs", _logs_text(folder)))
+    logs = ", ".join(file.stem for file in _log_files(folder))
+    lines.append(("logs", f"{logs} (`tandem logs {folder.path} --role NAME`)" if logs else "none yet"))
     return Status(state=state, lines=[*lines, *(("damaged", text) for text in damaged)])
 
 
@@ -107,7 +109,7 @@ def brief_state(folder: RunFolder) -> str:
 def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[str]) -> str:
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
     left when it ended. A finished run that was resumed to more steps has its old results until it is finished again."""
-    if is_held(folder.path / "roles" / "lock") or in_slurm.startswith("RUNNING"):
+    if lock_holders(folder) or in_slurm.startswith("RUNNING"):
         request = read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
@@ -246,25 +248,15 @@ def _activity_lines(folder: RunFolder, now: float) -> list[tuple[str, str]]:
     return lines
 
 
-def _logs_text(folder: RunFolder) -> str:
-    names = ", ".join(file.stem for file in _log_files(folder))
-    return f"{names} (`tandem logs {folder.path} --role NAME`)" if names else "none yet"
-
-
-def is_held(lock: Path, locks: Path = Path("/proc/locks")) -> bool:
-    """Whether a process of this machine holds the lock file of a run."""
-    return bool(_holders(lock, locks))
-
-
 def lock_holders(folder: RunFolder) -> list[int]:
-    """The processes of this machine that run the folder; not positive for one of another container."""
-    return _holders(folder.path / "roles" / "lock")
+    """The processes of this machine that run the folder."""
+    return holders_of(folder.path / "roles" / "lock")
 
 
-def _holders(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
-    """The processes of this machine that hold the lock file of a run.
+def holders_of(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
+    """The processes of this machine that hold a lock file; not positive for one of another container.
 
-    Trying the lock could make the run's own claim fail, so the kernel's table is read.
+    Trying the lock could make a run's own claim fail, so the kernel's table is read.
     """
     try:
         name = _kernel_name_of(lock)
@@ -283,14 +275,8 @@ def _kernel_name_of(lock: Path) -> str:
 
     The device is that of the mount; stat gives another one on btrfs and overlays.
     """
-    handle = os.open(lock, os.O_PATH)
-    try:
-        inode = os.fstat(handle).st_ino
-        mount = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
-    finally:
-        os.close(handle)
-    mounts = Path("/proc/self/mountinfo").read_text()
-    device = mount and re.search(rf"^{mount[1]} \d+ (\d+):(\d+) ", mounts, re.M)
+    inode, mount = mount_of(lock)
+    device = re.match(r"\d+ \d+ (\d+):(\d+) ", mount)
     return f" {int(device[1]):02x}:{int(device[2]):02x}:{inode} " if device else f":{inode} "
 
 

@@ -146,14 +146,12 @@ def _stop_none(folder: RunFolder) -> int:
 
 def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -> int:
     """Wait for the end of a run that was asked to stop. ``has_ended`` takes the seconds that it may wait."""
-    limits = _limits_of(folder)
+    config = _config_of(folder)
+    limits = LaunchConfig() if config is None else config.launch  # of another version: those of the schema
     at_once = now or _command_of(folder) != "train"  # which alone leaves checkpoints
     deadline_s = limits.stop_grace_s + KILLED_S + (0.0 if at_once else limits.stop_timeout_s)
-    what = (
-        "every process is ended"
-        if at_once
-        else "the step is finished or dropped, then a checkpoint is written"
-    )
+    in_order = "the step is finished or dropped, then a checkpoint is written"
+    what = "every process is ended" if at_once else in_order
     show = progress_printer(f"stopping {folder.path}: {what}; at most {deadline_s:.0f} s", still="stopping")
     began = time.monotonic()
     while not has_ended(0.5):
@@ -166,16 +164,11 @@ def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -
             )
     state = status(folder).state
     if state.startswith("not running"):
-        print(f"ended at once, {_left_by(folder)}")
-    else:
-        print(state)
+        newest = folder.newest_checkpoint()
+        saved = "and nothing was saved" if newest is None else f"after it had saved step {step_of(newest)}"
+        state = f"ended at once, {saved}; {way_on(folder, _command_of(folder))}"
+    print(state)
     return 1 if state.startswith(("failed", "running")) else 0
-
-
-def _limits_of(folder: RunFolder) -> LaunchConfig:
-    """The deadlines of the run; those of the schema where its config is not of this version."""
-    config = _config_of(folder)
-    return LaunchConfig() if config is None else config.launch
 
 
 def _command_of(folder: RunFolder) -> str:
@@ -192,12 +185,6 @@ def _config_of(folder: RunFolder) -> RunConfig | SftConfig | None:
         return load_config(folder.config)
     except ConfigError:
         return None
-
-
-def _left_by(folder: RunFolder) -> str:
-    newest = folder.newest_checkpoint()
-    saved = "and nothing was saved" if newest is None else f"after it had saved step {step_of(newest)}"
-    return f"{saved}; {way_on(folder, _command_of(folder))}"
 
 
 def _refuse(text: str) -> int:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from configs.loader import ConfigError, load_config, parse_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput, LoadWith, check_served_as_saved, load_checked
+from launch.checks.config import BadInput, LoadWith, as_bad_input, check_served_as_saved, load_checked
 from launch.checks.device_memory import gpus_here
 from launch.processes.supervisor import Supervisor
 
@@ -30,7 +30,7 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
         fix = f"recorded are {steps}" if steps else fix
         raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {fix}")
     config: RunConfig = load_config(folder.config, [])
-    try:
+    with as_bad_input(f"RUN {run}: "):
         corrections = replays.corrections_named(names)
         if gradients:
             replays.starting_weights(folder, step)
@@ -43,8 +43,6 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
                 supervisor.wait_until_done("replay-rank")
         else:
             replays.write_results(folder, config, step, corrections, with_gradients=False)
-    except ValueError as error:
-        raise BadInput(f"RUN {run}: {error}") from error
     result = replays.read_result(folder, step)
     gradient = f"gradient of the {result['gradient_of']}, cosine to `disabled`"
     print(f"step {step} of {run}; ESS of ratios and of bounded weights; {gradient}")
@@ -64,11 +62,9 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
     """Run ``launch/studies/verify_sync.py``. Returns whether everything agreed."""
     from launch.studies import verify_sync as verification
 
-    try:
+    with as_bad_input():
         load = _loading_with_options(config_path, overrides)
         configs, tps = verification.make_plan(learners, rollouts, load, gpus=gpus_here())
-    except ValueError as error:
-        raise BadInput(str(error)) from error
     return verification.run(configs, tps, role)
 
 
@@ -98,8 +94,6 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
         except (ConfigError, BadInput) as error:
             raise ValueError(str(error)) from error
 
-    try:
+    with as_bad_input():
         plan = make_plan(request, load, gpus=gpus_here())
-    except ValueError as error:
-        raise BadInput(str(error)) from error
     return study.run(plan, role)

@@ -14,7 +14,7 @@ from pathlib import Path
 from configs.errors import ConfigError, Problem
 from configs.loader import parse_config
 from configs.schema import RunConfig
-from launch.checks.config import TRAINING, BadInput, load_checked
+from launch.checks.config import TRAINING, BadInput, as_bad_input, load_checked
 from launch.checks.device_memory import device_of, gpus_here, need_of
 from launch.commands.results import print_comparison
 from launch.grid import combinations
@@ -36,10 +36,8 @@ def sweep(config_path: Path, overrides: Sequence[str], *, jobs: int, keep_going:
     varied = [text for text in overrides if _is_list(text)]
     fixed = [text for text in overrides if text not in varied]
     _check_keys(varied, fixed)
-    try:
+    with as_bad_input():
         elements = combinations(varied)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
     cells = _checked(config_path, fixed, elements)
     base = parse_config(config_path, fixed).validated()
     made = Sweep(base.launch.runs_dir.resolve() / f"{base.name}-sweep")
@@ -105,12 +103,8 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
         name = _name(base, element)
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-                config = load_checked(
-                    parsed.with_overrides([*element, f"name={name}"]),
-                    RunConfig,
-                    runs=TRAINING,
-                    instead_of_nodes=INSTEAD_OF_NODES,
-                )
+                named = parsed.with_overrides([*element, f"name={name}"])
+                config = load_checked(named, RunConfig, runs=TRAINING, instead_of_nodes=INSTEAD_OF_NODES)
             cells.append(Cell(name=name, config=config))
         except ConfigError as error:
             problems |= dict.fromkeys(error.problems)
@@ -190,10 +184,8 @@ def _compare(made: Sweep, cells: Sequence[Cell]) -> None:
     from trainer.report.page import write_comparison
 
     folders = [folder.path for cell in cells if (folder := made.run_folder(cell.name)) is not None]
+    page = made.folder / "comparison.html"
     try:
-        compared = write_comparison(folders, made.folder / "comparison.html")
+        print_comparison(write_comparison(folders, page), page)
     except ValueError as error:
         print(f"no comparison: {error}", flush=True)
-        return
-    print_comparison(compared)
-    print(f"comparison: {made.folder / 'comparison.html'}", flush=True)

@@ -4,11 +4,12 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.checks.config import BadInput
-from launch.processes.run_folder import RunFolder, write_text
+from launch.checks.config import BadInput, as_bad_input
+from launch.processes.run_folder import RunFolder
 from launch.tables import print_table
 from tracing.parts import Part, Parts, parts_of
 from tracing.reading import Trace, chrome_trace, read_trace
+from trainer.batch.files import write_whole
 
 COLUMNS = ("role", "part", "s a step", "of its time", "spans", "all ranks, s")
 
@@ -20,10 +21,8 @@ def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
     out = out or folder.path / "trace.json"
     if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
         raise BadInput(f"--out: {out} is not the name of a file to write; name one that ends with .json")
-    write_text(out, json.dumps(chrome_trace(found)) + "\n")
-    rows = [*table_rows(parts_of(found))]
-    widths = [max(map(len, column)) + 3 for column in zip(COLUMNS, *rows, strict=True)]
-    print_table(COLUMNS, rows, width=sum(widths) + 1)
+    write_whole(out, f"{json.dumps(chrome_trace(found))}\n".encode())
+    print_table(COLUMNS, [*table_rows(parts_of(found))])
     print(f"steps {_listed(found)}; (any): at least one of them is open")
     print(f"trace: {out}; open it in https://ui.perfetto.dev, which keeps it on this machine", flush=True)
     if profiles := sorted(folder.trace.glob("torch-rank-*.json")):
@@ -32,10 +31,8 @@ def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
 
 def recorded(folder: RunFolder, steps: int | None) -> Trace:
     """Raises BadInput where nothing was recorded, or fewer steps."""
-    try:
+    with as_bad_input("RUN: "):
         found = read_trace(folder.path)
-    except ValueError as error:
-        raise BadInput(f"RUN: {error}") from error
     if not found.steps:
         state = "has traced no whole step yet" if found.processes else "has no trace"
         raise BadInput(
@@ -57,12 +54,8 @@ def table_rows(found: Sequence[Parts]) -> Iterator[tuple[str, ...]]:
     ranks = [parts for parts in found if parts.process.who.startswith("rank-")]
     for parts in [*(parts for parts in found if parts not in ranks), *ranks[:1]]:
         others = ranks if parts in ranks else []
-        yield (
-            parts.process.title,
-            "the whole",
-            *_numbers(parts.wall_s, 1.0, None),
-            _range([o.wall_s for o in others]),
-        )
+        whole = _numbers(parts.wall_s, 1.0, None)
+        yield parts.process.title, "the whole", *whole, _range([o.wall_s for o in others])
         for part in parts.parts:
             same = [p.seconds for o in others for p in o.parts if p.path == part.path]
             yield ("", _name(part), *_numbers(part.seconds, part.share, part.count), _range(same))

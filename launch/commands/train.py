@@ -167,20 +167,18 @@ def evaluate(
         error = f"{config_path}: the task has no held-out problems to evaluate on"
         raise RoleFailed(f"{error}; raise task.heldout_fraction")
     summary = {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)}
-    summary |= {"pass_at": result.pass_at} if result.pass_at else {}
-    summary |= {"greedy_accuracy": result.greedy.accuracy} if result.greedy else {}
-    summary |= (
-        {"sets": {name: of_set.accuracy for name, of_set in result.sets.items()}} if result.sets else {}
-    )
+    text = f"accuracy {result.accuracy:.4f} on {result.count} held-out samples"
+    if result.pass_at:
+        summary["pass_at"] = result.pass_at
+        text += "".join(f", pass@{k} {share:.4f}" for k, share in result.pass_at.items())
+    if result.greedy:
+        summary["greedy_accuracy"] = result.greedy.accuracy
+        text += f", at temperature 0 {result.greedy.accuracy:.4f}"
+    if result.sets:
+        summary["sets"] = {name: of_set.accuracy for name, of_set in result.sets.items()}
+        text += "".join(f", {name} {accuracy:.4f}" for name, accuracy in summary["sets"].items())
     write_json(folder.summary, summary)
-    further = [f"pass@{k} {share:.4f}" for k, share in result.pass_at.items()]
-    further += [f"at temperature 0 {result.greedy.accuracy:.4f}"] if result.greedy else []
-    further += [f"{name} {of_set.accuracy:.4f}" for name, of_set in result.sets.items()]
-    text = "".join(f", {more}" for more in further)
-    print(
-        f"accuracy {result.accuracy:.4f} on {result.count} held-out samples{text}; {folder.summary}",
-        flush=True,
-    )
+    print(f"{text}; {folder.summary}", flush=True)
     return result.accuracy
 
 

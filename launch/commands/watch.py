@@ -95,19 +95,14 @@ def _parts(folder: RunFolder, decode: Callable[[], Decode]) -> list[tuple[str, R
 
 def _screen(parts: Sequence[tuple[str, RenderableType]]) -> Layout:
     """The panels one below the other, as high as they are; the samples take what is left, and are cut there."""
+    panels = []
+    for title, part in parts:
+        height = part.row_count if isinstance(part, Table) else str(part).count("\n") + 1
+        panel = Panel(part, title=title, title_align="left")
+        panels.append(Layout(panel, size=None if title == "newest samples" else height + 2))
     layout = Layout()
-    heights = [None if title == "newest samples" else _height(part) + 2 for title, part in parts]
-    layout.split_column(
-        *(
-            Layout(Panel(part, title=title, title_align="left"), size=height)
-            for (title, part), height in zip(parts, heights, strict=True)
-        )
-    )
+    layout.split_column(*panels)
     return layout
-
-
-def _height(part: RenderableType) -> int:
-    return part.row_count if isinstance(part, Table) else str(part).count("\n") + 1
 
 
 def curves(rows: Sequence[dict]) -> RenderableType:
@@ -129,8 +124,8 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     cuts = [len(finite) * place // count for place in range(count + 1)] if count else []
     means = [sum(finite[a:b]) / (b - a) for a, b in pairwise(cuts)]
     low, high = min(means, default=0.0), max(means, default=0.0)
-    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] for mean in means)
+    spread = (high - low) or 1.0
+    return "".join(BARS[round((mean - low) / spread * (len(BARS) - 1))] for mean in means)
 
 
 def last_step(rows: Sequence[dict]) -> RenderableType:

@@ -33,10 +33,8 @@ def servers(config: RunConfig) -> list[ServerShare]:
             for r in replicas
             for k in range(n)
         ]
-    tp, each = (
-        rollout.tp,
-        _split_evenly(len(replicas), nodes.rollout, "rollout.replicas", "launch.nodes.rollout"),
-    )
+    tp = rollout.tp
+    each = _split_evenly(len(replicas), nodes.rollout, "rollout.replicas", "launch.nodes.rollout")
     gpus = [gpu + r % each * tp for r in replicas]
     return [
         ServerShare(replica=r, node=r // each, node_rank=0, num_nodes=1, first_gpu=gpus[r], num_ranks=tp)

@@ -27,7 +27,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -35,6 +34,7 @@ from typing import TextIO, TypeVar
 from configs.errors import ConfigError
 from parallel.checkpoints.files import is_valid, latest_valid, missing, step_folders, step_of
 from rollout.run_key import RunKey, run_key
+from trainer.batch.files import write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
@@ -42,92 +42,37 @@ KEY = "key.yaml"
 Content = TypeVar("Content")
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    path: Path
-    _held: list = field(default_factory=list, compare=False, repr=False)
-    """Open files whose locks this process holds."""
+    """The paths of a run's folder. ``path`` itself need not exist yet."""
 
-    @property
-    def config(self) -> Path:
-        return self.path / "config.yaml"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def critic_checkpoints(self) -> Path:
-        return self.checkpoints / "critic"
-
-    @property
-    def ledger(self) -> Path:
-        return self.path / "ledger.jsonl"
-
-    @property
-    def batches(self) -> Path:
-        return self.path / "batches"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples"
-
-    @property
-    def trace(self) -> Path:
-        return self.path / "trace"
-
-    @property
-    def hf(self) -> Path:
-        return self.path / "hf"
-
-    @property
-    def export(self) -> Path:
-        return self.path / "export"
-
-    @property
-    def export_request(self) -> Path:
+    def __init__(self, path: Path):
+        self.path = path
+        self.config = path / "config.yaml"
+        self.logs = path / "logs"
+        self.checkpoints = path / "checkpoints"
+        self.critic_checkpoints = self.checkpoints / "critic"
+        self.ledger = path / "ledger.jsonl"
+        self.batches = path / "batches"
+        self.samples = path / "samples"
+        self.trace = path / "trace"
+        self.hf = path / "hf"
+        self.export = path / "export"
+        self.export_request = path / ".export.json"
         """The step that a command asks its export role for; gone once that has ended."""
-        return self.path / ".export.json"
-
-    @property
-    def adapter(self) -> Path:
-        return self.path / "adapter"
-
-    @property
-    def exported_adapter(self) -> Path:
-        return self.path / "export-adapter"
-
-    @property
-    def figures(self) -> Path:
-        return self.path / "figures"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def job(self) -> Path:
+        self.adapter = path / "adapter"
+        self.exported_adapter = path / "export-adapter"
+        self.figures = path / "figures"
+        self.summary = path / "summary.json"
+        self.job = path / "job.json"
         """The Slurm job that runs the folder, or ran it last: {job_id, nodes, restart}."""
-        return self.path / "job.json"
-
-    @property
-    def script(self) -> Path:
+        self.script = path / "train.sbatch"
         """The batch script of ``tandem slurm``; the runs of an array have one together, elsewhere."""
-        return self.path / "train.sbatch"
-
-    @property
-    def restarts(self) -> Path:
+        self.restarts = path / "restarts.json"
         """The number of failed starts without a newer checkpoint in between."""
-        return self.path / "restarts.json"
-
-    @property
-    def request(self) -> Path:
+        self.request = path / "request.json"
         """The request of `tandem eval`, or of a study; a training run has none."""
-        return self.path / "request.json"
+        self._held: list[TextIO] = []
+        """Open files whose locks this process holds."""
 
     def run_key(self) -> RunKey:
         """The key that this run's servers and sampler ask for; the first call makes it. See ``rollout.run_key``."""
@@ -223,8 +168,12 @@ class RunFolder:
             return None
 
     def wait_for_address(self, role: str, *, timeout_s: float) -> dict:
-        error = f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s"
-        return _wait_for(lambda: self.read_address(role), timeout_s, lambda: error)
+        address = _wait_for(lambda: self.read_address(role), timeout_s)
+        if address is None:
+            raise TimeoutError(
+                f"the {role} role did not report its address in {self.path} within {timeout_s:.0f} s"
+            )
+        return address
 
 
 def read_servers(folder: RunFolder, names: Sequence[str]) -> list[str] | None:
@@ -247,27 +196,24 @@ def wait_for_servers(
 ) -> list[str]:
     """``read_servers``, once all roles have reported. ``alive`` is called meanwhile, and may end the wait by
     raising. Raises TimeoutError with the missing roles and the traces that they left."""
-
-    def error() -> str:
+    urls = _wait_for(lambda: read_servers(folder, names), timeout_s, alive)
+    if urls is None:
         missing = [_trace_of(folder, name) for name in names if folder.read_address(name) is None]
         late = f"{len(missing)} of {len(names)} serve roles did not report servers in {folder.path} within {timeout_s:.0f} s"
-        return f"{late}; raise launch.start_timeout_s if they only need longer. Missing: {'; '.join(missing)}"
-
-    return _wait_for(lambda: read_servers(folder, names), timeout_s, error, alive)
+        fix = "raise launch.start_timeout_s if they only need longer"
+        raise TimeoutError(f"{late}; {fix}. Missing: {'; '.join(missing)}")
+    return urls
 
 
 def _wait_for(
-    read: Callable[[], Content | None],
-    timeout_s: float,
-    error: Callable[[], str],
-    alive: Callable[[], None] = lambda: None,
-) -> Content:
-    """The first value of ``read`` that is not None. Raises TimeoutError with the text of ``error``."""
+    read: Callable[[], Content | None], timeout_s: float, alive: Callable[[], None] = lambda: None
+) -> Content | None:
+    """The first value of ``read`` that is not None; None after the timeout."""
     deadline = time.monotonic() + timeout_s
     while (content := read()) is None:
         alive()
         if time.monotonic() > deadline:
-            raise TimeoutError(error())
+            break
         time.sleep(0.1)
     return content
 
@@ -284,7 +230,7 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     be written."""
     folder = RunFolder(new_path(runs_dir, name))
     with _writing_in("launch.runs_dir", runs_dir):
-        write_text(folder.config, config_yaml)
+        write_whole(folder.config, config_yaml.encode())
     return folder
 
 
@@ -292,7 +238,7 @@ def change_config(folder: RunFolder, config_yaml: str) -> None:
     """Replace the config of a resumed run. Raises ConfigError where it cannot be written; the old config then
     stays."""
     with _writing_in("resume", folder.path):
-        write_text(folder.config, config_yaml)
+        write_whole(folder.config, config_yaml.encode())
 
 
 def new_path(runs_dir: Path, name: str) -> Path:
@@ -374,17 +320,5 @@ def point_latest(folder: RunFolder) -> None:
 
 
 def write_json(path: Path, content: dict) -> None:
-    """Write atomically: a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write atomically: a reader sees the old file or the new one, also after a failure (OSError)."""
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        fresh.write_text(text)
-        fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
-        raise
+    """See ``write_whole``."""
+    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode())

@@ -94,7 +94,7 @@ class Supervisor:
         stops = [signal.SIGTERM, signal.SIGUSR1]
         stops += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
         stops += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
-        self._previous = {number: signal.signal(number, self._on_signal) for number in stops}
+        self._previous = {number: signal.signal(number, lambda *_: self.interrupt()) for number in stops}
         self._was_subreaper = ctypes.c_int()
         ctypes.CDLL(None).prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(self._was_subreaper))
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -118,9 +118,6 @@ class Supervisor:
         """To be called by a signal handler: end the run, by KeyboardInterrupt here or at the next look at the roles."""
         self._is_interrupted = True
         raise KeyboardInterrupt
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self.interrupt()
 
     def raise_interrupt(self) -> None:
         """Raise the KeyboardInterrupt of a signal whose own one was dropped."""

@@ -21,12 +21,13 @@ from pathlib import Path
 
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig
-from launch.processes.run_folder import RunFolder, write_json, write_text
+from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import KILL_TIMEOUT_S, Role, Supervisor
 from launch.roles.start import environment
 from launch.slurm.job import is_finished
 from launch.tables import on_one_line
 from parallel.checkpoints.files import step_of
+from trainer.batch.files import write_whole
 from trainer.tracking.tracker import duration, rows_from_the_end
 
 TANDEM = (sys.executable, "-m", "launch")
@@ -120,7 +121,8 @@ class Sweep:
         Raises Interrupted on Ctrl-C or SIGTERM, after every run has stopped.
         """
         left = [cell for cell in cells if not self.is_finished(cell)]
-        grace_s = max((_time_to_stop(cell.config) for cell in left), default=0.0)
+        limits = [cell.config.launch for cell in left]  # in which a run that is asked to stop ends by itself
+        grace_s = max((s.stop_timeout_s + s.stop_grace_s + 2 * KILL_TIMEOUT_S for s in limits), default=0.0)
         ended, places, show = [], {}, _Progress(self, left, len(cells))
         try:
             with Supervisor(grace_s=grace_s) as supervisor:
@@ -163,7 +165,7 @@ class Sweep:
     def _start(self, supervisor: Supervisor, cell: Cell, devices: str | None) -> int:
         """Start the run. Returns the size of its log before."""
         folder, file = self.run_folder(cell.name), self.folder / f"{cell.name}.yaml"
-        write_text(file, resolved_yaml(cell.config))
+        write_whole(file, resolved_yaml(cell.config).encode())
         goes_on = folder is not None and folder.newest_checkpoint() is not None
         what = ["resume", str(folder.path)] if folder is not None and goes_on else ["train", str(file)]
         env = environment(cell.config) | ({} if devices is None else {"CUDA_VISIBLE_DEVICES": devices})
@@ -186,11 +188,6 @@ class Sweep:
         log = f"its whole log: {self.folder / f'{cell.name}.log'}"
         how = "was stopped" if code in STOPPED else "failed"
         return Ended(cell.name, f"{cell.name} {how} (exit code {code}):\n{last}\n{log}", how == "failed")
-
-
-def _time_to_stop(config: RunConfig) -> float:
-    """Seconds in which a run that is asked to stop ends by itself."""
-    return config.launch.stop_timeout_s + config.launch.stop_grace_s + 2 * KILL_TIMEOUT_S
 
 
 class _Progress:

@@ -140,19 +140,11 @@ def build_run(
     for notice in checkpointer.notices:
         tracker.note(notice)
     return Run(
-        config=config,
-        learner=learner,
-        sampler=sampler,
-        weight_sync=weight_sync,
-        checkpointer=checkpointer,
-        recorder=recorder,
-        samples=SampleKeeper(folder.samples, config, tracker),
-        tracker=tracker,
-        ledger=ledger,
-        turns=turns,
+        config=config, learner=learner, sampler=sampler, weight_sync=weight_sync, checkpointer=checkpointer, recorder=recorder,
+        samples=SampleKeeper(folder.samples, config, tracker), tracker=tracker, ledger=ledger, turns=turns,
         first_step=1 if resumed_from is None else resumed_from + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,
-    )
+    )  # fmt: skip
 
 
 def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int | None) -> None:

@@ -139,14 +139,9 @@ def wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> 
         servers = run_folder.read_servers(folder, serve_roles(config))
         return servers is not None and folder.read_address("sample") is not None
 
-    supervisor.wait_for(
-        are_ready,
-        what=f"{roles} to be ready",
-        timeout_s=config.launch.start_timeout_s,
-        while_waiting=progress_printer(
-            f"starting {roles} (their output: tandem logs {folder.path})", still="starting"
-        ),
-    )
+    show = progress_printer(f"starting {roles} (their output: tandem logs {folder.path})", still="starting")
+    timeout_s, what = config.launch.start_timeout_s, f"{roles} to be ready"
+    supervisor.wait_for(are_ready, what=what, timeout_s=timeout_s, while_waiting=show)
     print(f"{roles} ready after {time.monotonic() - started:.0f} s", flush=True)
 
 

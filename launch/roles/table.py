@@ -59,16 +59,9 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
     try:
         host, key, log_dir = own_address(config.launch.nodes), folder.run_key(), folder.logs
         role = run_sample_role(
-            config,
-            server_urls=server_urls,
-            announce=announce,
-            log_dir=log_dir,
-            host=host,
-            key=key,
-            doing=doing,
-            experts=experts_to_replay(config),
-            truncation=truncation_of(config),
-        )
+            config, server_urls=server_urls, announce=announce, log_dir=log_dir, host=host, key=key, doing=doing,
+            experts=experts_to_replay(config), truncation=truncation_of(config),
+        )  # fmt: skip
         asyncio.run(role)
     finally:
         folder.withdraw("sample")

@@ -20,12 +20,13 @@ from launch.processes.run_folder import RunFolder
 from launch.selftest.check import REPORT, CheckFailed, Found
 from parallel.held_memory import KeptBytes, lasting_bytes
 from parallel.megatron import platform
-from parallel.packing import PackedBatch, pack_sequences
+from parallel.packing import PackedBatch
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.memory import learner_memory, size_text, work_of
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.hf_names import all_hf_names
 from rollout.tiny_model import make_tiny_countdown_model
+from trainer.batch.plan import pack_prompted
 from trainer.learner import Learner
 from trainer.studies.layout_scoring import frozen_engine
 from trainer.studies.layout_statistics import probability_gaps
@@ -115,13 +116,7 @@ def random_batch(config: RunConfig) -> tuple[PackedBatch, list[list[int]]]:
     draw = torch.Generator().manual_seed(config.seed)
     vocab_size = read_hf_config(config.model.path)["vocab_size"]
     ids = [torch.randint(0, vocab_size, (n,), generator=draw).tolist() for n in LENGTHS]
-    batch = pack_sequences(
-        token_ids=ids,
-        response_masks=[[False] + [True] * (len(row) - 1) for row in ids],
-        rollout_logprobs=[[0.0] * len(row) for row in ids],
-        sequence_ids=range(len(ids)),
-    )
-    return batch, ids
+    return pack_prompted(ids, [1] * len(ids), range(len(ids))), ids
 
 
 @torch.no_grad()
@@ -154,12 +149,8 @@ def update(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     if differing and not platform.has_cuda():
         error = f"the same {UPDATES} updates gave other weights when repeated: {len(differing)} tensors"
         raise CheckFailed(f"{error}, {differing[0]} first", f"look at the memory of this machine; {REPORT}")
-    same = (
-        "repeated to the bit"
-        if not differing
-        else f"repeated, {len(differing)} of {len(weights)} tensors differ"
-    )
-    text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {UPDATES} updates; {same}"
+    same = f", {len(differing)} of {len(weights)} tensors differ" if differing else " to the bit"
+    text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {UPDATES} updates; repeated{same}"
     return Found(
         text=text, figures={"losses": losses, "grad_norms": norms, "differing_tensors": len(differing)}
     )

@@ -102,7 +102,8 @@ class Bench:
         try:
             self.run(replace(work, env=work.env | dict(env or {})))
         except RoleFailed as failure:
-            self._raise_if_the_server_died(failure)
+            if self._server is not None and not self._server.is_running("serve"):
+                raise self._server.failure("serve") from failure
             if (told := folder.path / FAILED).exists():
                 raise CheckFailed(**json.loads(told.read_text()), details=_tail(work.log)) from failure
             raise
@@ -150,10 +151,6 @@ class Bench:
     def stop_server(self) -> None:
         self._server = None
         self._serving.close()
-
-    def _raise_if_the_server_died(self, cause: Exception) -> None:
-        if self._server is not None and not self._server.is_running("serve"):
-            raise self._server.failure("serve") from cause
 
     def train(self, *more: str) -> list[dict[str, Any]]:
         """The metrics of each step of a run by ``tandem train``, with further overrides. Raises RoleFailed."""

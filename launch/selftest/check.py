@@ -9,7 +9,7 @@ import importlib.util
 import re
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +67,7 @@ class Result(StrEnum):
     NOT_RUN = "not run"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Check:
     name: str
     proves: str
@@ -94,24 +94,18 @@ class Outcome:
     fix: str = ""
     details: str = ""
 
-    def after(self, seconds: float) -> "Outcome":
-        return replace(self, seconds=seconds)
-
 
 def why_not(check: Check, machine: Machine, earlier: Mapping[str, Outcome]) -> Outcome | None:
     """The outcome of a check that cannot be made; None for one that can. earlier: by name."""
     if (reason := check.why_not_here(machine)) is not None:
         return Outcome(check=check, result=Result.NOT_HERE, text=reason)
     for need in (earlier[name] for name in check.needs):
+        text = f"it needs `{need.check.name}`"
         if need.result is Result.NOT_HERE:
-            return Outcome(
-                check=check, result=Result.NOT_HERE, text=f"it needs `{need.check.name}`: {need.text}"
-            )
+            return Outcome(check=check, result=Result.NOT_HERE, text=f"{text}: {need.text}")
         if need.result is not Result.PASS:
             word = "failed" if need.result is Result.FAIL else "was not run"
-            return Outcome(
-                check=check, result=Result.NOT_RUN, text=f"it needs `{need.check.name}`, which {word}"
-            )
+            return Outcome(check=check, result=Result.NOT_RUN, text=f"{text}, which {word}")
     return None
 
 

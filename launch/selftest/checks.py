@@ -39,10 +39,8 @@ def _machine(bench: Bench) -> Found:
         )
     warnings = [f"{one.check}: {one.text}; {one.fix}" for one in findings if one.level is Level.WARN]
     sound = [one for one in findings if one.level is Level.OK and one.check in ("gpus", "limits", "/dev/shm")]
-    told = [f"{one.check}: {one.text}" for one in sound]
-    text = " · ".join(
-        [*(f"warning: {warning}" for warning in warnings), *told, f"disk: {free / GIB:.0f} GiB free"]
-    )
+    told = [f"warning: {warning}" for warning in warnings] + [f"{one.check}: {one.text}" for one in sound]
+    text = " · ".join([*told, f"disk: {free / GIB:.0f} GiB free"])
     return Found(text=text, figures={"free_bytes": free, "warnings": warnings})
 
 
@@ -56,10 +54,8 @@ def packages(machine: Machine) -> dict[str, str]:
 
 def _packages(bench: Bench) -> Found:
     spec = ServerSpec(config=bench.config, cuda=bench.machine.gpus > 0)
-    of_server = server_environment(
-        spec, ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1), 0
-    )
-    environments = {"SGLang": of_server}
+    share = ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1)
+    environments = {"SGLang": server_environment(spec, share, 0)}
     modules = packages(bench.machine)
     for name, module in modules.items():
         log = bench.folder.path / f"{module}.log"
@@ -71,21 +67,15 @@ def _packages(bench: Bench) -> Found:
             lines = str(failure).splitlines()
             said = next((line.strip() for line in reversed(lines[:-1]) if line.strip()), lines[0])
             raise CheckFailed(f"{name} cannot be imported: {said}", INSTALL, str(failure)) from failure
-    absent = (
-        ""
-        if bench.machine.has_transformer_engine
-        else "; Transformer Engine is not installed, which is optional"
-    )
-    return Found(text=f"{', '.join(modules)}{absent}")
+    text = ", ".join(modules)
+    if not bench.machine.has_transformer_engine:
+        text += "; Transformer Engine is not installed, which is optional"
+    return Found(text=text)
 
 
 def _gloo(bench: Bench) -> Found:
     hidden = {"CUDA_VISIBLE_DEVICES": ""}  # two ranks find two GPUs, or none
     return bench.measure("collectives", ranks=2, env=hidden, backend="gloo")
-
-
-def _nccl(bench: Bench) -> Found:
-    return bench.measure("collectives", ranks=bench.machine.gpus, backend="nccl")
 
 
 def _server(bench: Bench) -> Found:
@@ -95,12 +85,9 @@ def _server(bench: Bench) -> Found:
     )
 
 
-def _train(bench: Bench) -> Found:
-    return verdict_on(bench.train("launch.placement=separate"), bench.config.steps, bench.config.model.dtype)
-
-
-def _train_colocated(bench: Bench) -> Found:
-    return verdict_on(bench.train("launch.placement=colocated"), bench.config.steps, bench.config.model.dtype)
+def _train(bench: Bench, placement: str) -> Found:
+    steps = bench.train(f"launch.placement={placement}")
+    return verdict_on(steps, bench.config.steps, bench.config.model.dtype)
 
 
 def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) -> Found:
@@ -152,111 +139,97 @@ def _no_transformer_engine(machine: Machine) -> str | None:
 
 CHECKS = (
     Check(
-        name="machine",
-        proves="limits, shared memory, disk, drivers and versions are fit for a run",
-        run=_machine,
-        seconds=1,
+        "machine", "limits, shared memory, disk, drivers and versions are fit for a run", _machine, seconds=1
     ),
-    Check(name="packages", proves="both engines can be imported", run=_packages, seconds=18),
+    Check("packages", "both engines can be imported", _packages, seconds=18),
     Check(
-        name="model",
-        proves="a tiny random model is written, and read again to the bit",
-        run=lambda bench: bench.measure("model"),
+        "model",
+        "a tiny random model is written, and read again to the bit",
+        lambda bench: bench.measure("model"),
         seconds=10,
     ),
+    Check("gloo", "every number arrives in collectives of two processes", _gloo, seconds=12),
     Check(
-        name="gloo",
-        proves="every number arrives in collectives of two processes",
-        run=_gloo,
-        seconds=12,
-    ),
-    Check(
-        name="nccl",
-        proves="every number arrives in collectives of all GPUs of this node",
-        run=_nccl,
+        "nccl",
+        "every number arrives in collectives of all GPUs of this node",
+        lambda bench: bench.measure("collectives", ranks=bench.machine.gpus, backend="nccl"),
         seconds=30,
         why_not_here=_no_two_gpus,
     ),
     Check(
-        name="local-layers",
-        proves="the learner's log-probs, by Megatron's local layers, are those of transformers",
-        run=lambda bench: bench.measure("logprobs", layers="local"),
+        "local-layers",
+        "the learner's log-probs, by Megatron's local layers, are those of transformers",
+        lambda bench: bench.measure("logprobs", layers="local"),
         seconds=12,
         needs=("model",),
     ),
     Check(
-        name="transformer-engine",
-        proves="the learner's log-probs, by Transformer Engine's layers, are those of transformers",
-        run=lambda bench: bench.measure("logprobs", layers="transformer-engine"),
+        "transformer-engine",
+        "the learner's log-probs, by Transformer Engine's layers, are those of transformers",
+        lambda bench: bench.measure("logprobs", layers="transformer-engine"),
         seconds=30,
         needs=("model",),
         why_not_here=_no_transformer_engine,
     ),
     Check(
-        name="update",
-        proves="updates are finite, lower the loss, and give the same bits when they are repeated",
-        run=lambda bench: bench.measure("update"),
+        "update",
+        "updates are finite, lower the loss, and give the same bits when they are repeated",
+        lambda bench: bench.measure("update"),
         seconds=12,
         needs=("model",),
     ),
     Check(
-        name="memory",
-        proves="model, gradients, optimizer and activations take the memory that the plan says",
-        run=lambda bench: bench.measure("memory"),
+        "memory",
+        "model, gradients, optimizer and activations take the memory that the plan says",
+        lambda bench: bench.measure("memory"),
         seconds=11,
         needs=("model",),
     ),
+    Check("server", "an SGLang server starts and answers", _server, seconds=25, needs=("model",)),
     Check(
-        name="server",
-        proves="an SGLang server starts and answers",
-        run=_server,
-        seconds=25,
-        needs=("model",),
-    ),
-    Check(
-        name="engines",
-        proves="a server that has read the model gives its samples the learner's log-probs",
-        run=lambda bench: bench.measure("engines"),
+        "engines",
+        "a server that has read the model gives its samples the learner's log-probs",
+        lambda bench: bench.measure("engines"),
         seconds=12,
         needs=("server",),
         uses_server=True,
     ),
     Check(
-        name="transfer",
-        proves="new weights reach the server to the bit, and it then answers as the learner does",
-        run=lambda bench: bench.measure("transfer"),
+        "transfer",
+        "new weights reach the server to the bit, and it then answers as the learner does",
+        lambda bench: bench.measure("transfer"),
         seconds=14,
         needs=("server",),
         uses_server=True,
     ),
     Check(
-        name="flipped-bit",
-        proves="a bit that changes on the way is found, and nothing of that update is served",
-        run=lambda bench: bench.measure("flipped_bit"),
+        "flipped-bit",
+        "a bit that changes on the way is found, and nothing of that update is served",
+        lambda bench: bench.measure("flipped_bit"),
         seconds=12,
         needs=("transfer",),
         uses_server=True,
     ),
     Check(
-        name="mismatch",
-        proves="the gap of the engines by its causes: how much each moves a sampled token's probability",
-        run=lambda bench: bench.measure("mismatch"),
+        "mismatch",
+        "the gap of the engines by its causes: how much each moves a sampled token's probability",
+        lambda bench: bench.measure("mismatch"),
         seconds=13,
         needs=("engines",),
         uses_server=True,
     ),
     Check(
-        name="train",
-        proves="`tandem train` makes two steps, learner and server with devices of their own",
-        run=_train,
+        "train",
+        "`tandem train` makes two steps, learner and server with devices of their own",
+        lambda bench: _train(bench, "separate"),
         seconds=45,
         needs=("model",),
         why_not_here=lambda machine: _no_two_gpus(machine) if machine.gpus else None,
     ),
     Check(
-        name="train-colocated",
-        proves="`tandem train` makes two steps, learner and server in turns on the same devices",
-        run=_train_colocated,
+        "train-colocated",
+        "`tandem train` makes two steps, learner and server in turns on the same devices",
+        lambda bench: _train(bench, "colocated"),
         seconds=40,
         needs=("model",),
     ),

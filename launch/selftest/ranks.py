@@ -8,26 +8,15 @@ import contextlib
 import importlib
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from configs.schema import RunConfig
 from launch.processes.run_folder import RunFolder, write_json
 from launch.selftest.check import CheckFailed
 
-if TYPE_CHECKING:
-    from launch.selftest.check import Found
-
-PARTS = {
-    "model": "alone",
-    "collectives": "alone",
-    "logprobs": "alone",
-    "update": "alone",
-    "memory": "alone",
-    "engines": "served",
-    "transfer": "served",
-    "flipped_bit": "served",
-    "mismatch": "served",
-}
+PARTS = dict.fromkeys(("model", "collectives", "logprobs", "update", "memory"), "alone") | dict.fromkeys(
+    ("engines", "transfer", "flipped_bit", "mismatch"), "served"
+)
 """Functions (folder, config, request) -> Found, and their modules, which import torch and Megatron."""
 FOUND, FAILED = "found.json", "failed.json"
 
@@ -39,22 +28,18 @@ def run_part(folder: RunFolder, config: RunConfig) -> None:
 
     request = json.loads(folder.request.read_text())
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    found = work_of_part(folder, config, request)
-    if dist.get_rank() == 0:
-        write_json(folder.path / FOUND, asdict(found) | {"torch": torch_facts()})
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def work_of_part(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> "Found":
     name = request["part"]
     part = getattr(importlib.import_module(f"launch.selftest.{PARTS[name]}"), name)
     try:
-        return part(folder, config, request)
+        found = part(folder, config, request)
     except CheckFailed as failure:
         with contextlib.suppress(FileExistsError), (folder.path / FAILED).open("x") as file:
             json.dump({"error": failure.error, "fix": failure.fix}, file)
         raise
+    if dist.get_rank() == 0:
+        write_json(folder.path / FOUND, asdict(found) | {"torch": torch_facts()})
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def torch_facts() -> dict[str, Any]:

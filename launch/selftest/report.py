@@ -18,9 +18,10 @@ from typing import Any
 import psutil
 
 from launch.checks.device_memory import ask_gpus
-from launch.processes.run_folder import KEY, write_json, write_text
+from launch.processes.run_folder import KEY, write_json
 from launch.selftest.check import Outcome, Result
 from launch.tables import aligned, print_table
+from trainer.batch.files import write_whole
 from trainer.tracking.provenance import installed_versions, provenance
 
 TEXT, JSON = "selftest.txt", "selftest.json"
@@ -31,12 +32,8 @@ PACKAGES = (
 SECRET = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
 SHORTEST_SECRET = 8
 """Characters; values like `1` are no secrets, and would be taken out of every figure."""
-MARKS = {
-    Result.PASS: "green",
-    Result.FAIL: "bold red",
-    Result.NOT_HERE: "dim",
-    Result.NOT_RUN: "yellow",
-}
+MARKS = {Result.PASS: "green", Result.FAIL: "bold red", Result.NOT_HERE: "dim", Result.NOT_RUN: "yellow"}
+WORDS = {Result.PASS: "passed", Result.FAIL: "failed", Result.NOT_RUN: "not run", Result.NOT_HERE: "not here"}
 TITLES = ("check", "result", "   s", "found")
 
 
@@ -104,17 +101,8 @@ def _user() -> str:
 
 def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
     counts = {result: sum(one.result is result for one in outcomes) for result in Result}
-    words = {
-        Result.PASS: "passed",
-        Result.FAIL: "failed",
-        Result.NOT_RUN: "not run",
-        Result.NOT_HERE: "not here",
-    }
-    told = [
-        f"{counts[result]} {word}"
-        for result, word in words.items()
-        if counts[result] or result is Result.PASS
-    ]
+    shown = [result for result in WORDS if counts[result] or result is Result.PASS]
+    told = [f"{counts[result]} {WORDS[result]}" for result in shown]
     if missing := planned - len(outcomes):
         told.append(f"{missing} not reached (interrupted)")
     return f"{', '.join(told)}, in {seconds:.0f} s"
@@ -173,13 +161,9 @@ def write(
     parts += [f"  {name}: {_shown(value)}" for name, value in about.items()]
     for one in outcomes:
         if one.result is Result.FAIL:
-            parts += [
-                "",
-                f"FAIL {one.check.name}: {one.text}",
-                f"  try: {one.fix}",
-                indent(one.details, "  | "),
-            ]
-    write_text(folder / TEXT, scrub("\n".join(parts)) + "\n")
+            parts += ["", f"FAIL {one.check.name}: {one.text}", f"  try: {one.fix}"]
+            parts.append(indent(one.details, "  | "))
+    write_whole(folder / TEXT, scrub("\n".join([*parts, ""])).encode())
     return folder / TEXT
 
 

@@ -214,7 +214,7 @@ def mismatch(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
     learner_N = scorer.score("samples", sampled)
     assert learner_N is not None  # of the only rank
     causes = {"engines": (sampled.logprobs_N, learner_N), "prefill": (sampled.logprobs_N, prefilled)}
-    for name, (switched_N, _) in score_under_switches(config, scorer, sampled, print).items():
+    for name, (switched_N, _) in score_under_switches(scorer, sampled).items():
         if switched_N is not None:
             causes[name] = (learner_N, switched_N)
     found = {name: probability_gaps(*pair).max().item() for name, pair in causes.items()}

@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import RunConfig
-from launch.checks.config import BadInput
+from launch.checks.config import BadInput, as_bad_input
 from launch.commands.train import adding_causes, print_result
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address
@@ -63,10 +63,8 @@ def run_job(run: Path) -> int:
     Raises BadInput and ConfigError where another start would fail too.
     """
     folder = existing_run(run)
-    try:
+    with as_bad_input():
         config = config_of(folder, RunConfig)
-    except ValueError as error:
-        raise BadInput(str(error)) from error
     try:
         job = Job.of_environment()
     except RuntimeError as error:
@@ -75,10 +73,8 @@ def run_job(run: Path) -> int:
         print(f"{folder.path} is finished; nothing is left to do", flush=True)
         return 0
     _check(job, folder, config)
-    try:
+    with as_bad_input(f"RUN: {folder.path}: "):
         steps = job_steps(folder, config, job)
-    except ValueError as error:
-        raise BadInput(f"RUN: {folder.path}: {error}") from error
     with Signals() as signals:
         job.record(folder)
         print(f"run {folder.path}, job {job.id} (start {job.restart + 1}) on {' '.join(job.nodes)}")

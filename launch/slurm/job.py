@@ -16,17 +16,8 @@ TIMEOUT_S = 60
 FORGOTTEN = "Invalid job id"
 """In squeue's error for a job that Slurm has forgotten: it ended some time ago."""
 OVER = {
-    "BOOT_FAIL",
-    "CANCELLED",
-    "COMPLETED",
-    "DEADLINE",
-    "FAILED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "REVOKED",
-    "TIMEOUT",
-}
+    "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
+}  # fmt: skip
 """States of a job that has ended and will not run again."""
 
 

@@ -74,14 +74,9 @@ def _draw_with(part: Part, plan: Plan, out: Path, start: StartRole, *, first: Pa
     folder = _prepared(part, out)
     own = part.kind != "dtype"
     prefill = plan.request.why and part.config.rollout.temperature == 1.0 and part.kind != "mode"
-    request = {
-        "prompts": plan.request.prompts,
-        "sample": own,
-        "prefill": str(first or part.samples(out, "long")) if prefill else None,
-        "repeat": first is None,
-        "first_gpu": 0,  # no learner runs beside these servers
-    }
-    write_json(folder.request, request)
+    prefilled = str(first or part.samples(out, "long")) if prefill else None
+    request = {"prompts": plan.request.prompts, "sample": own, "prefill": prefilled, "repeat": first is None}
+    write_json(folder.request, request | {"first_gpu": 0})  # no learner runs beside these servers
     with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
         supervisor.start(start("serve", folder, part.config))
         supervisor.start(start("mismatch-draw", folder, part.config, show_stdout=True))
@@ -216,7 +211,7 @@ def score(folder: RunFolder, config: RunConfig) -> None:
         write_tensors(folder.path / "scores.safetensors", scores)
     if request["switches"]:
         sampled = read_samples(Path(request["switches"]))
-        answers = score_under_switches(config, scorer, sampled, _print_indented)
+        answers = score_under_switches(scorer, sampled)
         if first:
             switched = {name: logprobs for name, (logprobs, _) in answers.items() if logprobs is not None}
             write_tensors(folder.path / "switches.safetensors", switched)

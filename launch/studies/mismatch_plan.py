@@ -105,7 +105,7 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
         )
     parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
     skipped = [] if gpus else [NO_MODES_ON_CPU]
-    if request.why and _has_experts(parts[0].config):
+    if request.why and read_architecture(read_hf_config(parts[0].config.model.path)).experts is not None:
         try:
             parts[0] = _rollout_part("rollout", request.rollouts[0], load, gpus, ["learner.routing=rollout"])
         except ValueError as error:
@@ -117,11 +117,9 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
 
 
 def _reason(error: ValueError | ConfigError) -> str:
-    return (
-        "; ".join(problem.error for problem in error.problems)
-        if isinstance(error, ConfigError)
-        else str(error)
-    )
+    if isinstance(error, ConfigError):
+        return "; ".join(problem.error for problem in error.problems)
+    return str(error)
 
 
 def _in_equal_pieces(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -134,10 +132,6 @@ def _in_equal_pieces(parts: Sequence[Part]) -> tuple[Part, ...]:
         replace(part, config=part.config.model_copy(update={"model": model}))
         for part, model in zip(parts, models, strict=True)
     )
-
-
-def _has_experts(config: RunConfig) -> bool:
-    return read_architecture(read_hf_config(config.model.path)).experts is not None
 
 
 def _check_enough(prompts: int, task: TaskConfig) -> None:

@@ -36,7 +36,9 @@ def evaluate(
     for part in sampled:
         sets = {length: read_samples(part.samples(out, length)) for length in ("long", "short")}
         for learner in learners:
-            aligned = _are_aligned(learner.config.layout, part.config)
+            # Both sides compute with the same split of every matrix.
+            split, tp = learner.config.layout, part.config.rollout.tp
+            aligned = split.tp == tp and not split.sp and split.pp == 1
             pair = {"learner": learner.text, "rollout": part.text, "aligned": aligned}
             statistics = _pair_statistics(sets, scores[learner.text], part, plan.request.threshold)
             rows[part.kind].append(pair | statistics)
@@ -58,11 +60,6 @@ def evaluate(
         "skipped": list(skipped),
     }
     return result | {"findings": findings(result)}
-
-
-def _are_aligned(learner: LayoutConfig, config: RunConfig) -> bool:
-    """Whether both sides compute with the same split of every matrix."""
-    return learner.tp == config.rollout.tp and not learner.sp and learner.pp == 1
 
 
 def _pair_statistics(
@@ -111,10 +108,8 @@ def _causes(
     rows, left_out, routing = [], [], None
     switches = folder.path / "switches.safetensors"
     for name, switched in read_tensors(switches).items() if switches.exists() else ():
-        title, row = (
-            SWITCH_TITLES[name].format(**words),
-            compare(sampled.logprobs_N, baseline, switched, lengths),
-        )
+        title = SWITCH_TITLES[name].format(**words)
+        row = compare(sampled.logprobs_N, baseline, switched, lengths)
         if name == "routing":
             own, replayed = (baseline, switched) if chooses_itself else (switched, baseline)
             routing = share_of_gap(sampled.logprobs_N, own, replayed, lengths)

@@ -43,11 +43,9 @@ def simulate_ranks(config: RunConfig, ranks: Sequence[int]) -> Iterator[Simulate
                 for waiting in rank_of:
                     waiting.cancel()
                 where = f"rank {rank_of[done]} of {config.layout.world_size}"
-                what = (
-                    "its process was killed"
-                    if isinstance(error, BrokenProcessPool)
-                    else f"{type(error).__name__}: {error}"
-                )
+                what = f"{type(error).__name__}: {error}"
+                if isinstance(error, BrokenProcessPool):
+                    what = "its process was killed"
                 raise SimulationFailed(f"{where}: {what}") from error
 
 

@@ -153,7 +153,13 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
         controls = fleets.begin(supervisor, connections, name="reference", model=model, replicas=1)
         reference = {tp: _get_answers(control, base)[0] for tp, control in controls.items()}
     _check_that_it_can_fail(original, reference)
-    findings = [_finding_of(text, exports[text], tps, transferred, reference) for text in texts]
+    findings = []
+    for text in texts:
+        served = {
+            tp: [part for one in transferred[text, tp] for part in differences(one, reference[tp])]
+            for tp in tps
+        }
+        findings.append(Finding(layout=text, export=exports[text], served=served))
     print(f"\n{table(findings, tps)}", flush=True)
     write_json(out / "result.json", {"findings": [asdict(finding) for finding in findings]})
     finish_study(study, base, "result.json")
@@ -180,8 +186,16 @@ class Fleets:
         print(f"{name}: starting SGLang with {sizes} on {model}", flush=True)
         folders = {tp: RunFolder(self.out / f"{name}-tp{tp}") for tp in self.tps}
         first_gpu = self.first_gpu
+        served = self.base.model.model_copy(update={"path": model.resolve()})
         for tp, folder in folders.items():
-            self._start_fleet(supervisor, folder, tp, model, replicas, first_gpu)
+            settings = {"tp": tp, "replicas": replicas, "first_port": None, "max_server_restarts": 0}
+            rollout = self.base.rollout.model_copy(update=settings)
+            parts = {"rollout": rollout, "model": served, "layout": ONE_PROCESS}
+            config = self.base.model_copy(update=parts)
+            folder.path.mkdir()
+            folder.config.write_text(resolved_yaml(config))
+            write_json(folder.request, {"first_gpu": first_gpu})
+            supervisor.start(replace(self.start("serve", folder, config), name=f"serve ({folder.path.name})"))
             first_gpu += tp * replicas
         supervisor.wait_for(
             lambda: all(read_servers(folder, [ONE_MACHINE]) is not None for folder in folders.values()),
@@ -194,19 +208,6 @@ class Fleets:
             control = SGLangControl(urls, tensor_parallel=tp, timeout_s=timeout_s, key=key)
             controls[tp] = connections.enter_context(control)
         return controls
-
-    def _start_fleet(
-        self, supervisor: Supervisor, folder: RunFolder, tp: int, model: Path, replicas: int, first_gpu: int
-    ) -> None:
-        settings = {"tp": tp, "replicas": replicas, "first_port": None, "max_server_restarts": 0}
-        rollout = self.base.rollout.model_copy(update=settings)
-        served = self.base.model.model_copy(update={"path": model.resolve()})
-        config = self.base.model_copy(update={"rollout": rollout, "model": served, "layout": ONE_PROCESS})
-        folder.path.mkdir()
-        folder.config.write_text(resolved_yaml(config))
-        write_json(folder.request, {"first_gpu": first_gpu})
-        role = self.start("serve", folder, config)
-        supervisor.start(replace(role, name=f"serve ({folder.path.name})"))
 
 
 def _get_answers(control: "SGLangControl", config: RunConfig) -> list[Answers]:
@@ -243,8 +244,7 @@ def _transfer_from(
     folder = _learner_folder(out, text)
     folder.path.mkdir()
     folder.config.write_text(resolved_yaml(config))
-    keys = {tp: str(control.key.file) for tp, control in controls.items()}
-    servers = [{"tp": tp, "urls": control.urls, "key_file": keys[tp]} for tp, control in controls.items()]
+    servers = [{"tp": tp, "urls": c.urls, "key_file": str(c.key.file)} for tp, c in controls.items()]
     write_json(folder.request, {"servers": servers})
     ranks = config.layout.world_size
     # A supervisor of its own: the servers go on when it has ended its roles.
@@ -337,19 +337,6 @@ def _check_that_it_can_fail(
 def _may_be_padding(name: str) -> bool:
     is_later_rank = name.startswith("rank") and not name.startswith("rank0/")
     return is_later_rank and name.endswith(("embed_tokens.weight", "lm_head.weight"))
-
-
-def _finding_of(
-    text: str,
-    export: list[str],
-    tps: Sequence[int],
-    transferred: Mapping[tuple[str, int], list[Answers]],
-    reference: Mapping[int, Answers],
-) -> Finding:
-    served = {}
-    for tp in tps:
-        served[tp] = [part for one in transferred[text, tp] for part in differences(one, reference[tp])]
-    return Finding(layout=text, export=export, served=served)
 
 
 def table(findings: Sequence[Finding], tps: Sequence[int]) -> str:

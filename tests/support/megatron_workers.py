@@ -33,7 +33,7 @@ from configs.schema.critic import CriticConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LearnerConfig, LoraConfig, OptimizerConfig
 from configs.schema.model import ModelConfig
-from configs.schema.objective import AggregationConfig, EntropyConfig
+from configs.schema.objective import AggregationConfig, EntropyConfig, GaeAdvantage
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig, SftConfig
 from configs.schema.task import CountdownTask
@@ -480,10 +480,11 @@ def work_critic_fits(folder: Path, data_parallel: int) -> dict[str, Any]:
     """A critic on returns that are all alike, on this rank's half of the sequences."""
     platform.init_distributed(60.0)
     optimizer = {"lr": 1e-2, "eps": 1e-4}
-    critic = Critic(
-        CriticConfig(optimizer=optimizer, value_clip=None), policy=ModelConfig(path=folder, dtype="float32"),
-        layout=LayoutConfig(dp=data_parallel), total_optimizer_steps=20, recompute="none", seed=0, timeout_s=120.0,
+    config = RunConfig(
+        model=ModelConfig(path=folder, dtype="float32"), task=CountdownTask(), layout=LayoutConfig(dp=data_parallel),
+        advantage=GaeAdvantage(type="gae"), critic=CriticConfig(optimizer=optimizer, value_clip=None), steps=20,
     )  # fmt: skip
+    critic = Critic(config)
     batch = make_value_batch([9, 5, 12, 9])
     weights_T = batch.response_mask_T / batch.response_mask_T.sum()
     batch = batch.with_fields(returns_T=torch.full_like(batch.returns_T, 0.7), value_aggregation_T=weights_T)
@@ -498,9 +499,9 @@ def work_critic_fits(folder: Path, data_parallel: int) -> dict[str, Any]:
         updates.append(critic.update(scored))
     return {
         "first": first,
-        "metrics": [values(u.metrics) for u in updates],
-        "norms": [u.grad_norm for u in updates],
-        "lr": updates[-1].lr,
+        "metrics": [values(metrics) for metrics, _ in updates],
+        "norms": [update.grad_norm for _, update in updates],
+        "lr": updates[-1][1].lr,
     }
 
 

@@ -5,9 +5,11 @@ import pytest
 import torch
 from transformers import AutoModel
 
+from configs.schema import RunConfig
 from configs.schema.critic import CriticConfig
-from configs.schema.layout import LayoutConfig
 from configs.schema.model import ModelConfig
+from configs.schema.objective import GaeAdvantage
+from configs.schema.task import CountdownTask
 from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.engine import NonFiniteError
 from tests.support.megatron_workers import (
@@ -164,10 +166,15 @@ def test_a_critic_fits_constant_returns(folder):
 def test_a_critic_of_another_vocabulary_is_refused(folder, tmp_path):
     other = make_hf_model(tmp_path / "m", "qwen3", vocab_size=40)
     with pytest.raises(ValueError, match=r"critic.model has a vocabulary of 40 tokens, the policy's has 43"):
+        critic = CriticConfig(model=ModelConfig(path=other))
         Critic(
-            CriticConfig(model=ModelConfig(path=other)), policy=ModelConfig(path=folder), layout=LayoutConfig(),
-            total_optimizer_steps=1, recompute="none", seed=0, timeout_s=60.0,
-        )  # fmt: skip
+            RunConfig(
+                model=ModelConfig(path=folder),
+                task=CountdownTask(),
+                advantage=GaeAdvantage(type="gae"),
+                critic=critic,
+            )
+        )
 
 
 @pytest.mark.parametrize(

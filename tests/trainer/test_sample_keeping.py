@@ -1,6 +1,7 @@
 """The samples that a step leaves in the run folder, over real gloo ranks: what was sampled, and what the learner says of
 it, whichever rank has the sequence."""
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,7 +175,7 @@ def test_mlflow_gets_the_first_step_the_last_and_those_with_an_evaluation(tmp_pa
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_is_told_of_and_the_run_goes_on(tmp_path):
     told = ToldOf()
-    sample_file(tmp_path, 1).with_suffix(".partial").symlink_to("/dev/full")
+    (tmp_path / f".{sample_file(tmp_path, 1).name}.{os.getpid()}").symlink_to("/dev/full")
     alone(tmp_path, config_of(), 1, told)
     assert told.artifacts == [] and list(tmp_path.iterdir()) == []
     (text,) = told.warnings

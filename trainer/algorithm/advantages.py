@@ -82,10 +82,8 @@ def compute_advantages(
     dtype, rewards_S = rewards_S.dtype, rewards_S.to(torch.float64)
 
     episode_of_S = torch.arange(len(rewards_S)) if episode_ids_S is None else episode_ids_S
-    rewards_E, groups_E = (
-        _one_per_episode(rewards_S, episode_of_S),
-        _one_per_episode(group_ids_S, episode_of_S),
-    )
+    rewards_E = _one_per_episode(rewards_S, episode_of_S)
+    groups_E = _one_per_episode(group_ids_S, episode_of_S)
 
     def of_whole_step(here_S: Tensor) -> Tensor:
         sums_E = torch.zeros_like(rewards_E)

@@ -127,12 +127,7 @@ class Counted(NamedTuple):
 
 
 def over_kept(
-    aggregation_T: Tensor,
-    keep_T: Tensor,
-    response_mask_T: Tensor,
-    cu_seqlens: Tensor,
-    *,
-    mode: Averaging,
+    aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Averaging
 ) -> tuple[Tensor, Counted]:
     """``aggregation_weights`` of the kept tokens, for rejection that is known only in the forward pass.
 

@@ -5,6 +5,7 @@ value is legal, even NaN.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -40,6 +41,13 @@ def broken_tokens(batch: PackedBatch, values_T: Tensor, *, logprobs: bool) -> Te
     values_T = values_T.detach()
     right_T = values_T.isfinite() & (values_T <= MAX_LOGPROB) if logprobs else values_T.isfinite()
     return batch.response_mask_T.to(values_T.device) & ~right_T
+
+
+def require_fields(batch: PackedBatch, names: Sequence[str], fix: str) -> None:
+    """Raises ValueError with the fields of these names that are not set."""
+    missing = [name for name in names if getattr(batch, name) is None]
+    if missing:
+        raise ValueError(f"the micro-batch lacks {', '.join(missing)}: {fix} first")
 
 
 def require_numbers(batch: PackedBatch, name: str, values_T: Tensor | None = None) -> None:

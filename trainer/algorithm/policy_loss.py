@@ -31,7 +31,13 @@ from configs.schema.objective import (
 from parallel.packing import PackedBatch, require_per_token
 from trainer.algorithm.aggregation import Averaging, Counted, over_kept
 from trainer.algorithm.correction import correct_current
-from trainer.algorithm.inputs import broken_tokens, may_be_broken, require_numbers, sequences_of
+from trainer.algorithm.inputs import (
+    broken_tokens,
+    may_be_broken,
+    require_fields,
+    require_numbers,
+    sequences_of,
+)
 from trainer.algorithm.kl import ESTIMATORS
 from trainer.algorithm.objectives import (
     ObjectiveLoss,
@@ -231,10 +237,7 @@ def _objective_metrics(result: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metri
     num_kept = int(torch.count_nonzero(kept_T).item())
     metrics = {} if result.ratio_T is None else _ratio_metrics(result.ratio_T, kept_T, num_kept)
     metrics |= metrics_of(OBJECTIVE, result.recorded, kept_T)
-    shares = {
-        "policy/clip_fraction": result.clipped_T,
-        "policy/dual_clip_fraction": result.dual_clipped_T,
-    }
+    shares = {"policy/clip_fraction": result.clipped_T, "policy/dual_clip_fraction": result.dual_clipped_T}
     for name, hits_T in shares.items():
         if hits_T is not None:
             metrics[name] = Metric.quotient(torch.count_nonzero(hits_T & kept_T).item(), num_kept)
@@ -264,10 +267,6 @@ def _require(
     weights_are_known = mode == "decoupled" and batch.old_logprobs_T is not None
     names = ["advantages_T"] + ["importance_weights_T"] * weights_are_known + ["aggregation_T"]
     names += ["ref_logprobs_T"] * with_ref
-    missing = [name for name in names if getattr(batch, name) is None]
-    if missing:
-        raise ValueError(
-            f"the micro-batch lacks {', '.join(missing)}: score it and give it advantages and loss weights first"
-        )
+    require_fields(batch, names, "score it and give it advantages and loss weights")
     for name, tensor in (("current_logprobs_T", current_logprobs_T), ("entropy_T", entropy_T)):
         require_per_token(name, tensor, batch.num_tokens)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from parallel.packing import PackedBatch, require_per_token
-from trainer.algorithm.inputs import may_be_broken, require_numbers
+from trainer.algorithm.inputs import may_be_broken, require_fields, require_numbers
 from trainer.ranks.metrics import Metric
 
 
@@ -60,7 +60,9 @@ def value_loss(
     Raises ValueError naming the fields of ``batch`` that are not set, values that are not one float32 per
     token, and the sequence of a response token whose value, return or weight in ``batch`` is not finite.
     """
-    _require(batch, values_T)
+    names = ("values_T", "returns_T", "value_aggregation_T")
+    require_fields(batch, names, "let the critic score it, and give it advantages and weights")
+    require_per_token("values_T", values_T, batch.num_tokens)
     mask_T = batch.response_mask_T
     # Replaced before any arithmetic: NaN times a zero weight would still be NaN, in the gradient too.
     assert (
@@ -71,7 +73,7 @@ def value_loss(
         for x_T in (values_T, batch.values_T, batch.returns_T, batch.value_aggregation_T)
     )
     if any(map(may_be_broken, (old_values_T, returns_T, weights_T))):
-        for name in ("values_T", "returns_T", "value_aggregation_T"):
+        for name in names:
             require_numbers(batch, name)
     result = clipped_value_loss(values_T, old_values_T, returns_T, clip=value_clip)
     loss = (result.loss_T * weights_T).sum()
@@ -100,14 +102,3 @@ def explained_variance(numbers: Mapping[str, float]) -> float | None:
     if spread <= 1e-6 * abs(numbers["critic/return_mean"]):
         return None
     return 1 - (error_spread / spread) ** 2
-
-
-def _require(batch: PackedBatch, values_T: Tensor) -> None:
-    missing = [
-        name for name in ("values_T", "returns_T", "value_aggregation_T") if getattr(batch, name) is None
-    ]
-    if missing:
-        raise ValueError(
-            f"the micro-batch lacks {', '.join(missing)}: let the critic score it, and give it advantages and weights first"
-        )
-    require_per_token("values_T", values_T, batch.num_tokens)

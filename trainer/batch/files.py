@@ -13,12 +13,13 @@ def recorded_steps(folder: Path) -> list[int]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write or replace a file, whole or not at all, and make its folder. Raises OSError."""
+    """Write or replace a file, and make its folder: a reader sees the old file or the new one, also after a failure
+    (OSError). Several processes may write one file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
+        fresh.write_bytes(content)
+        fresh.replace(path)
     except OSError:
-        partial.unlink(missing_ok=True)
+        fresh.unlink(missing_ok=True)
         raise

@@ -6,7 +6,7 @@ batch (``packed_length``: one less than the tokens). The same lengths give the s
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -72,8 +72,6 @@ COPIED = 1 / 8
 (``benchmarks/results/shared_prompts.md``); memory plans are of whole sequences."""
 EVEN_ENOUGH = 1.02
 """The search for a split ends where the fullest rank's load is at most this multiple of an even share."""
-Pick = Callable[[np.ndarray, int, int], int | None]
-"""(loads of the bins, length, token budget) -> the bin for the sequence, None if none can take it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +190,19 @@ def pack_trajectories(
     )
 
 
+def pack_prompted(
+    token_ids: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sequence_ids: Sequence[int]
+) -> PackedBatch:
+    """Sequences end to end that no server has scored: all tokens behind the prompt are the response's."""
+    lengths = [(prompt, len(ids) - prompt) for prompt, ids in zip(prompt_lengths, token_ids, strict=True)]
+    return pack_sequences(
+        token_ids=token_ids,
+        response_masks=[[False] * prompt + [True] * response for prompt, response in lengths],
+        rollout_logprobs=[[0.0] * len(ids) for ids in token_ids],
+        sequence_ids=sequence_ids,
+    )
+
+
 def _is_replayed(trajectory: Trajectory) -> np.ndarray:
     known = trajectory.is_replayed
     return np.zeros(len(trajectory.token_ids), dtype=MASK) if known is None else known
@@ -292,12 +303,12 @@ def _split_units(
         return None
     longest_first = sorted(range(len(units)), key=lambda u: (-loads[u], u))
     # So many micro-batches at least, by the tokens and by the units that fit into one; and at most one per unit, for
-    # which `_emptiest` succeeds.
+    # which the emptiest succeeds.
     fewest = max(-(-sum(loads) // token_budget), -(-len(units) // (token_budget // min(loads))))
-    num_each = _round_up(-(-fewest // dp_size), microbatch_multiple)
+    num_each = -(-fewest // (dp_size * microbatch_multiple)) * microbatch_multiple
     while num_each * dp_size <= len(units):
-        for pick in (_emptiest, _first_that_fits):
-            bins = _fill_bins(longest_first, loads, num_each * dp_size, token_budget, pick)
+        for first_fit in (False, True):
+            bins = _fill_bins(longest_first, loads, num_each * dp_size, token_budget, first_fit=first_fit)
             if bins is not None:
                 hands = _deal_to_ranks(bins, loads, dp_size)
                 most = max(sum(_load(b, loads) for b in hand) for hand in hands)
@@ -312,44 +323,25 @@ def _sequences(chosen: Bin, units: Sequence[Bin]) -> Bin:
     return tuple(sorted(s for unit in chosen for s in units[unit]))
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
 def _fill_bins(
-    order: Sequence[int], lengths_S: Sequence[int], num_bins: int, token_budget: int, pick: Pick
+    order: Sequence[int], lengths_S: Sequence[int], num_bins: int, token_budget: int, *, first_fit: bool
 ) -> list[Bin] | None:
-    """Put sequences, longest first, into the bin that ``pick`` chooses; None if one does not fit."""
+    """Put sequences, longest first, into the emptiest bin, or with ``first_fit`` into the first with room; None if one
+    does not fit."""
     bins: list[list[int]] = [[] for _ in range(num_bins)]
     loads = np.zeros(num_bins, dtype=np.int64)
     for s in order:
-        chosen = pick(loads, lengths_S[s], token_budget)
-        if chosen is None:
+        has_room = loads <= token_budget - lengths_S[s]
+        if not has_room.any():
             return None
+        chosen = int(has_room.argmax() if first_fit else loads.argmin())
         bins[chosen].append(s)
         loads[chosen] += lengths_S[s]
-    _fill_empty(bins, loads.tolist())
-    return [tuple(sorted(b)) for b in bins]
-
-
-def _fill_empty(bins: list[list[int]], loads: Sequence[int]) -> None:
-    """Give each empty bin the shortest sequence of the fullest bin with two or more. There are no more bins than
-    sequences."""
-    by_load = sorted(range(len(bins)), key=loads.__getitem__, reverse=True)
+    # Each empty bin gets the shortest of the fullest with two or more: there are no more bins than sequences.
+    by_load = sorted(range(num_bins), key=loads.tolist().__getitem__, reverse=True)
     for empty in (b for b in bins if not b):
         empty.append(next(bins[b] for b in by_load if len(bins[b]) > 1).pop())
-
-
-def _emptiest(loads: np.ndarray, length: int, token_budget: int) -> int | None:
-    return _if_it_fits(int(loads.argmin()), loads, length, token_budget)
-
-
-def _first_that_fits(loads: np.ndarray, length: int, token_budget: int) -> int | None:
-    return _if_it_fits(int((loads <= token_budget - length).argmax()), loads, length, token_budget)
-
-
-def _if_it_fits(chosen: int, loads: np.ndarray, length: int, token_budget: int) -> int | None:
-    return chosen if loads[chosen] + length <= token_budget else None
+    return [tuple(sorted(b)) for b in bins]
 
 
 def _deal_to_ranks(

@@ -67,9 +67,8 @@ def split_groups(
             f"{len(groups)} groups do not divide into {num_minibatches} minibatches; change learner.minibatches"
         )
     by_group = [_without_unscored(group, needs_siblings) for group in groups]
-    trajectories, minibatches = _minibatches(
-        by_group, len(groups) // num_minibatches, multiple=dp_size * microbatch_multiple
-    )
+    groups_each, multiple = len(groups) // num_minibatches, dp_size * microbatch_multiple
+    trajectories, minibatches = _minibatches(by_group, groups_each, multiple=multiple)
     lengths = [packed_length(t.token_ids) for t in trajectories]
     plan: BatchPlan = plan_batches(
         lengths,
@@ -82,26 +81,24 @@ def split_groups(
     )
     episodes = _episode_ids(trajectories)
     rewards_of_turns = turn_rewards(trajectories, episodes) if credits_turns else None
-    shares = []
-    for rank in range(dp_size):
-        ids = plan.sequence_ids(rank)
-        shares.append(
-            Share(
-                trajectories=[trajectories[i] for i in ids],
-                sequence_ids=ids,
-                rows=plan.rows(rank),
-                lengths=lengths,
-                rewards=[t.reward or 0.0 for t in trajectories],
-                group_ids=[
-                    t.group_id if t.reward is not None else -1 - episode
-                    for t, episode in zip(trajectories, episodes, strict=True)
-                ],
-                episode_ids=episodes,
-                group_sizes=[len(group) for group in by_group],
-                turn_rewards=rewards_of_turns,
-            )
+    group_ids = [
+        t.group_id if t.reward is not None else -1 - episode
+        for t, episode in zip(trajectories, episodes, strict=True)
+    ]
+    return [
+        Share(
+            trajectories=[trajectories[i] for i in plan.sequence_ids(rank)],
+            sequence_ids=plan.sequence_ids(rank),
+            rows=plan.rows(rank),
+            lengths=lengths,
+            rewards=[t.reward or 0.0 for t in trajectories],
+            group_ids=group_ids,
+            episode_ids=episodes,
+            group_sizes=[len(group) for group in by_group],
+            turn_rewards=rewards_of_turns,
         )
-    return shares
+        for rank in range(dp_size)
+    ]
 
 
 def _without_signal(by_group: Sequence[Sequence[Trajectory]]) -> frozenset[int]:

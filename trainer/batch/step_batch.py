@@ -5,7 +5,7 @@ step.
 sequences alone.
 """
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -83,21 +83,12 @@ class StepBatch:
         CPU."""
         bounds = self.packed.cu_seqlens.tolist()
         out_T = torch.zeros((self.packed.num_tokens, *parts[0].shape[1:]), dtype=parts[0].dtype)
-        for row, values_T in self.by_row(parts, range(len(bounds) - 1)):
-            out_T[bounds[row] : bounds[row + 1]] = values_T
-        return out_T
-
-    def by_row(self, parts: Sequence[Tensor], wanted: Container[int]) -> Iterator[tuple[int, Tensor]]:
-        """(row of ``packed``, its values) for the wanted rows, from one tensor per micro-batch as in ``scattered``."""
-        bounds = self.packed.cu_seqlens.tolist()
         flat = (rows for minibatch in self.rows for rows in minibatch)
         for rows, part_T in zip(flat, parts, strict=True):
-            part_T, start = part_T.cpu(), 0
-            for row in rows:
-                length = bounds[row + 1] - bounds[row]
-                if row in wanted:
-                    yield row, part_T[start : start + length]
-                start += length
+            values = part_T.cpu().split([bounds[row + 1] - bounds[row] for row in rows])
+            for row, values_T in zip(rows, values, strict=True):
+                out_T[bounds[row] : bounds[row + 1]] = values_T
+        return out_T
 
     def with_advantages(self, advantages: Advantages) -> "StepBatch":
         returns = {} if advantages.returns_T is None else {"returns_T": advantages.returns_T}
@@ -157,11 +148,7 @@ def step_batch(
         TurnsDiffer: see ``require_exact_turns``.
     """
     packed = pack_trajectories(
-        share.trajectories,
-        share.sequence_ids,
-        newest=newest,
-        routing=routing,
-        share_prompts=share_prompts,
+        share.trajectories, share.sequence_ids, newest=newest, routing=routing, share_prompts=share_prompts
     )
     require_exact_turns(share.trajectories, packed)
     has_forks = len(set(share.episode_ids)) < len(share.episode_ids)

@@ -128,7 +128,8 @@ class Metric:
             return total * total / (count * squares) if count and squares else None
         if self.reduction is Reduction.STD:
             count, total, squares = self.parts
-            return math.sqrt(_at_least_zero(squares / count - (total / count) ** 2)) if count else None
+            # Rounding may leave -1e-17 of a variance of 0; NaN stays NaN.
+            return math.sqrt(max(squares / count - (total / count) ** 2, 0.0)) if count else None
         if self.reduction is Reduction.PEARSON:
             return _correlation(*self.parts)
         return self.parts[0] if self.parts else None
@@ -148,11 +149,6 @@ def _correlation(count: float, x: float, y: float, xx: float, yy: float, xy: flo
         return None
     correlation = (count * xy - x * y) / math.sqrt(x_variance) / math.sqrt(y_variance)
     return correlation if math.isnan(correlation) else min(max(correlation, -1.0), 1.0)
-
-
-def _at_least_zero(variance: float) -> float:
-    """Rounding may leave -1e-17 of a variance of 0; NaN stays NaN."""
-    return 0.0 if variance < 0 else variance
 
 
 def _filled(values_T: Tensor, mask_T: Tensor | None, fill: float) -> Tensor:

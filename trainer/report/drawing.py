@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, assert_never
 
 from configs.schema import RunConfig
-from trainer.report.pictures import Buckets, Lines, Panel, Picture, Shares
+from trainer.report.pictures import MAX, MEAN, Buckets, Lines, Panel, Picture, Shares
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,6 +23,8 @@ COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#00
 _DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 ALONE = (4.8, 3.5)
 """Inches of a single panel: on a phone of 360 pixels its smallest letters are about 8 pixels high."""
+LEGEND = {"loc": "lower left", "frameon": False, "fontsize": 8}
+"""Above the axes, with ``bbox_to_anchor``."""
 FEWEST_SMOOTHED = 12
 MOST_POINTS, MOST_BARS = 2000, 500
 """Of a line and of a stack: more would be narrower than a pixel, and a page would grow with the run."""
@@ -85,7 +87,7 @@ def is_drawn(panel: Panel, recorded: Recorded) -> bool:
             after_first = list(recorded.edges(prefix))[1:]
             return any(any(recorded.get(f"{prefix}/{part}").values) for part in after_first)
         case Buckets(prefix=prefix):
-            maxima = (recorded.get(f"{prefix}/{part}/{panel.max}").values for part in recorded.edges(prefix))
+            maxima = (recorded.get(f"{prefix}/{part}/{MAX}").values for part in recorded.edges(prefix))
             return any(value >= panel.noise for values in maxima for value in values)
         case _:
             assert_never(panel)
@@ -440,11 +442,9 @@ def _titled(
         title=title,
         title_fontproperties={"size": 10, "weight": "bold"},
         alignment="left",
-        loc="lower left",
         bbox_to_anchor=(-0.02, 1.0),
         ncols=1 if any(len(label) > 20 for label in labels) else columns,
-        fontsize=8,
-        frameon=False,
+        **LEGEND,
         borderaxespad=0.2,
         handlelength=2.4,
         columnspacing=1.2,
@@ -477,11 +477,11 @@ def _draw_buckets(axes: "Axes", panel: Buckets, recorded: Recorded) -> None:
         return [value for step, value in zip(series.steps, series.values, strict=True) if step in since]
 
     edges = recorded.edges(panel.prefix)
-    steps = {step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{panel.mean}").steps}
+    steps = {step for part in edges for step in recorded.get(f"{panel.prefix}/{part}/{MEAN}").steps}
     since = set(sorted(steps)[-_LAST_STEPS:])
-    labels = {part: label for part, label in edges.items() if last(part, panel.mean)}
-    means = [fmean(last(part, panel.mean)) for part in labels]
-    maxima = [max(last(part, panel.max)) for part in labels]
+    labels = {part: label for part, label in edges.items() if last(part, MEAN)}
+    means = [fmean(last(part, MEAN)) for part in labels]
+    maxima = [max(last(part, MAX)) for part in labels]
     places = range(len(labels))
     axes.bar([place - 0.2 for place in places], means, width=0.38, color=COLORS[0], label="mean")
     right = [place + 0.2 for place in places]

@@ -20,21 +20,13 @@ from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
 from trainer.metric_names import TIME_PARTS
 from trainer.report import comparison, timeline
-from trainer.report.drawing import (
-    ALONE,
-    COLORS,
-    draw,
-    draw_alone,
-    draw_stack,
-    new_figure,
-)
+from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure
 from trainer.report.pictures import PICTURES
 from trainer.report.recorded_run import AlarmHistory, RecordedRun, note_the_data, number_text, read_run
-from trainer.report.samples import ShownSamples, shown_samples
+from trainer.report.samples import shown_samples
 from trainer.tracking.tracker import duration, flatten
 
 if TYPE_CHECKING:
-    import jinja2
     from matplotlib.figure import Figure
 
     from tracing.reading import Trace
@@ -50,19 +42,37 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
     run, others = read_run(run_dir, config), [read_run(folder, None) for folder in against]
     figures = run_dir / "figures"
     figures.mkdir(exist_ok=True)
-    shown = []
+    pictures = []
     for name, title, about, figure, panels in _draw_all(run, others):
         path = figures / f"{name}.png"
         if figure is None:
             path.unlink(missing_ok=True)
             continue
         figure.savefig(path, dpi=120, metadata={"Software": None})
-        shown.append({"title": title, "about": about, "images": [as_svg(panel) for panel in panels]})
+        pictures.append(shown(title, about, panels))
     note_the_data(run)
     samples = shown_samples(run_dir, run.config.model.path)
     run.notes += samples.notes
-    page = run_dir / "report.html"
-    page.write_text(_render(run, others, shown, samples), encoding="utf-8")
+    page, num_steps = run_dir / "report.html", sum(step > 0 for step in run.steps)
+    text = render(
+        "template.html",
+        name=run.config.name,
+        folder=run.folder.name,
+        facts=_facts(run),
+        recipe=_recipe(run.config),
+        alarms=[_alarm_text(history, num_steps) for history in run.alarms],
+        num_steps=num_steps,
+        alarms_off=[name for name, level in run.config.alarms if level is None],
+        notes=run.notes,
+        at_rest=run.at_rest,
+        figures=pictures,
+        samples=samples,
+        compared=_sections(None, _settings_table(_labelled([run, *others]))) if others else [],
+        seconds=_seconds_by_part(run),
+        settings=changed_settings(run.config),
+        metrics=_metric_table(run),
+    )
+    page.write_text(text, encoding="utf-8")
     return page
 
 
@@ -100,18 +110,16 @@ def write_comparison(run_dirs: Sequence[Path], page: Path) -> Comparison:
             f"none of the {len(run_dirs)} runs has recorded a step yet; wait for one, or name others"
         )
     labelled = _labelled(runs)
-    found = Comparison(
-        results=comparison.results_table(
-            {label: (run.recorded, run.config) for label, run in labelled.items()}
-        ),
-        settings=_settings_table(labelled),
-        left_out=left_out,
-    )
+    results = comparison.results_table({label: (run.recorded, run.config) for label, run in labelled.items()})
+    found = Comparison(results=results, settings=_settings_table(labelled), left_out=left_out)
     _, panels = comparison.draw({label: run.recorded for label, run in labelled.items()}, runs[0].config)
-    shown = {"title": "Curves", "about": comparison.ABOUT, "images": [as_svg(panel) for panel in panels]}
-    template = environment().get_template("comparison.html")
-    text = template.render(
-        count=len(runs), notes=left_out, compared=_sections(found.results, found.settings), figures=[shown]
+    curves = shown("Curves", comparison.ABOUT, panels)
+    text = render(
+        "comparison.html",
+        count=len(runs),
+        notes=left_out,
+        compared=_sections(found.results, found.settings),
+        figures=[curves],
     )
     page.write_text(text, encoding="utf-8")
     return found
@@ -155,6 +163,11 @@ def _labelled(runs: Sequence[RecordedRun]) -> dict[str, RecordedRun]:
     )
 
 
+def shown(title: str, about: str, figures: "Iterable[Figure]") -> dict[str, Any]:
+    """Figures under one title, for a page."""
+    return {"title": title, "about": about, "images": [as_svg(figure) for figure in figures]}
+
+
 def as_svg(figure: "Figure") -> str:
     """The figure for the page, in base64: sharp at every width, and a few kilobytes."""
     from matplotlib import rc_context
@@ -192,45 +205,17 @@ def _step_times(run: RecordedRun) -> tuple[list[int], dict[str, list[float]]]:
 # page
 
 
-def _render(
-    run: RecordedRun,
-    others: Sequence[RecordedRun],
-    figures: Sequence[Mapping[str, str]],
-    samples: ShownSamples,
-) -> str:
-    return (
-        environment()
-        .get_template("template.html")
-        .render(
-            name=run.config.name,
-            folder=run.folder.name,
-            facts=_facts(run),
-            recipe=_recipe(run.config),
-            alarms=[_alarm_text(history, len(run.training_steps)) for history in run.alarms],
-            num_steps=len(run.training_steps),
-            alarms_off=[name for name, level in run.config.alarms if level is None],
-            notes=run.notes,
-            at_rest=run.at_rest,
-            figures=figures,
-            samples=samples,
-            compared=_sections(None, _settings_table(_labelled([run, *others]))) if others else [],
-            seconds=_seconds_by_part(run),
-            settings=changed_settings(run.config),
-            metrics=_metric_table(run),
-        )
-    )
-
-
-def environment() -> "jinja2.Environment":
-    """The templates of this folder."""
+def render(template: str, **content: object) -> str:
+    """A page by a template of this folder."""
     import jinja2
 
-    return jinja2.Environment(
+    environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
     )
+    return environment.get_template(template).render(**content)
 
 
 def _sections(

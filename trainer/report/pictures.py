@@ -6,18 +6,22 @@ metric are left out.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 
 from trainer.metric_names import entry_of, known
 
+MEAN, MAX = "abs_prob_mean", "abs_prob_max"
+"""Metrics of a bucket."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, slots=True)
 class Lines:
     """Metrics in one unit over the steps."""
 
     title: str
     metrics: Mapping[str, str]
     """Name to label; all of one unit."""
+    _: KW_ONLY
     log: bool = False
     """Log scale if the values are positive and span a decade; linear around zero if some are not positive."""
     bounds: tuple[float | None, float | None] = (None, None)
@@ -43,7 +47,7 @@ class Lines:
         return unit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Shares:
     """The bins of a distribution (``PREFIX/le_EDGE``, ``PREFIX/over_EDGE``), stacked over the steps. The panel is left
     out if all is in the first bin at all steps."""
@@ -56,15 +60,12 @@ class Shares:
         return entry_of(f"{self.prefix}/*").unit
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Buckets:
-    """Bars by bucket (``PREFIX/le_EDGE/METRIC``), over the last steps: the mean of a mean and the maximum of
-    a maximum."""
+    """Bars by bucket (``PREFIX/le_EDGE/METRIC``), over the last steps: the mean of ``MEAN`` and the maximum of ``MAX``."""
 
     title: str
     prefix: str
-    mean: str
-    max: str
     axis: str
     """The quantity of the buckets, and its unit."""
     noise: float = 0.0
@@ -72,7 +73,7 @@ class Buckets:
 
     @property
     def unit(self) -> str:
-        return entry_of(f"{self.prefix}/*/{self.mean}").unit
+        return entry_of(f"{self.prefix}/*/{MEAN}").unit
 
 
 Panel = Lines | Shares | Buckets
@@ -92,7 +93,7 @@ class Picture:
         for panel in self.panels:
             assert panel.unit
             if isinstance(panel, Buckets):
-                known(f"{panel.prefix}/*/{panel.max}")
+                known(f"{panel.prefix}/*/{MAX}")
 
 
 ROUNDING = 1e-5
@@ -108,12 +109,11 @@ PICTURES = (
         "Where they part, the first one misleads. Accuracy is on problems that are never trained on.",
         panels=(
             Lines(
-                title="Reward",
-                metrics={"reward/mean": "as sampled", "reward/importance_weighted": "importance-weighted"},
+                "Reward", {"reward/mean": "as sampled", "reward/importance_weighted": "importance-weighted"}
             ),
             Lines(
-                title="Held-out accuracy",
-                metrics={"eval/accuracy": "accuracy", "eval/set/*/accuracy": "*"},
+                "Held-out accuracy",
+                {"eval/accuracy": "accuracy", "eval/set/*/accuracy": "*"},
                 sparse=True,
                 bounds=(0, None),
             ),
@@ -125,16 +125,11 @@ PICTURES = (
         about="Means of the parts of the reward, over the responses that have them; groups whose siblings all score the same, which carry "
         "no signal; and the groups that dynamic sampling sampled anew.",
         panels=(
-            Lines(title="Parts of the reward", metrics={"reward/part/*": "*"}),
+            Lines("Parts of the reward", {"reward/part/*": "*"}),
+            Lines("Groups without signal", {"groups/no_signal_fraction": "no signal"}, bounds=(0, 1), idle=0),
             Lines(
-                title="Groups without signal",
-                metrics={"groups/no_signal_fraction": "no signal"},
-                bounds=(0, 1),
-                idle=0,
-            ),
-            Lines(
-                title="Dynamic sampling",
-                metrics={
+                "Dynamic sampling",
+                {
                     "sampling/resampled_groups": "sampled anew",
                     "sampling/filled_groups": "filled without signal",
                 },
@@ -151,8 +146,8 @@ PICTURES = (
         "moves with layouts and response length, the greatest one of a response does.",
         panels=(
             Lines(
-                title="Δp of responses",
-                metrics={
+                "Δp of responses",
+                {
                     "mismatch/abs_prob_max": "max over all tokens",
                     "mismatch/response_abs_prob_max_mean": "max of a response, mean",
                     "mismatch/response_abs_prob_mean_max": "mean of a response, max",
@@ -161,15 +156,15 @@ PICTURES = (
                 log=True,
             ),
             Lines(
-                title="Responses with a Δp over 0.5",
-                metrics={"mismatch/response_abs_prob_over": "share"},
+                "Responses with a Δp over 0.5",
+                {"mismatch/response_abs_prob_over": "share"},
                 bounds=(0, None),
                 alarm="response_abs_prob_over_max",
                 idle=0,
             ),
             Lines(
-                title="1 - Pearson's r of the probabilities",
-                metrics={"1 - mismatch/prob_pearson": "1 - r"},
+                "1 - Pearson's r of the probabilities",
+                {"1 - mismatch/prob_pearson": "1 - r"},
                 log=True,
                 noise=ROUNDING,
             ),
@@ -181,23 +176,9 @@ PICTURES = (
         about="Responses by their greatest Δp, and Δp by length of the response and by position in it (mean over the last 10 steps of the "
         "means, and their maximum). High bars at late positions only: a gap that builds up.",
         panels=(
-            Shares(title="Greatest Δp of a response", prefix="mismatch/response_abs_prob_max_share"),
-            Buckets(
-                title="Δp by response length",
-                prefix="mismatch/by_length",
-                mean="abs_prob_mean",
-                max="abs_prob_max",
-                axis="length (tokens)",
-                noise=ROUNDING_OF_EXTREMES,
-            ),
-            Buckets(
-                title="Δp by position",
-                prefix="mismatch/by_position",
-                mean="abs_prob_mean",
-                max="abs_prob_max",
-                axis="position (token)",
-                noise=ROUNDING_OF_EXTREMES,
-            ),
+            Shares("Greatest Δp of a response", "mismatch/response_abs_prob_max_share"),
+            Buckets("Δp by response length", "mismatch/by_length", "length (tokens)", ROUNDING_OF_EXTREMES),
+            Buckets("Δp by position", "mismatch/by_position", "position (token)", ROUNDING_OF_EXTREMES),
         ),
     ),
     Picture(
@@ -208,17 +189,10 @@ PICTURES = (
         "their prompt again.",
         panels=(
             Lines(
-                title="Experts that differ",
-                metrics={"mismatch/experts_differ": "of tokens and layers"},
-                bounds=(0, None),
+                "Experts that differ", {"mismatch/experts_differ": "of tokens and layers"}, bounds=(0, None)
             ),
-            Lines(title="By layer", metrics={"mismatch/experts_differ/*": "*"}, bounds=(0, None)),
-            Lines(
-                title="Not replayed",
-                metrics={"1 - mismatch/replayed_fraction": "share"},
-                bounds=(0, None),
-                idle=0,
-            ),
+            Lines("By layer", {"mismatch/experts_differ/*": "*"}, bounds=(0, None)),
+            Lines("Not replayed", {"1 - mismatch/replayed_fraction": "share"}, bounds=(0, None), idle=0),
         ),
         optional=True,
     ),
@@ -228,17 +202,17 @@ PICTURES = (
         about="k3 estimate of KL(rollout || learner); second moments of the ratios learner / rollout of tokens and of whole responses, "
         "less 1; differences of the responses' log-perplexities (above 0: the learner finds the samples less likely).",
         panels=(
-            Lines(title="KL, k3", metrics={"mismatch/k3": "k3"}, log=True, alarm="kl_max", noise=ROUNDING),
+            Lines("KL, k3", {"mismatch/k3": "k3"}, log=True, alarm="kl_max", noise=ROUNDING),
             Lines(
-                title="Chi-squared",
-                metrics={"mismatch/chi2_sequence": "sequence", "mismatch/chi2_token": "token"},
+                "Chi-squared",
+                {"mismatch/chi2_sequence": "sequence", "mismatch/chi2_token": "token"},
                 log=True,
                 alarm="chi2_token_max",
                 noise=ROUNDING,
             ),
             Lines(
-                title="Log-perplexity, learner - rollout",
-                metrics={
+                "Log-perplexity, learner - rollout",
+                {
                     "mismatch/log_ppl_diff_abs": "mean of |difference|",
                     "mismatch/log_ppl_diff_mean": "mean difference",
                 },
@@ -253,8 +227,8 @@ PICTURES = (
         "after the bound and low before it: the bound hides a collapse.",
         panels=(
             Lines(
-                title="Before the bound",
-                metrics={
+                "Before the bound",
+                {
                     "mismatch/raw_weight_max": "max",
                     "mismatch/raw_weight_mean": "mean",
                     "mismatch/raw_weight_std": "std",
@@ -265,20 +239,16 @@ PICTURES = (
                 noise=ROUNDING_OF_EXTREMES,
             ),
             Lines(
-                title="After the bound",
-                metrics={
-                    "mismatch/weight_max": "max",
-                    "mismatch/weight_mean": "mean",
-                    "mismatch/weight_std": "std",
-                },
+                "After the bound",
+                {"mismatch/weight_max": "max", "mismatch/weight_mean": "mean", "mismatch/weight_std": "std"},
                 log=True,
                 idle=1,
                 idle_of={"mismatch/weight_std": 0},
                 noise=ROUNDING_OF_EXTREMES,
             ),
             Lines(
-                title="Effective sample size",
-                metrics={
+                "Effective sample size",
+                {
                     "mismatch/ess": "before the bound",
                     "mismatch/ess_bounded": "after the bound",
                     "reward/importance_ess": "of whole responses",
@@ -296,17 +266,17 @@ PICTURES = (
         about="Response tokens that are left to learn from, and shares of tokens and of whole responses that each rule rejects; total: all "
         "rules and the veto together.",
         panels=(
-            Lines(title="Kept", metrics={"mismatch/kept_fraction": "kept"}, bounds=(0, 1.0), idle=1),
+            Lines("Kept", {"mismatch/kept_fraction": "kept"}, bounds=(0, 1.0), idle=1),
             Lines(
-                title="Rejected tokens",
-                metrics={"mismatch/rejected/*/tokens": "*"},
+                "Rejected tokens",
+                {"mismatch/rejected/*/tokens": "*"},
                 bounds=(0, 1.0),
                 alarm="rejected_max",
                 idle=0,
             ),
             Lines(
-                title="Rejected responses",
-                metrics={"mismatch/rejected/*/sequences": "*"},
+                "Rejected responses",
+                {"mismatch/rejected/*/sequences": "*"},
                 bounds=(0, 1.0),
                 alarm="rejected_max",
                 idle=0,
@@ -321,21 +291,21 @@ PICTURES = (
         "of KL(old || current), and how often it is negative, which a KL divergence never is: the samples are not old's.",
         panels=(
             Lines(
-                title="Gradient norm",
-                metrics={"optim/grad_norm": "gradient norm"},
+                "Gradient norm",
+                {"optim/grad_norm": "gradient norm"},
                 bounds=(0, None),
                 line=("learner.optimizer.clip_grad", "clip_grad"),
             ),
             Lines(
-                title="Clipped tokens",
-                metrics={"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
+                "Clipped tokens",
+                {"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
                 bounds=(0, None),
                 idle=0,
             ),
-            Lines(title="KL(old || current), k1", metrics={"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
+            Lines("KL(old || current), k1", {"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
             Lines(
-                title="Minibatches with a negative k1",
-                metrics={"policy/ppo_kl_negative_fraction": "negative"},
+                "Minibatches with a negative k1",
+                {"policy/ppo_kl_negative_fraction": "negative"},
                 bounds=(0, 1.0),
                 idle=0,
             ),
@@ -347,13 +317,9 @@ PICTURES = (
         about="KL(current || ref), and where the reward holds the KL term, the estimate of KL(old || ref) there and its coefficient.",
         panels=(
             Lines(
-                title="KL",
-                metrics={
-                    "policy/ref_kl": "current to ref",
-                    "policy/kl_in_reward": "old to ref, in the reward",
-                },
+                "KL", {"policy/ref_kl": "current to ref", "policy/kl_in_reward": "old to ref, in the reward"}
             ),
-            Lines(title="Coefficient in the reward", metrics={"policy/kl_coefficient": "coefficient"}),
+            Lines("Coefficient in the reward", {"policy/kl_coefficient": "coefficient"}),
         ),
         optional=True,
     ),
@@ -363,32 +329,22 @@ PICTURES = (
         about="Updates of the weights between the sampling of a token and its step. At lag 0 the gap is the mismatch of the engines alone; "
         "from lag 1 on the policy's own change adds to it. Below, how far the sample role is ahead, and who waits for whom.",
         panels=(
-            Lines(title="Lag of the tokens", metrics={"staleness/mean": "mean", "staleness/max": "greatest"}),
-            Lines(title="Mean k3 by lag", metrics={"staleness/by_lag/*/k3": "*"}, log=True),
+            Lines("Lag of the tokens", {"staleness/mean": "mean", "staleness/max": "greatest"}),
+            Lines("Mean k3 by lag", {"staleness/by_lag/*/k3": "*"}, log=True),
+            Lines("Effective sample size by lag", {"staleness/by_lag/*/ess": "*"}, bounds=(None, 1.0)),
+            Lines("Mean weight by lag", {"staleness/by_lag/*/weight_mean": "*"}),
             Lines(
-                title="Effective sample size by lag",
-                metrics={"staleness/by_lag/*/ess": "*"},
-                bounds=(None, 1.0),
+                "Rejected by lag", {"1 - staleness/by_lag/*/kept_fraction": "*"}, bounds=(0, None), idle=0.0
             ),
-            Lines(title="Mean weight by lag", metrics={"staleness/by_lag/*/weight_mean": "*"}),
             Lines(
-                title="Rejected by lag",
-                metrics={"1 - staleness/by_lag/*/kept_fraction": "*"},
+                "Groups ahead of the step",
+                {"sampling/ready_groups": "finished", "sampling/running_groups": "being sampled"},
                 bounds=(0, None),
                 idle=0.0,
             ),
             Lines(
-                title="Groups ahead of the step",
-                metrics={
-                    "sampling/ready_groups": "finished",
-                    "sampling/running_groups": "being sampled",
-                },
-                bounds=(0, None),
-                idle=0.0,
-            ),
-            Lines(
-                title="Who waits",
-                metrics={"time/sampling": "learner, for samples", "sampling/idle_s": "servers, for work"},
+                "Who waits",
+                {"time/sampling": "learner, for samples", "sampling/idle_s": "servers, for work"},
                 bounds=(0, None),
             ),
         ),
@@ -400,16 +356,9 @@ PICTURES = (
         about="Value loss; explained variance of the returns (1: every return is predicted, 0: as well as one constant does, below: "
         "worse); mean value against mean return.",
         panels=(
-            Lines(title="Value loss", metrics={"critic/loss": "loss"}, bounds=(0, None)),
-            Lines(
-                title="Explained variance",
-                metrics={"critic/explained_variance": "explained"},
-                bounds=(None, 1.0),
-            ),
-            Lines(
-                title="Values and returns",
-                metrics={"critic/return_mean": "return", "critic/value_mean": "value"},
-            ),
+            Lines("Value loss", {"critic/loss": "loss"}, bounds=(0, None)),
+            Lines("Explained variance", {"critic/explained_variance": "explained"}, bounds=(None, 1.0)),
+            Lines("Values and returns", {"critic/return_mean": "return", "critic/value_mean": "value"}),
         ),
         optional=True,
     ),
@@ -419,42 +368,36 @@ PICTURES = (
         about="Entropy (near 0 sampling is deterministic), mean perplexity of the responses, their length, and the share that ended at the "
         "length limit and not by an end-of-sequence token.",
         panels=(
-            Lines(title="Entropy of the policy", metrics={"policy/entropy": "entropy"}, bounds=(0, None)),
+            Lines("Entropy of the policy", {"policy/entropy": "entropy"}, bounds=(0, None)),
             Lines(
-                title="Perplexity of the responses",
-                metrics={"mismatch/ppl_rollout": "rollout", "mismatch/ppl_train": "learner"},
+                "Perplexity of the responses",
+                {"mismatch/ppl_rollout": "rollout", "mismatch/ppl_train": "learner"},
                 log=True,
             ),
             Lines(
-                title="Response length",
-                metrics={"response/length_max": "longest", "response/length_mean": "mean"},
+                "Response length",
+                {"response/length_max": "longest", "response/length_mean": "mean"},
                 bounds=(0, None),
             ),
             Lines(
-                title="Truncated responses",
-                metrics={"response/truncated_fraction": "truncated"},
-                bounds=(0, 1.0),
-                idle=0,
+                "Truncated responses", {"response/truncated_fraction": "truncated"}, bounds=(0, 1.0), idle=0
             ),
         ),
     ),
 )
 
 FLAT_MEANS = {
-    (
-        known("policy/clip_fraction"),
-        0.0,
-    ): "expected with one minibatch per step: the scored policy is updated",
-    (known("policy/ppo_kl"), 0.0): "expected with one minibatch per step: current equals old exactly",
-    (known("policy/dual_clip_fraction"), 0.0): "dual clip acts on rare tokens only",
-    (known("mismatch/kept_fraction"), 1.0): "the correction rejects no token",
-    (known("mismatch/kept_fraction"), 0.0): "the correction rejects every token: nothing is learned",
-    (known("mismatch/response_abs_prob_over"), 0.0): "the engines contradict each other in no response",
-    (known("response/truncated_fraction"), 1.0): "no response ends by itself: max_new_tokens is too small",
-    (
-        known("groups/no_signal_fraction"),
-        1.0,
-    ): "siblings always score the same: there is nothing to learn from",
-    (known("reward/mean"), 0.0): "no response was ever right: there is nothing to learn from",
+    (known(metric), value): meaning
+    for metric, value, meaning in (
+        ("policy/clip_fraction", 0.0, "expected with one minibatch per step: the scored policy is updated"),
+        ("policy/ppo_kl", 0.0, "expected with one minibatch per step: current equals old exactly"),
+        ("policy/dual_clip_fraction", 0.0, "dual clip acts on rare tokens only"),
+        ("mismatch/kept_fraction", 1.0, "the correction rejects no token"),
+        ("mismatch/kept_fraction", 0.0, "the correction rejects every token: nothing is learned"),
+        ("mismatch/response_abs_prob_over", 0.0, "the engines contradict each other in no response"),
+        ("response/truncated_fraction", 1.0, "no response ends by itself: max_new_tokens is too small"),
+        ("groups/no_signal_fraction", 1.0, "siblings always score the same: there is nothing to learn from"),
+        ("reward/mean", 0.0, "no response was ever right: there is nothing to learn from"),
+    )
 }
 """The meaning of a metric that has this value at all steps."""

@@ -52,11 +52,6 @@ class RecordedRun:
     def steps(self) -> list[int]:
         return self.recorded.steps
 
-    @property
-    def training_steps(self) -> list[int]:
-        """Step 0 only evaluates."""
-        return [step for step in self.steps if step > 0]
-
     def get(self, metric: str) -> Series:
         known(metric.removeprefix("1 - "))
         return self.recorded.get(metric)
@@ -167,25 +162,16 @@ def note_the_data(run: RecordedRun) -> None:
         run.notes.append(
             f"Steps without a record: {listed}{' and more' if len(gaps) > 10 else ''}. Lines are interrupted there."
         )
-    pictures = [(p.optional, [panel for panel in p.panels if isinstance(panel, Lines)]) for p in PICTURES]
-    expected = [
-        name
-        for optional, panels in pictures
-        if not optional
-        for panel in panels
-        for name in panel.metrics
-        if "*" not in name  # as many as there are, perhaps none
-    ]
-    absent = [name.removeprefix("1 - ") for name in expected if not run.get(name)]
+    lines = [(p.optional, panel) for p in PICTURES for panel in p.panels if isinstance(panel, Lines)]
+    expected = [name for optional, panel in lines if not optional for name in panel.metrics]
+    # Of names with a star there are as many as there are, perhaps none.
+    absent = [name.removeprefix("1 - ") for name in expected if "*" not in name and not run.get(name)]
     if absent:
         run.notes.append(f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}.")
     left_out, rounding = [], []
-    shown = {
-        name: is_drawn(panel, run.recorded)
-        for _, panels in pictures
-        for panel in panels
-        for name in run.recorded.labelled(panel.metrics)
-    }
+    shown = dict[str, bool]()
+    for _, panel in lines:
+        shown |= dict.fromkeys(run.recorded.labelled(panel.metrics), is_drawn(panel, run.recorded))
     for metric, is_shown in shown.items():
         series = run.get(metric)
         if len(set(series.values)) > 1:

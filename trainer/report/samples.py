@@ -6,8 +6,9 @@ it; the middle of a longer one is left out. This keeps it under 2 MB. ``tandem s
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from trainer.tracking.samples import FOLDER, Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (
@@ -38,39 +39,15 @@ class Token:
     """Shown where the pointer rests."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """A turn, or what was observed between turns."""
-
-    title: str
-    is_sampled: bool
-    tokens: list[Token]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownSample:
-    title: str
-    parts: list[Part]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownGroup:
-    title: str
-    prompt: str
-    samples: list[ShownSample]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShownStep:
-    title: str
-    groups: list[ShownGroup]
+Shown = dict[str, Any]
+"""A step, group, sample or part of one, by the names that the page's template knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownSamples:
     """The section; without steps it is left out."""
 
-    steps: list[ShownStep]
+    steps: list[Shown]
     notes: list[str]
     gap_labels: list[str]
     age_labels: list[str]
@@ -94,17 +71,13 @@ def shown_samples(run_dir: Path, model_path: Path) -> ShownSamples:
     return ShownSamples(steps=steps, notes=notes, gap_labels=gap_labels(), age_labels=age_labels())
 
 
-def _step(samples: Sequence[Sample], decode: Decode) -> ShownStep:
-    groups = [
-        (number, list(members)) for number, members in groupby(samples, key=lambda sample: sample.group)
-    ]
-    return ShownStep(
-        title=f"Step {samples[0].step}",
-        groups=[_group(number, members, decode) for number, members in groups[:MOST_GROUPS]],
-    )
+def _step(samples: Sequence[Sample], decode: Decode) -> Shown:
+    groups = islice(groupby(samples, key=lambda sample: sample.group), MOST_GROUPS)
+    shown = [_group(number, [*members], decode) for number, members in groups]
+    return {"title": f"Step {samples[0].step}", "groups": shown}
 
 
-def _group(number: int, members: Sequence[Sample], decode: Decode) -> ShownGroup:
+def _group(number: int, members: Sequence[Sample], decode: Decode) -> Shown:
     left_out = len(members) - MOST_SIBLINGS
     title = f"Group {number}, prompt {visible(members[0].prompt_id)}"
     title += f" ({left_out} more samples are not shown)" if left_out > 0 else ""
@@ -114,12 +87,12 @@ def _group(number: int, members: Sequence[Sample], decode: Decode) -> ShownGroup
         prompts.append([part for part in parts if part.number == 0])
         has_other = beginning(sample) != beginning(members[0])
         after = _shortened([part for part in parts if part.number > 0 or has_other])
-        samples.append(ShownSample(title=f"{sample.name.capitalize()}: {outcome(sample)}", parts=after))
-    prompt = "".join(token.text for part in _shortened(prompts[0]) for token in part.tokens)
-    return ShownGroup(title=title, prompt=prompt, samples=samples)
+        samples.append({"title": f"{sample.name.capitalize()}: {outcome(sample)}", "parts": after})
+    prompt = "".join(token.text for part in _shortened(prompts[0]) for token in part["tokens"])
+    return {"title": title, "prompt": prompt, "samples": samples}
 
 
-def _shortened(parts: Sequence[Stretch]) -> list[Part]:
+def _shortened(parts: Sequence[Stretch]) -> list[Shown]:
     """The parts with HEAD + TAIL pieces in all at most; a note stands where the middle was."""
     total, place, shown = sum(len(part.pieces) for part in parts), 0, []
     gap = range(HEAD, total - TAIL)
@@ -127,7 +100,7 @@ def _shortened(parts: Sequence[Stretch]) -> list[Part]:
         tokens = list(_tokens(part.pieces, gap, place))
         place += len(part.pieces)
         if tokens or not part.pieces:
-            shown.append(Part(title=part.title, is_sampled=part.turn is not None, tokens=tokens))
+            shown.append({"title": part.title, "is_sampled": part.turn is not None, "tokens": tokens})
     return shown
 
 

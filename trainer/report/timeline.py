@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from tracing.reading import STEP, Process, Recorded, Trace, read_trace
 from tracing.recorder import MAIN
-from trainer.report.drawing import COLORS, new_figure
+from trainer.report.drawing import COLORS, LEGEND, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,15 +54,7 @@ def draw_timeline(trace: Trace, title: str, *, width: float) -> "Figure":
     axes.set_xlabel(f"seconds from the begin of step {step}")
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
-    axes.legend(
-        unique.values(),
-        unique.keys(),
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        ncols=4,
-        frameon=False,
-        fontsize=8,
-    )
+    axes.legend(unique.values(), unique.keys(), bbox_to_anchor=(0, 1), ncols=4, **LEGEND)
     return figure
 
 

@@ -48,12 +48,8 @@ def _distribution(result: Row) -> "Figure":
             line = {"color": f"C{index}", "linestyle": ("-", "--", ":", "-.")[index % 4]}
             axes.step(gaps, above, where="pre", label=f"learner {pair['learner']}", **line)
         axes.axvline(result["threshold"], color="0.4", linewidth=0.8)
-        axes.set(
-            xscale="log",
-            yscale="log",
-            title=f"rollout {rollout}",
-            xlabel="max |p_rollout − p_learner| of a response",
-        )
+        axes.set(xscale="log", yscale="log", title=f"rollout {rollout}")
+        axes.set_xlabel("max |p_rollout − p_learner| of a response")
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
     panels[0].set_ylabel("share of responses above")
@@ -68,26 +64,16 @@ def _length(result: Row) -> "Figure":
     for index, pair in enumerate(result["pairs"]):
         marks = {"marker": MARKERS[index % len(MARKERS)], "markersize": 4, "linewidth": 1, "capsize": 2}
         style = marks | {"label": f"{pair['learner']} | {pair['rollout']}"}
-        for axes, long, short in (
-            (max_axes, "max_mean", "short_max"),
-            (mean_axes, "mean_mean", "short_mean"),
-        ):
-            axes.errorbar(*zip(*_by_length(pair, long, short), strict=True), **style)
+        max_axes.errorbar(*zip(*_by_length(pair, "max_mean", "short_max"), strict=True), **style)
+        mean_axes.errorbar(*zip(*_by_length(pair, "mean_mean", "short_mean"), strict=True), **style)
         rows = pair["by_position"]
         ends = [row["up_to"] or 2 * row["above"] for row in rows]
         position_axes.errorbar(
             ends, [row["mean"] for row in rows], [row["mean_se"] or 0 for row in rows], **style
         )
-    max_axes.set(
-        title="Max of a response",
-        ylabel="mean over responses of max Δp",
-        xlabel="response length (tokens, mean of the bucket)",
-    )
-    mean_axes.set(
-        title="Mean of a response",
-        ylabel="mean over responses of mean Δp",
-        xlabel="response length (tokens, mean of the bucket)",
-    )
+    for axes, what in ((max_axes, "max"), (mean_axes, "mean")):
+        axes.set(title=f"{what.capitalize()} of a response", ylabel=f"mean over responses of {what} Δp")
+        axes.set_xlabel("response length (tokens, mean of the bucket)")
     position_axes.set(
         title="By position", ylabel="mean Δp of the tokens", xlabel="position in the response (up to)"
     )
@@ -102,13 +88,10 @@ def _length(result: Row) -> "Figure":
 
 def _by_length(pair: Row, long: str, short: str) -> list[tuple[float, float, float]]:
     """(length, value, error) of each bucket of long responses, and of the short ones as a whole."""
-    one = pair["equal_tokens"]
-    points = [
-        (row["tokens"] / row["responses"], row[long], row[f"{long}_se"] or 0) for row in pair["by_length"]
-    ]
-    return sorted(
-        [*points, (one["short_tokens"] / one["short_per_prompt"], one[short], one[f"{short}_se"] or 0)]
-    )
+    one, rows = pair["equal_tokens"], pair["by_length"]
+    points = [(row["tokens"] / row["responses"], row[long], row[f"{long}_se"] or 0) for row in rows]
+    of_short = (one["short_tokens"] / one["short_per_prompt"], one[short], one[f"{short}_se"] or 0)
+    return sorted([*points, of_short])
 
 
 def _equal_tokens(axes: "Axes", pairs: Sequence[Row]) -> None:

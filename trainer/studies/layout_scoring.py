@@ -19,8 +19,8 @@ from configs.schema.model import ModelConfig
 from parallel.engine import MegatronEngine
 from parallel.megatron import platform
 from parallel.megatron.layers import PackedCoreAttention
-from parallel.packing import PackedBatch, pack_sequences
-from trainer.batch.plan import plan_batches
+from parallel.packing import PackedBatch
+from trainer.batch.plan import pack_prompted, plan_batches
 from trainer.studies.layout_statistics import Sampled
 
 MICROBATCHES_PER_CALL = 8
@@ -51,20 +51,20 @@ class Scorer:
     """Scores sets of samples with one model at one temperature."""
 
     def __init__(self, config: RunConfig, report: Report, model: ModelConfig | None = None):
-        self._config, self._report = config, report
+        self.config, self._report = config, report
         self.engine = frozen_engine(config, model or config.model)
         self.temperature = config.rollout.temperature
+
+    def of(self, model: ModelConfig) -> "Scorer":
+        """The same with another model."""
+        return Scorer(self.config, self._report, model)
 
     def packed(self, sampled: Sampled) -> Bins:
         """This rank's micro-batches, as training would pack them."""
         lengths = (sampled.prompt_lengths_R + sampled.response_lengths_R - 1).tolist()
         dp = self.engine.groups.dp_size
-        plan = plan_batches(
-            lengths,
-            minibatches=[range(len(lengths))],
-            dp_size=dp,
-            token_budget=self._config.learner.token_budget,
-        )
+        budget = self.config.learner.token_budget
+        plan = plan_batches(lengths, minibatches=[range(len(lengths))], dp_size=dp, token_budget=budget)
         return [list(microbatch) for microbatch in plan.microbatches[0][self.engine.groups.dp_rank]]
 
     def alone(self, sampled: Sampled) -> Bins:
@@ -97,9 +97,9 @@ class Scorer:
     ) -> Tensor | None:
         began = time.perf_counter()
         sequences, lengths = sampled.sequences(), sampled.response_lengths_R.tolist()
-        replays = self._config.learner.routing == "rollout" if replays is None else replays
+        replays = self.config.learner.routing == "rollout" if replays is None else replays
         experts = _experts_of(sampled) if replays else None
-        size, mine, tokens = MICROBATCHES_PER_CALL * self._config.layout.pp, {}, 0
+        size, mine, tokens = MICROBATCHES_PER_CALL * self.config.layout.pp, {}, 0
         for start in range(0, len(bins), size):
             part = bins[start : start + size]
             batches = [_pack(rows, sequences, lengths, experts) for rows in part]
@@ -140,15 +140,7 @@ def _pack(
     experts: Sequence[Tensor] | None,
 ) -> PackedBatch:
     ids = [sequences[row] for row in rows]
-    packed = pack_sequences(
-        token_ids=ids,
-        response_masks=[
-            [False] * (len(s) - response_lengths[r]) + [True] * response_lengths[r]
-            for r, s in zip(rows, ids, strict=True)
-        ],
-        rollout_logprobs=[[0.0] * len(s) for s in ids],
-        sequence_ids=rows,
-    )
+    packed = pack_prompted(ids, [len(sequences[row]) - response_lengths[row] for row in rows], rows)
     if experts is None:
         return packed
     every_T = torch.ones(packed.num_tokens, dtype=torch.bool)
@@ -159,34 +151,31 @@ def _pack(
 # switches
 
 
-def score_under_switches(
-    config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
-) -> dict[str, Answer]:
+def score_under_switches(scorer: Scorer, sampled: Sampled) -> dict[str, Answer]:
     """One answer per switch. ``repeat`` switches nothing and shows the noise level."""
     answers: dict[str, Answer] = {"repeat": (scorer.score("repeat", sampled), None)}
-    for name, switch in SWITCHES.items():
-        answers[name] = switch(config, scorer, sampled, report)
-    return answers
+    return answers | {name: switch(scorer, sampled) for name, switch in SWITCHES.items()}
 
 
-def _packing(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+def _packing(scorer: Scorer, sampled: Sampled) -> Answer:
     return scorer.score("packing", sampled, scorer.alone(sampled)), None
 
 
-def _dtype(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
-    other = "float32" if config.model.dtype != "float32" else "bfloat16"
-    model = config.model.model_copy(update={"dtype": other})
-    return Scorer(config, report, model).score(f"learner in {other}", sampled), None
+def _dtype(scorer: Scorer, sampled: Sampled) -> Answer:
+    model = scorer.config.model
+    other = "float32" if model.dtype != "float32" else "bfloat16"
+    return scorer.of(model.model_copy(update={"dtype": other})).score(f"learner in {other}", sampled), None
 
 
-def _lm_head(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
-    if config.model.dtype == "float32":
+def _lm_head(scorer: Scorer, sampled: Sampled) -> Answer:
+    model = scorer.config.model
+    if model.dtype == "float32":
         return None, "the learner is float32 throughout, its LM head too"
-    model = config.model.model_copy(update={"fp32_lm_head": not config.model.fp32_lm_head})
-    return Scorer(config, report, model).score("lm_head", sampled), None
+    other = model.model_copy(update={"fp32_lm_head": not model.fp32_lm_head})
+    return scorer.of(other).score("lm_head", sampled), None
 
 
-def _attention(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+def _attention(scorer: Scorer, sampled: Sampled) -> Answer:
     modules = (module for chunk in scorer.engine.chunks for module in chunk.modules())
     attentions = [module for module in modules if isinstance(module, PackedCoreAttention)]
     other = scorer.engine.dtype
@@ -202,32 +191,30 @@ def _attention(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Repo
             module.dtype = before
 
 
-def _routing(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+def _routing(scorer: Scorer, sampled: Sampled) -> Answer:
     if scorer.engine.architecture.experts is None:
         return None, "the model has no experts"
     if sampled.experts_TLK is None:
         return None, "the server gave no experts, or not those that a token was sampled with"
-    return scorer.score("routing", sampled, replays=config.learner.routing != "rollout"), None
+    return scorer.score("routing", sampled, replays=scorer.config.learner.routing != "rollout"), None
 
 
-def _temperature_ignored(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+def _temperature_ignored(scorer: Scorer, sampled: Sampled) -> Answer:
     if scorer.temperature == 1:
         return None, "rollout.temperature is 1, so ignoring it changes nothing"
     return scorer.score("temperature_ignored", sampled, temperature=1.0), None
 
 
-def _temperature_in_model_dtype(
-    config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report
-) -> Answer:
+def _temperature_in_model_dtype(scorer: Scorer, sampled: Sampled) -> Answer:
     if scorer.temperature == 1:
         return None, "rollout.temperature is 1: nothing is divided"
-    if scorer.engine.dtype == torch.float32 or config.model.fp32_lm_head:
+    if scorer.engine.dtype == torch.float32 or scorer.config.model.fp32_lm_head:
         return None, "the logits are float32, as is the division"
-    if config.layout.pp > 1:
+    if scorer.config.layout.pp > 1:
         return None, "the logits of a pipeline's last stage are not at hand; give a first --learner with pp=1"
 
     def rounded(batches: Sequence[PackedBatch]) -> list[Tensor]:
-        chunk = config.learner.logprob_chunk_tokens
+        chunk = scorer.config.learner.logprob_chunk_tokens
         return [_rounded_logprobs(scorer.engine, batch, scorer.temperature, chunk) for batch in batches]
 
     return scorer.scored_by(rounded, "temperature_in_model_dtype", sampled, scorer.packed(sampled)), None
@@ -246,7 +233,7 @@ def _rounded_logprobs(engine: MegatronEngine, batch: PackedBatch, temperature: f
     )
 
 
-def _deterministic_kernels(config: RunConfig, scorer: Scorer, sampled: Sampled, report: Report) -> Answer:
+def _deterministic_kernels(scorer: Scorer, sampled: Sampled) -> Answer:
     if not platform.has_cuda():
         return None, "torch.use_deterministic_algorithms chooses CUDA kernels; a CPU has no choice of them"
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -256,7 +243,7 @@ def _deterministic_kernels(config: RunConfig, scorer: Scorer, sampled: Sampled, 
         torch.use_deterministic_algorithms(False)
 
 
-SWITCHES: dict[str, Callable[[RunConfig, Scorer, Sampled, Report], Answer]] = {
+SWITCHES: dict[str, Callable[[Scorer, Sampled], Answer]] = {
     "packing": _packing,
     "dtype": _dtype,
     "lm_head": _lm_head,

@@ -14,17 +14,8 @@ ABOUT = {
     "cp": "whole sequences against sequences split by context parallelism",
 }
 PAIR_COLUMNS = (
-    "learner",
-    "rollout",
-    "max Δp",
-    "mean Δp",
-    "> 0.5",
-    "> {threshold:g}",
-    "k1",
-    "k3",
-    "outside [0.9, 1.1]",
-    "max |d|",
-)
+    "learner", "rollout", "max Δp", "mean Δp", "> 0.5", "> {threshold:g}", "k1", "k3", "outside [0.9, 1.1]", "max |d|",
+)  # fmt: skip
 SWITCH_TITLES = {
     "repeat": "noise level: scored twice, nothing switched",
     "packing": "packing: every sequence alone, not packed",
@@ -187,26 +178,16 @@ def _setting(result: Row) -> str:
 
 
 def _length_table(pairs: Sequence[Row]) -> str:
-    titles = [
-        "learner",
-        "rollout",
-        "short",
-        "short together",
-        "long",
-        "long, first part",
-        "long − together",
-        "mean, short",
-        "mean, long",
-    ]
-    columns = (
-        "short_max",
-        "short_together_max",
-        "long_max",
-        "long_first_max",
-        "long_over_short",
-        "short_mean",
-        "long_mean",
-    )
+    columns = {
+        "short_max": "short",
+        "short_together_max": "short together",
+        "long_max": "long",
+        "long_first_max": "long, first part",
+        "long_over_short": "long − together",
+        "short_mean": "mean, short",
+        "long_mean": "mean, long",
+    }
+    titles = ["learner", "rollout", *columns.values()]
     rows = [
         [p["learner"], p["rollout"], *(with_error(p["equal_tokens"], name) for name in columns)]
         for p in pairs
@@ -222,14 +203,8 @@ def _length_table(pairs: Sequence[Row]) -> str:
 
 
 CAUSE_TITLES = (
-    "cause",
-    "side",
-    "moves p by (mean)",
-    "(max of a response)",
-    "(greatest)",
-    "max gap changes by",
-    "mean gap changes by",
-)
+    "cause", "side", "moves p by (mean)", "(max of a response)", "(greatest)", "max gap changes by", "mean gap changes by",
+)  # fmt: skip
 
 
 def cause_cells(row: Row) -> list[str]:

@@ -132,10 +132,4 @@ def of_logprobs(
 
 def of_parameters(engine: "MegatronEngine", *, temperature: float) -> Gradient:
     """d loss / d parameters [P] of a model in this process alone, by its own forward and backward passes."""
-
-    def gradient(
-        microbatches: Sequence[PackedBatch], current: Sequence[Tensor], loss: Loss
-    ) -> tuple[Tensor, list[LossOutput]]:
-        return engine.gradient(microbatches, loss, temperature=temperature)
-
-    return gradient
+    return lambda microbatches, current, loss: engine.gradient(microbatches, loss, temperature=temperature)

@@ -125,19 +125,16 @@ def _own_share(shares: Sequence[Share], share_of: Callable[[int], int]) -> Share
 
 def _short(config: RunConfig) -> RunConfig:
     """The run for one step of one minibatch, without what the step does not take part in."""
+    old = "always" if config.scores_old else config.learner.old_logprobs
     return config.model_copy(
         update={
             "steps": 1,
-            "learner": config.learner.model_copy(update={"minibatches": 1, "old_logprobs": _old(config)}),
+            "learner": config.learner.model_copy(update={"minibatches": 1, "old_logprobs": old}),
             "checkpoint": config.checkpoint.model_copy(update={"every": 0}),
             "evaluation": config.evaluation.model_copy(update={"every": 0, "at_ends": False}),
             "tracking": config.tracking.model_copy(update={"sample_groups": 0}),
         }
     )
-
-
-def _old(config: RunConfig) -> str:
-    return "always" if config.scores_old else config.learner.old_logprobs
 
 
 def name_parts(memory: Memory, learner: Learner) -> None:

@@ -35,14 +35,6 @@ class _Rule:
             known(metric)
 
 
-def _near_one(ratio: float, tolerance: float) -> bool:
-    return abs(ratio - 1) <= tolerance
-
-
-def _within(estimate: float, level: float) -> bool:
-    return abs(estimate) <= level
-
-
 _RULES = (
     _Rule(
         name="kept_min",
@@ -57,7 +49,7 @@ _RULES = (
     _Rule(
         name="first_ratio_tolerance",
         metrics=("policy/first_ratio_max", "policy/first_ratio_min"),
-        healthy=_near_one,
+        healthy=lambda ratio, tolerance: abs(ratio - 1) <= tolerance,
         wrong="current differs from old on the first minibatch, before any weight has changed",
         cause="the recompute and the update do not run the same computation: other micro-batches, dropout, nondeterministic or other "
         "kernels, or MoE routing that is not replayed",
@@ -95,7 +87,7 @@ _RULES = (
     _Rule(
         name="kl_max",
         metrics=("mismatch/k1", "mismatch/k3"),
-        healthy=_within,
+        healthy=lambda estimate, level: abs(estimate) <= level,
         wrong="the two engines are different policies: KL(rollout || train) per token is far above numerical noise",
         cause="samples that are many versions old, weights that did not arrive whole, another temperature or sampling mask, or a rollout "
         "in int8 or fp8",

@@ -72,15 +72,23 @@ def store_file(run_dir: Path) -> Path:
 def file_system_of(folder: Path) -> str:
     """Type of the folder's file system as the kernel names it (ext4, nfs4); "" if unknown."""
     try:
-        handle = os.open(folder, os.O_PATH)
-        try:
-            mount = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
-        finally:
-            os.close(handle)
-        line = mount and re.search(rf"^{mount[1]} .* - (\S+)", Path("/proc/self/mountinfo").read_text(), re.M)
+        _, mount = mount_of(folder)
     except OSError:
         return ""
-    return line[1] if line else ""
+    kind = re.search(r" - (\S+)", mount)
+    return kind[1] if kind else ""
+
+
+def mount_of(path: Path) -> tuple[int, str]:
+    """(inode, the kernel's line of the mount that the file is on, "" if unknown). Raises OSError."""
+    handle = os.open(path, os.O_PATH)
+    try:
+        inode = os.fstat(handle).st_ino
+        number = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
+    finally:
+        os.close(handle)
+    line = number and re.search(rf"^{number[1]} .*", Path("/proc/self/mountinfo").read_text(), re.M)
+    return inode, line[0] if line else ""
 
 
 def mlflow_name(name: str) -> str:

@@ -14,7 +14,8 @@ GIT_TIMEOUT_S = 20.0
 
 def provenance(root: Path = ROOT) -> dict[str, str]:
     """Tags for MLflow, which shows the first of them as the run's version. Waits for git."""
-    return {**_commit_tags(root), **_version_tags()}
+    versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
+    return _commit_tags(root) | {f"tandem.version.{name}": version for name, version in versions.items()}
 
 
 def _commit_tags(root: Path) -> dict[str, str]:
@@ -38,11 +39,6 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
-
-
-def _version_tags() -> dict[str, str]:
-    versions = {"python": platform.python_version(), **installed_versions(PACKAGES)}
-    return {f"tandem.version.{name}": version for name, version in versions.items()}
 
 
 def installed_versions(packages: Iterable[str]) -> dict[str, str]:

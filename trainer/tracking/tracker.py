@@ -13,7 +13,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -23,12 +23,13 @@ from trainer.batch.files import write_whole
 from trainer.metric_names import find_entry, known
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
-from trainer.tracking.mlflow_thread import Artifact, Item, MlflowThread, Params, Row, Status
+from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Params, Row, Status
 
 log = logging.getLogger(__name__)
 
 CLOSE_DEADLINE_S = 30.0
 HEADER_EVERY = 20
+ALARM = "bold red"
 BLOCK_BYTES = 1 << 16
 _PACE_STEPS = 20
 _RESERVED = ("step", "elapsed_s")
@@ -188,22 +189,17 @@ class _Console:
 
     def step(self, step: int, metrics: Mapping[str, float | None], left_s: float | None) -> None:
         if self._num_rows % HEADER_EVERY == 0:
-            self._line(header(self._num_steps, self._columns), style="bold")
+            self.line(header(self._num_steps, self._columns), style="bold")
         self._num_rows += 1
         line = row(step, self._num_steps, metrics, left_s, self._columns)
-        self._line(line, style="green" if metrics.get("eval/accuracy") is not None else None)
-
-    def say(self, text: str) -> None:
-        self._line(text, style=None)
+        self.line(line, style="green" if metrics.get("eval/accuracy") is not None else None)
 
     def note(self, text: str) -> None:
+        """Into console.log alone."""
         self._file.write(f"{text}\n")
         self._file.flush()
 
-    def alarm(self, text: str) -> None:
-        self._line(text, style="bold red")
-
-    def _line(self, text: str, style: str | None) -> None:
+    def line(self, text: str, style: str | None = None) -> None:
         self.note(text)
         if not sys.stdout.isatty():
             print(text, flush=True)
@@ -257,7 +253,9 @@ class Tracker:
         tags = {"tandem.run_dir": str(run_dir.resolve())}
         if resumed_from_step is not None:
             tags["tandem.resumed_from_step"] = str(resumed_from_step)
-        self._mlflow = MlflowThread(config, run_dir, list(_first_items(config, run_dir, kept)), tags)
+        settings = Params(flatten(config.model_dump(mode="json")))
+        first = [settings, Artifact(run_dir / "config.yaml"), *map(_row_of, kept)]
+        self._mlflow = MlflowThread(config, run_dir, first, tags)
         self._mlflow.start()
 
     def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
@@ -300,19 +298,19 @@ class Tracker:
         self._console.step(step, values, self._left_s(step, now, values.get("time/step")))
         for alarm in alarms:
             if alarm.name not in self._alarming:
-                self._console.alarm(f"  ! step {step}: {alarm.message}")
+                self._console.line(f"  ! step {step}: {alarm.message}", style=ALARM)
         self._alarming = {alarm.name for alarm in alarms}
         self._last_step = step
 
     def say(self, text: str) -> None:
         """Print a line that is no step on the console and to console.log."""
-        self._console.say(text)
+        self._console.line(text)
 
     def warn_once(self, about: str, text: str) -> None:
         """Print a warning like an alarm, once for each ``about``."""
         if about not in self._warned:
             self._warned.add(about)
-            self._console.alarm(f"  ! {text}")
+            self._console.line(f"  ! {text}", style=ALARM)
 
     def note(self, text: str) -> None:
         """Write a line to console.log alone; the console has it already."""
@@ -368,12 +366,6 @@ class Tracker:
 def _row_of(line: Mapping[str, Any]) -> Row:
     metrics = {name: value for name, value in line.items() if name not in _RESERVED and value is not None}
     return Row(line["step"], time.time_ns() // 1_000_000, metrics)
-
-
-def _first_items(config: RunConfig, run_dir: Path, history: Iterable[Mapping[str, Any]]) -> Iterator[Item]:
-    yield Params(flatten(config.model_dump(mode="json")))
-    yield Artifact(run_dir / "config.yaml")
-    yield from map(_row_of, history)
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

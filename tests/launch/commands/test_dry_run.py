@@ -186,7 +186,7 @@ def test_a_finished_run_is_told_of_and_begun_no_more(stopped, monkeypatch, capsy
     stopped.summary.write_text('{"steps": 7}')
     told = f"{stopped.path} is finished, with steps=7; for more: `tandem resume {stopped.path} steps=N`"
     before = sorted(stopped.path.rglob("*"))
-    assert training.train(stopped.config, [f"resume={stopped.path}", "steps=7"]) == stopped
+    assert training.train(stopped.config, [f"resume={stopped.path}", "steps=7"]).path == stopped.path
     assert capsys.readouterr().out == f"{told}\n"
     training.resume(stopped.path, ["steps=7"], dry_run=True)
     assert capsys.readouterr().out == f"# {told}\n" and sorted(stopped.path.rglob("*")) == before

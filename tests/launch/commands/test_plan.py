@@ -11,7 +11,6 @@ import yaml
 from configs.loader import load_config
 from configs.reading.hardware import FOLDER, hardware_names, read_hardware
 from configs.schema import RunConfig
-from launch.commands.plan import PlanOptions
 from launch.commands.plan_page import at_its_peak, lanes
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.decoding import Lengths
@@ -111,6 +110,7 @@ def test_a_description_of_ones_own_is_taken(config):
         (["--gpu", "h100", "--response-spread", "-1"], ["--response-spread"]),
         (["--gpu", "h100", "--report", "page.txt"], ["--report", "page.txt", ".html"]),
         (["--gpu-memory", "80", "--report", "page.html"], ["--report", "add --gpu (a100, cpu, h100, h200"]),
+        (["--gpu-memory", "80", "--prompt-tokens", "1", "--report", "page.html"], ["--prompt-tokens", "add --gpu"]),
         (["--gpu-memory", "80", "--response-tokens", "9"], ["--response-tokens", "add --gpu"]),
         (["--gpu", "a100", "rollout.quantization=fp8"], ["rollout.quantization=fp8", "peak_tflops.fp8"]),
     ],
@@ -205,10 +205,3 @@ def test_the_bars_of_memory_sum_to_the_plans_total(config):
         for stage in range(each.learner.pp):
             held = learner_memory(architecture, each.learner, work_of(loaded, "cuda"), stage)
             assert sum(at_its_peak(held).values()) == held.total
-
-
-def test_options_that_need_a_description_are_those_of_the_estimate():
-    assert [*PlanOptions(num_gpus=8, prompt_tokens=1, report=Path("x.html")).of_time()] == [
-        "--prompt-tokens",
-        "--report",
-    ]

@@ -13,7 +13,7 @@ import pytest
 
 from launch.checks.config import BadInput
 from launch.commands import train as training
-from launch.commands.status import _kernel_name_of, brief_state, is_held, lock_holders, log_files, status
+from launch.commands.status import _kernel_name_of, brief_state, holders_of, lock_holders, log_files, status
 from launch.processes.going_on import way_on
 from launch.processes.run_folder import RunFolder
 from launch.processes.stopping import Stopped
@@ -125,15 +125,15 @@ def test_a_lock_of_another_file_system_is_not_this_runs(folder, tmp_path):
     lock, table = folder.path / "roles" / "lock", tmp_path / "locks"
     folder.claim()
     inode = lock.stat().st_ino
-    assert is_held(lock)
+    assert holders_of(lock)
     table.write_text(
         f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: POSIX  ADVISORY  WRITE 1{_kernel_name_of(lock)}0 EOF\n"
     )
-    assert not is_held(lock, table)
+    assert not holders_of(lock, table)
     table.write_text(
         f"1: FLOCK  ADVISORY  WRITE 1 ff:ff:{inode} 0 EOF\n2: FLOCK  ADVISORY  WRITE 1{_kernel_name_of(lock)}0 EOF\n"
     )
-    assert is_held(lock, table)
+    assert holders_of(lock, table)
 
 
 def test_a_stop_that_was_asked_for_is_seen_before_and_after_it_is_honoured(folder):

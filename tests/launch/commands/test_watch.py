@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from launch.commands import status as looks
@@ -160,6 +160,7 @@ def test_ctrl_c_ends_the_view_with_zero_and_gives_the_screen_back(run):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 60))
+@example([0.0, 5e-324], 2)  # of which a scale would be infinite
 def test_a_sparkline_keeps_order_and_width(values, width):
     line = sparkline(values, width)
     assert len(line) == min(len(values), width) and set(line) <= set(BARS)

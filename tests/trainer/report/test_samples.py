@@ -78,11 +78,11 @@ def test_many_and_long_samples_are_cut(tmp_path, monkeypatch):
 def test_a_fork_shows_what_it_began_with(tmp_path, monkeypatch):
     write(tmp_path, 1, make_sample(), make_sample(branch=1), make_sample(b"zycdefgh", branch=2))
     shown = shown_samples(tmp_path, Path("gone"))
-    (group,) = shown.steps[0].groups
-    assert [sample.title.partition(":")[0] for sample in group.samples] == [
+    (group,) = shown.steps[0]["groups"]
+    assert [sample["title"].partition(":")[0] for sample in group["samples"]] == [
         "Sibling 0", "Sibling 0, sequence 2", "Sibling 0, sequence 3"
     ]  # fmt: skip
-    assert [sample.parts[0].title.partition(",")[0] for sample in group.samples] == [
+    assert [sample["parts"][0]["title"].partition(",")[0] for sample in group["samples"]] == [
         "turn 1", "turn 1", "prompt"
     ]  # fmt: skip
 
@@ -103,4 +103,4 @@ def test_the_models_own_tokenizer_makes_the_text(tmp_path):
     write(tmp_path, 1, make_sample(bytes(ids)))
     config = make_config(model={"path": str(tmp_path / "model")})
     shown = shown_samples(tmp_path, config.model.path)
-    assert shown.notes == [] and len(shown.steps[0].groups[0].prompt) == 2
+    assert shown.notes == [] and len(shown.steps[0]["groups"][0]["prompt"]) == 2

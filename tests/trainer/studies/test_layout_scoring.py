@@ -60,7 +60,7 @@ def switched(config):
     scorer, sampled = scorer_of(config), random_samples()
     return (
         scorer.score("baseline", sampled),
-        score_under_switches(config, scorer, sampled, lambda line: None),
+        score_under_switches(scorer, sampled),
         scorer,
     )
 
@@ -92,7 +92,7 @@ def test_the_rounded_quotient_is_the_one_of_plain_tensors(folder):
         folder, model={"path": str(folder), "dtype": "bfloat16"}, learner={"token_budget": 1000}
     )
     sampled, scorer = random_samples(1), scorer_of(config)
-    found, _ = score_under_switches(config, scorer, sampled, lambda line: None)["temperature_in_model_dtype"]
+    found, _ = score_under_switches(scorer, sampled)["temperature_in_model_dtype"]
     ids = torch.tensor(sampled.sequences()[0])
     (model,) = scorer.engine.chunks
     with torch.no_grad():
@@ -128,7 +128,7 @@ def test_routing_is_switched_between_the_servers_experts_and_the_learners_own(tm
     for routing in ("own", "rollout"):
         config = run_config(folder, learner=learner | {"routing": routing})
         scorer = scorer_of(config)
-        answers = score_under_switches(config, scorer, sampled, lambda line: None)
+        answers = score_under_switches(scorer, sampled)
         found[routing] = scorer.score("baseline", sampled), answers["routing"][0], answers["repeat"][0]
         # One sequence alone: its experts are its own.
         alone = scorer.score("alone", sampled, scorer.alone(sampled))
@@ -139,5 +139,5 @@ def test_routing_is_switched_between_the_servers_experts_and_the_learners_own(tm
     assert torch.equal(repeated, replayed)
     assert (own - replayed).abs().max() > 0.1, "random experts"
     torch.testing.assert_close(own, by_transformers(folder, sampled, 0.7), atol=2e-5, rtol=0)
-    reason = score_under_switches(config, scorer, plain, lambda line: None)["routing"]
+    reason = score_under_switches(scorer, plain)["routing"]
     assert reason == (None, "the server gave no experts, or not those that a token was sampled with")

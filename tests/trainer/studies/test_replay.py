@@ -132,7 +132,7 @@ def test_a_file_that_is_no_batch_is_one_clear_error(tmp_path):
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 def test_a_full_disk_is_an_error_that_says_what_to_do_and_leaves_nothing(tmp_path):
     path = tmp_path / "step_000003.safetensors"
-    path.with_suffix(".partial").symlink_to("/dev/full")
+    path.with_name(f".{path.name}.{os.getpid()}").symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"cannot be recorded .*No space left.*record_batches=none"):
         write_batch(path, recorded())
     assert list(tmp_path.iterdir()) == []
