@@ -42,6 +42,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -105,6 +106,7 @@ class SyncResult:
     """Servers that have the weights now."""
 
 
+T = TypeVar("T")
 Lives = Callable[[], Mapping[str, int]]
 
 
@@ -130,8 +132,8 @@ class WeightSync:
         weights that sampled them. are_aligned: both engines give a token the same bits (``model.numerics``).
         address: where the servers reach this rank's host, if it is a sender.
         turns: None where the servers have devices of their own. key: the run's, which the servers check.
-        lives: the address of each server that can be sent weights, with the number of its life; asked on all ranks first,
-        then on rank 0 alone; it raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
+        lives: the address of each server that can be sent weights, with the number of its life; asked on rank 0 alone. It
+        raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
         stay the same until the run ends. stop_requested: the reason to stop, or None; heeded while servers start."""
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
@@ -159,8 +161,26 @@ class WeightSync:
         self._buffers = Buffers(device().type)
         self._launch, self._address, self._key = launch, address, key
         self._lives, self._stop_reason = lives, stop_requested
-        self._served = dict(lives()) if lives is not None else {}
-        self._connect()
+        self._served: dict[str, int] = {}
+        if lives is not None and control is not None:
+            # A server that has ended since it was ready has life 0, in which nobody finds it.
+            self._served = dict.fromkeys(control.urls, 0) | dict(lives())
+        self._is_connected = False
+        try:
+            self._connect_all()
+        except RolloutError:
+            if lives is None:
+                raise  # else ``take_over`` tries again, with the servers that there are by then
+
+    def _connect_all(self) -> None:
+        """``_connect``, and its failures, which all ranks hear of."""
+        failure = None
+        try:
+            self._connect()
+        except RolloutError as error:
+            failure = error
+        failures = from_all_ranks(failure, self._learner.groups.pp_group)
+        on_first_rank(lambda: _raise_first(failures))
         self._is_connected = True
 
     def _connect(self) -> None:
@@ -214,26 +234,18 @@ class WeightSync:
         shared_s = SHARED_FOLDER_S if self._launch.nodes is not None else 0.0
         return self._have_servers_changed(within_s=LOST_SERVER_S + shared_s)
 
-    def _follow_servers(self) -> bool:
+    def _follow_servers(self) -> None:
         """Where servers have ended or come back, make the transfer groups anew with those that there are; all ranks
-        together. Returns whether they did."""
-        is_needed = self._have_servers_changed() or not self._is_connected
-        if is_needed:
+        together."""
+        if self._have_servers_changed() or not self._is_connected:
             assert self._lives is not None
             self._is_connected = False
             if self._sender is not None:
                 self._sender.abandon()
                 self._sender = None
             on_first_rank(partial(self._meet_others, self._lives))
-            failure = None
-            try:
-                self._connect()
-            except RolloutError as error:  # all ranks must hear of it
-                failure = error
-            failures = from_all_ranks(failure, self._learner.groups.pp_group)
-            on_first_rank(lambda: _raise_first(failures))
-            self._has_met_servers, self._is_connected = False, True
-        return is_needed
+            self._has_met_servers = False
+            self._connect_all()
 
     def _look_for_change(self, lives: Lives, patience_s: float) -> bool:
         deadline = time.monotonic() + patience_s
@@ -249,6 +261,7 @@ class WeightSync:
         self._served = dict(lives())
         if not self._served:
             raise WeightSyncError(f"all servers have ended, and none was ready again after {start_s:.0f} s")
+        self._servers.close()  # where no sender has it, since it could not take them over
         self._control = self._control_of(list(self._served))
         self._control.take_over()  # those that were there before may be in the middle of an update
 
@@ -281,11 +294,16 @@ class WeightSync:
         Sends the current weights if ``sends``, if an update broke off, or if the servers hold another version.
         Until the weights are verified the servers stay paused: half an update never serves.
         """
-        self._meet_servers()
-        if answer_of_first_rank(self._finds_other_weights) or sends:
-            self.restore()
-        else:
-            on_first_rank(lambda: self._servers.resume())
+
+        def look_and_send() -> None:
+            self._follow_servers()
+            self._meet_servers()
+            if answer_of_first_rank(self._finds_other_weights) or sends:
+                self._send_to_all(self._learner.version)
+            else:
+                on_first_rank(lambda: self._servers.resume())
+
+        self._again_where_servers_change(look_and_send)
 
     def _finds_other_weights(self) -> bool:
         return self._servers.take_over() or set(self._servers.versions()) != {self._learner.version}
@@ -297,10 +315,17 @@ class WeightSync:
         self._has_met_servers = True
 
     def _send(self, version: int) -> SyncResult:
+        def send() -> SyncResult:
+            self._follow_servers()
+            return self._send_to_all(version)
+
+        return self._again_where_servers_change(send)
+
+    def _again_where_servers_change(self, work: Callable[[], T]) -> T:
+        """The result of ``work``, which is done anew where it fails and servers have ended or come back."""
         while True:
             try:
-                self._follow_servers()
-                return self._send_to_all(version)
+                return work()
             except RolloutError:
                 if not self._changes_after_failure():
                     raise
@@ -413,17 +438,15 @@ class WeightSync:
                     f"farthest token is {farthest(name)}"
                 )
 
-    def prove_last(self) -> None:
-        """``probe`` the last update, which no sample has used. Servers that have ended since get the weights again."""
-        while True:
-            try:
-                if self._have_servers_changed():
-                    self.restore()
-                self.probe(self._rollout.temperature)
-                return
-            except RolloutError:
-                if not self._changes_after_failure():
-                    raise
+    def prove(self, temperature: float) -> float:
+        """``probe`` weights that no sample has used yet. Servers that have ended since their update get them again."""
+
+        def restore_and_probe() -> float:
+            if self._have_servers_changed():
+                self.restore()
+            return self.probe(temperature)
+
+        return self._again_where_servers_change(restore_and_probe)
 
     def close(self) -> None:
         """Leave the transfer groups. Servers that have ended meanwhile need not be told."""

@@ -61,7 +61,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
                 started = time.perf_counter()
                 evaluate_before(run)
                 train(run)
-                run.weight_sync.prove_last()
+                run.weight_sync.prove(config.rollout.temperature)
                 run.turns.learners()
                 doing("export")
             trained = time.perf_counter()
@@ -177,7 +177,7 @@ def compare_engines(run: "Run") -> None:
     hold the weights of the start."""
     sends = run.first_step > 1 or run.config.rollout.precision is not None or run.turns.are_shared
     run.weight_sync.take_over(sends=sends)
-    gap = run.weight_sync.probe(START_PROBE_TEMPERATURE)
+    gap = run.weight_sync.prove(START_PROBE_TEMPERATURE)
     if run.tracker is not None:
         probe = f"a probe prompt, sampled at its own temperature of {START_PROBE_TEMPERATURE}"
         text = f"log-probs of {probe}, differ by {gap:.1e} nats at most"

@@ -54,6 +54,7 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
         return wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
 
     def announce(address: str) -> None:
+        cancel_at_sigterm()  # not before: the start waits for servers outside of the event loop, which would not hear it
         folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
 
     try:
@@ -65,6 +66,20 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
         asyncio.run(role)
     finally:
         folder.withdraw("sample")
+
+
+def cancel_at_sigterm() -> None:
+    """Have SIGTERM cancel the running task, for a role's main task: episodes under way have folders of their own, which
+    are removed as they end. A second one ends this process at once, and where it is ignored it stays so."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        loop.remove_signal_handler(signal.SIGTERM)
+        task.cancel()
+
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGTERM, cancel)
 
 
 def experts_to_replay(config: RunConfig) -> Experts | None:

@@ -409,7 +409,7 @@ def test_a_single_server_that_is_started_again_is_waited_for_and_gets_the_weight
             raise ControlError("it is gone")
 
         monkeypatch.setattr(second, "probe", probe)
-        sync.prove_last()
+        sync.prove(TEMPERATURE)
         assert third.versions() == [1] and third.calls[-1] == "probe"
     finally:
         second.close()
@@ -460,6 +460,38 @@ def test_groups_that_could_not_be_made_are_made_with_those_that_are_left(make_sy
     finally:
         left.close()
         second.close()
+
+
+@pytest.mark.parametrize("ended", ["before the learner looks", "while they join", "before the probe"])
+def test_a_run_begins_with_the_servers_that_are_left_of_those_that_were_ready(
+    make_sync, learner, folder, monkeypatch, ended
+):
+    lives = {"replica 0": 1, "replica 1": 1}
+    left = FakeControl(folder, 1)
+    monkeypatch.setattr(WeightSync, "_control_of", lambda sync, urls: left)
+
+    def end(*arguments, **named):
+        del lives["replica 1"]
+        raise ControlError("connection refused")
+
+    if ended == "before the learner looks":
+        del lives["replica 1"]
+    join = end if ended == "while they join" else Replica.join
+    sync, control = make_sync(
+        2,
+        prepare=lambda replica: setattr(replica, "join", partial(join, replica)),
+        lives=lambda: dict(lives),
+        weight_transfer="broadcast",
+    )
+    if ended == "before the probe":
+        monkeypatch.setattr(control, "probe", end)
+    try:
+        sync.take_over(sends=True)
+        assert sync.prove(TEMPERATURE) < 1e-4
+        assert left.calls[0] == "take_over" and {"resume", "probe"} <= {*left.calls}
+        assert sync.publish().servers == 1 and left.versions() == [1]
+    finally:
+        left.close()
 
 
 def test_servers_that_never_come_back_end_the_update(make_sync, monkeypatch):
