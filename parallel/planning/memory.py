@@ -19,7 +19,7 @@ from configs.schema.learner import LoraConfig
 from configs.schema.rollout import Quantization
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import Architecture, padded_vocab_size
+from parallel.planning.architecture import ROTATED_IN_FLOAT32, Architecture, padded_vocab_size
 
 GIB = 2**30
 Device = Literal["cpu", "cuda"]
@@ -272,15 +272,16 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
 
     Each pass keeps its chunk's layers, under recompute only the input of each, b H a token; one layer at a
     time is then computed again and kept whole. All stages keep the rotary tables, b a token for each rotated number of a
-    head. The last stage
-    keeps the final norm and its output, the input of the log-probs, until layers are computed again.
+    head, or 4 where GPUs rotate in float32. The last stage keeps the final norm and its output, the input of the log-probs,
+    until layers are computed again.
     """
     layers = stage_layers(architecture, layout, stage)
     passes = in_flight(layout, stage, work.num_microbatches)
     whole = _whole_layers(architecture, layout, work, stage)
     rows, tokens = row_counts(layout, work.token_budget)
     per_chunk = len(layers) // layout.vpp
-    tables = passes * tokens * architecture.rotary_size * work.dtype_bytes
+    in_float32 = work.device == "cuda" and architecture.head_dim in ROTATED_IN_FLOAT32
+    tables = passes * tokens * architecture.rotary_size * (4 if in_float32 else work.dtype_bytes)
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
     end = _end_bytes(architecture, layout, work) if stage == layout.pp - 1 else 0
     if work.recompute == "full":
