@@ -11,6 +11,7 @@ torch's (``tests/parallel/planning/test_memory.py``); CUDA's follow from the sam
 that the CUDA kernels save.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -497,9 +498,7 @@ def rollout_memory(
     """Memory of a server's rank: weights and cache share ``static_share`` of the GPU, SGLang's
     --mem-fraction-static.
 
-    By default SGLang 0.5.23 leaves room for the activations of a prefill, 1.5 MiB for each of
-    (on 80 GiB) 8192 tokens, and t / 8 GiB for communication: 12.5 GiB + t / 8 GiB. Its tables for smaller
-    GPUs and its CUDA graphs are simplified to: no more than 15 % of the GPU, beside the t / 8 GiB.
+    By default SGLang 0.5.23 leaves ``left_by_sglang``.
     Weights: all matrices over t, norms and router whole, key/value heads copied if there are fewer than
     ranks. A token of the cache: a key and a value per layer, 2 L max(1, K / t) D numbers of the server's
     dtype. FP8 (of dense models): the layers' matrices have 1 byte a number and 4 an output channel; while it
@@ -523,14 +522,34 @@ def rollout_memory(
     if quantization == "fp8":
         channels = a.num_layers * (heads + 2 * a.hidden_size + 2 * a.intermediate_size // t)
         weights = matrices + 4 * channels + others * b
-    by_default = min(12.5 * GIB, 0.15 * gpu_bytes) + t / 8 * GIB
-    reserved = int(by_default if static_share is None else (1 - static_share) * gpu_bytes)
+    reserved = left_by_sglang(gpu_bytes, t) if static_share is None else int((1 - static_share) * gpu_bytes)
     return RolloutMemory(
         weights=weights,
         reserved=reserved,
         kv_cache=max(0, gpu_bytes - reserved - weights),
         kv_bytes_per_token=2 * a.num_layers * kv_heads * a.head_dim * b,
     )
+
+
+def left_by_sglang(gpu_bytes: int, tensor_parallel: int) -> int:
+    """Bytes of a GPU that SGLang 0.5.23 leaves beside weights and cache (``handle_gpu_memory_settings``): MiB of 512, 1.5 for
+    each token of the largest prefill, 128 a rank, 2 for each response of the largest CUDA graph of decoding, and 8 for each
+    of prefill. Both largest ones depend on the memory, the second on the ranks too."""
+    size = gpu_bytes / 2**20
+    prefill, responses = next(
+        settings
+        for limit, *settings in (
+            (20 * 1024, 2048, (8, 8)),
+            (35 * 1024, 4096, (48, 160)),
+            (60 * 1024, 4096, (32, 160)),
+            (160 * 1024, 8192, (256, 512)),
+            (math.inf, 16384, (512, 512)),
+        )
+        if size < limit
+    )
+    graphs = 50 + (prefill - 4096) // (512 if prefill > 4096 else 256)
+    left = 512 + 1.5 * prefill + 128 * tensor_parallel + 2 * responses[tensor_parallel >= 4] + 8 * graphs
+    return int(max(left, 10 * 1024 if size > 60 * 1024 else 0) * 2**20)
 
 
 def describe(memory: LearnerMemory) -> str:
