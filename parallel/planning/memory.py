@@ -11,7 +11,6 @@ torch's (``tests/parallel/planning/test_memory.py``); CUDA's follow from the sam
 that the CUDA kernels save.
 """
 
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -535,20 +534,17 @@ def left_by_sglang(gpu_bytes: int, tensor_parallel: int) -> int:
     """Bytes of a GPU that SGLang 0.5.23 leaves beside weights and cache (``handle_gpu_memory_settings``): MiB of 512, 1.5 for
     each token of the largest prefill, 128 a rank, 2 for each response of the largest CUDA graph of decoding, and 8 for each
     of prefill. Both largest ones depend on the memory, the second on the ranks too."""
-    size = gpu_bytes / 2**20
-    prefill, responses = next(
-        settings
-        for limit, *settings in (
-            (20 * 1024, 2048, (8, 8)),
-            (35 * 1024, 4096, (48, 160)),
-            (60 * 1024, 4096, (32, 160)),
-            (160 * 1024, 8192, (256, 512)),
-            (math.inf, 16384, (512, 512)),
-        )
-        if size < limit
-    )
+    size, has_many_ranks = gpu_bytes / 2**20, tensor_parallel >= 4
+    if size < 20 * 1024:
+        prefill, responses = 2048, 8
+    elif size < 60 * 1024:
+        prefill, responses = 4096, 160 if has_many_ranks else 48 if size < 35 * 1024 else 32
+    elif size < 160 * 1024:
+        prefill, responses = 8192, 512 if has_many_ranks else 256
+    else:
+        prefill, responses = 16384, 512
     graphs = 50 + (prefill - 4096) // (512 if prefill > 4096 else 256)
-    left = 512 + 1.5 * prefill + 128 * tensor_parallel + 2 * responses[tensor_parallel >= 4] + 8 * graphs
+    left = 512 + 1.5 * prefill + 128 * tensor_parallel + 2 * responses + 8 * graphs
     return int(max(left, 10 * 1024 if size > 60 * 1024 else 0) * 2**20)
 
 
