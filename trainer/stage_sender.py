@@ -86,9 +86,14 @@ class StageSender:
         """
         answers = Answers([] if opening is None else [opening])
         answers.raise_if_failed()
-        if self._in_one_request:
-            return self._send_in_one_request(buckets, plan, version, answers)
-        return self._send_by_requests(buckets, version, answers)
+        try:
+            if self._in_one_request:
+                return self._send_in_one_request(buckets, plan, version, answers)
+            return self._send_by_requests(buckets, version, answers)
+        except BaseException:
+            if self._broadcaster is not None and self._broadcaster.is_sending:
+                self._broadcaster.abort()
+            raise
 
     def _send_in_one_request(
         self, buckets: Iterable[Bucket], plan: TransferPlan, version: int | None, answers: "Answers"
@@ -152,9 +157,11 @@ class StageSender:
         return sent
 
     def leave(self) -> None:
-        """Destroy the transfer group, if there is one, on both sides."""
-        self._control.leave_group()
+        """Destroy the transfer group, if there is one, on both sides at once: NCCL's ranks of one node wait for each other
+        there."""
+        leaving = self._control.leave_group()
         self._close_group()
+        leaving.wait()
 
     def _close_group(self) -> None:
         if self._broadcaster is not None:
@@ -163,9 +170,11 @@ class StageSender:
     def abandon(self) -> None:
         """Leave a group of which a server is gone. The others may still wait in a broadcast, which fails once this
         end of it is closed."""
+        if self._broadcaster is not None:
+            self._broadcaster.abort()
         self._close_group()
         with suppress(RolloutError):
-            self._control.leave_group()
+            self._control.leave_group().wait()
         self._control.close()
 
     def close(self) -> None:

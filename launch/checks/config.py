@@ -40,6 +40,7 @@ from parallel.planning.layout import (
 from parallel.planning.planner import static_share
 from rollout.sampling.prompt_room import prompt_room, sequence_limits
 from rollout.servers.command import (
+    check_dtype_is_served,
     check_flags_exist,
     check_has_kernels,
     check_numerics_device,
@@ -471,6 +472,8 @@ def _check_devices(
     if isinstance(config, RunConfig) and "serve" in runs:
         has_kernels = partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda")
         yield from finding_of("rollout.quantization", has_kernels)
+        is_served = partial(check_dtype_is_served, config.rollout, cuda=device.kind == "cuda")
+        yield from finding_of("rollout.dtype", is_served)
         on_cpu = partial(check_numerics_device, config.model, cuda=device.kind == "cuda")
         yield from finding_of("model.numerics", on_cpu)
         if "learn" not in runs:

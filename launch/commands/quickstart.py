@@ -6,6 +6,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
+from launch.checks.device_memory import gpus_here
 from launch.commands.results import report
 from launch.commands.train import evaluate, sft, train
 from launch.processes import run_folder
@@ -27,6 +28,13 @@ STUDY_CORRECTIONS = {"clipped-against-rollout": "ppo_is", "corrected": "decouple
 ones by no more than runs of one setting do."""
 
 
+def settings_of_machine() -> list[str]:
+    """Of the runs here. On GPUs SGLang's attention takes no float32, and learner ranks take one each."""
+    gpus = gpus_here()
+    alone = ["layout.dp=1"] if gpus == 1 else []
+    return ["model.dtype=bfloat16", "rollout.dtype=bfloat16", *alone] if gpus else []
+
+
 def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool = False) -> None:
     """Writes runs into ``runs/``, and the models in between into ``runs/quickstart-DATE-TIME``."""
     from rollout.tiny_model import make_tiny_countdown_model
@@ -46,14 +54,20 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
     text = "warm start: supervised training on generated Countdown solutions, 40 % wrong on purpose"
     _announce(2, parts, f"{text}; about {duration(WARM_START_S)}")
     began = time.perf_counter()
-    sft(CONFIGS / "countdown_tiny_sft.yaml", [f"model.path={initial}", f"output={warm}", f"seed={seed}"])
+    here = settings_of_machine()
+    layout = [setting for setting in here if setting.startswith("layout.")]
+    sft(
+        CONFIGS / "countdown_tiny_sft.yaml",
+        [f"model.path={initial}", f"output={warm}", f"seed={seed}", *layout],
+    )
     seconds["warm_start"] = time.perf_counter() - began
 
     left = duration(rl_s * seconds["warm_start"] / WARM_START_S)  # corrected by the pace of the warm start
     text = f"RL: {steps} GRPO steps, SGLang samples, Megatron-Core learns; held-out accuracy before and after"
     _announce(3, parts, f"{text}; about {left}")
     began = time.perf_counter()
-    folder = train(CONFIGS / "countdown_tiny.yaml", [f"model.path={warm}", f"seed={seed}", f"steps={steps}"])
+    settings = [f"model.path={warm}", f"seed={seed}", f"steps={steps}"]
+    folder = train(CONFIGS / "countdown_tiny.yaml", [*settings, *here])
     seconds["rl_run"] = time.perf_counter() - began
 
     assert folder is not None  # only a dry run gives None
@@ -71,16 +85,17 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
 def compare_corrections(model: Path, seed: int) -> None:
     """Train twice with a quantised rollout, in two ways; evaluate both with the learner's own weights,
     which the servers of the runs never had; and write a report with both."""
+    here = [setting for setting in settings_of_machine() if setting not in STUDY]
     recipe, folders = CONFIGS / "countdown_tiny.yaml", list[RunFolder]()
     accuracies = dict[str, float | None]()
     for name, preset in STUDY_CORRECTIONS.items():
         own = [f"name=countdown-tiny-int2-{name}", f"correction={preset}", f"seed={seed}"]
         print(f"\n{name} (correction={preset}):", flush=True)
-        folder = train(recipe, [f"model.path={model}", *STUDY, *own])
+        folder = train(recipe, [f"model.path={model}", *here, *STUDY, *own])
         assert folder is not None
         folders.append(folder)
         print("with the learner's own weights:", flush=True)
-        accuracies[name] = evaluate(recipe, [f"model.path={folder.hf}", f"seed={seed}"])
+        accuracies[name] = evaluate(recipe, [f"model.path={folder.hf}", f"seed={seed}", *here])
     print()
     for name, accuracy in accuracies.items():
         if accuracy is not None:

@@ -14,6 +14,10 @@ SOMEWHERE = ("203.0.113.1", 9)
 
 
 GLOO_AND_TENSORPIPE = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
+AS_IN_SERVERS = {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
+"""What SGLang 0.5.23 sets in a server's processes where the environment does not (``_set_envs_and_config``). NCCL decides by
+them how two ranks share memory, and does not compare them: a group of learner and servers that differ fails or hangs as it
+connects (NovaSky-AI/SkyRL#143, NVIDIA-NeMo/RL#564)."""
 
 
 def own_address(nodes: NodesConfig | None) -> str:
@@ -38,12 +42,18 @@ def own_address(nodes: NodesConfig | None) -> str:
 
 
 def role_environment(nodes: NodesConfig | None) -> dict[str, str]:
-    """Environment variables that make gloo, NCCL and tensorpipe use the interface of ``own_address``.
+    """Environment variables that make gloo, NCCL and tensorpipe use the interface of ``own_address``, and NCCL alike in
+    learner and servers.
 
     On one machine that is the loopback interface, whatever the environment says, since their ports have no
     password. On several nodes without ``nodes.interface``, NCCL finds the fastest interface by itself, and
     variables that are set already are kept.
     """
+    alike = {name: value for name, value in AS_IN_SERVERS.items() if name not in os.environ}
+    return _interfaces(nodes) | alike
+
+
+def _interfaces(nodes: NodesConfig | None) -> dict[str, str]:
     if nodes is None:
         loopback = _interface_with(LOOPBACK) or "lo"
         return dict.fromkeys((*GLOO_AND_TENSORPIPE, "NCCL_SOCKET_IFNAME"), loopback)

@@ -141,7 +141,8 @@ def rotary_tables(
 ) -> tuple[Tensor, Tensor]:
     """cos and sin of position times frequency, each [T, 1, F], times the attention factor (yarn).
 
-    They are computed in float32 and rounded to ``dtype``, the model's, as in transformers and SGLang.
+    They are computed in float32 and rounded to ``dtype``: the model's on CPU, as in transformers and SGLang
+    (``platform.rotary_dtype``).
     """
     angles_TF = positions_T.float().unsqueeze(1) * inv_freq_F.float().unsqueeze(0)
     cos_T1F, sin_T1F = (
@@ -153,7 +154,7 @@ def rotary_tables(
 
 def rotate(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     """Rotary embedding (a, b) -> (a cos - b sin, b cos + a sin) of the halves a and b of the first 2 F numbers of D
-    (RoFormer, GPT-NeoX layout)."""
+    (RoFormer, GPT-NeoX layout). Products are in the dtype of the tables; heads keep theirs."""
     return _Rotate.apply(heads_TAD, cos_T1F, sin_T1F)
 
 
@@ -164,12 +165,12 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, heads, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return rotated(heads, cos, sin)
+        return rotated(heads.to(cos.dtype), cos, sin).to(heads.dtype)
 
     @staticmethod
     def backward(ctx, grad):
         cos, sin = ctx.saved_tensors
-        return rotated(grad, cos, -sin), None, None
+        return rotated(grad.to(cos.dtype), cos, -sin).to(grad.dtype), None, None
 
 
 def packed_attention(

@@ -122,9 +122,8 @@ class PackedGPTModel(GPTModel):
                 f"a sequence of {longest} tokens exceeds max_position_embeddings={self.architecture.max_positions}"
             )
         positions_T = plan.to_model_order(positions_T)
-        cos_T1F, sin_T1F = rotary_tables(
-            self.inv_freq_F, self.attention_factor, positions_T, self.config.params_dtype
-        )
+        dtype = platform.rotary_dtype(self.config.params_dtype, self.architecture.head_dim)
+        cos_T1F, sin_T1F = rotary_tables(self.inv_freq_F, self.attention_factor, positions_T, dtype)
         bounds = plan.cu_seqlens.to(device)
         return PackedSequences(
             qkv_format="thd",

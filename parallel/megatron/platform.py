@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import FileStore, HashStore
 import parallel.megatron.setup  # noqa: F401
 from parallel.megatron import cpu, transformer_engine
 from parallel.megatron.rank_store import STORE_VARIABLE
+from parallel.planning.architecture import ROTATED_IN_FLOAT32
 
 
 def has_cuda() -> bool:
@@ -52,6 +53,11 @@ def attention_dtype(model_dtype: torch.dtype) -> torch.dtype:
     """The dtype of our own attention: on CPU float32 even for a bfloat16 model, since torch's backward pass of
     attention is several times slower there in bfloat16, and less exact."""
     return model_dtype if is_gpu() else torch.float32
+
+
+def rotary_dtype(model_dtype: torch.dtype, head_dim: int) -> torch.dtype:
+    """The dtype of rotary tables and of their products with heads of this size: the servers' (``ROTATED_IN_FLOAT32``)."""
+    return torch.float32 if is_gpu() and head_dim in ROTATED_IN_FLOAT32 else model_dtype
 
 
 def return_free_memory() -> None:

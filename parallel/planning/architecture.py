@@ -10,6 +10,10 @@ from typing import Any, Literal
 
 from parallel.planning.families import SUPPORTED, Family, family_of
 
+ROTATED_IN_FLOAT32 = (64, 128, 256, 512)
+"""Sizes of heads that SGLang 0.5.23 rotates on GPUs by a kernel of its own, with float32 tables and products
+(``RotaryEmbedding.__init__``). Heads of other sizes, and all on CPU, get tables and products in the model's dtype."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:

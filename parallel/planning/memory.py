@@ -19,7 +19,7 @@ from configs.schema.learner import LoraConfig
 from configs.schema.rollout import Quantization
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import Architecture, padded_vocab_size
+from parallel.planning.architecture import ROTATED_IN_FLOAT32, Architecture, padded_vocab_size
 
 GIB = 2**30
 Device = Literal["cpu", "cuda"]
@@ -269,15 +269,16 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
 
     Each pass keeps its chunk's layers, under recompute only the input of each, b H a token; one layer at a
     time is then computed again and kept whole. All stages keep the rotary tables, b a token for each rotated number of a
-    head. The last stage
-    keeps the final norm and its output, the input of the log-probs, until layers are computed again.
+    head, or 4 where GPUs rotate in float32. The last stage keeps the final norm and its output, the input of the log-probs,
+    until layers are computed again.
     """
     layers = stage_layers(architecture, layout, stage)
     passes = in_flight(layout, stage, work.num_microbatches)
     whole = _whole_layers(architecture, layout, work, stage)
     rows, tokens = row_counts(layout, work.token_budget)
     per_chunk = len(layers) // layout.vpp
-    tables = passes * tokens * architecture.rotary_size * work.dtype_bytes
+    in_float32 = work.device == "cuda" and architecture.head_dim in ROTATED_IN_FLOAT32
+    tables = passes * tokens * architecture.rotary_size * (4 if in_float32 else work.dtype_bytes)
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
     end = _end_bytes(architecture, layout, work) if stage == layout.pp - 1 else 0
     if work.recompute == "full":
@@ -493,9 +494,7 @@ def rollout_memory(
     """Memory of a server's rank: weights and cache share ``static_share`` of the GPU, SGLang's
     --mem-fraction-static.
 
-    By default SGLang 0.5.23 leaves room for the activations of a prefill, 1.5 MiB for each of
-    (on 80 GiB) 8192 tokens, and t / 8 GiB for communication: 12.5 GiB + t / 8 GiB. Its tables for smaller
-    GPUs and its CUDA graphs are simplified to: no more than 15 % of the GPU, beside the t / 8 GiB.
+    By default SGLang 0.5.23 leaves ``left_by_sglang``.
     Weights: all matrices over t, norms and router whole, key/value heads copied if there are fewer than
     ranks. A token of the cache: a key and a value per layer, 2 L max(1, K / t) D numbers of the server's
     dtype. FP8 (of dense models): the layers' matrices have 1 byte a number and 4 an output channel; while it
@@ -519,14 +518,31 @@ def rollout_memory(
     if quantization == "fp8":
         channels = a.num_layers * (heads + 2 * a.hidden_size + 2 * a.intermediate_size // t)
         weights = matrices + 4 * channels + others * b
-    by_default = min(12.5 * GIB, 0.15 * gpu_bytes) + t / 8 * GIB
-    reserved = int(by_default if static_share is None else (1 - static_share) * gpu_bytes)
+    reserved = left_by_sglang(gpu_bytes, t) if static_share is None else int((1 - static_share) * gpu_bytes)
     return RolloutMemory(
         weights=weights,
         reserved=reserved,
         kv_cache=max(0, gpu_bytes - reserved - weights),
         kv_bytes_per_token=2 * a.num_layers * kv_heads * a.head_dim * b,
     )
+
+
+def left_by_sglang(gpu_bytes: int, tensor_parallel: int) -> int:
+    """Bytes of a GPU that SGLang 0.5.23 leaves beside weights and cache (``handle_gpu_memory_settings``): MiB of 512, 1.5 for
+    each token of the largest prefill, 128 a rank, 2 for each response of the largest CUDA graph of decoding, and 8 for each
+    of prefill. Both largest ones depend on the memory, the second on the ranks too."""
+    size, has_many_ranks = gpu_bytes / 2**20, tensor_parallel >= 4
+    if size < 20 * 1024:
+        prefill, responses = 2048, 8
+    elif size < 60 * 1024:
+        prefill, responses = 4096, 160 if has_many_ranks else 48 if size < 35 * 1024 else 32
+    elif size < 160 * 1024:
+        prefill, responses = 8192, 512 if has_many_ranks else 256
+    else:
+        prefill, responses = 16384, 512
+    graphs = 50 + (prefill - 4096) // (512 if prefill > 4096 else 256)
+    left = 512 + 1.5 * prefill + 128 * tensor_parallel + 2 * responses + 8 * graphs
+    return int(max(left, 10 * 1024 if size > 60 * 1024 else 0) * 2**20)
 
 
 def describe(memory: LearnerMemory) -> str:

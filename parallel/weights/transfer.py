@@ -22,7 +22,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
-from torch.distributed.distributed_c10d import Backend, PrefixStore, _new_process_group_helper, _world
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _abort_process_group,
+    _new_process_group_helper,
+    _world,
+)
 
 from configs.schema.rollout import Precision
 from parallel.megatron import platform
@@ -325,6 +331,8 @@ class WeightBroadcaster:
         options = {"wait_for_workers": False, "master_listen_fd": descriptor}
         self._store = TCPStore(address, port, world_size, True, self._timeout, **options)
         self._backend, self._group, self._line, self._ends = backend, None, Line(), Line()
+        self._is_aborted = False
+        self._newest: UnderWay[None] | None = None
         self.address, self.port, self.world_size = address, port, world_size
         self.group_name = group_name or f"tandem-weights-{port}"
 
@@ -353,17 +361,34 @@ class WeightBroadcaster:
         """Begin to send a bucket's bytes, after all earlier ones have begun. They must stay until the result is
         there. On CPU the next one meets its receivers while this one is sent."""
         begun = self._line.begin(lambda: self._broadcast(flat))
-        return self._ends.begin(lambda: _wait_to_the_end(begun))
+        self._newest = self._ends.begin(lambda: _wait_to_the_end(begun))
+        return self._newest
 
     def _broadcast(self, flat: Tensor) -> dist.Work | None:
         """None where it has ended."""
+        if self._is_aborted:
+            raise RuntimeError("the transfer was given up")
         with platform.side_stream(flat.device):
             return dist.broadcast(flat, src=0, group=self._group, async_op=flat.device.type == "cpu")
+
+    @property
+    def is_sending(self) -> bool:
+        return self._newest is not None and not self._newest.has_ended
+
+    def abort(self) -> None:
+        """End what NCCL has under way, where a receiver is gone or has refused: ``close`` alone is left to do.
+
+        Its kernels wait on the GPU for all receivers, and for them whatever waits for the whole device, such as a checkpoint.
+        ``destroy_process_group`` would wait too. Broadcasts of gloo wait in a thread that nothing waits for.
+        """
+        if self._backend == "nccl" and self._group is not None and not self._is_aborted:
+            self._is_aborted = True
+            _abort_process_group(self._group)
 
     def close(self) -> None:
         self._line.close()
         self._ends.close()
-        if self._group is not None:
+        if self._group is not None and not self._is_aborted:
             dist.destroy_process_group(self._group)
 
 
@@ -378,6 +403,10 @@ class UnderWay(Generic[T]):
 
     def __init__(self, result: Future[T]):
         self._result = result
+
+    @property
+    def has_ended(self) -> bool:
+        return self._result.done()
 
     def wait(self, check: Callable[[], None]) -> T:
         """The result of the work. ``check()`` is called every 50 ms until then; its exception ends the wait, but

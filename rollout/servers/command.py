@@ -141,6 +141,9 @@ def server_command(
         flags["enable-fp32-lm-head"] = True
     if spec.config.learner.routing == "rollout":
         flags["enable-return-routed-experts"] = True
+        if spec.cuda:
+            # The kernels that SGLang chooses on Blackwell route by themselves, past what captures experts: all ids are 0.
+            flags["moe-runner-backend"] = "triton"
     if config.quantization == "fp8":
         # Without this loader SGLang quantises at start alone, and refuses the learner's weights.
         flags |= {"quantization": "fp8", "load-format": "flash_rl"}
@@ -365,4 +368,14 @@ def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
         raise ValueError(
             "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none. "
             "rollout.precision rounds the weights alone, on any device"
+        )
+
+
+def check_dtype_is_served(config: RolloutConfig, *, cuda: bool) -> None:
+    """Refuse float32 on GPUs where SGLang chooses the attention: fa3 and flashinfer, whatever the dtype. Raises ValueError."""
+    names = {name.replace("_", "-") for name in config.server_args}
+    if cuda and config.dtype == "float32" and "attention-backend" not in names:
+        raise ValueError(
+            "rollout.dtype=float32: the attention that SGLang chooses on GPUs takes numbers of two bytes alone; set rollout.dtype=bfloat16 "
+            "(and model.dtype, for the smallest gap), or name one that takes float32 in rollout.server_args.attention_backend"
         )

@@ -175,11 +175,12 @@ class SGLangControl:
         ]
         return self._as_pending(f"join group {group_name}", futures)
 
-    def leave_group(self) -> None:
-        """Have every server leave the group of ``join_group``, if it was called."""
-        if self.group_name is not None:
-            self._post_all("leave group", "/destroy_weights_update_group", {"group_name": self.group_name})
-            self.group_name = None
+    def leave_group(self) -> Pending:
+        """Have every server leave the group of ``join_group``, if it was called; the caller leaves while this is pending."""
+        name, self.group_name = self.group_name, None
+        if name is None:
+            return self._as_pending("leave group", [])
+        return self._post("leave group", "/destroy_weights_update_group", {"group_name": name})
 
     def pause(self) -> None:
         """Stop sampling and hold new requests.

@@ -1,5 +1,6 @@
 """What a sender of weights makes of failures: whose they are, and that the next try can begin."""
 
+import threading
 from contextlib import contextmanager
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from parallel.megatron import platform
+from parallel.weights import transfer as transfers
 from rollout.servers.control import ControlError
 from trainer.stage_sender import StageSender, WeightSyncError
 
@@ -36,8 +38,8 @@ class Control:
     def join_group(self, **_unused) -> Joining:
         return Joining(self._failure)
 
-    def leave_group(self) -> None:
-        """Nobody is there."""
+    def leave_group(self) -> Joining:
+        return Joining(None)  # nobody is there
 
     def close(self) -> None:
         """There is no connection."""
@@ -79,3 +81,60 @@ def test_an_error_of_the_learners_own_gathering_is_not_the_servers(monkeypatch, 
     with pytest.raises(raised, match=words):
         sender.send(buckets(), plan, 1)
     sender.close()
+
+
+def nccl_sender(monkeypatch, done: list, stage: int) -> StageSender:
+    """Of a group that takes itself for NCCL's; what becomes of it is told to ``done``. stage: one for each test, since an
+    aborted group keeps its name here."""
+    platform.init_distributed(60.0)
+    sender = StageSender(Control(), 1, "gloo", 10.0, stage=stage)
+    group = sender._broadcaster._group
+    sender._broadcaster._backend = "nccl"
+    destroy = torch.distributed.destroy_process_group
+    monkeypatch.setattr(transfers, "_abort_process_group", lambda one: done.append(("abort", one is group)))
+    monkeypatch.setattr(
+        torch.distributed, "destroy_process_group", lambda one: done.append(("destroy", destroy(one)))
+    )
+    return sender
+
+
+def test_what_nccl_has_under_way_is_aborted_where_a_server_fails(monkeypatch):
+    """Its kernels would wait on the GPU for ever, and destroying their group waits for them."""
+    done, ends = [], threading.Event()
+    sender = nccl_sender(monkeypatch, done, 1)
+    monkeypatch.setattr(
+        torch.distributed, "broadcast", lambda *_, **__: ends.wait(10) and None
+    )  # of a server that is gone
+
+    class Answer(Joining):
+        def raise_if_failed(self) -> None:
+            raise ControlError("it is gone")
+
+    monkeypatch.setattr(sender._control, "receive_transfer", lambda **_unused: Answer(None))
+    plan = SimpleNamespace(counts=[1], names=["a"], shapes=[[4]], form_of=lambda name: "float32")
+    bucket = SimpleNamespace(bytes=torch.zeros(4, dtype=torch.uint8))
+    with pytest.raises(ControlError, match="it is gone"):
+        sender.send([bucket], plan, 1)
+    assert done == [("abort", True)]
+    ends.set()
+    later = sender._broadcaster.start(bucket.bytes)
+    with pytest.raises(RuntimeError, match="given up"):
+        later.wait(check=lambda: None)
+    sender.abandon()
+    assert done == [("abort", True)]  # once, and an aborted group is not destroyed
+
+
+def test_both_sides_leave_a_group_at_once(monkeypatch):
+    """NCCL's ranks of one node wait for each other there."""
+    done: list = []
+    sender = nccl_sender(monkeypatch, done, 2)
+
+    class Leaving(Joining):
+        def wait(self) -> None:
+            done.append("waited")
+
+    monkeypatch.setattr(
+        sender._control, "leave_group", lambda: done.append("asked") or Leaving(None), raising=False
+    )
+    sender.leave()
+    assert done == ["asked", ("destroy", None), "waited"]

@@ -253,9 +253,10 @@ class FakeControl:
     def resume(self) -> None:
         self.calls.append("resume")
 
-    def leave_group(self) -> None:
+    def leave_group(self) -> Pending:
         for replica in self.replicas:
             replica.leave()
+        return Pending("leave group", [], TIMEOUT_S)
 
     def close(self) -> None:
         # A replica that left ends whatever the sender may still be waiting for.

@@ -6,6 +6,7 @@ import pytest
 
 from configs.loader import load_config
 from launch.commands import quickstart
+from rollout.servers.command import check_dtype_is_served
 
 
 @pytest.mark.parametrize("preset", quickstart.STUDY_CORRECTIONS.values())
@@ -45,3 +46,15 @@ def test_both_runs_are_evaluated_with_their_own_weights_and_compared(tmp_path, m
     ]
     said = capsys.readouterr().out
     assert "own weights, clipped-against-rollout: 20.0%" in said and "own weights, corrected: 40.0%" in said
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 8])
+def test_the_quickstart_fits_the_machine(tmp_path, monkeypatch, gpus):
+    """Each config that it starts passes the checks of dtype and GPUs."""
+    monkeypatch.setattr(quickstart, "gpus_here", lambda: gpus)
+    settings = quickstart.settings_of_machine()
+    config = load_config(quickstart.CONFIGS / "countdown_tiny.yaml", [f"model.path={tmp_path}", *settings])
+    check_dtype_is_served(config.rollout, cuda=gpus > 0)
+    assert config.rollout.dtype == config.model.dtype
+    assert config.layout.world_size <= max(gpus, 2)
+    assert gpus != 1 or config.layout.world_size == 1

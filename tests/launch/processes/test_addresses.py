@@ -1,6 +1,7 @@
 """Addresses of a run on several nodes: where this host is reached, what gloo is told, who has reported
 servers, and what to start where."""
 
+import importlib.util
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ from configs.schema.launch import NodesConfig
 from launch.checks.config import BadInput
 from launch.commands.prepare import prepare
 from launch.processes import addresses
-from launch.processes.addresses import free_port, own_address, role_environment
+from launch.processes.addresses import AS_IN_SERVERS, free_port, own_address, role_environment
 from launch.processes.run_folder import RunFolder, read_servers, wait_for_servers, write_json
 from launch.roles import serve as serving
 from rollout.tiny_model import make_tiny_countdown_model
@@ -48,7 +49,7 @@ def network(monkeypatch):
 
 def test_one_machine_stays_on_its_loopback_address():
     assert own_address(None) == "127.0.0.1"
-    assert role_environment(None) == dict.fromkeys(
+    assert role_environment(None) == AS_IN_SERVERS | dict.fromkeys(
         ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"
     )
 
@@ -57,11 +58,26 @@ def test_a_real_interface_gives_its_address_and_is_what_gloo_and_nccl_are_told()
     (address,) = {entry.address for entry in psutil.net_if_addrs()["lo"] if entry.family == socket.AF_INET}
     nodes = NodesConfig(interface="lo")
     assert own_address(nodes) == address
-    assert role_environment(nodes) == {
+    assert role_environment(nodes) == AS_IN_SERVERS | {
         "GLOO_SOCKET_IFNAME": "lo",
         "TP_SOCKET_IFNAME": "lo",
         "NCCL_SOCKET_IFNAME": "=lo",
     }
+
+
+def test_learner_and_servers_tell_nccl_the_same(monkeypatch):
+    """SGLang sets these in its own processes alone, unless the environment has them; a group of both then fails to connect."""
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
+    engine = (Path(package) / "srt/entrypoints/engine.py").read_text()
+    set_by_sglang = set(re.findall(r'"(NCCL_\w+)" not in os\.environ', engine))
+    of_other_features = {
+        "NCCL_GRAPH_MIXING_SUPPORT"
+    }  # context-parallel decoding, which Tandem never asks for
+    assert AS_IN_SERVERS.keys() == set_by_sglang - of_other_features
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
+    for nodes in (None, NodesConfig(interface="lo")):
+        told = role_environment(nodes)
+        assert told["NCCL_NVLS_ENABLE"] == "0" and "NCCL_CUMEM_ENABLE" not in told
 
 
 @pytest.mark.parametrize(
@@ -83,9 +99,10 @@ def test_gloo_is_told_the_interface_of_that_address_unless_the_environment_says_
     for variable in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         monkeypatch.delenv(variable, raising=False)
     network(OTHERS, name=["10.9.0.4"])
-    assert role_environment(NodesConfig()) == {"GLOO_SOCKET_IFNAME": "eth7", "TP_SOCKET_IFNAME": "eth7"}
+    eth7 = {"GLOO_SOCKET_IFNAME": "eth7", "TP_SOCKET_IFNAME": "eth7"}
+    assert role_environment(NodesConfig()) == AS_IN_SERVERS | eth7
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "bond0")
-    assert role_environment(NodesConfig()) == {"TP_SOCKET_IFNAME": "eth7"}
+    assert role_environment(NodesConfig()) == AS_IN_SERVERS | {"TP_SOCKET_IFNAME": "eth7"}
 
 
 @pytest.mark.parametrize(("interface", "what"), [("eth9", "does not exist"), ("ib0", "has no IPv4 address")])

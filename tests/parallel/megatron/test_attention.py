@@ -1,13 +1,18 @@
 """Packed attention against a loop over sequences, tokens and heads' plain softmax, with gradients."""
 
+import importlib.util
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from parallel.megatron import attention
+from parallel.megatron import attention, platform
 from parallel.megatron.attention import packed_attention, plan_packing, rotary_tables, rotate
+from parallel.planning.architecture import ROTATED_IN_FLOAT32
 
 CPU = torch.device("cpu")
 
@@ -143,6 +148,37 @@ def test_rotation_matches_transformers_and_its_gradient_autograd():
     found.backward(upstream)
     wanted.backward(upstream)
     torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+def test_float32_tables_rotate_heads_of_two_bytes_with_one_rounding():
+    """As SGLang's kernel on GPUs; tables and products of two bytes are as far from it as a rounding of the heads."""
+    g = torch.Generator().manual_seed(0)
+    heads, positions = torch.randn(50, 3, 64, generator=g).bfloat16(), torch.arange(50) + 8000
+    inv_freq = 1.0 / 1e6 ** (torch.arange(0, 64, 2) / 64)
+    cos, sin = rotary_tables(inv_freq, 1.0, positions, torch.float32)
+    leaf = heads.clone().requires_grad_()
+    found = rotate(leaf, cos, sin)
+    a, b = heads.float().chunk(2, -1)
+    exact = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+    assert found.dtype == torch.bfloat16 and torch.equal(found, exact.bfloat16())
+    found.backward(exact.bfloat16())
+    assert leaf.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(leaf.grad, heads, rtol=2**-6, atol=1e-2)  # rotated there and back
+    in_two_bytes = rotate(heads, *rotary_tables(inv_freq, 1.0, positions, torch.bfloat16))
+    errors = [(x.float() - exact).norm() for x in (found, in_two_bytes)]
+    assert errors[1] > 1.4 * errors[0]
+
+
+def test_tables_have_the_servers_dtype(monkeypatch):
+    """SGLang keeps float32 tables on GPUs, for heads of the sizes that its kernel takes."""
+    (package,) = importlib.util.find_spec("sglang").submodule_search_locations
+    source = (Path(package) / "srt/layers/rotary_embedding/base.py").read_text()
+    (sizes,) = re.findall(r"not \(_is_cuda\) or self\.head_size not in \[([\d, ]+)\]", source)
+    assert tuple(map(int, sizes.split(","))) == ROTATED_IN_FLOAT32
+    half, single = torch.bfloat16, torch.float32
+    assert [platform.rotary_dtype(half, size) for size in (64, 96)] == [half, half]
+    monkeypatch.setattr(platform, "is_gpu", lambda: True)
+    assert [platform.rotary_dtype(half, size) for size in (64, 96)] == [single, half]
 
 
 @pytest.mark.parametrize("bad", [[0], [0, 3, 3], [1, 4]])

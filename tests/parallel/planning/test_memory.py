@@ -20,6 +20,7 @@ from parallel.planning.memory import (
     in_flight,
     layer_activation_bytes,
     learner_memory,
+    left_by_sglang,
     logits_bytes,
     rollout_memory,
     size_text,
@@ -381,7 +382,8 @@ def test_a_server_by_hand():
         + 3 * 3584 * 18944 // 4
     )
     assert memory.weights == 2 * (28 * layer + 3584 + 2 * (152064 // 4) * 3584)
-    assert memory.reserved == 12 * GIB + GIB // 2  # 15 % of 80 GiB, and 4 / 8 GiB
+    # In MiB: constants, a prefill of 8192 tokens, 4 ranks, graphs of up to 512 responses, and 58 graphs of prefill.
+    assert memory.reserved == (512 + 12288 + 512 + 1024 + 8 * 58) * 2**20
     assert memory.kv_bytes_per_token == 2 * 28 * 1 * 128 * 2
     assert memory.tokens == (80 * GIB - memory.reserved - memory.weights) // memory.kv_bytes_per_token
     assert (
@@ -389,6 +391,18 @@ def test_a_server_by_hand():
     )  # copied heads
     assert rollout_memory(architecture, 4, "bfloat16", 80 * GIB, static_share=0.5).reserved == 40 * GIB
     assert rollout_memory(architecture, 1, "bfloat16", 10 * GIB).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("gpu_mib", "ranks", "static_share"),
+    [
+        (81559, 1, 0.83), (81559, 4, 0.819), (81559, 8, 0.812), (81559, 16, 0.8), (143771, 1, 0.903), (183000, 4, 0.851),
+        (46068, 1, 0.843), (23028, 1, 0.684),
+    ],
+)  # fmt: skip
+def test_what_sglang_leaves_is_what_it_resolves_its_arguments_to(gpu_mib, ranks, static_share):
+    """Figures of SGLang 0.5.23's own resolution, with a stand-in for the GPU: mem_fraction_static."""
+    assert round(1 - left_by_sglang(gpu_mib * 2**20, ranks) / (gpu_mib * 2**20), 3) == static_share
 
 
 def test_an_fp8_server_by_hand():

@@ -16,6 +16,7 @@ from configs.schema.rollout import RolloutConfig
 from rollout.servers.command import (
     FP8_MODELS,
     Ports,
+    check_dtype_is_served,
     check_quantization,
     check_server_args,
     choose_ports,
@@ -51,7 +52,11 @@ def test_servers_return_experts_where_the_learner_replays_them(tmp_path):
     spec = server_spec(tmp_path)
     assert "--enable-return-routed-experts" not in server_command(spec, share, ports)
     replays = spec.config.model_copy(update={"learner": LearnerConfig(routing="rollout")})
-    assert "--enable-return-routed-experts" in server_command(replace(spec, config=replays), share, ports)
+    on_cpu = server_command(replace(spec, config=replays), share, ports)
+    assert "--enable-return-routed-experts" in on_cpu and "--moe-runner-backend" not in on_cpu
+    # On Blackwell SGLang chooses kernels that route by themselves, and captures nothing.
+    on_gpus = server_command(replace(spec, config=replays, cuda=True), share, ports)
+    assert on_gpus[on_gpus.index("--moe-runner-backend") + 1] == "triton"
     with pytest.raises(ValueError, match="cannot be set there"):
         check_server_args(RolloutConfig(server_args={"enable_return_routed_experts": True}))
 
@@ -163,6 +168,16 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
         RolloutConfig(quantization="fp8", dtype="float32")
     with pytest.raises(ValueError, match="precision=int8 would round weights that SGLang rounds again"):
         RolloutConfig(quantization="fp8", precision="int8")
+
+
+def test_float32_is_refused_on_gpus_unless_an_attention_is_named():
+    """SGLang chooses fa3 or flashinfer there whatever the dtype, and neither takes float32."""
+    check_dtype_is_served(RolloutConfig(dtype="float32"), cuda=False)
+    check_dtype_is_served(RolloutConfig(), cuda=True)
+    for name in ("attention_backend", "attention-backend"):
+        check_dtype_is_served(RolloutConfig(dtype="float32", server_args={name: "torch_native"}), cuda=True)
+    with pytest.raises(ValueError, match=r"rollout\.dtype=float32: .* set rollout\.dtype=bfloat16"):
+        check_dtype_is_served(RolloutConfig(dtype="float32"), cuda=True)
 
 
 def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:
