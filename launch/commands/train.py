@@ -13,6 +13,7 @@ from pathlib import Path
 from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
+from configs.schema.task import CountdownTask
 from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.processes import stopping
@@ -206,14 +207,16 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
     uri = without_password(tracking_uri(config, folder.path))
     page, model = folder.path / "report.html", folder.hf
     tandem = _command_text("tandem")
-    print(f"report:      {page} (open it in a browser)")
+    anew = f"not written; {tandem} report {shlex.quote(str(folder.path))} writes it"
+    print(f"report:      {f'{page} (open it in a browser)' if page.is_file() else anew}")
     print(f"model:       {model} (Hugging Face format)")
     print(f"MLflow:      {_command_text('mlflow')} ui --backend-store-uri {shlex.quote(uri)}")
     print(f"all runs:    {tandem} list {shlex.quote(str(folder.path.parent))}")
     if folder.newest_checkpoint() is not None:
         print(f"go on:       {tandem} resume {shlex.quote(str(folder.path))} steps={2 * summary['steps']}")
-    own = "init FOLDER writes a config, a reward and example data to begin with"
-    print(f"your own:    {tandem} {own}", flush=True)
+    if isinstance(config.task, CountdownTask):  # the quickstart's; others are the user's own already
+        print(f"your own:    {tandem} init FOLDER writes a config, a reward and example data to begin with")
+    sys.stdout.flush()
 
 
 def _command_text(name: str) -> str:

@@ -429,6 +429,17 @@ def test_the_result_tells_the_step_of_the_last_evaluation(tmp_path, capsys, last
     assert f"held-out accuracy: 25.0% before, 50.0% {said}\n" in capsys.readouterr().out
 
 
+def test_the_result_names_no_report_that_could_not_be_written(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.summary.write_text('{"accuracy_after": null, "steps": 3}')
+    config = RunConfig.model_validate({"steps": 3, "model": {"path": "m"}, "task": {"type": "countdown"}})
+    training.print_result(folder, config)
+    assert "report:      not written; " in capsys.readouterr().out
+    (tmp_path / "report.html").touch()
+    training.print_result(folder, config)
+    assert f"report:      {tmp_path / 'report.html'} (open" in capsys.readouterr().out
+
+
 SERVES_UNTIL_SAMPLING = """
 import pathlib, sys, time
 from launch.processes.run_folder import RunFolder
