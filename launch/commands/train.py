@@ -20,7 +20,7 @@ from launch.processes import stopping
 from launch.processes.going_on import way_on
 from launch.processes.heartbeat import Watch
 from launch.processes.run_folder import RunFolder, write_json
-from launch.processes.supervisor import RoleFailed, Supervisor
+from launch.processes.supervisor import Interrupted, RoleFailed, Supervisor
 from launch.roles.start import existing_run, folder_of, new_run, role, start_sampling, wait_ready
 from launch.slurm.job import is_finished
 from parallel.checkpoints.files import step_of
@@ -47,6 +47,8 @@ def train(
         return existing_run(config.resume)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
+    if (newest := folder.newest_checkpoint()) is not None:
+        print(f"goes on from step {step_of(newest)}, {newest}", flush=True)
     ending = stopping.ending(folder)
     try:
         with (
@@ -65,6 +67,9 @@ def train(
             )
     except RoleFailed as failure:
         raise RoleFailed(f"{failure}\n{_after_failure(folder, config)}") from failure
+    except Interrupted:
+        ended = "interrupted; every process of the run has ended"
+        raise Interrupted(f"{ended}. {_saved(folder, config)}; {way_on(folder, here=True)}") from None
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_after_stop(folder, outcome))
     print_result(folder, config)
@@ -94,10 +99,13 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
 
 def _after_failure(folder: RunFolder, config: RunConfig) -> str:
     """The newest checkpoint of a failed run, and the command that goes on from it."""
+    return f"{_saved(folder, config)}. When the cause is mended, {way_on(folder, here=True)}"
+
+
+def _saved(folder: RunFolder, config: RunConfig) -> str:
     newest = folder.newest_checkpoint()
     every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
-    saved = f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
-    return f"{saved}. When the cause is mended, {way_on(folder, here=True)}"
+    return f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
 
 
 def resume(
@@ -105,6 +113,9 @@ def resume(
 ) -> RunFolder | None:
     """``train`` with the run's own config and ``overrides``."""
     folder = existing_run(run)
+    kind = parse_config(folder.config).layers[0].at(["kind"])
+    if kind is not None and kind.plain() == "sft":
+        raise BadInput(f"RUN: {run} is a warm start, which saves nothing to go on from; start it anew")
     return train(folder.config, [f"resume={folder.path}", *overrides], dry_run=dry_run, gpu_memory=gpu_memory)
 
 

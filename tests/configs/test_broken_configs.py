@@ -971,6 +971,17 @@ def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
     assert f"no such option; write {written.lstrip('-')}, without dashes" in said
 
 
+@pytest.mark.parametrize(
+    ("written", "fix"),
+    [
+        (["--steps", "3"], "--steps: no such option; write steps=VALUE, without dashes"),
+        (["--config", "run.yaml"], "--config: no such option; the file is named alone"),
+    ],
+)
+def test_an_option_of_other_trainers(written, fix, folder, monkeypatch, capsys):
+    assert fix in refused(["train", "run.yaml", "--dry-run", *written], folder, monkeypatch, capsys)
+
+
 def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder, monkeypatch, capsys):
     block = "actor_rollout_ref={actor: {ppo_epochs: 2, loss: x}, rollout: {n: 5}}"
     said = refused(["train", "run.yaml", "--dry-run", block], folder, monkeypatch, capsys)
