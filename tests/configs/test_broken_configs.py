@@ -989,6 +989,18 @@ def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder,
     assert "; n, here it is `rollout.group_size`" in said and "loss," not in said
 
 
+def test_keys_of_verls_blocks_are_answered_though_the_block_is_named_nearly_as_one_of_ours(
+    folder, monkeypatch, capsys
+):
+    keys = ["trainer.save_freq=20", "data.max_response_length=9", "reward_model.overlong_buffer.enable=true"]
+    said = refused(
+        ["train", "run.yaml", "--dry-run", *keys, "algorithm.adv_estimator=grpo"], folder, monkeypatch, capsys
+    )
+    for name in ("save_freq", "max_response_length", "overlong_buffer"):
+        assert f"fix:   {name}, here it is `" in said
+    assert "fix:   verl's adv_estimator is `advantage.type` here" in said
+
+
 def test_fields_of_other_systems_are_told_by_fields_that_exist():
     def exists(path: str) -> bool:
         shape = Shape.of(RunConfig)
