@@ -204,9 +204,7 @@ def commands() -> str:
         if command.rich_help_panel != panel:
             panel = command.rich_help_panel
             lines += ["", f"## {panel}"]
-        arguments = " ".join(
-            p.metavar or p.name.upper() for p in command.params if p.param_type_name == "argument"
-        )
+        arguments = " ".join(map(_argument, (p for p in command.params if p.param_type_name == "argument")))
         lines += [
             "",
             f"### {name}",
@@ -218,6 +216,11 @@ def commands() -> str:
         options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
         lines += [""] + [f"- `{', '.join(p.opts)}`: {' '.join((p.help or '').split())}" for p in options]
     return "\n".join(lines) + "\n"
+
+
+def _argument(parameter) -> str:
+    name = parameter.metavar or parameter.name.upper()
+    return f"{name if parameter.required else f'[{name}]'}{'...' if parameter.nargs == -1 else ''}"
 
 
 def metrics() -> str:

@@ -95,7 +95,8 @@ def encode_prompt(
 def _encode_chat(tokenizer: "Tokenizer", text: str, system_prompt: str | None) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; set apply_chat_template: false in the task"
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put its chat_template.jinja into "
+            "the folder, or set apply_chat_template: false"
         )
     messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     messages.append({"role": "user", "content": text})

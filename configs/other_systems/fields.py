@@ -29,14 +29,17 @@ _KL = "`kl.coefficient`, with `kl.place` loss or reward"
 _ONCE = "no field: a batch is learned from once, in `learner.minibatches` parts"
 _TRUNCATED = "`correction=decoupled_token_is`, a weight per token, truncated at 2"
 _LR = "`learner.optimizer.lr`"
+_WARMUP = "`learner.optimizer.warmup_steps`, a number of optimizer steps and no share of them"
+_PACKED = "no field: sequences are packed without padding, up to `learner.token_budget`"
 
 OTHER_FIELDS = {
     **dict.fromkeys(["batch_size", "train_batch_size", "rollout_batch_size", "generation_batch_size"], _STEP),
     "global_batch_size": _UPDATE,
-    **dict.fromkeys(["mini_batch_size", "ppo_mini_batch_size", "num_steps_per_rollout"], _PARTS),
+    **dict.fromkeys(["mini_batch_size", "ppo_mini_batch_size", "num_steps_per_rollout", "steps_per_generation"], _PARTS),
     **dict.fromkeys(
         ["micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
-         "gradient_accumulation_steps", "per_device_train_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu"], _MICRO,
+         "gradient_accumulation_steps", "per_device_train_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu",
+         "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "micro_rollout_batch_size"], _MICRO,
     ),
     **dict.fromkeys(["num_generations", "n_samples_per_prompt", "num_samples", "rollout_n", "n"], _GROUP),
     **dict.fromkeys(["max_response_length", "max_completion_length", "rollout_max_response_len", "generate_max_len"], _LENGTH),
@@ -45,9 +48,15 @@ OTHER_FIELDS = {
     **dict.fromkeys(
         ["max_steps", "total_training_steps", "num_train_epochs", "total_epochs", "num_rollout", "epochs", "num_epochs"], _STEPS
     ),
-    **dict.fromkeys(["tensor_model_parallel_size", "tensor_parallel_size", "rollout_num_gpus_per_engine"], _TP),
+    **dict.fromkeys(
+        ["tensor_model_parallel_size", "tensor_parallel_size", "vllm_tensor_parallel_size", "rollout_num_gpus_per_engine"],
+        _TP,
+    ),
     **dict.fromkeys(["context_parallel_size", "ulysses_sequence_parallel_size", "ring_attn_size"], _CONTEXT),
-    **dict.fromkeys(["gpu_memory_utilization", "sglang_mem_fraction_static", "mem_fraction_static"], _MEMORY),
+    **dict.fromkeys(
+        ["gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static", "mem_fraction_static"],
+        _MEMORY,
+    ),
     **dict.fromkeys(["train_files", "prompt_data", "dataset", "dataset_name", "data"], _DATA),
     **dict.fromkeys(["val_files", "eval_prompt_data", "eval_dataset"], _HELDOUT),
     **dict.fromkeys(["test_freq", "eval_steps", "eval_interval"], _EVERY_EVALUATION),
@@ -77,15 +86,42 @@ OTHER_FIELDS = {
         "`learner.lora.targets`, of qkv (q_proj, k_proj, v_proj), proj (o_proj), fc1 (gate_proj, up_proj) and fc2 (down_proj)",
     ),
     **dict.fromkeys(["lora_dropout", "use_dora", "use_rslora", "lora_bias"], "no field: `learner.lora` is plain LoRA, without dropout"),
+    "kl_estimator": "`kl.estimator`",
+    "entropy_coef": "`entropy.coefficient`",
+    "importance_sampling_level": "`objective.type`: clipped has a ratio per token, gspo one per sequence",
     "clip_ratio": "`objective.clip_low` and `objective.clip_high`",
     "eps_clip": "`objective.clip_low` and `objective.clip_high`",
     "epsilon": "`objective.clip_low` and `objective.clip_high`",
     "epsilon_high": "`objective.clip_high`",
     "eps_clip_high": "`objective.clip_high`",
+    **dict.fromkeys(["eps_clip_c", "delta"], "`objective.dual_clip`"),
     "advantage_estimator": "`advantage.type`",
-    "resume_from_checkpoint": "`resume`, the folder of a run",
+    **dict.fromkeys(["lr_scheduler_type", "lr_scheduler", "lr_decay_style"], "`learner.optimizer.schedule`"),
+    **dict.fromkeys(["warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio"], _WARMUP),
+    **dict.fromkeys(["max_grad_norm", "grad_clip", "max_norm"], "`learner.optimizer.clip_grad`"),
+    **dict.fromkeys(["adam_beta1", "adam_beta2", "adam_betas"], "`learner.optimizer.betas`"),
+    **dict.fromkeys(["bf16", "fp16", "torch_dtype"], "`model.dtype` of the learner and `rollout.dtype` of the servers"),
+    **dict.fromkeys(["gradient_checkpointing", "enable_gradient_checkpointing"], "`learner.recompute`, none or full"),
+    **dict.fromkeys(["use_remove_padding", "use_dynamic_bsz", "use_dynamic_batch_size"], _PACKED),
+    **dict.fromkeys(["save_total_limit", "max_actor_ckpt_to_keep", "max_ckpt_num"], "`checkpoint.keep`"),
+    "save_strategy": _EVERY_CHECKPOINT,
+    "eval_strategy": _EVERY_EVALUATION,
+    **dict.fromkeys(["logging_steps", "log_interval"], "no field: every step has its line"),
+    "log_completions": "`tracking.sample_groups`, the groups of a step whose samples are kept",
+    **dict.fromkeys(["prompt_key", "input_key"], "`task.prompt_field`, beside `task.type=jsonl`"),
+    "label_key": "`task.answer_field`, beside `task.type=jsonl`",
+    "filter_overlong_prompts": "`task.too_long_prompts`, refuse or leave_out",
+    **dict.fromkeys(["shuffle", "shuffle_dataset", "rollout_shuffle"], "`sampler.type`, shuffle or sequential"),
+    **dict.fromkeys(["reward_weights", "overlong_buffer"], "`reward={type: weighted, parts: {...}}`"),
+    "use_vllm": "no field: the servers are SGLang's",
+    "vllm_num_engines": "`rollout.replicas`",
+    "critic_warmup": "`critic.warmup_steps`",
+    **dict.fromkeys(["resume_mode", "resume_from_checkpoint"], "`resume`, the folder of a run"),
     "experiment_name": "`name`",
     "project_name": "`tracking.experiment`",
     "run_name": "`name`",
 }  # fmt: skip
 """The keys are the last parts of the names; the values continue the sentence "here it is"."""
+
+OTHER_BLOCKS = {"data", "algorithm", "actor_rollout_ref", "trainer", "reward_model"}
+"""verl's blocks: the keys within them are answered, though a name may be close to one of Tandem's."""

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.errors import NOT_SET, Contradiction, Contradictions, Problem, did_you_mean, dotted, is_close
-from configs.other_systems.fields import OTHER_FIELDS
+from configs.other_systems.fields import OTHER_BLOCKS, OTHER_FIELDS
 from configs.other_systems.verl import fix_for_foreign_key
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import SHORTHANDS
@@ -133,14 +133,20 @@ def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: V
         return f"dots are for the command line; in YAML write {_nested_text(key, given)}"
     if ":" in key and given is not None and given.plain() is None:
         return f"write a blank after the colon: `{key.replace(':', ': ', 1)}`"
-    if key in OTHER_FIELDS and RunConfig in root.models:  # the names are those of training by RL
-        return f"here it is {OTHER_FIELDS[key]}"
+    names = OTHER_FIELDS if RunConfig in root.models else {}  # they are those of training by RL
+    within = dict.fromkeys(_names_within(given.plain() if given else None)) if names else ()
+    answers = [
+        f"{name}, here it is {names[name]}" if name in names else fix_for_foreign_key(name) for name in within
+    ]
+    inner = "; ".join(filter(None, answers))
+    if inner and key in OTHER_BLOCKS:
+        return inner
+    if key in names:
+        return f"here it is {names[key]}"
     if foreign := fix_for_foreign_key(key):
         return foreign
-    if RunConfig in root.models and not is_close(key, parent.names()):
-        inner = [name for name in _names_within(given.plain() if given else None) if name in OTHER_FIELDS]
-        if inner:
-            return "; ".join(f"{name}, here it is {OTHER_FIELDS[name]}" for name in inner)
+    if inner and not is_close(key, parent.names()):
+        return inner
     keys = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
     return did_you_mean(key, keys, "keys here", _other_places(path, root))
 

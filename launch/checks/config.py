@@ -363,7 +363,7 @@ def _check_resume(config: RunConfig, resume: Path) -> Iterator[str]:
     """Whether the run can go on, and its config is that of the same run."""
     folder = RunFolder(resume)
     if not folder.config.is_file():
-        yield f"resume: {resume} is not a run folder (it has no config.yaml); runs/latest is the newest run"
+        yield f"resume: {resume} is not a run folder (it has no config.yaml); `tandem list` names those of runs/"
         return
     before = load_config(folder.config, [])
     if not isinstance(before, RunConfig):

@@ -24,6 +24,7 @@ app = typer.Typer(
     cls=Commands,
     help="RL post-training with a Megatron-Core learner and SGLang rollouts.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -125,5 +126,5 @@ def _message_and_exit_code(error: BaseException) -> tuple[object, int] | None:
         case RunStopped():
             return error, os.EX_TEMPFAIL
         case Interrupted():
-            return "interrupted; every process of the run has ended", 130
+            return str(error) or "interrupted; every process of the run has ended", 130
     return None

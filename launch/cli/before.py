@@ -121,7 +121,7 @@ def selftest(
 @command("check-cluster")
 def check_cluster(
     config: Annotated[
-        Path | None, typer.Argument(help="The config that is to run.", metavar="[CONFIG]")
+        Path | None, typer.Argument(help="The config that is to run.", metavar="CONFIG")
     ] = None,
     overrides: Overrides = None,
     folder: Annotated[

@@ -14,7 +14,7 @@ command = command_of(commands, "Look at runs")
 @command("list")
 def list_runs(
     runs: Annotated[
-        Path, typer.Argument(help="The folder of the runs (launch.runs_dir).", metavar="[RUNS]")
+        Path, typer.Argument(help="The folder of the runs (launch.runs_dir).", metavar="RUNS")
     ] = Path("runs"),
 ) -> None:
     """List the runs of a folder, newest first: state, step, held-out accuracy, reward, age."""
@@ -122,7 +122,7 @@ def report(
 
 @command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.", metavar="RUN RUN...")],
+    runs: Annotated[list[Path], typer.Argument(help="Two run folders or more.", metavar="RUN")],
     out: Annotated[Path, typer.Option(help="The page to write.", metavar="FILE.html")] = Path(
         "comparison.html"
     ),
@@ -169,7 +169,7 @@ def stop(
 @command()
 def clean(
     runs: Annotated[
-        Path, typer.Argument(help="The folder of the runs (launch.runs_dir), or one run.", metavar="[RUNS]")
+        Path, typer.Argument(help="The folder of the runs (launch.runs_dir), or one run.", metavar="RUNS")
     ] = Path("runs"),
     apply: Annotated[
         bool, typer.Option("--apply", help="Remove it; without this it is only listed.")

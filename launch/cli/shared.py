@@ -6,7 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
+
+
+def _without_type_of_flags(parameters: list) -> list:
+    """Help would show a flag as `--dry-run <bool>`, as if a value followed."""
+    for parameter in parameters:
+        if getattr(parameter, "is_flag", False):
+            parameter.metavar = ""
+    return parameters
+
+
+class Command(TyperCommand):
+    """One command."""
+
+    def get_params(self, ctx):
+        return _without_type_of_flags(super().get_params(ctx))
 
 if TYPE_CHECKING:
     from launch.processes.run_folder import RunFolder
@@ -14,6 +29,9 @@ if TYPE_CHECKING:
 
 class Commands(TyperGroup):
     """The commands. An override that is written with dashes gets another error than a misspelt option."""
+
+    def get_params(self, ctx):
+        return _without_type_of_flags(super().get_params(ctx))
 
     def list_commands(self, ctx):
         """The commands that help lists, and that are proposed for a misspelt one."""
@@ -30,7 +48,11 @@ class Commands(TyperGroup):
         options = {option for parameter in command.params for option in parameter.opts}
         if any(parameter.name == "overrides" for parameter in command.params):
             dashed = [argument for argument in rest if argument.startswith("-")]
-            _refuse_dashes(argument for argument in dashed if argument.partition("=")[0] not in options)
+            _refuse_dashes(
+                argument
+                for argument in dashed
+                if argument.partition("=")[0] not in {*options, "-h", "--help"}
+            )
         return name, command, rest
 
 
@@ -41,8 +63,11 @@ def _refuse_dashes(arguments: Iterable[str]) -> None:
         from launch.checks.config import BadInput
 
         key, equals, _ = plain.partition("=")
-        if equals and key.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
-            raise BadInput(f"--{key}: no such option; write {plain}, without dashes")
+        if key == "config":
+            raise BadInput("--config: no such option; the file is named alone: CONFIG.yaml KEY=VALUE ...")
+        if key.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
+            written = plain if equals else f"{plain}=VALUE"
+            raise BadInput(f"--{key}: no such option; write {written}, without dashes")
 
 
 def command_of(commands: typer.Typer, panel: str) -> Callable[..., Callable[[Callable], Callable]]:
@@ -53,7 +78,9 @@ def command_of(commands: typer.Typer, panel: str) -> Callable[..., Callable[[Cal
     ) -> Callable[[Callable], Callable]:
         def register(function: Callable) -> Callable:
             text = help or " ".join((function.__doc__ or "").split())
-            return commands.command(name, help=text, hidden=hidden, rich_help_panel=panel)(function)
+            return commands.command(name, cls=Command, help=text, hidden=hidden, rich_help_panel=panel)(
+                function
+            )
 
         return register
 
@@ -65,7 +92,7 @@ ConfigPath = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="[KEY=VALUE]..."),
+    typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="KEY=VALUE"),
 ]
 DryRun = Annotated[
     bool,

@@ -43,7 +43,7 @@ def make_experiment(
 def schema(
     field: Annotated[
         str | None,
-        typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="[FIELD]"),
+        typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="FIELD"),
     ] = None,
     kind: Annotated[
         Literal["train", "sft", "hardware"],
@@ -107,7 +107,7 @@ def sweep(
         list[str] | None,
         typer.Argument(
             help="Overrides; those with several values, such as seed=0,1,2, give a run for each combination.",
-            metavar="KEY=V1,V2...",
+            metavar="KEY=V1,V2",
         ),
     ] = None,
     jobs: Annotated[

@@ -13,13 +13,14 @@ from pathlib import Path
 from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
+from configs.schema.task import CountdownTask
 from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.processes import stopping
 from launch.processes.going_on import way_on
 from launch.processes.heartbeat import Watch
 from launch.processes.run_folder import RunFolder, write_json
-from launch.processes.supervisor import RoleFailed, Supervisor
+from launch.processes.supervisor import Interrupted, RoleFailed, Supervisor
 from launch.roles.start import existing_run, folder_of, new_run, role, start_sampling, wait_ready
 from launch.slurm.job import is_finished
 from parallel.checkpoints.files import step_of
@@ -46,6 +47,8 @@ def train(
         return existing_run(config.resume)
     folder = folder_of(config)
     print(f"run folder: {folder.path}", flush=True)
+    if (newest := folder.newest_checkpoint()) is not None:
+        print(f"goes on from step {step_of(newest)}, {newest}", flush=True)
     ending = stopping.ending(folder)
     try:
         with (
@@ -64,6 +67,9 @@ def train(
             )
     except RoleFailed as failure:
         raise RoleFailed(f"{failure}\n{_after_failure(folder, config)}") from failure
+    except Interrupted:
+        ended = "interrupted; every process of the run has ended"
+        raise Interrupted(f"{ended}. {_saved(folder, config)}; {way_on(folder, here=True)}") from None
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_after_stop(folder, outcome))
     print_result(folder, config)
@@ -93,10 +99,13 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
 
 def _after_failure(folder: RunFolder, config: RunConfig) -> str:
     """The newest checkpoint of a failed run, and the command that goes on from it."""
+    return f"{_saved(folder, config)}. When the cause is mended, {way_on(folder, here=True)}"
+
+
+def _saved(folder: RunFolder, config: RunConfig) -> str:
     newest = folder.newest_checkpoint()
     every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
-    saved = f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
-    return f"{saved}. When the cause is mended, {way_on(folder, here=True)}"
+    return f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
 
 
 def resume(
@@ -104,6 +113,9 @@ def resume(
 ) -> RunFolder | None:
     """``train`` with the run's own config and ``overrides``."""
     folder = existing_run(run)
+    kind = parse_config(folder.config).layers[0].at(["kind"])
+    if kind is not None and kind.plain() == "sft":
+        raise BadInput(f"RUN: {run} is a warm start, which saves nothing to go on from; start it anew")
     return train(folder.config, [f"resume={folder.path}", *overrides], dry_run=dry_run, gpu_memory=gpu_memory)
 
 
@@ -204,14 +216,16 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
     uri = without_password(tracking_uri(config, folder.path))
     page, model = folder.path / "report.html", folder.hf
     tandem = _command_text("tandem")
-    print(f"report:      {page} (open it in a browser)")
+    anew = f"not written; {tandem} report {shlex.quote(str(folder.path))} writes it"
+    print(f"report:      {f'{page} (open it in a browser)' if page.is_file() else anew}")
     print(f"model:       {model} (Hugging Face format)")
     print(f"MLflow:      {_command_text('mlflow')} ui --backend-store-uri {shlex.quote(uri)}")
     print(f"all runs:    {tandem} list {shlex.quote(str(folder.path.parent))}")
     if folder.newest_checkpoint() is not None:
         print(f"go on:       {tandem} resume {shlex.quote(str(folder.path))} steps={2 * summary['steps']}")
-    own = "init FOLDER writes a config, a reward and example data to begin with"
-    print(f"your own:    {tandem} {own}", flush=True)
+    if isinstance(config.task, CountdownTask):  # the quickstart's; others are the user's own already
+        print(f"your own:    {tandem} init FOLDER writes a config, a reward and example data to begin with")
+    sys.stdout.flush()
 
 
 def _command_text(name: str) -> str:

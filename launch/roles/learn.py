@@ -66,6 +66,8 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
                 doing("export")
             trained = time.perf_counter()
             # Requests to stop have no effect from here on: the rest ends the run too.
+            if run.tracker is not None:
+                run.tracker.say("the steps are done; the model and the report are being written")
             run.checkpointer.save_before_export(run.learner, run.sampler)
             run.learner.save_hf(folder.hf)
             run.learner.save_adapter(folder.adapter)

@@ -43,7 +43,7 @@ def quiet_end() -> None:
 def existing_run(run: Path) -> RunFolder:
     if not (run / "config.yaml").is_file():
         raise BadInput(
-            f"RUN: {run} is not a run folder (it has no config.yaml); runs/latest is the newest run"
+            f"RUN: {run} is not a run folder (it has no config.yaml); `tandem list` names those of runs/"
         )
     return RunFolder(run.resolve())
 

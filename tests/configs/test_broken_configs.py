@@ -971,11 +971,34 @@ def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
     assert f"no such option; write {written.lstrip('-')}, without dashes" in said
 
 
+@pytest.mark.parametrize(
+    ("written", "fix"),
+    [
+        (["--steps", "3"], "--steps: no such option; write steps=VALUE, without dashes"),
+        (["--config", "run.yaml"], "--config: no such option; the file is named alone"),
+    ],
+)
+def test_an_option_of_other_trainers(written, fix, folder, monkeypatch, capsys):
+    assert fix in refused(["train", "run.yaml", "--dry-run", *written], folder, monkeypatch, capsys)
+
+
 def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder, monkeypatch, capsys):
     block = "actor_rollout_ref={actor: {ppo_epochs: 2, loss: x}, rollout: {n: 5}}"
     said = refused(["train", "run.yaml", "--dry-run", block], folder, monkeypatch, capsys)
     assert "fix:   ppo_epochs, here it is no field" in said
     assert "; n, here it is `rollout.group_size`" in said and "loss," not in said
+
+
+def test_keys_of_verls_blocks_are_answered_though_the_block_is_named_nearly_as_one_of_ours(
+    folder, monkeypatch, capsys
+):
+    keys = ["trainer.save_freq=20", "data.max_response_length=9", "reward_model.overlong_buffer.enable=true"]
+    said = refused(
+        ["train", "run.yaml", "--dry-run", *keys, "algorithm.adv_estimator=grpo"], folder, monkeypatch, capsys
+    )
+    for name in ("save_freq", "max_response_length", "overlong_buffer"):
+        assert f"fix:   {name}, here it is `" in said
+    assert "fix:   verl's adv_estimator is `advantage.type` here" in said
 
 
 def test_fields_of_other_systems_are_told_by_fields_that_exist():

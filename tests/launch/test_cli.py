@@ -24,10 +24,11 @@ from configs.loader import ConfigError, load_config, parse_config
 from configs.schema import RunConfig, SftConfig
 from launch import cli
 from launch.checks import config as checks
+from launch.checks.config import BadInput
 from launch.commands import results, studies
 from launch.commands import train as training
 from launch.processes.run_folder import RunFolder
-from launch.processes.supervisor import Role, RoleFailed, Supervisor
+from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from launch.roles import start
 from launch.roles import table as roles
 from launch.roles.summary import write_summary
@@ -207,6 +208,17 @@ def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(
     )
 
 
+@pytest.mark.parametrize("command", [[], ["train"]])
+def test_help_has_a_short_name_and_shows_flags_without_a_type(command):
+    shown = CliRunner().invoke(cli.app, [*command, "-h"], env={"COLUMNS": "100", "TERM": "dumb"})
+    assert shown.exit_code == 0 and "Show this message and exit." in shown.output
+    assert "<bool>" not in shown.output
+    if command:
+        assert "Usage: tandem train [OPTIONS] {CONFIG} [KEY=VALUE]..." in shown.output.replace(
+            "root", "tandem"
+        )
+
+
 def test_the_version_is_that_of_the_package():
     done = tandem("--version", cwd=ROOT)
     assert (done.returncode, done.stdout) == (0, f"tandem {importlib.metadata.version('tandem-rl')}\n"), (
@@ -248,6 +260,44 @@ def test_a_folder_of_another_kind_is_refused(tmp_path, model, command, monkeypat
         capsys.readouterr().err
         == f"tandem: RUN: {tmp_path} is a run of kind sft; this is for runs of kind train\n"
     )
+
+
+def test_a_warm_start_is_not_resumed(tmp_path, model):
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({
+        "kind": "sft", "model": {"path": str(model)}, "data": {"type": "countdown"}, "output": "warm",
+    }))  # fmt: skip
+    with pytest.raises(BadInput, match="is a warm start, which saves nothing to go on from"):
+        training.resume(tmp_path, ["steps=3"])
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_an_interrupted_run_says_what_it_saved_and_how_it_goes_on(
+    tmp_path, model, monkeypatch, capsys, saved
+):
+    def interrupt(supervisor, folder, config):
+        raise KeyboardInterrupt
+
+    def save_and_interrupt(supervisor, folder, config):
+        step = folder.checkpoints / "step_000002"
+        step.mkdir(parents=True)
+        write_manifest(step, world_size=1)
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(training, "start_sampling", save_and_interrupt if saved else interrupt)
+    with pytest.raises(Interrupted) as ended:
+        training.train(config_file(tmp_path, model), [])
+    run = Path("runs") / (tmp_path / "runs" / "latest").resolve().name
+    go_on = f"tandem resume {run}" if saved else f"tandem train {run}/config.yaml"
+    assert str(ended.value).startswith("interrupted; every process of the run has ended. ")
+    assert str(ended.value).endswith(f"`{go_on}`") and ("Saved: step 2" in str(ended.value)) == saved
+    assert "goes on from" not in capsys.readouterr().out
+    if saved:
+        monkeypatch.setattr(training, "start_sampling", interrupt)
+        monkeypatch.setattr(start, "_claimed", lambda folder: folder)  # the error above keeps the lock
+        with pytest.raises(Interrupted):
+            training.resume(run, [])
+        assert f"goes on from step 2, {run.resolve()}/checkpoints/step_000002\n" in capsys.readouterr().out
 
 
 def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path, model, monkeypatch):
@@ -427,6 +477,17 @@ def test_the_result_tells_the_step_of_the_last_evaluation(tmp_path, capsys, last
     config = RunConfig.model_validate({"steps": 3, "model": {"path": "m"}, "task": {"type": "countdown"}})
     training.print_result(folder, config)
     assert f"held-out accuracy: 25.0% before, 50.0% {said}\n" in capsys.readouterr().out
+
+
+def test_the_result_names_no_report_that_could_not_be_written(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.summary.write_text('{"accuracy_after": null, "steps": 3}')
+    config = RunConfig.model_validate({"steps": 3, "model": {"path": "m"}, "task": {"type": "countdown"}})
+    training.print_result(folder, config)
+    assert "report:      not written; " in capsys.readouterr().out
+    (tmp_path / "report.html").touch()
+    training.print_result(folder, config)
+    assert f"report:      {tmp_path / 'report.html'} (open" in capsys.readouterr().out
 
 
 SERVES_UNTIL_SAMPLING = """

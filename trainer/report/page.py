@@ -320,11 +320,12 @@ def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:
     """(field, value, default) of every setting that differs from its default; "-" is a required one's default."""
     # Other fields of the model may contradict defaults, and its own defaults are read below.
     plain = RunConfig(model=ModelConfig(path=config.model.path), task=config.task)
-    defaults = flatten(plain.model_dump(mode="json"))
+    defaults = flatten(plain.model_dump(mode="json", exclude={"model", "task"}))
     for block in ("model", "task"):
         for name, info in type(getattr(config, block)).model_fields.items():
             is_required = info.is_required() or name == "type"
-            defaults |= flatten({f"{block}.{name}": "-" if is_required else info.default})
+            default = "-" if is_required else info.get_default(call_default_factory=True)
+            defaults |= flatten({f"{block}.{name}": default})
     values = flatten(config.model_dump(mode="json"))
     return [
         (name, value, defaults.get(name, "-"))

@@ -764,6 +764,23 @@ def test_changed_settings_by_hand():
     ]
 
 
+def test_changed_settings_of_a_task_with_defaults_from_a_factory():
+    task = {"type": "jsonl", "train_path": "t.jsonl", "heldout_path": "h.jsonl"}
+    rows = {
+        ("task.type", "jsonl", "-"),
+        ("task.train_path", "t.jsonl", "-"),
+        ("task.heldout_path", "h.jsonl", "null"),
+    }
+
+    def changed_of_task(**further):
+        changed = changed_settings(make_config(task=task | further))
+        return {row for row in changed if row[0].startswith("task.")}
+
+    assert changed_of_task() == rows
+    with_sets = changed_of_task(heldout_sets={"hard": "x.jsonl"})
+    assert with_sets == rows | {("task.heldout_sets.hard", "x.jsonl", "-")}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
