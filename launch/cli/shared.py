@@ -23,6 +23,7 @@ class Command(TyperCommand):
     def get_params(self, ctx):
         return _without_type_of_flags(super().get_params(ctx))
 
+
 if TYPE_CHECKING:
     from launch.processes.run_folder import RunFolder
 
