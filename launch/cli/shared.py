@@ -9,6 +9,10 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 
+if TYPE_CHECKING:
+    from launch.processes.run_folder import RunFolder
+
+
 def _without_type_of_flags(parameters: list) -> list:
     """Help would show a flag as `--dry-run <bool>`, as if a value followed."""
     for parameter in parameters:
@@ -22,10 +26,6 @@ class Command(TyperCommand):
 
     def get_params(self, ctx):
         return _without_type_of_flags(super().get_params(ctx))
-
-
-if TYPE_CHECKING:
-    from launch.processes.run_folder import RunFolder
 
 
 class Commands(TyperGroup):
