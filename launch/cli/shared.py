@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-
 if TYPE_CHECKING:
     from launch.processes.run_folder import RunFolder
 
