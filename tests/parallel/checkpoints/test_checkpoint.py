@@ -3,13 +3,17 @@ harms no other."""
 
 import json
 import os
+import random
 import resource
 from pathlib import Path
+from typing import Any
 
+import numpy
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from configs.schema.layout import LayoutConfig
 from parallel.checkpoints import checkpoint, writers
@@ -77,13 +81,23 @@ def test_a_checkpoint_before_the_first_step(folder, tmp_path, distributed):
 
 
 def test_random_state_is_restored(folder, tmp_path):
+    """Of torch, numpy, Python and Megatron's tracker, which forks torch's generator by name."""
+
+    def drawn() -> tuple[list[float], float, float, dict[str, Any]]:
+        tracked = {name: state.tolist() for name, state in get_cuda_rng_tracker().get_states().items()}
+        return torch.rand(3).tolist(), float(numpy.random.rand()), random.random(), tracked
+
     engine = make_engine(folder)
-    torch.manual_seed(5)
-    engine.save(tmp_path / "step_000001", {})
-    wanted = torch.rand(3)
-    torch.manual_seed(6)
+    for seed, tracked in ((5, torch.get_rng_state()), (6, torch.manual_seed(7).get_state())):
+        torch.manual_seed(seed)
+        numpy.random.seed(seed)
+        random.seed(seed)
+        get_cuda_rng_tracker().set_states({"a generator": tracked})
+        if seed == 5:
+            engine.save(tmp_path / "step_000001", {})
+            wanted = drawn()
     engine.load(tmp_path / "step_000001")
-    assert torch.equal(torch.rand(3), wanted)
+    assert drawn() == wanted
 
 
 @pytest.mark.parametrize("distributed", [True, False])
@@ -99,14 +113,18 @@ def test_the_running_config_decides_the_optimizers_settings(folder, tmp_path, di
             assert group["weight_decay"] in (0.0, settings["weight_decay"])
 
 
-def test_the_running_config_decides_the_learning_rate(folder, tmp_path):
+@pytest.mark.parametrize(
+    ("settings", "lr"), [({"lr": 1e-3}, 1e-3), ({"schedule": "cosine", "min_lr": 3e-4, "steps": 2}, 3e-4)]
+)
+def test_the_running_config_decides_the_learning_rate(folder, tmp_path, settings, lr):
+    """Also the least one, which the last step of a decay has."""
     batch = make_batch([4, 6])
-    first = make_engine(folder, lr=1e-2)
+    first = make_engine(folder, **settings | {"lr": 1e-2, "min_lr": 0.0})
     first.update([batch], weighted_loss, temperature=1.0)
     first.save(tmp_path / "step_000001", {})
-    second = make_engine(folder, lr=1e-3)
+    second = make_engine(folder, **settings)
     second.load(tmp_path / "step_000001")
-    assert second.update([batch], weighted_loss, temperature=1.0).lr == pytest.approx(1e-3)
+    assert second.update([batch], weighted_loss, temperature=1.0).lr == pytest.approx(lr)
 
 
 def test_partial_checkpoints_are_never_picked(folder, tmp_path):
