@@ -55,7 +55,7 @@ class CispoObjective(Schema):
     """CISPO: a policy gradient whose weight is the clipped ratio, without gradient (arXiv 2506.13585)."""
 
     type: Literal["cispo"]
-    clip_low: UnitFraction = 0.2
+    clip_low: UnitFraction = 1.0
     """The weight is at least 1 - clip_low; 1 leaves small ratios as they are, as in the paper's experiments."""
     clip_high: NonNegativeFloat = 0.2
     """The weight is at most 1 + clip_high."""

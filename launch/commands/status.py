@@ -131,7 +131,10 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return "unknown: Slurm does not say whether the job runs"
     if not (folder.path / "roles").is_dir():
         return "not started"
-    return "not running: interrupted, killed, or started on another machine"
+    ended = "not running: interrupted, killed, or started on another machine"
+    if folder.newest_checkpoint() is None:
+        return ended
+    return f"{ended}; unless it runs there, it goes on with `{next_command(folder)}`"
 
 
 def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:

@@ -101,6 +101,7 @@ def test_the_time_left_counts_what_is_between_steps(folder):
 
 def test_a_look_takes_no_lock(folder):
     """Of another process's run: it is seen as running, and its claim is neither lost nor refused."""
+    checkpoint(folder, 20, ago_s=1.0)
     program = (
         "import sys; from pathlib import Path; from launch.processes.run_folder import RunFolder\n"
         "folder = RunFolder(Path(sys.argv[1])); folder.claim(); print('held', flush=True); sys.stdin.read()"
@@ -116,7 +117,10 @@ def test_a_look_takes_no_lock(folder):
         assert lines_of(folder)["state"] == "running"
         other.stdin.close()
         other.wait(timeout=30)
-    assert lines_of(folder)["state"].startswith("not running")
+    state = lines_of(folder)["state"]
+    assert state.startswith("not running") and state.endswith(
+        f"it goes on with `tandem resume {folder.path}`"
+    )
     folder.claim()
 
 
