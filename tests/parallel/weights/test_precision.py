@@ -240,7 +240,7 @@ def test_servers_get_rounded_weights_before_they_sample_a_first_time(rollout, fi
     calls = []
     sync = SimpleNamespace(
         take_over=lambda *, sends: calls.append("restore" if sends else "take over"),
-        probe=lambda temperature: calls.append("probe") or 0.0,
+        prove=lambda temperature: calls.append("prove") or 0.0,
     )
     config = SimpleNamespace(rollout=RolloutConfig(**rollout))
     compare_engines(
@@ -248,4 +248,4 @@ def test_servers_get_rounded_weights_before_they_sample_a_first_time(rollout, fi
             config=config, first_step=first_step, weight_sync=sync, tracker=None, turns=OwnDevices()
         )
     )
-    assert calls == ["restore" if sent else "take over", "probe"]
+    assert calls == ["restore" if sent else "take over", "prove"]
