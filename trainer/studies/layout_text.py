@@ -152,7 +152,7 @@ def _size_sentence(pairs: Sequence[Row]) -> str:
 def markdown(result: Row, figures: Sequence[str] = ()) -> str:
     pairs = result["pairs"]
     parts = [
-        "# Mismatch of rollout and learner, by layout",
+        f"# Mismatch of rollout and learner, by layout: {result['setting']['model']}",
         _setting(result),
         "## What it says",
         "\n".join(line if line.startswith("  -") else f"- {line}" for line in result["findings"]),
