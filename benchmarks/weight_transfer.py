@@ -304,7 +304,8 @@ class Receivers:
 
     def resume(self) -> None: ...
 
-    def leave_group(self) -> None: ...
+    def leave_group(self):
+        return self.ask(("nothing", None))
 
 
 def receive_forever(requests) -> None:
