@@ -27,7 +27,7 @@ from torch import Tensor
 
 ALIGNMENT = 8
 """Bytes. Whatever follows a packed matrix begins at a multiple of its item's size, if the matrix did."""
-AT_ONCE = {"cpu": 2**18, "cuda": 2**25}
+AT_ONCE = {"cpu": 2**20, "cuda": 2**25}
 """Numbers that are packed at a time, by device. What a CPU reads several times should come from a core's cache; a GPU
 should not wait for the start of kernels."""
 
