@@ -87,6 +87,10 @@ def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job
     return Device(kind="cpu", bytes=psutil.virtual_memory().total, name="this machine")
 
 
+ON_GPUS = ("model.dtype=bfloat16", "rollout.dtype=bfloat16")
+"""Settings of the runs that Tandem makes by itself: SGLang's attention on GPUs takes no float32."""
+
+
 def gpus_here() -> int:
     """GPUs that this process may use; 0 means that everything runs on CPU."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):

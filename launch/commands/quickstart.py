@@ -6,7 +6,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from launch.checks.device_memory import gpus_here
+from launch.checks.device_memory import ON_GPUS, gpus_here
 from launch.commands.results import report
 from launch.commands.train import evaluate, sft, train
 from launch.processes import run_folder
@@ -29,10 +29,10 @@ ones by no more than runs of one setting do."""
 
 
 def settings_of_machine() -> list[str]:
-    """Of the runs here. On GPUs SGLang's attention takes no float32, and learner ranks take one each."""
+    """Of the runs here. Each learner rank takes a GPU of its own."""
     gpus = gpus_here()
     alone = ["layout.dp=1"] if gpus == 1 else []
-    return ["model.dtype=bfloat16", "rollout.dtype=bfloat16", *alone] if gpus else []
+    return [*ON_GPUS, *alone] if gpus else []
 
 
 def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool = False) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
+from launch.checks.device_memory import ON_GPUS
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import POLL_S, Role, RoleFailed, Supervisor
@@ -23,8 +24,8 @@ CONFIG = Path(__file__).resolve().parents[2] / "configs" / "debug" / "selftest.y
 GRACE_S = 3.0
 """Time between SIGTERM and SIGKILL: nothing that runs here has anything to save."""
 LOG_LINES = 40
-ON_GPUS = ("model.dtype=bfloat16", "rollout.dtype=bfloat16", "rollout.server_args.mem_fraction_static=0.4")
-"""Fast attention kernels take no float32, and a server must leave room to a learner on the same GPU."""
+BESIDE_A_LEARNER = "rollout.server_args.mem_fraction_static=0.4"
+"""A server must leave room to a learner on the same GPU."""
 
 
 class Bench:
@@ -57,7 +58,7 @@ class Bench:
     def overrides(self) -> list[str]:
         """Of ``CONFIG``, for this machine."""
         paths = [f"model.path={self.model}", f"launch.runs_dir={self.out / 'runs'}", f"seed={self.seed}"]
-        return [*paths, *(ON_GPUS if self.machine.gpus else ())]
+        return [*paths, *((*ON_GPUS, BESIDE_A_LEARNER) if self.machine.gpus else ())]
 
     @cached_property
     def config(self) -> RunConfig:
