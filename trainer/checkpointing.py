@@ -23,7 +23,7 @@ from parallel.checkpoints.files import (
     step_folders,
     valid_checkpoints,
 )
-from trainer.batch.files import write_whole
+from trainer.file_system import write_whole
 from trainer.learner import Learner
 from trainer.ranks.objects import from_first_rank
 from trainer.sampling import SharedSampler

@@ -21,8 +21,9 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordBatches, RecordEvery
 from parallel.packing import PackedBatch
-from trainer.batch.files import batch_file, recorded_steps, write_whole
+from trainer.batch.files import batch_file, recorded_steps
 from trainer.batch.step_batch import StepBatch
+from trainer.file_system import write_whole
 
 if TYPE_CHECKING:
     from trainer.learner import Learner

@@ -15,8 +15,8 @@ from torch import Tensor
 from configs.schema import RunConfig
 from parallel.megatron import platform
 from rollout.records import Group
-from trainer.batch.files import write_whole
 from trainer.batch.step_batch import StepBatch
+from trainer.file_system import write_whole
 from trainer.learner import Learner, Update, learner_logprobs
 from trainer.tracking.samples import FOLDER, as_lines, sample_file, samples_of
 from trainer.tracking.tracker import Tracker

@@ -24,9 +24,9 @@ from launch.processes.run_folder import RunFolder
 from launch.slurm.job import ask_squeue
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
+from trainer.file_system import mount_of
 from trainer.metric_names import known
 from trainer.tracking.ledger import read_ledger, summary
-from trainer.tracking.mlflow_thread import mount_of
 from trainer.tracking.tracker import duration, read_metrics
 
 PACE_STEPS = 20

@@ -9,7 +9,7 @@ from launch.processes.run_folder import RunFolder
 from launch.tables import print_table
 from tracing.parts import Part, Parts, parts_of
 from tracing.reading import Trace, chrome_trace, read_trace
-from trainer.batch.files import write_whole
+from trainer.file_system import write_whole
 
 COLUMNS = ("role", "part", "s a step", "of its time", "spans", "all ranks, s")
 

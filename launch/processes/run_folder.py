@@ -34,7 +34,7 @@ from typing import TextIO, TypeVar
 from configs.errors import ConfigError
 from parallel.checkpoints.files import is_valid, latest_valid, missing, step_folders, step_of
 from rollout.run_key import RunKey, run_key
-from trainer.batch.files import write_whole
+from trainer.file_system import write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""

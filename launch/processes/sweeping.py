@@ -27,7 +27,7 @@ from launch.roles.start import environment
 from launch.slurm.job import is_finished
 from launch.tables import on_one_line
 from parallel.checkpoints.files import step_of
-from trainer.batch.files import write_whole
+from trainer.file_system import write_whole
 from trainer.tracking.tracker import duration, rows_from_the_end
 
 TANDEM = (sys.executable, "-m", "launch")

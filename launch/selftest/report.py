@@ -21,7 +21,7 @@ from launch.checks.device_memory import ask_gpus
 from launch.processes.run_folder import KEY, write_json
 from launch.selftest.check import Outcome, Result
 from launch.tables import aligned, print_table
-from trainer.batch.files import write_whole
+from trainer.file_system import write_whole
 from trainer.tracking.provenance import installed_versions, provenance
 
 TEXT, JSON = "selftest.txt", "selftest.json"

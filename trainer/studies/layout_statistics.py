@@ -29,7 +29,7 @@ from configs.schema.layout import LayoutConfig
 from trainer.algorithm.kl import bounded
 from trainer.algorithm.mismatch import HIGH_GAP, NEAR_ONE, bounds_of
 from trainer.algorithm.segments import max_per_sequence, sum_per_sequence
-from trainer.batch.files import write_whole
+from trainer.file_system import write_whole
 
 LENGTH_EDGES = tuple(2**power for power in range(2, 15))
 """Upper edges, in tokens, of the buckets of length and position (from 1); the last bucket is open."""

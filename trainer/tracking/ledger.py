@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollout.sampling.messages import SamplingStats
-from trainer.batch.files import write_whole
+from trainer.file_system import write_whole
 
 LEDGER = "ledger.jsonl"
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.schema import RunConfig
+from trainer.file_system import mount_of
 from trainer.tracking.provenance import provenance
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -77,18 +78,6 @@ def file_system_of(folder: Path) -> str:
         return ""
     kind = re.search(r" - (\S+)", mount)
     return kind[1] if kind else ""
-
-
-def mount_of(path: Path) -> tuple[int, str]:
-    """(inode, the kernel's line of the mount that the file is on, "" if unknown). Raises OSError."""
-    handle = os.open(path, os.O_PATH)
-    try:
-        inode = os.fstat(handle).st_ino
-        number = re.search(r"^mnt_id:\s+(\d+)", Path(f"/proc/self/fdinfo/{handle}").read_text(), re.M)
-    finally:
-        os.close(handle)
-    line = number and re.search(rf"^{number[1]} .*", Path("/proc/self/mountinfo").read_text(), re.M)
-    return inode, line[0] if line else ""
 
 
 def mlflow_name(name: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Self, TextIO
 
 from configs.schema import RunConfig
-from trainer.batch.files import write_whole
+from trainer.file_system import write_whole
 from trainer.metric_names import find_entry, known
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
