@@ -59,6 +59,8 @@ from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.peft_adapter import save_adapter
 from tracing import span
 
+TIMEOUT_S = 1800.0
+
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, any output).
 
@@ -128,7 +130,7 @@ class _Engine:
         total_optimizer_steps: int,
         recompute: str,
         seed: int,
-        timeout_s: float = 1800.0,
+        timeout_s: float,
         pieces: int | None = None,
         lora: Lora | None = None,
     ):
@@ -331,17 +333,30 @@ class MegatronEngine(_Engine):
         layout: LayoutConfig,
         optimizer: OptimizerConfig | None,
         *,
+        total_optimizer_steps: int,
+        recompute: str,
+        seed: int,
         logprob_chunk_tokens: int,
+        timeout_s: float = TIMEOUT_S,
         pieces: int | None = None,
-        **settings: Any,
+        lora: Lora | None = None,
     ):
-        """pieces: ``RunConfig.numerics_pieces``. None, with aligned numerics: as many as layout.tp. settings: see
+        """pieces: ``RunConfig.numerics_pieces``. None, with aligned numerics: as many as layout.tp. The rest: see
         ``_Engine``."""
-        pieces = pieces or layout.tp if model.numerics == "aligned" else None
-        make_chunk = partial(
-            LogprobGPTModel, chunk_tokens=logprob_chunk_tokens, fp32_lm_head=model.fp32_lm_head
+        super().__init__(
+            model,
+            layout,
+            optimizer,
+            make_chunk=partial(
+                LogprobGPTModel, chunk_tokens=logprob_chunk_tokens, fp32_lm_head=model.fp32_lm_head
+            ),
+            total_optimizer_steps=total_optimizer_steps,
+            recompute=recompute,
+            seed=seed,
+            timeout_s=timeout_s,
+            pieces=pieces or layout.tp if model.numerics == "aligned" else None,
+            lora=lora,
         )
-        super().__init__(model, layout, optimizer, make_chunk=make_chunk, pieces=pieces, **settings)
 
     def logprobs(
         self, microbatches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool = False
@@ -479,9 +494,28 @@ class MegatronEngine(_Engine):
 class ValueEngine(_Engine):
     """A critic: the backbone of a policy's folder, and a head that starts at zero (see ``ValueGPTModel``)."""
 
-    def __init__(self, model: ModelConfig, layout: LayoutConfig, optimizer: OptimizerConfig, **settings: Any):
-        """settings: see ``_Engine``."""
-        super().__init__(model, layout, optimizer, make_chunk=ValueGPTModel, **settings)
+    def __init__(
+        self,
+        model: ModelConfig,
+        layout: LayoutConfig,
+        optimizer: OptimizerConfig,
+        *,
+        total_optimizer_steps: int,
+        recompute: str,
+        seed: int,
+        timeout_s: float = TIMEOUT_S,
+    ):
+        """See ``_Engine``."""
+        super().__init__(
+            model,
+            layout,
+            optimizer,
+            make_chunk=ValueGPTModel,
+            total_optimizer_steps=total_optimizer_steps,
+            recompute=recompute,
+            seed=seed,
+            timeout_s=timeout_s,
+        )
 
     def values(self, microbatches: Sequence[PackedBatch]) -> list[Tensor]:
         """values_T of each micro-batch: float32, on the device, without gradient; index t as for log-probs.

@@ -6,7 +6,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import aiohttp
 
@@ -62,12 +62,15 @@ class Replica:
 
 
 def open_session(
-    *, peer_timeout_s: float = PEER_TIMEOUT_S, headers: Mapping[str, str] | None = None, **connector: Any
+    *,
+    peer_timeout_s: float = PEER_TIMEOUT_S,
+    headers: Mapping[str, str] | None = None,
+    keepalive_timeout: float = 15.0,
 ) -> aiohttp.ClientSession:
     """A session without a limit of connections and without a deadline for a whole request, which callers set."""
     watched = partial(watched_socket, peer_timeout_s=peer_timeout_s)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=watched, **connector),
+        connector=aiohttp.TCPConnector(limit=0, socket_factory=watched, keepalive_timeout=keepalive_timeout),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         headers=headers,
     )
