@@ -41,7 +41,8 @@ from configs.schema.layout import as_overrides, parse_layout  # noqa: E402
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config  # noqa: E402
 from parallel.planning.decoding import Lengths  # noqa: E402
 from parallel.planning.machine import Machine  # noqa: E402
-from parallel.planning.memory import GIB, rollout_memory  # noqa: E402
+from parallel.planning.memory import GIB  # noqa: E402
+from parallel.planning.server_memory import rollout_memory  # noqa: E402
 from parallel.planning.time import Estimator, StepTime  # noqa: E402
 
 TARGET = 0.3

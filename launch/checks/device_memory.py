@@ -21,6 +21,7 @@ from launch.tables import aligned
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.planner import static_share
+from parallel.planning.server_memory import RolloutMemory, rollout_memory
 
 CPU_CACHE_TOKENS = 65536
 """Cache of a server on CPU without ``rollout.max_total_tokens``."""
@@ -56,7 +57,7 @@ class Need:
     learner: memory.LearnerMemory | None
     learner_total: int
     """Bytes of all learner ranks together."""
-    server: memory.RolloutMemory | None
+    server: RolloutMemory | None
     num_server_ranks: int
     cpu_cache: int
     """Bytes of a server rank's cache on CPU, where the cache does not get the rest of a device."""
@@ -131,7 +132,7 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
     layout, server, num_server_ranks, cpu_cache = config.layout, None, 0, 0
     if "serve" in runs and isinstance(config, RunConfig):
         rollout = config.rollout
-        server = memory.rollout_memory(
+        server = rollout_memory(
             architecture,
             rollout.tp,
             rollout.dtype,
@@ -266,7 +267,7 @@ def _smaller_configs(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunCo
             yield text, split.model_copy(update={"learner": learner.model_copy(update=again)})
 
 
-def _server_findings(config: RunConfig, device: Device, server: memory.RolloutMemory) -> Iterator[Finding]:
+def _server_findings(config: RunConfig, device: Device, server: RolloutMemory) -> Iterator[Finding]:
     """A server must hold one response of full length, with one token of a prompt."""
     rollout, size = config.rollout, memory.size_text
     if server.tokens > rollout.max_new_tokens:
@@ -278,7 +279,7 @@ def _server_findings(config: RunConfig, device: Device, server: memory.RolloutMe
 
 
 def _shared_gpu_findings(
-    device: Device, gpu: int, learner: memory.LearnerMemory, server: memory.RolloutMemory
+    device: Device, gpu: int, learner: memory.LearnerMemory, server: RolloutMemory
 ) -> Iterator[Finding]:
     """Both models are in memory while weights are sent; otherwise one side has the GPU to itself."""
     held, size = learner.lasting + learner.transfer, memory.size_text
@@ -325,7 +326,7 @@ def _is_tight(size: int, device: Device) -> bool:
     return device.kind == "cuda" and device.bytes is not None and size > memory.USABLE_SHARE * device.bytes
 
 
-def _server_lines(server: memory.RolloutMemory, cpu_cache: int, device: Device) -> list[str]:
+def _server_lines(server: RolloutMemory, cpu_cache: int, device: Device) -> list[str]:
     items = [("weights", server.weights)]
     if device.kind == "cpu":
         items.append((f"cache for {cpu_cache // server.kv_bytes_per_token:,} tokens", cpu_cache))

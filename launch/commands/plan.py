@@ -18,6 +18,7 @@ from parallel.planning.architecture import Architecture, read_architecture, read
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.machine import Machine
 from parallel.planning.planner import NO_TABLE, Cluster, Plan, Timing, plan, read_measured, reasons
+from parallel.planning.server_memory import RolloutMemory
 from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text
 
 WIDTH = 170
@@ -191,7 +192,7 @@ def to_yaml(best: Plan, config: RunConfig) -> str:
     return yaml.safe_dump(blocks, sort_keys=False, default_flow_style=None)
 
 
-def server_text(server: memory.RolloutMemory) -> str:
+def server_text(server: RolloutMemory) -> str:
     """The memory of a server rank as text."""
     size = memory.size_text
     cache = f"{size(server.kv_cache)} of cache for {server.tokens:,} tokens"

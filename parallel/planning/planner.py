@@ -34,17 +34,8 @@ from parallel.planning.architecture import Architecture, read_architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.layout import fitting_layouts, layout_problems, rollout_sizes
 from parallel.planning.machine import Machine
-from parallel.planning.memory import (
-    GIB,
-    USABLE_SHARE,
-    LearnerMemory,
-    RolloutMemory,
-    Work,
-    rollout_memory,
-    size_text,
-    work_of,
-    worst_stage,
-)
+from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, Work, size_text, work_of, worst_stage
+from parallel.planning.server_memory import RolloutMemory, rollout_memory
 from parallel.planning.time import Estimator, StepTime, seconds_text, two_digits
 from parallel.planning.traffic import Traffic, traffic
 

@@ -23,8 +23,8 @@ from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.machine import Machine
-from parallel.planning.memory import RolloutMemory
 from parallel.planning.sampling_time import Sampling, sampling_time
+from parallel.planning.server_memory import RolloutMemory
 from parallel.planning.traffic import bytes_to_send
 from parallel.planning.training_time import Training, training_time
 

@@ -13,7 +13,8 @@ from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture, read_architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.machine import Machine
-from parallel.planning.memory import GIB, RolloutMemory, rollout_memory
+from parallel.planning.memory import GIB
+from parallel.planning.server_memory import RolloutMemory, rollout_memory
 
 MODELS = Path(__file__).resolve().parents[2] / "tests" / "model_configs"
 TINY = {

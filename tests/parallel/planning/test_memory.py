@@ -20,15 +20,14 @@ from parallel.planning.memory import (
     in_flight,
     layer_activation_bytes,
     learner_memory,
-    left_by_sglang,
     logits_bytes,
-    rollout_memory,
     size_text,
     stage_layers,
     stage_parameters,
     work_of,
     worst_stage,
 )
+from parallel.planning.server_memory import left_by_sglang, rollout_memory
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.memory_workers import work_memory
 from tests.support.moe_workers import make_moe_model

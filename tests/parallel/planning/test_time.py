@@ -12,8 +12,9 @@ from configs.schema.run import RunConfig
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.decoding import Lengths
 from parallel.planning.machine import Machine, spanned
-from parallel.planning.memory import GIB, rollout_memory, stage_parameters
+from parallel.planning.memory import GIB, stage_parameters
 from parallel.planning.sampling_time import decoder_of
+from parallel.planning.server_memory import rollout_memory
 from parallel.planning.time import Estimator, assumptions, seconds_text, transfer_seconds
 from parallel.planning.training_time import training_time
 from tests.support.step_times import (

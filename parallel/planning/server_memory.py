@@ -1,0 +1,85 @@
+"""Memory per rank of a rollout server in bytes, by SGLang's own rules. A learner's: ``memory``."""
+
+from dataclasses import dataclass
+
+from configs.schema.rollout import Quantization
+from parallel.planning.architecture import Architecture, padded_vocab_size
+from parallel.planning.memory import BYTES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutMemory:
+    """Bytes of one rank of an SGLang server, which takes all that is left as ``kv_cache``."""
+
+    weights: int
+    reserved: int
+    kv_cache: int
+    kv_bytes_per_token: int
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the key/value cache; each rank of a server holds its own heads of all of them."""
+        return self.kv_cache // self.kv_bytes_per_token
+
+
+def rollout_memory(
+    architecture: Architecture,
+    tensor_parallel: int,
+    dtype: str,
+    gpu_bytes: int,
+    *,
+    static_share: float | None = None,
+    quantization: Quantization = "none",
+) -> RolloutMemory:
+    """Memory of a server's rank: weights and cache share ``static_share`` of the GPU, SGLang's
+    --mem-fraction-static.
+
+    By default SGLang 0.5.23 leaves ``left_by_sglang``.
+    Weights: all matrices over t, norms and router whole, key/value heads copied if there are fewer than
+    ranks. A token of the cache: a key and a value per layer, 2 L max(1, K / t) D numbers of the server's
+    dtype. FP8 (of dense models): the layers' matrices have 1 byte a number and 4 an output channel; while it
+    starts, a server holds them in its dtype, before there is a cache.
+    """
+    a, t, b = architecture, tensor_parallel, BYTES[dtype]
+    kv_heads = max(1, a.num_kv_heads // t)
+    heads = (a.num_heads // t + 2 * kv_heads) * a.head_dim
+    matrices = a.num_layers * (a.hidden_size * heads + a.num_heads * a.head_dim * a.hidden_size // t)
+    others = (heads if a.qkv_bias else 0) + 2 * a.hidden_size + (2 * a.head_dim if a.qk_norm else 0)
+    others = a.num_layers * others + a.hidden_size
+    for layer in range(a.num_layers):
+        if a.experts and a.experts.is_sparse[layer]:
+            others += a.hidden_size * a.experts.num_experts
+            routed = a.experts.num_experts * a.experts.intermediate_size
+            matrices += 3 * a.hidden_size * (routed + a.experts.shared_size) // t
+        else:
+            matrices += 3 * a.hidden_size * a.intermediate_size // t
+    others += padded_vocab_size(a.vocab_size, t) // t * a.hidden_size * (1 if a.tied else 2)
+    weights = (matrices + others) * b
+    if quantization == "fp8":
+        channels = a.num_layers * (heads + 2 * a.hidden_size + 2 * a.intermediate_size // t)
+        weights = matrices + 4 * channels + others * b
+    reserved = left_by_sglang(gpu_bytes, t) if static_share is None else int((1 - static_share) * gpu_bytes)
+    return RolloutMemory(
+        weights=weights,
+        reserved=reserved,
+        kv_cache=max(0, gpu_bytes - reserved - weights),
+        kv_bytes_per_token=2 * a.num_layers * kv_heads * a.head_dim * b,
+    )
+
+
+def left_by_sglang(gpu_bytes: int, tensor_parallel: int) -> int:
+    """Bytes of a GPU that SGLang 0.5.23 leaves beside weights and cache (``handle_gpu_memory_settings``): MiB of 512, 1.5 for
+    each token of the largest prefill, 128 a rank, 2 for each response of the largest CUDA graph of decoding, and 8 for each
+    of prefill. Both largest ones depend on the memory, the second on the ranks too."""
+    size, has_many_ranks = gpu_bytes / 2**20, tensor_parallel >= 4
+    if size < 20 * 1024:
+        prefill, responses = 2048, 8
+    elif size < 60 * 1024:
+        prefill, responses = 4096, 160 if has_many_ranks else 48 if size < 35 * 1024 else 32
+    elif size < 160 * 1024:
+        prefill, responses = 8192, 512 if has_many_ranks else 256
+    else:
+        prefill, responses = 16384, 512
+    graphs = 50 + (prefill - 4096) // (512 if prefill > 4096 else 256)
+    left = 512 + 1.5 * prefill + 128 * tensor_parallel + 2 * responses + 8 * graphs
+    return int(max(left, 10 * 1024 if size > 60 * 1024 else 0) * 2**20)
