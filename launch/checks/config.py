@@ -12,8 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
-from configs.loader import Finding, ParsedConfig, load_config
-from configs.reading.yaml_values import show
+from configs.loader import Finding, ParsedConfig
 from configs.schema import RunConfig, SftConfig
 from configs.schema.correction import ImportanceWeight
 from configs.schema.launch import NodesConfig
@@ -22,10 +21,9 @@ from configs.schema.task import TaskConfig
 from launch.checks.device_memory import Device, device_of, gpus_here, memory_problems
 from launch.checks.disk_space import disk_problems
 from launch.checks.inputs import finding_of, input_findings
+from launch.checks.resuming import resume_problems
 from launch.processes.placement import check_placement
-from launch.processes.run_folder import RunFolder, check_can_be_made
-from parallel.checkpoints.base_model import fingerprint
-from parallel.checkpoints.files import step_of
+from launch.processes.run_folder import check_can_be_made
 from parallel.planning.adapters import check_lora
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.layout import (
@@ -314,7 +312,7 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
             "environment.environment", check_environment, config.environment, _print_comment
         )
     if config.resume is not None and config.resume.is_dir():
-        yield from (("resume", error) for error in _check_resume(config, config.resume))
+        yield from (("resume", error) for error in resume_problems(config, config.resume, _print_comment))
     if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
         error = "task.heldout_path=null gives no held-out problems to evaluate on"
         yield "task.heldout_path", f"{error}; name a file of them"
@@ -357,95 +355,6 @@ def _check_bounds(config: RunConfig) -> Iterator[Finding]:
         if rule.rule == "ratio" and not rule.lower <= 1 <= rule.upper:
             bounds = f"[{rule.lower}, {rule.upper}] of rule {number}"
             yield "correction.reject", f"correction.reject: {bounds} leaves out {agreement}"
-
-
-def _check_resume(config: RunConfig, resume: Path) -> Iterator[str]:
-    """Whether the run can go on, and its config is that of the same run."""
-    folder = RunFolder(resume)
-    if not folder.config.is_file():
-        yield f"resume: {resume} is not a run folder (it has no config.yaml); `tandem list` names those of runs/"
-        return
-    before = load_config(folder.config, [])
-    if not isinstance(before, RunConfig):
-        yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; start anew without `resume`"
-        return
-    newest = folder.newest_checkpoint()
-    if newest is None:
-        reason = folder.why_no_checkpoint()
-        yield f"resume: {resume} holds no complete checkpoint to go on from{reason}; start anew without `resume`"
-    elif config.critic is not None and not folder.has_critic_checkpoint():
-        yield (
-            f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
-            "a new run from its exported model"
-        )
-    if newest is not None and config.steps < (done := step_of(newest) or 0):
-        yield f"resume: {resume} has done {done} steps, and steps={config.steps} is below; give steps={done} or more"
-    if changed := _changed_adapters(before, config):
-        yield f"resume: {resume} was trained {changed}"
-    for field, old, new in _changed_fields(before, config):
-        yield (
-            f"resume: `{field}` of {resume} is {show(old)}, but {show(new)} was given; "
-            f"resume with `tandem resume {resume}`, or start a new run"
-        )
-    yield from _check_moved_model(before.model.path, config.model.path, resume)
-
-
-def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
-    """(field, value of the run, value now) of what makes another run. The model may have moved."""
-    for part in ("seed", "model", "task"):
-        old, new = (each.model_dump(mode="json", include={part})[part] for each in (before, config))
-        fields = {part: (old, new)}
-        if isinstance(old, dict) and old.get("type") == new.get("type"):
-            fields = {f"{part}.{name}": (old[name], new[name]) for name in new}
-        yield from (
-            (field, *both) for field, both in fields.items() if both[0] != both[1] and field != "model.path"
-        )
-    # Its state on disk has another form.
-    for block in ("learner", "critic"):
-        old, new = (getattr(each, block) for each in (before, config))
-        if old and new and old.optimizer.distributed != new.optimizer.distributed:
-            yield f"{block}.optimizer.distributed", old.optimizer.distributed, new.optimizer.distributed
-
-
-def _check_moved_model(old: Path, new: Path, resume: Path) -> Iterator[str]:
-    """The checkpoint has weights of its own. What is read from the model's folder, such as those of ``ref``, must be
-    what the run began with."""
-    weights = _weights_of(new)
-    if old == new or weights is None:  # what is missing there is told with the other files
-        return
-    before = _weights_of(old)
-    if before is None:
-        _print_comment(
-            f"the weights of {old}, the model of {resume}, are not here: that those in {new} are the same cannot be seen"
-        )
-    elif before != weights:
-        yield (
-            f"resume: `model.path` of {resume} is {old}, and the weights in {new} are others; give the same model, or start "
-            "a new run"
-        )
-
-
-def _weights_of(folder: Path) -> str | None:
-    """The fingerprint of a model's weights; None where there are none that can be read."""
-    try:
-        return fingerprint(folder) if any(folder.glob("*.safetensors")) else None
-    except OSError:
-        return None
-
-
-def _changed_adapters(before: RunConfig, config: RunConfig) -> str:
-    """How the run was trained where its adapters are not the config's, and the fix; empty where they are. The forward pass
-    may change."""
-    old, new = before.learner.lora, config.learner.lora
-    if old is None or new is None:
-        how = "without adapters" if old is None else f"with adapters (learner.lora.rank={old.rank})"
-        differ = old is not new
-    else:
-        names = [name for name in ("rank", "alpha") if getattr(old, name) != getattr(new, name)]
-        names += ["targets"] if set(old.targets) != set(new.targets) else []
-        how = "with " + ", ".join(f"learner.lora.{name}={getattr(old, name)!r}" for name in names)
-        differ = bool(names)
-    return f"{how}; keep its learner.lora, or start a new run from its exported model" if differ else ""
 
 
 # -------------------------------------------------------------------------------------------------------

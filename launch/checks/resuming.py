@@ -1,0 +1,101 @@
+"""Checks whether a run can go on: its folder has a checkpoint, and the config is that of the same run."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from configs.loader import load_config
+from configs.reading.yaml_values import show
+from configs.schema import RunConfig
+from launch.processes.run_folder import RunFolder
+from parallel.checkpoints.base_model import fingerprint
+from parallel.checkpoints.files import step_of
+
+
+def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None]) -> Iterator[str]:
+    """Why the run in ``resume`` cannot go on with this config. ``say`` gets what cannot be seen."""
+    folder = RunFolder(resume)
+    if not folder.config.is_file():
+        yield f"resume: {resume} is not a run folder (it has no config.yaml); `tandem list` names those of runs/"
+        return
+    before = load_config(folder.config, [])
+    if not isinstance(before, RunConfig):
+        yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; start anew without `resume`"
+        return
+    newest = folder.newest_checkpoint()
+    if newest is None:
+        reason = folder.why_no_checkpoint()
+        yield f"resume: {resume} holds no complete checkpoint to go on from{reason}; start anew without `resume`"
+    elif config.critic is not None and not folder.has_critic_checkpoint():
+        yield (
+            f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
+            "a new run from its exported model"
+        )
+    if newest is not None and config.steps < (done := step_of(newest) or 0):
+        yield f"resume: {resume} has done {done} steps, and steps={config.steps} is below; give steps={done} or more"
+    if changed := _changed_adapters(before, config):
+        yield f"resume: {resume} was trained {changed}"
+    for field, old, new in _changed_fields(before, config):
+        yield (
+            f"resume: `{field}` of {resume} is {show(old)}, but {show(new)} was given; "
+            f"resume with `tandem resume {resume}`, or start a new run"
+        )
+    yield from _check_moved_model(before.model.path, config.model.path, resume, say)
+
+
+def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
+    """(field, value of the run, value now) of what makes another run. The model may have moved."""
+    for part in ("seed", "model", "task"):
+        old, new = (each.model_dump(mode="json", include={part})[part] for each in (before, config))
+        fields = {part: (old, new)}
+        if isinstance(old, dict) and old.get("type") == new.get("type"):
+            fields = {f"{part}.{name}": (old[name], new[name]) for name in new}
+        yield from (
+            (field, *both) for field, both in fields.items() if both[0] != both[1] and field != "model.path"
+        )
+    # Its state on disk has another form.
+    for block in ("learner", "critic"):
+        old, new = (getattr(each, block) for each in (before, config))
+        if old and new and old.optimizer.distributed != new.optimizer.distributed:
+            yield f"{block}.optimizer.distributed", old.optimizer.distributed, new.optimizer.distributed
+
+
+def _check_moved_model(old: Path, new: Path, resume: Path, say: Callable[[str], None]) -> Iterator[str]:
+    """The checkpoint has weights of its own. What is read from the model's folder, such as those of ``ref``, must be
+    what the run began with."""
+    weights = _weights_of(new)
+    if old == new or weights is None:  # what is missing there is told with the other files
+        return
+    before = _weights_of(old)
+    if before is None:
+        say(
+            f"the weights of {old}, the model of {resume}, are not here: that those in {new} are the same cannot be seen"
+        )
+    elif before != weights:
+        yield (
+            f"resume: `model.path` of {resume} is {old}, and the weights in {new} are others; give the same model, or start "
+            "a new run"
+        )
+
+
+def _weights_of(folder: Path) -> str | None:
+    """The fingerprint of a model's weights; None where there are none that can be read."""
+    try:
+        return fingerprint(folder) if any(folder.glob("*.safetensors")) else None
+    except OSError:
+        return None
+
+
+def _changed_adapters(before: RunConfig, config: RunConfig) -> str:
+    """How the run was trained where its adapters are not the config's, and the fix; empty where they are. The forward pass
+    may change."""
+    old, new = before.learner.lora, config.learner.lora
+    if old is None or new is None:
+        how = "without adapters" if old is None else f"with adapters (learner.lora.rank={old.rank})"
+        differ = old is not new
+    else:
+        names = [name for name in ("rank", "alpha") if getattr(old, name) != getattr(new, name)]
+        names += ["targets"] if set(old.targets) != set(new.targets) else []
+        how = "with " + ", ".join(f"learner.lora.{name}={getattr(old, name)!r}" for name in names)
+        differ = bool(names)
+    return f"{how}; keep its learner.lora, or start a new run from its exported model" if differ else ""
