@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -209,15 +209,20 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
     except ValueError:
         return  # which one the run keeps as its best is not known
     kept = [*complete][-config.checkpoint.keep :] + [step for step in complete if step == best]
-    goes = [
-        step
-        for step, folder in complete.items()
-        if step not in kept and is_finished(run, config) and not folder.is_symlink()
-    ]
-    for step in goes:
-        reason = f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
-        yield Item(complete[step], reason)
-    has_result = bool(kept) or run.has_final_model()
+    goes = {step: folder for step, folder in complete.items() if step not in kept and not folder.is_symlink()}
+    if goes and not is_finished(run, config):
+        goes = {}
+    for folder in goes.values():
+        yield Item(
+            folder, f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
+        )
+    yield from _broken_checkpoints(run, has_result=bool(kept) or run.has_final_model())
+    if kept:
+        yield from _critic_checkpoints(run, policy_steps=complete.keys() - goes.keys())
+
+
+def _broken_checkpoints(run: RunFolder, *, has_result: bool) -> Iterator[Item]:
+    """has_result: whether the run has a whole checkpoint or its model, so that none of these is needed."""
     for root in (run.checkpoints, run.critic_checkpoints):
         for path in _inside(root):
             if PARTIAL_CHECKPOINT.fullmatch(path.name):
@@ -225,17 +230,17 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
             elif SET_ASIDE.fullmatch(path.name) and has_result:
                 yield Item(path, "damaged, and put aside")
     for folder in step_folders(run.checkpoints).values():
-        if has_result and folder.name not in {path.name for path in complete.values()} and _is_torn(folder):
+        if has_result and _is_torn(folder):
             yield Item(folder, "incomplete, and another one is complete")
+
+
+def _critic_checkpoints(run: RunFolder, policy_steps: Set[int]) -> Iterator[Item]:
+    """policy_steps: those that have a checkpoint of the policy, and keep it."""
     if run.critic_checkpoints.is_symlink():
         return
     for step, folder in step_folders(run.critic_checkpoints).items():
-        if (
-            kept
-            and (step not in complete or step in goes)
-            and not folder.is_symlink()
-            and (is_valid(folder) or _is_torn(folder))
-        ):
+        is_ours = not folder.is_symlink() and (is_valid(folder) or _is_torn(folder))
+        if step not in policy_steps and is_ours:
             yield Item(folder, "of the critic, without the policy's of this step")
 
 

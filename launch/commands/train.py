@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
@@ -24,6 +25,9 @@ from launch.processes.supervisor import Interrupted, RoleFailed, Supervisor
 from launch.roles.start import existing_run, folder_of, new_run, role, start_sampling, wait_ready
 from launch.slurm.job import is_finished
 from parallel.checkpoints.files import step_of
+
+if TYPE_CHECKING:
+    from rollout.sampling.messages import EvaluationResult
 
 WITHOUT_NODES = "set launch.nodes=null"
 
@@ -178,7 +182,15 @@ def evaluate(
     if result is None:
         error = f"{config_path}: the task has no held-out problems to evaluate on"
         raise RoleFailed(f"{error}; raise task.heldout_fraction")
-    summary = {"accuracy": result.accuracy, "count": result.count, "model": str(config.model.path)}
+    summary, text = _evaluation_summary(result, config.model.path)
+    write_json(folder.summary, summary)
+    print(f"{text}; {folder.summary}", flush=True)
+    return result.accuracy
+
+
+def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[str, Any], str]:
+    """(for the file of the summary, in words)."""
+    summary: dict[str, Any] = {"accuracy": result.accuracy, "count": result.count, "model": str(model)}
     text = f"accuracy {result.accuracy:.4f} on {result.count} held-out samples"
     if result.pass_at:
         summary["pass_at"] = result.pass_at
@@ -189,9 +201,7 @@ def evaluate(
     if result.sets:
         summary["sets"] = {name: of_set.accuracy for name, of_set in result.sets.items()}
         text += "".join(f", {name} {accuracy:.4f}" for name, accuracy in summary["sets"].items())
-    write_json(folder.summary, summary)
-    print(f"{text}; {folder.summary}", flush=True)
-    return result.accuracy
+    return summary, text
 
 
 def _refuse_other_machines(gpu_memory: float | None) -> None:

@@ -131,9 +131,8 @@ def wait_for_learner(
         if asked_at is None:
             with _cause_named(supervisor, folder, names):
                 _check_learner(supervisor, folder, names)
-            sampler_restarts -= sampler_restarts > 0 and _restart_sampler(
-                supervisor, folder, sampler_restarts
-            )
+            if sampler_restarts > 0 and _restart_sampler(supervisor, folder, sampler_restarts):
+                sampler_restarts -= 1
             is_left_out = sampler_restarts > 0 and _can_stop(folder)
             failure = _failure_of_others(supervisor, folder, (*names, "sample") if is_left_out else names)
             first_line = failure and str(failure).splitlines()[0].rstrip(".")

@@ -15,7 +15,8 @@ import re
 import sys
 import textwrap
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,43 +124,41 @@ class Sweep:
         left = [cell for cell in cells if not self.is_finished(cell)]
         limits = [cell.config.launch for cell in left]  # in which a run that is asked to stop ends by itself
         grace_s = max((s.stop_timeout_s + s.stop_grace_s + 2 * KILL_TIMEOUT_S for s in limits), default=0.0)
-        ended, places, show = [], {}, _Progress(self, left, len(cells))
+        running, show = (
+            dict[Cell, int](),
+            _Progress(self, left, len(cells)),
+        )  # each with its place among the devices
+        ended: list[Ended] = []
         try:
-            with Supervisor(grace_s=grace_s) as supervisor:
-                try:
-                    while (left and (keep_going or not ended)) or places:
-                        while left and len(places) < jobs and (keep_going or not ended):
-                            cell = left.pop(0)
-                            place = next(place for place in range(jobs) if place not in places.values())
-                            places[cell] = place
-                            start = self._start(supervisor, cell, devices[place])
-                            show.begins(cell, start)
-                        for cell in [*places]:
-                            is_running = supervisor.is_running(cell.name)
-                            if cell.name not in show.folders:
-                                self._note_folder(cell, show)
-                            if is_running:
-                                continue
-                            del places[cell]
-                            code = supervisor.exit_code(cell.name) or 0
-                            show.ends(cell, code)
-                            if code:
-                                ended.append(self._ended(supervisor, cell, code))
-                        if ended and not keep_going:
-                            break
-                        show.line([*places])
-                        time.sleep(POLL_S)
-                except KeyboardInterrupt:
-                    names = ", ".join(cell.name for cell in places)
-                    print(
-                        f"\nstopping {names}: the step is finished or dropped, then a checkpoint is written; Ctrl-C again ends it at once",
-                        flush=True,
-                    )
-                    raise
+            with Supervisor(grace_s=grace_s) as supervisor, _interruption_told(running):
+                while left or running:
+                    while left and len(running) < jobs:
+                        cell = left.pop(0)
+                        running[cell] = place = min({*range(jobs)} - {*running.values()})
+                        show.begins(cell, self._start(supervisor, cell, devices[place]))
+                    ended += self._take_ended(supervisor, running, show)
+                    if ended and not keep_going:
+                        break
+                    show.line([*running])
+                    time.sleep(POLL_S)
         finally:  # a signal may come before the first look at a log
-            for cell in places:
-                if cell.name not in show.folders:
-                    self._note_folder(cell, show)
+            for cell in running:
+                self._note_folder(cell, show)
+        return ended
+
+    def _take_ended(self, supervisor: Supervisor, running: dict[Cell, int], show: "_Progress") -> list[Ended]:
+        """Take out of ``running`` what has ended. Returns those of them that did not finish."""
+        ended = []
+        for cell in [*running]:
+            is_running = supervisor.is_running(cell.name)
+            self._note_folder(cell, show)  # after the look, so that the log of an ended run is whole
+            if is_running:
+                continue
+            del running[cell]
+            code = supervisor.exit_code(cell.name) or 0
+            show.ends(cell, code)
+            if code:
+                ended.append(self._ended(supervisor, cell, code))
         return ended
 
     def _start(self, supervisor: Supervisor, cell: Cell, devices: str | None) -> int:
@@ -177,6 +176,8 @@ class Sweep:
 
     def _note_folder(self, cell: Cell, show: "_Progress") -> None:
         """Remember the run's folder, once its log names it."""
+        if cell.name in show.folders:
+            return
         with (self.folder / f"{cell.name}.log").open(errors="replace") as log:
             log.seek(show.starts[cell.name])
             if (found := FOLDER_LINE.search(log.read())) is not None:
@@ -188,6 +189,17 @@ class Sweep:
         log = f"its whole log: {self.folder / f'{cell.name}.log'}"
         how = "was stopped" if code in STOPPED else "failed"
         return Ended(cell.name, f"{cell.name} {how} (exit code {code}):\n{last}\n{log}", how == "failed")
+
+
+@contextmanager
+def _interruption_told(running: Mapping[Cell, int]) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        names = ", ".join(cell.name for cell in running)
+        how = "the step is finished or dropped, then a checkpoint is written; Ctrl-C again ends it at once"
+        print(f"\nstopping {names}: {how}", flush=True)
+        raise
 
 
 class _Progress:

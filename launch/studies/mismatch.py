@@ -33,6 +33,18 @@ def run(plan: Plan, start: StartRole) -> Path:
     config, out = plan.parts[0].config, plan.request.out
     folder = new_study(config, "mismatch") if out is None else RunFolder(out)
     out, skipped = folder.path.resolve(), list(plan.skipped)
+    sampled = _draw_all(plan, out, start, skipped)
+    plan = _score_all(plan, out, start, sampled, skipped)
+    result = evaluate(plan, config, out, sampled, skipped)
+    write(result, out)
+    if plan.request.out is None:  # a folder that the user names has no config, and is no run's
+        finish_study(folder, config, "mismatch.md")
+    return out
+
+
+def _draw_all(plan: Plan, out: Path, start: StartRole, skipped: list[str]) -> list[Part]:
+    """Sample with one rollout after another. Returns those that the learners are to score; ``skipped`` gets those that
+    cannot run here."""
     rollouts = plan.of("rollout", "mode", "dtype")
     samples: dict[str, Path] = {}
     for number, part in enumerate(rollouts, 1):
@@ -47,7 +59,12 @@ def run(plan: Plan, start: StartRole) -> Path:
             continue
         if part.kind != "dtype":
             samples[part.text] = part.samples(out, "long")
-    sampled = [part for part in plan.of("rollout", "mode") if part.text in samples]
+    return [part for part in plan.of("rollout", "mode") if part.text in samples]
+
+
+def _score_all(plan: Plan, out: Path, start: StartRole, sampled: Sequence[Part], skipped: list[str]) -> Plan:
+    """Score the samples with one learner after another. Returns the plan without the learners that cannot run here, which
+    ``skipped`` gets."""
     learners = plan.of("learner", "why")
     for number, part in enumerate(learners, 1):
         ranks = f"{part.config.layout.world_size} rank(s)"
@@ -63,11 +80,7 @@ def run(plan: Plan, start: StartRole) -> Path:
                 plan = replace(plan, parts=tuple(other for other in plan.parts if other is not part))
             else:
                 raise
-    result = evaluate(plan, config, out, sampled, skipped)
-    write(result, out)
-    if plan.request.out is None:  # a folder that the user names has no config, and is no run's
-        finish_study(folder, config, "mismatch.md")
-    return out
+    return plan
 
 
 def _draw_with(part: Part, plan: Plan, out: Path, start: StartRole, *, first: Path | None) -> None:

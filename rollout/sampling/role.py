@@ -214,45 +214,39 @@ async def serve(
     context = zmq.asyncio.Context()
     try:
         with only_learner(context, key), context.socket(zmq.REP) as channel:
-            if key is not None:
-                channel.curve_server = True
-                channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
-            channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
-            for option, value in heartbeats(peer_timeout_s).items():
-                channel.setsockopt(option, value)
+            _set_options(channel, key, peer_timeout_s)
             port = channel.bind_to_random_port(f"tcp://{host}")
             announce(f"tcp://{host}:{port}")
             while True:
                 doing("waiting for the learner")
+                with span("wait for the learner"):
+                    message = await channel.recv()
                 try:
-                    with span("wait for the learner"):
-                        message = await channel.recv()
                     request = decode_request(message)
                 # The client has proved the key: such a message comes from another version of Tandem.
                 except (msgspec.DecodeError, UnicodeDecodeError) as error:
                     logger.error("a message that is no request was refused: %s", error)
-                    failure = Failure(f"this is no request of the sample role: {error}")
-                    await channel.send(encode(failure))
+                    await channel.send(encode(Failure(f"this is no request of the sample role: {error}")))
                     continue
                 doing(type(request).__name__)
                 if isinstance(request, NextGroups):
                     at_step(request.newest + 1)  # each step makes one version
                 with span(type(request).__name__):
-                    try:
-                        reply = await _answer_request(sampler, request)
-                    except Exception as error:  # a defect: report it to the learner, then end
-                        await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
-                        raise
-                    content = encode(reply)
-                    # The learner trains for minutes on what it gets: nothing of a step stays here meanwhile.
-                    del reply
-                    await channel.send(content, copy=False)
-                    del content
+                    await _answer(channel, sampler, request)
                 if isinstance(request, Stop):
                     return
     finally:
         await sampler.close()
         context.term()
+
+
+def _set_options(channel: zmq.asyncio.Socket, key: RunKey | None, peer_timeout_s: float) -> None:
+    if key is not None:
+        channel.curve_server = True
+        channel.curve_publickey, channel.curve_secretkey = key.curve_pair("sampler")
+    channel.setsockopt(zmq.LINGER, LAST_REPLY_LINGER_MS)
+    for option, value in heartbeats(peer_timeout_s).items():
+        channel.setsockopt(option, value)
 
 
 @contextmanager
@@ -281,7 +275,19 @@ class _SinglePublicKey:
         return hmac.compare_digest(key, self.public)
 
 
-async def _answer_request(sampler: GroupSampler, request: Request) -> Reply:
+async def _answer(channel: zmq.asyncio.Socket, sampler: GroupSampler, request: Request) -> None:
+    try:
+        reply = await _reply_to(sampler, request)
+    except Exception as error:  # a defect: report it to the learner, then end
+        await channel.send(encode(Failure(f"{type(error).__name__}: {error}")))
+        raise
+    content = encode(reply)
+    # The learner trains for minutes on what it gets: nothing of a step stays here meanwhile.
+    del reply
+    await channel.send(content, copy=False)
+
+
+async def _reply_to(sampler: GroupSampler, request: Request) -> Reply:
     if not isinstance(request, Drain):
         sampler.reopen()
     try:

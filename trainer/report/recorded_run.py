@@ -3,8 +3,9 @@
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from trainer.metric_names import known
 from trainer.report.drawing import Recorded, Series, is_drawn
-from trainer.report.pictures import FLAT_MEANS, PICTURES, Buckets, Lines
+from trainer.report.pictures import FLAT_MEANS, PICTURES, Buckets, Lines, Panel
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.tracker import read_metrics
@@ -155,48 +156,62 @@ def note_the_data(run: RecordedRun) -> None:
     if not run.steps:
         run.notes.append("No step has been recorded yet.")
         return
-    if (run.folder / LEDGER).is_file():
-        run.notes.append(f"Data: {summary(read_ledger(run.folder / LEDGER))}.")
-    if gaps := [(a + 1, b - 1) for a, b in zip(run.steps, run.steps[1:], strict=False) if b > a + 1]:
-        listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:10])
-        run.notes.append(
-            f"Steps without a record: {listed}{' and more' if len(gaps) > 10 else ''}. Lines are interrupted there."
-        )
-    lines = [(p.optional, panel) for p in PICTURES for panel in p.panels if isinstance(panel, Lines)]
-    expected = [name for optional, panel in lines if not optional for name in panel.metrics]
-    # Of names with a star there are as many as there are, perhaps none.
-    absent = [name.removeprefix("1 - ") for name in expected if "*" not in name and not run.get(name)]
-    if absent:
-        run.notes.append(f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}.")
-    left_out, rounding = [], []
-    shown = dict[str, bool]()
-    for _, panel in lines:
-        shown |= dict.fromkeys(run.recorded.labelled(panel.metrics), is_drawn(panel, run.recorded))
-    for metric, is_shown in shown.items():
+    run.notes += _missing_records(run)
+    same, rounding = [], []
+    for metric, is_shown in _metrics_of_lines(run).items():
         series = run.get(metric)
         if len(set(series.values)) > 1:
-            if not is_shown:
-                rounding.append(metric)
+            rounding += [] if is_shown else [metric]
             continue
-        value, why = number_text(series.values[0]), FLAT_MEANS.get((metric, series.values[0]))
+        value, why = series.values[0], FLAT_MEANS.get((metric, series.values[0]))
+        rests_at = f"{metric} is {number_text(value)}"
         why = f" ({why})" if why else ""
         if not is_shown:
-            left_out.append(f"{metric} is {value}{why}")
+            same.append(f"{rests_at}{why}")
         elif len(series) >= FEWEST_FLAT:
-            run.notes.append(f"{metric} is {value} at all {len(series)} steps{why}.")
-    for panel in (panel for picture in PICTURES for panel in picture.panels):
+            run.notes.append(f"{rests_at} at all {len(series)} steps{why}.")
+    for panel in _panels():
         if isinstance(panel, Lines) or is_drawn(panel, run.recorded):
             continue
         edges = list(run.recorded.edges(panel.prefix).values())
         if isinstance(panel, Buckets) and edges:
             rounding.append(f"{panel.prefix}/*")
         elif edges:
-            left_out.append(f"{panel.prefix} is 1 in the first bin ({edges[0]})")
+            same.append(f"{panel.prefix} is 1 in the first bin ({edges[0]})")
     if rounding:
         near = "Nothing but rounding, around where the quantity rests"
         run.at_rest.append(f"{near}, so not drawn: {', '.join(rounding)}.")
-    if left_out:
-        run.at_rest.append(f"The same at every step, so not drawn: {'; '.join(left_out)}.")
+    if same:
+        run.at_rest.append(f"The same at every step, so not drawn: {'; '.join(same)}.")
+
+
+def _missing_records(run: RecordedRun) -> Iterator[str]:
+    """Notes on the fate of groups, on steps without a record, and on metrics without one."""
+    if (run.folder / LEDGER).is_file():
+        yield f"Data: {summary(read_ledger(run.folder / LEDGER))}."
+    if gaps := [(a + 1, b - 1) for a, b in pairwise(run.steps) if b > a + 1]:
+        listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:10])
+        more = " and more" if len(gaps) > 10 else ""
+        yield f"Steps without a record: {listed}{more}. Lines are interrupted there."
+    required = [panel for picture in PICTURES if not picture.optional for panel in picture.panels]
+    expected = [name for panel in required if isinstance(panel, Lines) for name in panel.metrics]
+    # Of names with a star there are as many as there are, perhaps none.
+    absent = [name.removeprefix("1 - ") for name in expected if "*" not in name and not run.get(name)]
+    if absent:
+        yield f"Not recorded, so not drawn: {', '.join(dict.fromkeys(absent))}."
+
+
+def _metrics_of_lines(run: RecordedRun) -> dict[str, bool]:
+    """Of each recorded metric of a panel of lines whether it is drawn."""
+    shown = dict[str, bool]()
+    for panel in _panels():
+        if isinstance(panel, Lines):
+            shown |= dict.fromkeys(run.recorded.labelled(panel.metrics), is_drawn(panel, run.recorded))
+    return shown
+
+
+def _panels() -> Iterator[Panel]:
+    return (panel for picture in PICTURES for panel in picture.panels)
 
 
 def number_text(value: float) -> str:
