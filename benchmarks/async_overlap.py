@@ -27,7 +27,7 @@ import psutil
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce, parser, write  # noqa: E402
+from benchmarks.common import announce, parser, table_head, write  # noqa: E402
 
 STALENESS = (0, 1, 2, 4)
 TARGET = 1.10
@@ -135,15 +135,8 @@ def run(model: Path, folder: Path, settings: list[str], *, bound: bool = True) -
         "evaluation.at_ends=false",
         "checkpoint.every=0",
     ]
-    command = [
-        sys.executable,
-        "-m",
-        "launch",
-        "train",
-        str(ROOT / "configs/recipes/countdown_tiny.yaml"),
-        *fixed,
-        *settings,
-    ]
+    recipe = str(ROOT / "configs/recipes/countdown_tiny.yaml")
+    command = [sys.executable, "-m", "launch", "train", recipe, *fixed, *settings]
     log = (folder / "log.txt").open("w")
     process = subprocess.Popen(
         command,
@@ -190,11 +183,8 @@ def report(name: str, by_k: dict) -> None:
     bound = longer + base["time/sync"]
     print(f"\n{name}: responses of {base['response/length_mean']:.1f} tokens; synchronous: sampling {base['time/sampling']:.3f} s, "
           f"training {training:.3f} s, update of the weights {base['time/sync']:.3f} s; bound {bound:.3f} s")  # fmt: skip
-    print(
-        "| k | step, median (quartiles) | mean | of synchronous | of the longer | of the bound "
-        "| waits: learner, servers | lag, mean | mixed |"
-    )
-    print("|---|---|---|---|---|---|---|---|---|")
+    titles = ["k", "step, median (quartiles)", "mean", "of synchronous", "of the longer", "of the bound"]
+    print(table_head([*titles, "waits: learner, servers", "lag, mean", "mixed"]))
     for k, by in by_k.items():
         step, median = by["time/step"], of[k]
         print(

@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce, parser, write  # noqa: E402
+from benchmarks.common import announce, parser, table_head, write  # noqa: E402
 from rollout.records import Group  # noqa: E402
 from rollout.sampling.pool import GroupPool, ScoredGroup  # noqa: E402
 
@@ -225,7 +225,7 @@ def main() -> None:
     print(
         f"{MEAN_TOKENS} tokens a sample (lognormal, sigma {SIGMA:g}, cut at {CUT:,}), {TOKENS_PER_S:g} tokens/s"
     )
-    titles = (
+    titles = [
         "training / sampling",
         "k",
         "W / P",
@@ -233,10 +233,8 @@ def main() -> None:
         "of the first",
         "learner waits",
         "slots idle",
-    )
-    titles += ("lag, mean", "of the longest tenth", "max", "mixed")
-    print(f"| {' | '.join(titles)} |")
-    print("|---|---|---|---|---|---|---|---|---|---|---|")
+    ]
+    print(table_head([*titles, "lag, mean", "of the longest tenth", "max", "mixed"]))
     rows: list[dict] = []
     grid = [(share, k, None) for share in (0.5, 1.0) for k in (0, 1, 2, 4)]
     if given.windows:

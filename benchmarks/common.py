@@ -1,4 +1,4 @@
-"""What every benchmark shares: arguments, hardware, spread, the JSON file."""
+"""What benchmarks share: arguments, hardware, sides that take turns, servers, spread, tables, the JSON file."""
 
 import argparse
 import json
@@ -6,8 +6,16 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
+    from rollout.servers.fleet import ServerFleet
 
 
 def parser(description: str) -> argparse.ArgumentParser:
@@ -62,6 +70,44 @@ def commit() -> str:
     return found.stdout.strip() + ("" if is_clean else "+")
 
 
+def in_turn(sides: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """CPU seconds of each side in each round. The order alternates, so that a drift of the machine meets all of them."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    for number in range(rounds):
+        for name in sorted(sides, reverse=number % 2 == 1):
+            began = time.process_time()
+            sides[name]()
+            seconds[name].append(time.process_time() - began)
+    return seconds
+
+
+def ratios(of: Sequence[float], to: Sequence[float]) -> list[float]:
+    """Round by round."""
+    return [one / other for one, other in zip(of, to, strict=True)]
+
+
+def in_own_process(file: str, *arguments: str, env: Mapping[str, str] = os.environ) -> Any:
+    """What the benchmark ``file`` prints last, as JSON, in a process whose memory is that of one measurement."""
+    command = [sys.executable, file, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=env)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextmanager
+def serving(config: "RunConfig", logs: Path) -> Iterator["ServerFleet"]:
+    """Inside, the SGLang servers of a config answer, on CPU."""
+    from rollout.servers.command import ServerSpec
+    from rollout.servers.fleet import ServerFleet
+
+    fleet = ServerFleet(ServerSpec(config=config, cuda=False), logs)
+    try:
+        fleet.start()
+        fleet.wait_healthy(900)
+        yield fleet
+    finally:
+        fleet.stop()
+
+
 def spread(seconds: Sequence[float]) -> dict:
     """Minimum, median and maximum."""
     return {
@@ -81,6 +127,31 @@ def cell(values: Sequence[float], form: str = "{:.3f}") -> str:
     """Median (min - max), as a table has it."""
     low, middle, high = (form.format(f(values)) for f in (min, statistics.median, max))
     return f"{middle} ({low} - {high})"
+
+
+def table_row(cells: Iterable[object]) -> str:
+    """Of a Markdown table."""
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def table_head(titles: Sequence[str]) -> str:
+    """The first two lines of a Markdown table."""
+    return f"{table_row(titles)}\n{'|---' * len(titles)}|"
+
+
+@contextmanager
+def figure(path: Path, *, dpi: int, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
+    """Axes to draw on, one or an array of them; written at the end. options: of ``pyplot.subplots``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    made, axes = pyplot.subplots(rows, columns, **options)
+    yield axes
+    made.tight_layout()
+    made.savefig(path, dpi=dpi, metadata={"Software": None})
+    pyplot.close(made)
 
 
 def write(result: dict, file: Path | None) -> None:

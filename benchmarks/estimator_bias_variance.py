@@ -30,7 +30,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce, parser, write  # noqa: E402
+from benchmarks.common import announce, parser, table_head, table_row, write  # noqa: E402
 from configs.presets import PRESETS  # noqa: E402
 from configs.schema.correction import CorrectionConfig, ImportanceWeight  # noqa: E402
 from tests.reference.enumerated_policy import (  # noqa: E402
@@ -206,16 +206,13 @@ def heading(column: dict) -> str:
 
 def markdown(names: dict[str, str], columns: list[dict]) -> str:
     """bias / noise (accepted %) of every row."""
-    lines = [
-        "| preset | " + " | ".join(heading(c) for c in columns) + " |",
-        "|---" * (len(columns) + 1) + "|",
-    ]
+    lines = [table_head(["preset", *map(heading, columns)])]
     for first, label in names.items():
         cells = []
         for column in columns:
             found = column["presets"][first]
             cells.append(f"{number(found['bias'])} / {number(found['noise'])}{share(found['accepted'])}")
-        lines.append(f"| {label} | " + " | ".join(cells) + " |")
+        lines.append(table_row([label, *cells]))
     return "\n".join(lines)
 
 

@@ -12,7 +12,6 @@ import json
 import os
 import resource
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, in_own_process, line, parser, spread, write  # noqa: E402
 
 TARGET = 0.25
 CONFIG = {"tokens": 4096, "hidden": 512, "vocab": 32768, "chunk_tokens": 256, "dtype": "float32"}
@@ -41,7 +40,7 @@ def main() -> None:
     found: dict[str, list[dict]] = {"chunked": [], "whole": []}
     for _ in range(rounds):
         for variant, results in found.items():
-            results.append(run_variant(variant))
+            results.append(in_own_process(__file__, "--variant", variant))
     seconds = {variant: [r["seconds"] for r in results] for variant, results in found.items()}
     megabytes = {
         variant: statistics.median(r["megabytes"] for r in results) for variant, results in found.items()
@@ -58,17 +57,6 @@ def main() -> None:
         },
         given.json,
     )  # fmt: skip
-
-
-def run_variant(variant: str) -> dict:
-    done = subprocess.run(
-        [sys.executable, __file__, "--variant", variant],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=600,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def measure(variant: str) -> dict:

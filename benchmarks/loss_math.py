@@ -22,7 +22,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,7 +38,7 @@ import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
 
-from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, in_own_process, line, parser, ratios, spread, write  # noqa: E402
 from configs.schema.correction import CorrectionConfig, ImportanceWeight, RatioRule  # noqa: E402
 from configs.schema.objective import ClippedObjective, EntropyConfig, KLConfig  # noqa: E402
 from parallel.packing import PackedBatch  # noqa: E402
@@ -91,12 +90,15 @@ def main() -> None:
         name: statistics.median(column)
         for name, column in parts_of_packed(given.median_length, rounds=11).items()
     }
-    memory = {side: memory_of(side, given.median_length) for side in sides}
+    median = str(given.median_length)
+    memory = {
+        side: in_own_process(__file__, "--memory-of", side, "--median-length", median) for side in sides
+    }
     result = {
         **about, "targets": TARGETS,
         "speedup": ratio_of_medians(seconds, "padded"),
         "speedup_by_wall_clock": ratio_of_medians(wall, "padded"),
-        "speedup_of_pairs": spread([p / q for p, q in zip(seconds["padded"], seconds["packed"], strict=True)]),
+        "speedup_of_pairs": spread(ratios(seconds["padded"], seconds["packed"])),
         "freed_memory_kept": {
             "speedup": ratio_of_medians(kept, "padded"), "against_trusted_zeros": ratio_of_medians(kept, TRUSTING),
             "seconds": {side: spread(found) for side, found in kept.items()},
@@ -411,12 +413,6 @@ def clocked(seconds: dict[str, float], *names: str) -> Iterator[None]:
     finally:
         for name, function in originals.items():
             setattr(packed_correction, name, function)
-
-
-def memory_of(side: str, median: int) -> dict:
-    command = [sys.executable, __file__, "--memory-of", side, "--median-length", str(median)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def peak_memory(call: Callable[[], None]) -> dict:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.async_overlap import LONG_CUT, make_long_model, run  # noqa: E402
-from benchmarks.common import announce, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, parser, spread, table_head, table_row, write  # noqa: E402
 from configs.loader import load_config  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.hardware import HardwareConfig, Overheads  # noqa: E402
@@ -341,10 +341,7 @@ def compared(kind: str, made: Measured, estimate: Mapping[str, float]) -> Iterat
 
 def table(rows: Sequence[Mapping]) -> str:
     """A row for each run: of the step and of each part what was measured, and what was estimated over it."""
-    lines = [
-        f"| runs | run | {' | '.join(('step, s: median (min - max)', *PARTS))} |",
-        "|---" * (len(PARTS) + 3) + "|",
-    ]
+    lines = [table_head(["runs", "run", "step, s: median (min - max)", *PARTS])]
     by_run: dict[tuple[str, str], dict[str, Mapping]] = {}
     for row in rows:
         by_run.setdefault((row["kind"], row["run"]), {})[row["part"]] = row
@@ -356,7 +353,7 @@ def table(rows: Sequence[Mapping]) -> str:
         for part in PARTS:
             row = parts.get(part)
             cells.append(f"{row['measured']['median']:.3f}, {row['ratio']:.2f}" if row else "")
-        lines.append(f"| {' | '.join((*names, *cells))} |")
+        lines.append(table_row([*names, *cells]))
     return "\n".join(lines)
 
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import orjson  # noqa: E402
 import torch  # noqa: E402
 
-from benchmarks.common import announce, parser, write  # noqa: E402
+from benchmarks.common import announce, parser, serving, write  # noqa: E402
 
 GROUP_SIZE, RANKS, PROMPT_TOKENS = 8, 2, 200
 PARTS = {
@@ -74,8 +74,6 @@ def record_answers(scratch: Path, length: int) -> list[bytes]:
     """The bodies of real answers, each of one group."""
     from configs.schema import RunConfig
     from rollout.servers.answers import neutral_sampling_params
-    from rollout.servers.command import ServerSpec
-    from rollout.servers.fleet import ServerFleet
     from rollout.tiny_model import make_tiny_countdown_model
 
     make_tiny_countdown_model(scratch / "model", seed=0)
@@ -83,10 +81,7 @@ def record_answers(scratch: Path, length: int) -> list[bytes]:
     config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2 * length}))
     rollout = {"dtype": "float32", "max_total_tokens": 4 * GROUP_SIZE * length}
     spec = RunConfig(model={"path": scratch / "model"}, task={"type": "countdown"}, rollout=rollout)
-    fleet = ServerFleet(ServerSpec(config=spec, cuda=False), scratch / "logs")
-    fleet.start()
-    try:
-        fleet.wait_healthy(600)
+    with serving(spec, scratch / "logs") as fleet:
         sampling = neutral_sampling_params(max_new_tokens=length, temperature=1.0) | {"ignore_eos": True}
         bodies = []
         for first in range(2):
@@ -98,8 +93,6 @@ def record_answers(scratch: Path, length: int) -> list[bytes]:
             with urllib.request.urlopen(request, timeout=600) as response:
                 bodies.append(response.read())
         return bodies
-    finally:
-        fleet.stop()
 
 
 class Clock:

@@ -10,14 +10,14 @@ are counted: the step of a run with several minibatches.
 
 import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce, cell, parser, write  # noqa: E402
+from benchmarks.common import announce, cell, in_turn, parser, ratios, write  # noqa: E402
 
 SIZES = {
     "vocab_size": 4096, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -102,20 +102,14 @@ def compare(
         with held.watch():
             (logprobs[name],), norms[name] = step(engine, batch)
         kept[name] = held.peak
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds):
-        for name in sorted(sides, reverse=turn % 2 == 1):
-            began = time.process_time()
-            step(engine, sides[name])
-            seconds[name].append(time.process_time() - began)
-    ratios = [w / s for w, s in zip(seconds["whole"], seconds["shared"], strict=True)]
+    seconds = in_turn({name: partial(step, engine, batch) for name, batch in sides.items()}, rounds)
     mask_T = shared.response_mask_T
     gap_T = (logprobs["shared"] - logprobs["whole"]).abs()[mask_T]
     plan = engine.chunks[0].pack(shared.cu_seqlens, shared.positions_T, prompts=shared.prompts).plan
     return {
         "places": {"shared": len(plan.to_model_order(shared.tokens_T)), "whole": whole.num_tokens},
         "seconds": {name: cell(values) for name, values in seconds.items()},
-        "speedup": cell(ratios),
+        "speedup": cell(ratios(seconds["whole"], seconds["shared"])),
         "mib": {name: round(size / 2**20, 1) for name, size in kept.items()},
         "gap": gap_T.max().item(),
         "norm_gap": abs(norms["shared"] / norms["whole"] - 1),

@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce  # noqa: E402
+from benchmarks.common import announce, table_head, table_row  # noqa: E402
 from configs.loader import load_config  # noqa: E402
 from configs.reading.hardware import read_hardware  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
@@ -84,7 +84,7 @@ def main() -> None:
     if given.times:
         print_times([name for name in recipes() if given.only in name])
         return
-    print(f"| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
+    print(table_head(TITLES))
     rows, off = [], []
     for name in recipes():
         if given.only not in name:
@@ -103,7 +103,7 @@ def main() -> None:
                 name, layout_text(config.layout), rank.stage, f"{rank.step.microbatches} x {rank.step.tokens:,}", size_text(rank.peak),
                 rank.fullest, size_text(estimate.total), f"**{ratio:.3f}**", f"{update.flops / 1e12:,.0f}", sent, f"{rank.seconds:.0f}",
             )  # fmt: skip
-            print(f"| {' | '.join(map(str, cells))} |", flush=True)
+            print(table_row(cells), flush=True)
             rows.append(
                 {"recipe": name, "planned": estimate.items() | {"total": estimate.total}, **asdict(rank)}
             )
@@ -119,7 +119,7 @@ def main() -> None:
 def print_times(names: list[str]) -> None:
     """A row for each recipe and kind of GPU: the recipe's own layouts, lengths as ``tandem plan`` takes them where nothing is
     said."""
-    print(f"| {' | '.join(TIME_TITLES)} |\n|{'---|' * len(TIME_TITLES)}")
+    print(table_head(TIME_TITLES))
     for name in names:
         config = read_recipe(name)
         architecture = read_architecture(read_hf_config(config.model.path))
@@ -154,7 +154,7 @@ def print_times(names: list[str]) -> None:
                 f"{rollout.prompts_per_step} x {rollout.group_size} of {timing.lengths.response:,} (at most {rollout.max_new_tokens:,})",
                 gpu, f"**{seconds_text(step.total)}**", *map(seconds_text, parts),
             )  # fmt: skip
-            print(f"| {' | '.join(cells)} |")
+            print(table_row(cells))
 
 
 if __name__ == "__main__":

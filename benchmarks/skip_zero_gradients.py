@@ -9,14 +9,13 @@ clip and step, as in a run with one minibatch.
 
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce, cell, parser, write  # noqa: E402
+from benchmarks.common import announce, cell, in_turn, parser, ratios, write  # noqa: E402
 from benchmarks.shared_prompts import SIZES, WORKLOADS, batch_of, engine_of  # noqa: E402
 
 NAMES = tuple(WORKLOADS)[:2]
@@ -76,16 +75,10 @@ def compare(
         "skipping": lambda: update(parts, forward_only=[False, True]),
     }
     norms = {name: side() for name, side in sides.items()}  # also what is done on first use
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(rounds):
-        for name in sorted(sides, reverse=turn % 2 == 1):
-            began = time.process_time()
-            sides[name]()
-            seconds[name].append(time.process_time() - began)
-    ratios = [a / s for a, s in zip(seconds["all"], seconds["skipping"], strict=True)]
+    seconds = in_turn(sides, rounds)
     return {
         "seconds": {name: cell(values) for name, values in seconds.items()},
-        "speedup": cell(ratios),
+        "speedup": cell(ratios(seconds["all"], seconds["skipping"])),
         "gap": abs(norms["skipping"] / norms["all"] - 1),
     }
 

@@ -27,11 +27,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,7 +41,10 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.multiprocessing as mp  # noqa: E402
 
-from benchmarks.common import announce, line, parser, spread, write  # noqa: E402
+from benchmarks.common import announce, line, parser, serving, spread, write  # noqa: E402
+
+if TYPE_CHECKING:
+    from rollout.servers.control import SGLangControl
 
 TIMEOUT_S = 300.0
 BARE, RECEIVER, SGLANG, BY_REQUESTS = (
@@ -144,7 +148,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
         work()
         seconds.setdefault(name, []).append(time.perf_counter() - began)
 
-    with Receivers(given.tp) as receivers, Server(model, scratch, given) as control:
+    with Receivers(given.tp) as receivers, served(model, scratch, given) as control:
         in_memory = {"carrier": MEMORY}
         to_sglang = sender(control, given.tp, **in_memory)
         by_broadcasts = sender(receivers, given.tp)
@@ -220,27 +224,16 @@ def bare(to, receivers: "Receivers", flat: torch.Tensor) -> None:
     answer.wait()
 
 
-class Server:
-    """A real SGLang server's control."""
+@contextmanager
+def served(model: Path, scratch: Path, given) -> Iterator["SGLangControl"]:
+    """The control of a real SGLang server."""
+    from configs.schema import RunConfig
+    from rollout.servers.control import SGLangControl
 
-    def __init__(self, model: Path, scratch: Path, given):
-        from configs.schema import RunConfig
-        from rollout.servers.command import ServerSpec
-        from rollout.servers.fleet import ServerFleet
-
-        rollout = {"dtype": given.dtype, "max_total_tokens": 4096, "tp": given.tp}
-        config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
-        self._tp, self._fleet = given.tp, ServerFleet(ServerSpec(config=config, cuda=False), scratch / "logs")
-
-    def __enter__(self):
-        from rollout.servers.control import SGLangControl
-
-        self._fleet.start()
-        self._fleet.wait_healthy(900)
-        return SGLangControl(self._fleet.urls, tensor_parallel=self._tp, timeout_s=TIMEOUT_S)
-
-    def __exit__(self, *exception) -> None:
-        self._fleet.stop()
+    rollout = {"dtype": given.dtype, "max_total_tokens": 4096, "tp": given.tp}
+    config = RunConfig(model={"path": model}, task={"type": "countdown"}, rollout=rollout)
+    with serving(config, scratch / "logs") as fleet:
+        yield SGLangControl(fleet.urls, tensor_parallel=given.tp, timeout_s=TIMEOUT_S)
 
 
 class Receivers:

@@ -13,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce  # noqa: E402
+from benchmarks.common import announce, figure, table_head, table_row  # noqa: E402
 from configs.loader import load_config  # noqa: E402
 from launch.processes import sweeping  # noqa: E402
 from launch.processes.sweeping import Sweep  # noqa: E402
@@ -124,7 +124,7 @@ def table(
     groups: (first cells of the row, names of the runs).
     """
     names = [*heads, "seeds", "held-out accuracy", *(name.replace("|", "\\|") for name in columns)]
-    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    lines = [table_head(names)]
     for first, cells in groups:
         runs = {cell: rows for cell in cells if (rows := grid.rows(cell)) is not None}
         if not runs:
@@ -134,7 +134,7 @@ def table(
         for column in columns.values():
             values = [value for rows in runs.values() if (value := column(rows)) is not None]
             shown.append(_mean_and_spread(values) if values else "-")
-        lines.append(f"| {' | '.join([*first, str(len(runs)), *shown])} |")
+        lines.append(table_row([*first, len(runs), *shown]))
     return "\n".join(lines)
 
 
@@ -160,34 +160,24 @@ def draw(
 ) -> None:
     """A column of panels per key of ``panels``, and a row per metric, by the text of its axis. In a panel there is a
     line per curve, the mean over its cells, and a faint line per cell. size: of a panel, in inches."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from PIL import Image
 
-    figure, axes = pyplot.subplots(
-        len(metrics),
-        len(panels),
-        figsize=(size[0] * len(panels), size[1] * len(metrics)),
-        sharex=True,
-        sharey="row",
-        squeeze=False,
-    )
-    for row, (axis, metric) in zip(axes, metrics.items(), strict=True):
-        for panel, curves in zip(row, panels.values(), strict=True):
-            for curve in curves:
-                _draw_curve(panel, [rows for cell in curve.cells if (rows := grid.rows(cell))], metric, curve)
-            panel.grid(alpha=0.3)
-        row[0].set_ylabel(axis)
-    for panel, title in zip(axes[0], panels, strict=True):
-        panel.set_title(title)
-    for panel in axes[-1]:
-        panel.set_xlabel("step")
-    max(axes[0], key=lambda panel: len(panel.get_legend_handles_labels()[1])).legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=75, metadata={"Software": None})
-    pyplot.close(figure)
+    shape = {"rows": len(metrics), "columns": len(panels), "squeeze": False}
+    inches = (size[0] * len(panels), size[1] * len(metrics))
+    with figure(path, dpi=75, figsize=inches, sharex=True, sharey="row", **shape) as axes:
+        for row, (axis, metric) in zip(axes, metrics.items(), strict=True):
+            for panel, curves in zip(row, panels.values(), strict=True):
+                for curve in curves:
+                    _draw_curve(
+                        panel, [rows for cell in curve.cells if (rows := grid.rows(cell))], metric, curve
+                    )
+                panel.grid(alpha=0.3)
+            row[0].set_ylabel(axis)
+        for panel, title in zip(axes[0], panels, strict=True):
+            panel.set_title(title)
+        for panel in axes[-1]:
+            panel.set_xlabel("step")
+        max(axes[0], key=lambda panel: len(panel.get_legend_handles_labels()[1])).legend()
     Image.open(path).convert("RGB").quantize(64).save(path, optimize=True)  # a quarter of the bytes
 
 

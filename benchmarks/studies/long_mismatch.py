@@ -29,7 +29,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce  # noqa: E402
+from benchmarks.common import announce, figure, table_head, table_row  # noqa: E402
 
 LENGTHS = (256, 1024, 2048, 4096, 8192)
 POSITIONS = 16384
@@ -223,46 +223,38 @@ def report(out: Path, trained: Path) -> None:
         print(f"  characters {before + 1} to {length}: {sum(shares) / len(shares):.1%}")
     print()
     for name, title in TITLES.items():
-        print(f"| {title} | {' | '.join(map(str, LENGTHS))} |\n|---|{'---|' * len(LENGTHS)}")
-        for (learner, rollout), row in rows.items():
+        print(table_head([title, *map(str, LENGTHS)]))
+        for (learner, rollout), by_length in rows.items():
             cells = [
                 f"{value:.3g} ± {error or 0.0:.1g}"
-                for value, error in (getattr(v, name) for v in row.values())
+                for value, error in (getattr(v, name) for v in by_length.values())
             ]
-            print(f"| learner {learner}, rollout {rollout} | {' | '.join(cells)} |")
+            print(table_row([f"learner {learner}, rollout {rollout}", *cells]))
         print()
     draw(rows, out.parent / "long_mismatch.png")
 
 
 def draw(rows: dict[tuple[str, str], dict[int, Length]], path: Path) -> None:
     """A panel for each title. Learners with the same log-probs are one line."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, panels = pyplot.subplots(1, len(TITLES), figsize=(12, 3.4))
-    for panel, (name, title) in zip(panels, TITLES.items(), strict=True):
-        drawn: dict[tuple, list[str]] = {}
-        for (learner, rollout), row in rows.items():
-            drawn.setdefault((rollout, *row.items()), []).append(learner)
-        for (rollout, *row), learners in drawn.items():
-            lengths = [length for length, _ in row]
-            values, errors = zip(*(getattr(value, name) for _, value in row), strict=True)
-            style = "-" if rollout == ROLLOUTS[0] else "--"
-            color = f"C{LEARNERS.index(learners[0])}"
-            label = f"rollout {rollout}, learner {' and '.join(learners)}"
-            panel.errorbar(lengths, values, errors, linestyle=style, marker=".", color=color, label=label)
-        panel.set_xscale("log", base=2)
-        panel.set_xticks(LENGTHS, [str(length) for length in LENGTHS], fontsize=8)
-        panel.set_xlabel("N, tokens")
-        panel.set_title(title, fontsize=9)
-        panel.set_ylim(0)
-        panel.grid(alpha=0.3)
-    panels[1].legend(fontsize=7, frameon=False, loc="upper left")
-    figure.tight_layout()
-    figure.savefig(path, dpi=90, metadata={"Software": None})
-    pyplot.close(figure)
+    with figure(path, dpi=90, columns=len(TITLES), figsize=(12, 3.4)) as panels:
+        for panel, (name, title) in zip(panels, TITLES.items(), strict=True):
+            drawn: dict[tuple, list[str]] = {}
+            for (learner, rollout), row in rows.items():
+                drawn.setdefault((rollout, *row.items()), []).append(learner)
+            for (rollout, *row), learners in drawn.items():
+                lengths = [length for length, _ in row]
+                values, errors = zip(*(getattr(value, name) for _, value in row), strict=True)
+                style = "-" if rollout == ROLLOUTS[0] else "--"
+                color = f"C{LEARNERS.index(learners[0])}"
+                label = f"rollout {rollout}, learner {' and '.join(learners)}"
+                panel.errorbar(lengths, values, errors, linestyle=style, marker=".", color=color, label=label)
+            panel.set_xscale("log", base=2)
+            panel.set_xticks(LENGTHS, [str(length) for length in LENGTHS], fontsize=8)
+            panel.set_xlabel("N, tokens")
+            panel.set_title(title, fontsize=9)
+            panel.set_ylim(0)
+            panel.grid(alpha=0.3)
+        panels[1].legend(fontsize=7, frameon=False, loc="upper left")
 
 
 def main() -> None:

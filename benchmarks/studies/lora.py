@@ -13,11 +13,9 @@ random model, all matrices three times as large, so that probabilities are far f
 """
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -28,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce  # noqa: E402
+from benchmarks.common import announce, in_own_process, table_head, table_row  # noqa: E402
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 12, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64,
@@ -39,7 +37,7 @@ WAYS = ("full", "factored", "merged")
 SHARES = (0.01, 0.1)
 PRECISIONS = (("bfloat16", "bfloat16"), ("float32", "bfloat16"), ("float32", "float32"))
 """(learner, server)."""
-SIBLINGS, NEW_TOKENS = 4, 64
+NEW_TOKENS = 64
 MIB = 2**20
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536"}
 """Of glibc: freed tensors go back to the system at once, so that resident memory is what is in use."""
@@ -70,20 +68,21 @@ def main() -> None:
 
 def compare_memory(rounds: int) -> None:
     print(
-        "| dtype | trained | measured peak, MiB (each process) | planner, MiB | planner's items |\n|---|---|---|---|---|"
+        table_head(
+            ["dtype", "trained", "measured peak, MiB (each process)", "planner, MiB", "planner's items"]
+        )
     )
     for dtype in ("bfloat16", "float32"):
         for way in WAYS:
-            command = [sys.executable, __file__, "memory", "--one", f"{way},{dtype}"]
-            done = [
-                subprocess.run(command, capture_output=True, text=True, check=True, env=os.environ | MALLOC)
-                for _ in range(rounds)
-            ]
-            found = [json.loads(each.stdout.splitlines()[-1]) for each in done]
+            one = ("memory", "--one", f"{way},{dtype}")
+            found = [in_own_process(__file__, *one, env=os.environ | MALLOC) for _ in range(rounds)]
             peaks = sorted(each["peak"] / MIB for each in found)
             texts = ", ".join(f"{peak:.0f}" for peak in peaks)
-            shown = f"{statistics.median(peaks):.0f} ({texts}) | {found[0]['planned'] / MIB:.0f} | {found[0]['items']}"
-            print(f"| {dtype} | {way} | {shown} |", flush=True)
+            peak, planned = statistics.median(peaks), found[0]["planned"] / MIB
+            print(
+                table_row([dtype, way, f"{peak:.0f} ({texts})", f"{planned:.0f}", found[0]["items"]]),
+                flush=True,
+            )
 
 
 def peak_of(way: str, dtype: str) -> dict[str, Any]:
@@ -141,9 +140,7 @@ def compare_mismatch(folder: Path, model: Path | None, prompts: int) -> None:
 
     torch.set_num_threads(1)
     base = model or _random_model(folder / "base")
-    print(
-        "| learner, server | size of B A | forward | max Δp | mean Δp ± se | max nats |\n|---|---|---|---|---|---|"
-    )
+    print(table_head(["learner, server", "size of B A", "forward", "max Δp", "mean Δp ± se", "max nats"]))
     for (dtype, served), share in ((pair, share) for pair in PRECISIONS for share in SHARES):
         exported = folder / f"{dtype}-{served}-{share}"
         batch = None
@@ -157,10 +154,8 @@ def compare_mismatch(folder: Path, model: Path | None, prompts: int) -> None:
             if batch is None:
                 engine.save_hf(exported)
                 batch = _sample(exported, served, folder / "logs", prompts)
-            print(
-                f"| {dtype}, {served} | {share:.0%} of W | {way} | {' | '.join(_gaps(engine, batch))} |",
-                flush=True,
-            )
+            cells = [f"{dtype}, {served}", f"{share:.0%} of W", way, *_gaps(engine, batch)]
+            print(table_row(cells), flush=True)
 
 
 def _random_model(folder: Path) -> Path:
@@ -186,42 +181,15 @@ def _set_share(engine: Any, share: float) -> None:
 
 def _sample(folder: Path, dtype: str, logs: Path, prompts: int) -> Any:
     """The samples of one server, packed."""
-    import torch
-
+    from benchmarks.studies.served_samples import packed, sample
     from configs.schema import RunConfig
-    from parallel.packing import pack_sequences
-    from rollout.servers.client import SGLangClient
-    from rollout.servers.command import ServerSpec
-    from rollout.servers.fleet import ServerFleet
 
     rollout = {"dtype": dtype, "max_total_tokens": 16384}
     config = RunConfig.model_validate(
         {"model": {"path": folder}, "task": {"type": "countdown"}, "rollout": rollout}
     )
-    fleet = ServerFleet(ServerSpec(config=config, cuda=False), logs)
-    generator = torch.Generator().manual_seed(0)
-    asked = [torch.randint(3, 20, (10 + i % 30,), generator=generator).tolist() for i in range(prompts)]
-
-    async def ask() -> list[Any]:
-        options = {"max_new_tokens": NEW_TOKENS, "temperature": 1.0, "stop_token_ids": [0]}
-        async with SGLangClient(fleet.urls, max_concurrency=256, timeout_s=600, max_retries=0) as client:
-            return await asyncio.gather(
-                *(client.generate_group(p, **options, seeds=range(SIBLINGS)) for p in asked)
-            )
-
-    try:
-        fleet.start()
-        fleet.wait_healthy(600)
-        groups = asyncio.run(ask())
-    finally:
-        fleet.stop()
-    pairs = [(p, c) for p, group in zip(asked, groups, strict=True) for c in group]
-    return pack_sequences(
-        token_ids=[[*p, *c.token_ids] for p, c in pairs],
-        response_masks=[[False] * len(p) + [True] * len(c.token_ids) for p, c in pairs],
-        rollout_logprobs=[[*[0.0] * len(p), *c.rollout_logprobs] for p, c in pairs],
-        sequence_ids=range(len(pairs)),
-    )
+    (samples,) = sample(config, logs, prompts=prompts, new_tokens=NEW_TOKENS, temperature=1.0, end=0)
+    return packed(samples)
 
 
 def _gaps(engine: Any, batch: Any) -> Iterator[str]:

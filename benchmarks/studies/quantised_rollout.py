@@ -20,6 +20,7 @@ from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.common import figure
 from benchmarks.studies.grid import Cell, Curve, Grid, draw, grid_of, last, options, over_run, table
 from benchmarks.studies.own_policy import own_accuracy
 from configs.schema.rollout import Precision
@@ -174,32 +175,24 @@ def main() -> None:
 
 def draw_accuracies(grid: Grid, given, order: Sequence[str], path: Path) -> None:
     """A group of bars per precision, a bar per correction, a point per run."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9.5, 3.6))
-    width = 0.9 / len(given.corrections)
-    for number, correction in enumerate(given.corrections):
-        label: str | None = correction
-        for place, precision in enumerate(order):
-            names = [name_of(precision, correction, seed) for seed in given.seeds]
-            right = [100 * own(grid, name) for name in names if grid.rows(name) is not None]
-            if right:
-                x = place + (number - (len(given.corrections) - 1) / 2) * width
-                axes.bar(x, statistics.fmean(right), width, color=f"C{number}", label=label)
-                label = None
-                axes.plot([x] * len(right), right, ".", color="black", markersize=4)
-    axes.axhline(BEFORE, color="#555555", linestyle="--", linewidth=1)
-    axes.text(len(order) - 0.5, BEFORE + 0.3, "before", ha="right", fontsize=8, color="#555555")
-    axes.set_xticks(range(len(order)), [f"rollout in {precision}" for precision in order])
-    axes.set_ylabel("held-out accuracy of the learner, %")
-    axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
+    with figure(path, dpi=110, figsize=(9.5, 3.6)) as axes:
+        width = 0.9 / len(given.corrections)
+        for number, correction in enumerate(given.corrections):
+            label: str | None = correction
+            for place, precision in enumerate(order):
+                names = [name_of(precision, correction, seed) for seed in given.seeds]
+                right = [100 * own(grid, name) for name in names if grid.rows(name) is not None]
+                if right:
+                    x = place + (number - (len(given.corrections) - 1) / 2) * width
+                    axes.bar(x, statistics.fmean(right), width, color=f"C{number}", label=label)
+                    label = None
+                    axes.plot([x] * len(right), right, ".", color="black", markersize=4)
+        axes.axhline(BEFORE, color="#555555", linestyle="--", linewidth=1)
+        axes.text(len(order) - 0.5, BEFORE + 0.3, "before", ha="right", fontsize=8, color="#555555")
+        axes.set_xticks(range(len(order)), [f"rollout in {precision}" for precision in order])
+        axes.set_ylabel("held-out accuracy of the learner, %")
+        axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+        axes.spines[["top", "right"]].set_visible(False)
 
 
 if __name__ == "__main__":

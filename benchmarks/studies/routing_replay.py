@@ -10,7 +10,6 @@ table per model and server, and the share of (token, layer) whose set of experts
 """
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,25 +21,22 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.common import announce  # noqa: E402
+from benchmarks.common import announce, table_head, table_row  # noqa: E402
+from benchmarks.studies.served_samples import packed, sample, sharpen  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.learner import LearnerConfig, OptimizerConfig  # noqa: E402
 from configs.schema.model import ModelConfig  # noqa: E402
 from parallel.engine import MegatronEngine  # noqa: E402
-from parallel.packing import PackedBatch, pack_sequences  # noqa: E402
+from parallel.packing import PackedBatch  # noqa: E402
 from parallel.planning.architecture import read_architecture, read_hf_config  # noqa: E402
-from rollout.servers.client import SGLangClient  # noqa: E402
-from rollout.servers.command import ServerSpec  # noqa: E402
-from rollout.servers.fleet import ServerFleet  # noqa: E402
 from rollout.tiny_model import make_tiny_countdown_model  # noqa: E402
 from tests.support.megatron_workers import run_ranks  # noqa: E402
 from trainer.studies.layout_statistics import pair_statistics  # noqa: E402
 
-SIBLINGS, NEW_TOKENS, TEMPERATURE, END = 4, 64, 1.0, 0
+NEW_TOKENS, TEMPERATURE, END = 64, 1.0, 0
 WAYS = ("own", "replayed", "random")
 LAYOUTS = {
     "one process": LayoutConfig(dp=1),
@@ -50,14 +46,7 @@ LAYOUTS = {
 ENGINE = {"total_optimizer_steps": 1, "logprob_chunk_tokens": 512, "recompute": "none", "seed": 0}
 
 
-def sharpen(folder: Path) -> None:
-    """By the file, where every expert's matrices are two-dimensional."""
-    weights = load_file(folder / "model.safetensors")
-    sharp = {name: tensor * 3 if tensor.dim() == 2 else tensor for name, tensor in weights.items()}
-    save_file(sharp, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def sample(folder: Path, logs: Path, *, tensor_parallel: int, prompts: int) -> PackedBatch:
+def sample_with_experts(folder: Path, logs: Path, *, tensor_parallel: int, prompts: int) -> PackedBatch:
     """Samples of one server, with its experts."""
     rollout = {"dtype": "bfloat16", "tp": tensor_parallel, "max_total_tokens": 8192}
     config = RunConfig(
@@ -66,33 +55,10 @@ def sample(folder: Path, logs: Path, *, tensor_parallel: int, prompts: int) -> P
         rollout=rollout,
         learner=LearnerConfig(routing="rollout"),
     )
-    fleet = ServerFleet(ServerSpec(config=config, cuda=False), logs)
     experts = read_architecture(read_hf_config(folder)).experts
-    generator = torch.Generator().manual_seed(0)
-    asked = [torch.randint(3, 20, (10 + i % 30,), generator=generator).tolist() for i in range(prompts)]
-
-    async def ask():
-        options = {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE, "stop_token_ids": [END]}
-        places = {"max_concurrency": 256, "timeout_s": 600, "max_retries": 0}
-        async with SGLangClient(fleet.urls, experts=experts, **places) as client:
-            return await asyncio.gather(
-                *(client.generate_group(p, **options, seeds=range(SIBLINGS)) for p in asked)
-            )
-
-    try:
-        fleet.start()
-        fleet.wait_healthy(600)
-        groups = asyncio.run(ask())
-    finally:
-        fleet.stop()
-    pairs = [(p, c) for p, group in zip(asked, groups, strict=True) for c in group]
-    batch = pack_sequences(
-        token_ids=[[*p, *c.token_ids] for p, c in pairs],
-        response_masks=[[False] * len(p) + [True] * len(c.token_ids) for p, c in pairs],
-        rollout_logprobs=[[*[0.0] * len(p), *c.rollout_logprobs] for p, c in pairs],
-        sequence_ids=range(len(pairs)),
-    )
-    experts_TLK = torch.cat([torch.from_numpy(c.experts) for _, c in pairs])
+    limits = {"new_tokens": NEW_TOKENS, "temperature": TEMPERATURE, "end": END}
+    (samples,) = sample(config, logs, prompts=prompts, **limits, clients=[{"experts": experts}])
+    batch, experts_TLK = packed(samples), torch.cat([torch.from_numpy(c.experts) for _, c in samples])
     return replace(batch, experts_TLK=experts_TLK, is_replayed_T=torch.ones_like(batch.response_mask_T))
 
 
@@ -179,13 +145,11 @@ def print_table(batch: PackedBatch, scores: dict[str, dict[str, Tensor]]) -> Non
     mask_T = batch.response_mask_T
     lengths_R = torch.tensor([int(part.sum()) for part in mask_T.split(batch.lengths)])
     (one_process, ways), *others = scores.items()
-    print(f"| experts ({one_process}) | max Δp | mean Δp ± se | max nats | k3 ± se |\n|---|---|---|---|---|")
+    print(table_head([f"experts ({one_process})", "max Δp", "mean Δp ± se", "max nats", "k3 ± se"]))
     for name in WAYS:
-        row = pair_statistics(batch.rollout_logprobs_T[mask_T], ways[name][mask_T], lengths_R)
-        print(
-            f"| {name} | {row['max_max']:.2e} | {row['mean_mean']:.2e} ± {row['mean_mean_se']:.1e} "
-            f"| {row['logprob_gap_max']:.2e} | {row['k3']:.2e} ± {row['k3_se']:.1e} |"
-        )
+        of = pair_statistics(batch.rollout_logprobs_T[mask_T], ways[name][mask_T], lengths_R)
+        mean, k3 = (f"{of[key]:.2e} ± {of[f'{key}_se']:.1e}" for key in ("mean_mean", "k3"))
+        print(table_row([name, f"{of['max_max']:.2e}", mean, f"{of['logprob_gap_max']:.2e}", k3]))
     print()
     for layout, of_layout in others:
         distances = [f"{(of_layout[name] - ways[name])[mask_T].abs().max():.1e} ({name})" for name in WAYS]
@@ -210,9 +174,11 @@ def main() -> None:
         if not folder.exists():
             make_tiny_countdown_model(folder, seed=0, family=family)
             if is_sharp:
-                sharpen(folder)
+                sharpen(folder, 3)
         runs = options.folder / f"{folder.name}-tp{tensor_parallel}"
-        batch = sample(folder, runs / "logs", tensor_parallel=tensor_parallel, prompts=options.prompts)
+        batch = sample_with_experts(
+            folder, runs / "logs", tensor_parallel=tensor_parallel, prompts=options.prompts
+        )
         print(f"\n{name}, server TP {tensor_parallel}: {int(batch.response_mask_T.sum())} response tokens\n")
         scores = {
             layout: run_ranks(partial(score, folder), sizes.world_size, runs / layout, sizes, batch)[0]

@@ -9,8 +9,8 @@ over the full vocabulary. A table per precision is printed.
 """
 
 import argparse
-import asyncio
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,24 +19,21 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.common import announce  # noqa: E402
+from benchmarks.common import announce, table_head, table_row  # noqa: E402
+from benchmarks.studies.served_samples import packed, sample, sharpen  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.model import ModelConfig  # noqa: E402
 from parallel.engine import MegatronEngine  # noqa: E402
-from parallel.packing import PackedBatch, pack_sequences  # noqa: E402
+from parallel.packing import PackedBatch  # noqa: E402
 from parallel.planning.architecture import read_architecture, read_hf_config  # noqa: E402
-from rollout.servers.client import SGLangClient  # noqa: E402
-from rollout.servers.command import ServerSpec  # noqa: E402
-from rollout.servers.fleet import ServerFleet  # noqa: E402
 from rollout.servers.kept_sets import Truncation  # noqa: E402
 from rollout.tiny_model import make_tiny_countdown_model  # noqa: E402
 from tests.support.megatron_workers import run_ranks  # noqa: E402
 
-SIBLINGS, NEW_TOKENS, TEMPERATURE, END = 4, 32, 0.7, 0
+NEW_TOKENS, TEMPERATURE, END = 32, 0.7, 0
 TRUNCATIONS = [
     {"top_p": 0.9, "top_k": 10, "min_p": 0.0},
     {"top_p": 1.0, "top_k": 10, "min_p": 0.0},
@@ -46,54 +43,31 @@ TRUNCATIONS = [
     {"top_p": 0.9, "top_k": 10, "min_p": 0.05},
     {"top_p": 1.0, "top_k": 2, "min_p": 0.0},
 ]
+TITLES = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "tokens",
+    "mean kept ids",
+    "max gap, TP 1",
+    "max gap, TP 2",
+    "without replay: max",
+    "mean",
+)
 LAYOUTS = {"one process": LayoutConfig(dp=1), "TP 2": LayoutConfig(tp=2, dp=1)}
 ENGINE = {"total_optimizer_steps": 1, "logprob_chunk_tokens": 100, "recompute": "none", "seed": 0}
 
 
-def sharpen(folder: Path) -> None:
-    """All matrices eight times as large: a token's likeliest id then has anything from a tenth to nearly all of the mass."""
-    weights = load_file(folder / "model.safetensors")
-    sharp = {name: tensor * 8 if tensor.dim() == 2 else tensor for name, tensor in weights.items()}
-    save_file(sharp, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def sample(folder: Path, logs: Path, dtype: str, prompts: int) -> list[PackedBatch]:
+def sample_truncated(folder: Path, logs: Path, dtype: str, prompts: int) -> Iterator[PackedBatch]:
     """A batch per truncation, of one server."""
     rollout = {"dtype": dtype, "max_total_tokens": 8192}
     config = RunConfig(model=ModelConfig(path=folder), task={"type": "countdown"}, rollout=rollout)
-    fleet = ServerFleet(ServerSpec(config=config, cuda=False), logs)
     vocab_size = read_architecture(read_hf_config(folder)).vocab_size
-    generator = torch.Generator().manual_seed(0)
-    asked = [torch.randint(3, 20, (10 + i % 30,), generator=generator).tolist() for i in range(prompts)]
-
-    async def ask(limits: dict):
-        options = {"max_new_tokens": NEW_TOKENS, "temperature": TEMPERATURE, "stop_token_ids": [END]}
-        places = {"max_concurrency": 256, "timeout_s": 600, "max_retries": 0}
-        truncation = Truncation(**limits, vocab_size=vocab_size)
-        async with SGLangClient(fleet.urls, truncation=truncation, **places) as client:
-            return await asyncio.gather(
-                *(client.generate_group(p, **options, seeds=range(SIBLINGS)) for p in asked)
-            )
-
-    try:
-        fleet.start()
-        fleet.wait_healthy(600)
-        answers = [asyncio.run(ask(limits)) for limits in TRUNCATIONS]
-    finally:
-        fleet.stop()
-    return [packed(asked, groups) for groups in answers]
-
-
-def packed(asked: list[list[int]], groups: list) -> PackedBatch:
-    pairs = [(p, c) for p, group in zip(asked, groups, strict=True) for c in group]
-    return pack_sequences(
-        token_ids=[[*p, *c.token_ids] for p, c in pairs],
-        response_masks=[[False] * len(p) + [True] * len(c.token_ids) for p, c in pairs],
-        rollout_logprobs=[[*[0.0] * len(p), *c.rollout_logprobs] for p, c in pairs],
-        sequence_ids=range(len(pairs)),
-        num_kept=[[*[0] * len(p), *c.num_kept] for p, c in pairs],
-        kept_ids=[c.kept_ids for _, c in pairs],
-    )
+    clients = [{"truncation": Truncation(**limits, vocab_size=vocab_size)} for limits in TRUNCATIONS]
+    limits = {"new_tokens": NEW_TOKENS, "temperature": TEMPERATURE, "end": END}
+    for samples in sample(config, logs, prompts=prompts, **limits, clients=clients):
+        num_kept = [[*[0] * len(p), *c.num_kept] for p, c in samples]
+        yield packed(samples, num_kept=num_kept, kept_ids=[c.kept_ids for _, c in samples])
 
 
 def score(
@@ -118,9 +92,9 @@ def main() -> None:
     announce(prompts=options.prompts)
     folder = options.folder / "model"
     make_tiny_countdown_model(folder, seed=0)
-    sharpen(folder)
+    sharpen(folder, 8)  # a token's likeliest id then has anything from a tenth to nearly all of the mass
     for dtype in ("float32", "bfloat16"):
-        batches = sample(folder, options.folder / f"logs-{dtype}", dtype, options.prompts)
+        batches = [*sample_truncated(folder, options.folder / f"logs-{dtype}", dtype, options.prompts)]
         scores = {
             name: run_ranks(
                 partial(score, folder, dtype),
@@ -132,21 +106,15 @@ def main() -> None:
             for name, layout in LAYOUTS.items()
         }
         print(f"\n{dtype}, T = {TEMPERATURE}\n")
-        print(
-            "| top_p | top_k | min_p | tokens | mean kept ids | max gap, TP 1 | max gap, TP 2 | without replay: max | mean |"
-        )
-        print("|---|---|---|---|---|---|---|---|---|")
+        print(table_head(TITLES))
         for number, (limits, batch) in enumerate(zip(TRUNCATIONS, batches, strict=True)):
             mask_T, rollout_T = batch.response_mask_T, batch.rollout_logprobs_T
             assert batch.num_kept_T is not None
             gaps = [(scores[name][number][0] - rollout_T)[mask_T].abs().max() for name in LAYOUTS]
             control_N = (scores["one process"][number][1] - rollout_T)[mask_T].abs()
-            print(
-                f"| {limits['top_p']} | {limits['top_k']} | {limits['min_p']} | {int(mask_T.sum())} "
-                f"| {batch.num_kept_T[mask_T].float().mean():.2f} | {gaps[0]:.1e} | {gaps[1]:.1e} "
-                f"| {control_N.max():.2f} | {control_N.mean():.2f} |",
-                flush=True,
-            )
+            numbers = [limits["top_p"], limits["top_k"], limits["min_p"], int(mask_T.sum())]
+            numbers += [f"{batch.num_kept_T[mask_T].float().mean():.2f}", *(f"{gap:.1e}" for gap in gaps)]
+            print(table_row([*numbers, f"{control_N.max():.2f}", f"{control_N.mean():.2f}"]), flush=True)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce  # noqa: E402
+from benchmarks.common import announce, table_head  # noqa: E402
 from trainer.tracking.ledger import imbalance, read_ledger  # noqa: E402
 from trainer.tracking.tracker import duration  # noqa: E402
 
@@ -435,10 +435,8 @@ def _accuracy(run: LongRun) -> float:
 
 
 def table(recoveries: Sequence[Recovery]) -> str:
-    lines = [
-        "| fault | times | first step after it, s | recovered, s | most | steps done again |",
-        "|---|---|---|---|---|---|",
-    ]
+    titles = ["fault", "times", "first step after it, s", "recovered, s", "most", "steps done again"]
+    lines = [table_head(titles)]
     for kind in KINDS:
         of_kind = [recovery for recovery in recoveries if recovery.kind == kind]
         if of_kind:

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.common import announce  # noqa: E402
+from benchmarks.common import announce, table_head  # noqa: E402
 
 RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
 PARSERS = {"qwen2_5": "qwen25", "qwen3": "qwen25", "llama3_1": "llama3"}
@@ -179,11 +179,8 @@ def main() -> None:
     folder = given.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     announce(families=given.families, steps=given.steps, tokens=given.tokens, pool=given.pool)
-    print(
-        "| template | turns compared | that differ | calls per episode | requests retracted | sequences per episode "
-        "| greatest gap, nats |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    titles = ["template", "turns compared", "that differ", "calls per episode", "requests retracted"]
+    print(table_head([*titles, "sequences per episode", "greatest gap, nats"]))
     for family in given.families:
         row = play(folder, family, given)  # a turn that differs ends the run, so the command fails
         print(
