@@ -14,7 +14,7 @@ from tracing.reading import STEP
 class StepClock:
     """Seconds per part of a step, and from its begin to ``end_step``."""
 
-    def __init__(self, doing: Callable[[str], None] = lambda part: None):
+    def __init__(self, doing: Callable[[str], None]):
         """doing: called with each part as it begins."""
         self._doing, self._began = doing, time.perf_counter()
         self.seconds: dict[str, float] = {}

@@ -95,7 +95,7 @@ def split_context(
     size: int,
     rank: int,
     group: dist.ProcessGroup | None,
-    multiple: int = 1,
+    multiple: int,
 ) -> SplitPlan:
     """The part of ``plan``, which has no dummies, of one of ``size`` context-parallel ranks.
 

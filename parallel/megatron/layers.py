@@ -236,9 +236,9 @@ def transformer_config(
     dtype: torch.dtype,
     recompute: str,
     *,
-    sequence_parallel: bool = False,
-    is_aligned: bool = False,
-    has_adapters: bool = False,
+    sequence_parallel: bool,
+    is_aligned: bool,
+    has_adapters: bool,
 ) -> TransformerConfig:
     """Megatron's config: ``_ALWAYS``, and sizes of the architecture and of Megatron's groups. has_adapters: layers are
     Megatron's own, also where Transformer Engine is installed."""

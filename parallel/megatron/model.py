@@ -328,8 +328,8 @@ def make_backbone(
     dtype: torch.dtype,
     recompute: str,
     sequence_parallel: bool,
-    pieces: int | None = None,
-    lora: Lora | None = None,
+    pieces: int | None,
+    lora: Lora | None,
 ) -> Backbone:
     """For a chunk of a policy or a critic. Needs Megatron's parallel groups. Fields: see ``Backbone``."""
     architecture = read_architecture(hf_config)

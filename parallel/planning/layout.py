@@ -187,10 +187,8 @@ def _with_field(layout: LayoutConfig, name: str, value: int | bool) -> LayoutCon
         return None
 
 
-def _nearest_layouts(
-    a: Architecture, layout: LayoutConfig, num_processes: int | None, count: int = 3
-) -> list[LayoutConfig]:
-    """The nearest layouts that work on as many processes: the distance is the sum of |log2 of the ratio| over
+def _nearest_layouts(a: Architecture, layout: LayoutConfig, num_processes: int | None) -> list[LayoutConfig]:
+    """The three nearest layouts that work on as many processes: the distance is the sum of |log2 of the ratio| over
     all sizes, and 1 for another sp.
 
     If neither ``num_processes`` nor dp is given, the number of processes is free and dp stays auto.
@@ -207,7 +205,7 @@ def _nearest_layouts(
 
     world = num_processes or (layout.world_size if layout.dp != "auto" else None)
     chunks, context = sorted({1, layout.vpp}), sorted({1, layout.cp})
-    return sorted(fitting_layouts(a, world, chunks=chunks, context=context), key=distance)[:count]
+    return sorted(fitting_layouts(a, world, chunks=chunks, context=context), key=distance)[:3]
 
 
 def fitting_layouts(

@@ -81,7 +81,7 @@ async def prefill_logprobs(
     name: str,
     timeout_s: float,
     report: Report,
-    key: RunKey | None = None,
+    key: RunKey | None,
 ) -> list[list[float]]:
     """Log-probs of each sequence's last ``response_lengths`` tokens, by one prefill of the whole sequence at
     temperature 1.

@@ -217,7 +217,7 @@ def router_command(
     *,
     ports: Ports,
     request_timeout_s: float,
-    key: RunKey | None = None,
+    key: RunKey | None,
 ) -> list[str]:
     """The command line. Its settings, beside addresses and policy:
 
