@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from tracing.reading import STEP, Process, Recorded, Trace, union_ns
 from tracing.recorder import MAIN
 
+Tree = dict[tuple[str, ...], list[Recorded]]
+"""The spans of each path: of the names of those around a span, and its own."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -44,31 +47,37 @@ def _parts(process: Process, trace: Trace) -> Parts | None:
     wall, count = sum(end - begin for begin, end in times), len(times)
     if not wall:
         return None
-    by_row: dict[str, list[Recorded]] = defaultdict(list)
-    for s in process.spans:
-        if s.name != STEP:
-            by_row[s.row].append(s)
-    main = by_row.pop(MAIN, [])
-    tree: dict[tuple[str, ...], list[Recorded]] = defaultdict(list)
-    families: dict[tuple[str, ...], list[Recorded]] = defaultdict(list)
+    main = [s for s in process.spans if s.name != STEP and s.row == MAIN]
+    parts = []
+    for path, spans in (*_by_tree(_of_main(main)), *_by_tree(_of_families(process))):
+        inside = [s for s in spans if any(s.end > begin and s.begin < end for begin, end in times)]
+        if inside:
+            taken = sum(union_ns(spans, begin, end) for begin, end in times)
+            parts.append(Part(path, taken / count / 1e9, taken / wall, len(inside) / count))
+    covered = sum(union_ns(main, begin, end) for begin, end in times)
+    return Parts(process, wall / count / 1e9, parts, (wall - covered) / count / 1e9)
+
+
+def _of_main(main: Sequence[Recorded]) -> Tree:
+    tree: Tree = defaultdict(list)
     for path, s in _with_paths(main):
         tree[path].append(s)
+    return tree
+
+
+def _of_families(process: Process) -> Tree:
+    """The spans of all rows of a family together, such as those of all samples."""
+    by_row: dict[str, list[Recorded]] = defaultdict(list)
+    for s in process.spans:
+        if s.name != STEP and s.row != MAIN:
+            by_row[s.row].append(s)
+    tree: Tree = defaultdict(list)
     for row, spans in by_row.items():
         for path, s in _with_paths(spans):
-            families[f"{row.rpartition(' ')[0]} (any)", *path[1:]].append(s)
-    for spans in families.values():
+            tree[f"{row.rpartition(' ')[0]} (any)", *path[1:]].append(s)
+    for spans in tree.values():
         spans.sort(key=lambda s: s.begin)
-
-    def part(path: tuple[str, ...], spans: Sequence[Recorded]) -> Part | None:
-        inside = [s for s in spans if any(s.end > begin and s.begin < end for begin, end in times)]
-        taken = sum(union_ns(spans, begin, end) for begin, end in times)
-        return Part(path, taken / count / 1e9, taken / wall, len(inside) / count) if inside else None
-
-    found = [part(path, spans) for path, spans in (*_by_tree(tree), *_by_tree(families))]
-    covered = sum(union_ns(main, begin, end) for begin, end in times)
-    return Parts(
-        process, wall / count / 1e9, [p for p in found if p is not None], (wall - covered) / count / 1e9
-    )
+    return tree
 
 
 def _with_paths(spans: Sequence[Recorded]) -> Iterator[tuple[tuple[str, ...], Recorded]]:
@@ -81,9 +90,7 @@ def _with_paths(spans: Sequence[Recorded]) -> Iterator[tuple[tuple[str, ...], Re
         yield tuple(one.name for one in around), s
 
 
-def _by_tree(
-    tree: dict[tuple[str, ...], list[Recorded]],
-) -> Iterator[tuple[tuple[str, ...], list[Recorded]]]:
+def _by_tree(tree: Tree) -> Iterator[tuple[tuple[str, ...], list[Recorded]]]:
     """Each path behind the one that it is in; those in one path by their first begin."""
     first = {path: spans[0].begin for path, spans in tree.items()}
     # A path begins with the beginnings of those around it.

@@ -146,6 +146,14 @@ def wait_for_learner(
                 raise failure
             raise KeyboardInterrupt
         time.sleep(POLL_S)
+    return _outcome(supervisor, signals, names, failure)
+
+
+def _outcome(
+    supervisor: Supervisor, signals: "StopSignals", names: Sequence[str], failure: RoleFailed | None
+) -> Outcome:
+    """How the learner has ended. ``failure``: of a role of the rollout side, for which it was asked to stop."""
+    folder = signals.folder
     stopped = read_stopped(folder)
     if failure is None and stopped is not None and not _was_asked_for(supervisor, signals, names, stopped):
         failure = next(supervisor.failure(name) for name in names if supervisor.exit_code(name) != 0)

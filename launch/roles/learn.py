@@ -36,18 +36,18 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     gc.disable()  # collections would look at the imported modules again and again, and these stay
     import torch.distributed as dist
 
-    from launch.roles.summary import write_summary
     from trainer.loop import evaluate_before, saved_where_interrupted, train
     from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
 
     gc.freeze()
     gc.enable()
-    listener = StopListener(folder, is_first_rank=os.environ.get("RANK", "0") == "0")
+    rank = int(os.environ.get("RANK", "0"))
+    listener = StopListener(folder, is_first_rank=rank == 0)
     run = replace(build_run(folder, config, listener.reason), doing=doing)
-    if int(os.environ.get("RANK", "0")) == config.tracking.trace.profile_rank:
+    if rank == config.tracking.trace.profile_rank:
         from trainer.profiling import profiled
 
-        run = replace(run, profiled=partial(profiled, folder.path, config.tracking.trace.profile_rank))
+        run = replace(run, profiled=partial(profiled, folder.path, rank))
     if run.learner.is_first_rank:
         folder.announce("learn", {"pid": os.getpid(), "host": socket.gethostname()})
     # Objects of the start-up live as long as the run: each collection would spend a tenth of a second on them.
@@ -66,16 +66,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
                 doing("export")
             trained = time.perf_counter()
             # Requests to stop have no effect from here on: the rest ends the run too.
-            if run.tracker is not None:
-                run.tracker.say("the steps are done; the model and the report are being written")
-            run.checkpointer.save_before_export(run.learner, run.sampler)
-            run.learner.save_hf(folder.hf)
-            run.learner.save_adapter(folder.adapter)
-            if run.tracker is not None:
-                training = run.tracker.elapsed_before_s + trained - started
-                write_summary(folder, seconds={"start_up": started - began, "training": training})
-                for artifact in (*written_report(folder, config, run.tracker), folder.summary):
-                    run.tracker.artifact(artifact)
+            export(run, folder, start_up_s=started - began, training_s=trained - started)
     except INTERRUPTIONS as interruption:
         is_stop = isinstance(interruption, StopRequested)
         if is_stop and run.learner.is_first_rank:
@@ -87,6 +78,23 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
             exit_now(0)
         raise
     end_run(run)
+
+
+def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: float) -> None:
+    """Write what a run is made for: model and adapter, and on the first rank summary and report."""
+    from launch.roles.summary import write_summary
+
+    tracker = run.tracker
+    if tracker is not None:
+        tracker.say("the steps are done; the model and the report are being written")
+    run.checkpointer.save_before_export(run.learner, run.sampler)
+    run.learner.save_hf(folder.hf)
+    run.learner.save_adapter(folder.adapter)
+    if tracker is not None:
+        training_s += tracker.elapsed_before_s
+        write_summary(folder, seconds={"start_up": start_up_s, "training": training_s})
+        for artifact in (*written_report(folder, run.config, tracker), folder.summary):
+            tracker.artifact(artifact)
 
 
 def build_run(

@@ -72,6 +72,30 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
 
     Raises ValueError with the option, or with the error that a layout causes in the config.
     """
+    request = _checked(request)
+    parts = [
+        _rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts
+    ]
+    _check_enough(request.prompts, parts[0].config.task)
+    if parts[0].config.rollout.is_truncated:
+        raise ValueError(
+            "rollout.top_k: the study compares log-probs of the full softmax; give rollout.top_k=-1 rollout.top_p=1.0 rollout.min_p=0.0"
+        )
+    parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
+    skipped = [] if gpus else [NO_MODES_ON_CPU]
+    if request.why and read_architecture(read_hf_config(parts[0].config.model.path)).experts is not None:
+        try:
+            parts[0] = _rollout_part("rollout", request.rollouts[0], load, gpus, ["learner.routing=rollout"])
+        except ValueError as error:
+            skipped.append(f"cause routing: {error}")
+    if request.why:
+        more, left_out = _parts_of_why(request, load, gpus)
+        parts, skipped = parts + more, skipped + left_out
+    return Plan(request=request, parts=_in_equal_pieces(parts), skipped=tuple(skipped))
+
+
+def _checked(request: Request) -> Request:
+    """The request with each layout in its one form. Raises ValueError with the option."""
     if request.prompts < 2:
         raise ValueError(
             f"--prompts {request.prompts}: give at least 2, since errors are estimated from their spread"
@@ -95,25 +119,7 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
         raise ValueError(
             f"--rollout {request.rollouts[0]}: the first one must be a layout alone, to compare modes of the server with"
         )
-    parts = [
-        _rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts
-    ]
-    _check_enough(request.prompts, parts[0].config.task)
-    if parts[0].config.rollout.is_truncated:
-        raise ValueError(
-            "rollout.top_k: the study compares log-probs of the full softmax; give rollout.top_k=-1 rollout.top_p=1.0 rollout.min_p=0.0"
-        )
-    parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
-    skipped = [] if gpus else [NO_MODES_ON_CPU]
-    if request.why and read_architecture(read_hf_config(parts[0].config.model.path)).experts is not None:
-        try:
-            parts[0] = _rollout_part("rollout", request.rollouts[0], load, gpus, ["learner.routing=rollout"])
-        except ValueError as error:
-            skipped.append(f"cause routing: {error}")
-    if request.why:
-        more, left_out = _parts_of_why(request, load, gpus)
-        parts, skipped = parts + more, skipped + left_out
-    return Plan(request=request, parts=_in_equal_pieces(parts), skipped=tuple(skipped))
+    return request
 
 
 def _reason(error: ValueError | ConfigError) -> str:

@@ -160,19 +160,22 @@ def plan_transfer(
     max_bytes = max_bytes or BUCKET_BYTES[device] // part
     alone_bytes = alone_bytes or ALONE_BYTES[device] // part
     planned: list[_Planned] = []
-    filling, free = None, 0
+    filling: _Planned | None = None
+    free = 0
     for place, unit in enumerate(chain.from_iterable(_apart(unit, packed_to) for unit in units)):
         sent_as = _dtype_of(unit[0][0], dtype)
         size = sum(_bytes_of(name, shape, dtype, packed_to) for name, shape in unit)
-        is_alone = size >= min(alone_bytes, max_bytes) or sent_as != dtype
-        if is_alone or filling is None or size > free:
-            planned.append(_Planned(is_alone))
-            if not is_alone:
-                filling, free = planned[-1], max_bytes
-        bucket = planned[-1] if is_alone or filling is None else filling
+        if size >= min(alone_bytes, max_bytes) or sent_as != dtype:
+            bucket = _Planned(is_alone=True)
+            planned.append(bucket)
+        else:
+            if filling is None or size > free:
+                filling, free = _Planned(is_alone=False), max_bytes
+                planned.append(filling)
+            free -= size
+            bucket = filling
         bucket.tensors.extend(unit)
         bucket.last_unit = place
-        free -= 0 if is_alone else size
     planned.sort(key=lambda bucket: bucket.last_unit)
     tensors = [tensor for bucket in planned for tensor in bucket.tensors]
     return TransferPlan(
