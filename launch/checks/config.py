@@ -4,12 +4,9 @@ All problems are reported at once, each with the line that set its field. Errors
 only a valid config is compared with the rest.
 """
 
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 from configs.loader import Finding, ParsedConfig
@@ -18,6 +15,7 @@ from configs.schema.correction import ImportanceWeight
 from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.task import TaskConfig
+from launch.checks.arguments import BadInput, check_new_folder
 from launch.checks.device_memory import Device, device_of, gpus_here, memory_problems
 from launch.checks.disk_space import disk_problems
 from launch.checks.inputs import finding_of, input_findings
@@ -65,19 +63,6 @@ Config = TypeVar("Config", RunConfig, SftConfig)
 
 LoadWith = Callable[[str, Sequence[str]], RunConfig]
 """(option of a command, the overrides that the option stands for) -> the checked config with these overrides."""
-
-
-class BadInput(Exception):
-    """A wrong argument; nothing was started. (An error inside a config is a ConfigError.)"""
-
-
-@contextmanager
-def as_bad_input(about: str = "") -> Iterator[None]:
-    """Inside, a ValueError becomes BadInput, with ``about`` before its message."""
-    try:
-        yield
-    except ValueError as error:
-        raise BadInput(f"{about}{error}") from error
 
 
 def load_checked(
@@ -402,20 +387,6 @@ def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[
     if isinstance(config, RunConfig) and "serve" in runs:
         first_gpu = ranks if "learn" in runs and not shares else 0
         yield from finding_of("rollout.replicas", check_server_gpus, config.rollout, first_gpu, available)
-
-
-def check_new_folder(argument: str, folder: Path) -> None:
-    """Check that ``folder`` does not exist yet and can be made. Raises ValueError."""
-    if os.path.lexists(folder):
-        raise ValueError(f"{argument}: {folder} exists already; name a new folder, or remove it first")
-    check_can_be_made(argument, folder)
-
-
-def check_new_page(option: str, page: Path) -> None:
-    """Check that ``page`` is the name of a page that can be written. Raises ValueError."""
-    if page.suffix != ".html" or page.is_dir():
-        raise ValueError(f"{option}: {page} is not the name of a page; name a file that ends with .html")
-    check_can_be_made(option, page.parent)
 
 
 def check_server_gpus(servers: RolloutConfig, first_gpu: int, available: int) -> None:

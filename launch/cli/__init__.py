@@ -112,7 +112,7 @@ def main() -> None:
 def _message_and_exit_code(error: BaseException) -> tuple[object, int] | None:
     """None for a bug, which keeps its traceback. The classes are imported here, since help needs none."""
     from configs.errors import ConfigError
-    from launch.checks.config import BadInput
+    from launch.checks.arguments import BadInput
     from launch.processes.stopping import RunStopped
     from launch.processes.supervisor import Interrupted, RoleFailed
 

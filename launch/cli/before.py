@@ -188,7 +188,7 @@ def make_tiny_model(
     ] = "qwen3",
 ) -> None:
     """Make a tiny model with random weights and a character tokenizer, for Countdown."""
-    from launch.checks.config import as_bad_input, check_new_folder
+    from launch.checks.arguments import as_bad_input, check_new_folder
 
     with as_bad_input():
         check_new_folder("FOLDER", folder)  # before the seconds that the function's imports take

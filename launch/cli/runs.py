@@ -77,7 +77,7 @@ def samples(
     ] = False,
 ) -> None:
     """Show what the model does: samples of a step turn by turn, with observations, reward and status."""
-    from launch.checks.config import BadInput
+    from launch.checks.arguments import BadInput
     from launch.commands.samples import show_samples
 
     if last and step is not None:

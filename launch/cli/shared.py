@@ -60,7 +60,7 @@ def _refuse_dashes(arguments: Iterable[str]) -> None:
     """Raises BadInput for an argument that is the key of a config with dashes."""
     for plain in (argument.lstrip("-") for argument in arguments):
         from configs.schema import RunConfig, SftConfig
-        from launch.checks.config import BadInput
+        from launch.checks.arguments import BadInput
 
         key, equals, _ = plain.partition("=")
         if key == "config":

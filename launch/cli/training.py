@@ -154,7 +154,7 @@ def slurm(
     ] = None,
 ) -> None:
     """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""
-    from launch.checks.config import as_bad_input
+    from launch.checks.arguments import as_bad_input
     from launch.commands.slurm import slurm as write
 
     with as_bad_input(f"{config}: "):

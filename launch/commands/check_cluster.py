@@ -9,8 +9,8 @@ from typing import NoReturn
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import LaunchConfig, NodesConfig
+from launch.checks.arguments import BadInput
 from launch.checks.between_nodes import Meeting, checks_between, leave
-from launch.checks.config import BadInput
 from launch.checks.node import Finding, Level, checks_of_node
 from launch.checks.sockets import sockets_of
 from launch.processes.run_folder import RunFolder

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.tables import aligned
 
 if TYPE_CHECKING:

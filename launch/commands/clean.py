@@ -17,7 +17,7 @@ from pathlib import Path
 
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.commands.status import holders_of, lock_holders, status
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder, locked

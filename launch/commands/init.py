@@ -6,7 +6,7 @@ from pathlib import Path
 
 import yaml
 
-from launch.checks.config import as_bad_input, check_new_folder
+from launch.checks.arguments import as_bad_input, check_new_folder
 
 CONFIG = "experiment.yaml"
 MODEL_TO_CHOOSE = Path("CHANGE/ME")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import yaml
 
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state, read_file
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned

@@ -1,6 +1,7 @@
 """``tandem plan``: pairs of layouts as a table, and the best as YAML. With a description of the GPUs also the seconds of a
 step, and a page with pictures."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,13 +12,13 @@ from configs.reading.hardware import hardware_names, read_hardware
 from configs.schema import RunConfig
 from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
-from launch.checks.config import BadInput, as_bad_input, check_new_page
+from launch.checks.arguments import BadInput, as_bad_input, check_new_page
 from launch.tables import print_table
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.machine import Machine
-from parallel.planning.planner import NO_TABLE, Cluster, Plan, Timing, plan, read_measured, reasons
+from parallel.planning.planner import NO_TABLE, Cluster, Measured, Plan, Timing, plan, read_measured, reasons
 from parallel.planning.server_memory import RolloutMemory
 from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text
 
@@ -66,6 +67,20 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         timing = timing_of(config, architecture, options, hardware)
         plans = plan(hf_config, config, cluster, critic=critic_hf_config, measured=table, timing=timing)
     _print_table(plans, options.count)
+    _print_best(plans, config, table, timing)
+    if options.report is not None and timing is not None:
+        from launch.commands.plan_page import write_page  # matplotlib takes a second to import
+
+        options.report.parent.mkdir(parents=True, exist_ok=True)
+        critic_architecture = None if critic_hf_config is None else read_architecture(critic_hf_config)
+        write_page(
+            options.report, config_path, config, architecture, plans, cluster, timing, critic_architecture
+        )
+        print(f"# pictures: {options.report}")
+
+
+def _print_best(plans: Sequence[Plan], config: RunConfig, table: Measured, timing: Timing | None) -> None:
+    """Where the figures of the table come from, and the first pair as YAML."""
     if table.values:
         least = "the least measured value of all pairs that the rule ranks equal or worse"
         print(f"\n# a pair that was not measured is expected to have {least}")
@@ -80,15 +95,6 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
     print(f"\n# the first of {len(plans)}; its fullest learner rank holds {held}")
     print(f"# each server rank: {server_text(plans[0].rollout_memory)}")
     print(to_yaml(plans[0], config), end="")
-    if options.report is not None and timing is not None:
-        from launch.commands.plan_page import write_page  # matplotlib takes a second to import
-
-        options.report.parent.mkdir(parents=True, exist_ok=True)
-        critic_architecture = None if critic_hf_config is None else read_architecture(critic_hf_config)
-        write_page(
-            options.report, config_path, config, architecture, plans, cluster, timing, critic_architecture
-        )
-        print(f"# pictures: {options.report}")
 
 
 def _hardware(options: PlanOptions) -> HardwareConfig | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from configs.loader import parse_config
 from configs.schema import RunConfig
-from launch.checks.config import TRAINING, BadInput, as_bad_input, load_checked
+from launch.checks.arguments import BadInput, as_bad_input
+from launch.checks.config import TRAINING, load_checked
 from launch.processes.addresses import free_port, own_address
 from launch.processes.placement import learner_ranks_per_node, serve_roles
 from launch.processes.run_folder import RunFolder

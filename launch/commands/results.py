@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput, as_bad_input, check_new_folder, check_new_page
+from launch.checks.arguments import BadInput, as_bad_input, check_new_folder, check_new_page
 from launch.processes.run_folder import RunFolder, locked, write_json
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from launch.checks.config import BadInput, as_bad_input
+from launch.checks.arguments import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
 from trainer.tracking.samples import Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (

@@ -10,7 +10,7 @@ from configs.errors import did_you_mean
 from configs.presets import DESCRIPTIONS
 from configs.schema import RunConfig, SftConfig
 from configs.schema.hardware import HardwareConfig
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 
 KINDS = {"train": RunConfig, "sft": SftConfig, "hardware": HardwareConfig}
 TYPES = dict(integer="whole number", number="number", string="text", boolean="true or false", null="null")

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from launch.checks.config import as_bad_input
+from launch.checks.arguments import as_bad_input
 from launch.processes.run_folder import check_can_be_made, new_path
 from launch.processes.supervisor import Interrupted, Supervisor
 from launch.selftest import report

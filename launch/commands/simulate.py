@@ -7,7 +7,7 @@ from pathlib import Path
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.config import BadInput, as_bad_input
+from launch.checks.arguments import BadInput, as_bad_input
 from launch.checks.device_memory import critic_architecture
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from launch.tables import aligned, print_table

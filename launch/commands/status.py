@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.processes.going_on import next_command
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder

@@ -14,7 +14,8 @@ from pathlib import Path
 from configs.errors import ConfigError, Problem
 from configs.loader import parse_config
 from configs.schema import RunConfig
-from launch.checks.config import TRAINING, BadInput, as_bad_input, load_checked
+from launch.checks.arguments import BadInput, as_bad_input
+from launch.checks.config import TRAINING, load_checked
 from launch.checks.device_memory import device_of, gpus_here, need_of
 from launch.commands.results import print_comparison
 from launch.grid import combinations

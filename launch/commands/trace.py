@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.checks.config import BadInput, as_bad_input
+from launch.checks.arguments import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
 from launch.tables import print_table
 from tracing.parts import Part, Parts, parts_of

@@ -15,7 +15,8 @@ from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
 from configs.schema.task import CountdownTask
-from launch.checks.config import EVALUATION, TRAINING, WARM_START, BadInput, load_checked
+from launch.checks.arguments import BadInput
+from launch.checks.config import EVALUATION, TRAINING, WARM_START, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.processes import stopping
 from launch.processes.going_on import way_on

@@ -20,7 +20,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.commands.samples import model_path, transcript
 from launch.commands.status import status
 from launch.processes.run_folder import RunFolder

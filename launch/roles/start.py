@@ -11,7 +11,7 @@ from pathlib import Path
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig, SftConfig
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.processes import run_folder
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder

@@ -34,7 +34,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from configs.schema import RunConfig
-from launch.checks.config import BadInput, as_bad_input
+from launch.checks.arguments import BadInput, as_bad_input
 from launch.commands.train import adding_causes, print_result
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address

@@ -8,7 +8,7 @@ import subprocess
 from dataclasses import dataclass
 
 from configs.schema import RunConfig
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.processes.run_folder import RunFolder, write_json
 
 TIMEOUT_S = 60

@@ -24,7 +24,7 @@ from configs.loader import ConfigError, load_config, parse_config
 from configs.schema import RunConfig, SftConfig
 from launch import cli
 from launch.checks import config as checks
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.commands import results, studies
 from launch.commands import train as training
 from launch.processes.run_folder import RunFolder

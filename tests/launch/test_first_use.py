@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from launch import cli
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.commands import train as training
 from launch.commands.init import make_experiment
 from launch.commands.list_runs import run_table

@@ -14,7 +14,7 @@ import yaml
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig
 from launch.checks import disk_space
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.checks.disk_space import disk_lines, disk_need, disk_problems
 from launch.commands import results
 from launch.commands import train as training

@@ -4,7 +4,7 @@ import pytest
 
 from configs.errors import ConfigError
 from configs.loader import load_config
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.commands.results import _best_step
 from launch.processes.run_folder import RunFolder
 from parallel.checkpoints.files import step_folder, write_manifest

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from configs.errors import ConfigError
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.cli import app
 from launch.studies import simulate
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.commands import train as training
 from launch.commands.status import _kernel_name_of, brief_state, holders_of, lock_holders, log_files, status
 from launch.processes.going_on import way_on

@@ -17,7 +17,7 @@ import yaml
 
 from configs.loader import ConfigError, load_config
 from configs.schema.launch import NodesConfig
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.commands.prepare import prepare
 from launch.processes import addresses
 from launch.processes.addresses import AS_IN_SERVERS, free_port, own_address, role_environment

@@ -20,7 +20,7 @@ import pytest
 
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
-from launch.checks.config import BadInput
+from launch.checks.arguments import BadInput
 from launch.processes.run_folder import RunFolder
 from launch.slurm import inside_job as supervision
 from launch.slurm import job as jobs

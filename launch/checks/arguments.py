@@ -1,0 +1,35 @@
+"""Wrong arguments of a command, and the checks of folders and pages that it is to write."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from launch.processes.run_folder import check_can_be_made
+
+
+class BadInput(Exception):
+    """A wrong argument; nothing was started. (An error inside a config is a ConfigError.)"""
+
+
+@contextmanager
+def as_bad_input(about: str = "") -> Iterator[None]:
+    """Inside, a ValueError becomes BadInput, with ``about`` before its message."""
+    try:
+        yield
+    except ValueError as error:
+        raise BadInput(f"{about}{error}") from error
+
+
+def check_new_folder(argument: str, folder: Path) -> None:
+    """Check that ``folder`` does not exist yet and can be made. Raises ValueError."""
+    if os.path.lexists(folder):
+        raise ValueError(f"{argument}: {folder} exists already; name a new folder, or remove it first")
+    check_can_be_made(argument, folder)
+
+
+def check_new_page(option: str, page: Path) -> None:
+    """Check that ``page`` is the name of a page that can be written. Raises ValueError."""
+    if page.suffix != ".html" or page.is_dir():
+        raise ValueError(f"{option}: {page} is not the name of a page; name a file that ends with .html")
+    check_can_be_made(option, page.parent)
