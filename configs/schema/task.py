@@ -359,17 +359,10 @@ class OverlongPenalty(Schema):
     """L_cache: the penalty grows linearly from 0 to 1 over this many tokens before max_new_tokens."""
 
 
-RewardPart = Annotated[
-    CountdownReward
-    | Gsm8kReward
-    | MathVerifyReward
-    | FunctionReward
-    | CodeReward
-    | ModelReward
-    | JudgeReward
-    | OverlongPenalty,
-    Field(discriminator="type"),
-]
+SingleReward = (
+    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | CodeReward | ModelReward | JudgeReward
+)
+RewardPart = Annotated[SingleReward | OverlongPenalty, Field(discriminator="type")]
 
 
 class WeightedReward(Schema):
@@ -403,14 +396,4 @@ class WeightedReward(Schema):
         return self
 
 
-AnyReward = Annotated[
-    CountdownReward
-    | Gsm8kReward
-    | MathVerifyReward
-    | FunctionReward
-    | CodeReward
-    | ModelReward
-    | JudgeReward
-    | WeightedReward,
-    Field(discriminator="type"),
-]
+AnyReward = Annotated[SingleReward | WeightedReward, Field(discriminator="type")]
