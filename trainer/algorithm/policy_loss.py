@@ -105,16 +105,9 @@ def policy_loss(
     mask_T = batch.response_mask_T
     # Replaced before any arithmetic: NaN times a zero weight would still be NaN, in the gradient too.
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
-    current_is_old = batch.old_logprobs_T is None
-    assert batch.advantages_T is not None and batch.aggregation_T is not None
-    old_logprobs_T = current_T if batch.old_logprobs_T is None else batch.old_logprobs_T
-    old_T, advantages_T = (
-        torch.where(mask_T, x_T.detach(), 0.0) for x_T in (old_logprobs_T, batch.advantages_T)
-    )
-    if may_be_broken(advantages_T) or (not current_is_old and may_be_broken(old_T, logprobs=True)):
-        require_numbers(batch, "advantages_T")
-        require_numbers(batch, "old_logprobs_T")
+    old_T, advantages_T = _old_and_advantages(batch, current_T)
     num_tokens = torch.count_nonzero(mask_T).item()
+    assert batch.aggregation_T is not None
     importance_T, aggregation_T = batch.importance_weights_T, batch.aggregation_T.detach()
     metrics, counted = {}, None
     if importance_T is None:
@@ -135,10 +128,7 @@ def policy_loss(
         "policy/ppo_kl": Metric.quotient(old_sum - current_sum, num_tokens),
     }
     if batch.ref_logprobs_T is not None:
-        ref_T = torch.where(mask_T, batch.ref_logprobs_T.detach(), 0.0)
-        if may_be_broken(ref_T, logprobs=True):
-            require_numbers(batch, "ref_logprobs_T")
-        kl_T = ESTIMATORS[kl.estimator](current_T, ref_T)
+        kl_T = ESTIMATORS[kl.estimator](current_T, _on_mask(batch, "ref_logprobs_T"))
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
         if kl_in_loss:
             terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
@@ -149,6 +139,22 @@ def policy_loss(
     values["total"] = loss.item()
     metrics |= {f"loss/{name}": Metric.loss(value) for name, value in values.items()}
     return PolicyLoss(loss, metrics, counted)
+
+
+def _old_and_advantages(batch: PackedBatch, current_T: Tensor) -> tuple[Tensor, Tensor]:
+    """old_T and advantages_T, without gradient, and 0 off the mask. Raises ValueError as ``policy_loss`` does."""
+    advantages_T = _on_mask(batch, "advantages_T")
+    if batch.old_logprobs_T is None:
+        return current_T.detach().clone(), advantages_T  # an objective of the user's own may write to it
+    return _on_mask(batch, "old_logprobs_T"), advantages_T
+
+
+def _on_mask(batch: PackedBatch, field: str) -> Tensor:
+    """A field of the batch, without gradient, and 0 off the mask. Raises ValueError where a number on it is broken."""
+    values_T = torch.where(batch.response_mask_T, getattr(batch, field).detach(), 0.0)
+    if may_be_broken(values_T, logprobs=field.endswith("logprobs_T")):
+        require_numbers(batch, field)
+    return values_T
 
 
 def _correct_here(
