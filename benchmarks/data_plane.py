@@ -429,10 +429,7 @@ class Rank:
         """Returns the step's groups on rank 0."""
         plan = self._plan
         sampled = self._sampler.next_groups(
-            plan["prompts"],
-            newest=self._version,
-            max_staleness=plan["staleness"],
-            ahead=plan["staleness"],
+            plan["prompts"], newest=self._version, max_staleness=plan["staleness"], ahead=plan["staleness"]
         )
         batch = hand_over(sampled.groups, plan, self._version)
         assert batch.packed.num_tokens

@@ -89,15 +89,7 @@ def main() -> None:
     }
     least = {title: [least_error(c) for c in columns] for title, columns in tables.items()}
     print("\n" + json.dumps({"seconds": seconds, "least_error": least}))
-    write(
-        {
-            **about,
-            "seconds": seconds,
-            "tables": tables,
-            "least_error": least,
-        },
-        given.json,
-    )
+    write({**about, "seconds": seconds, "tables": tables, "least_error": least}, given.json)
 
 
 def measure(length: int, scale: float) -> dict:

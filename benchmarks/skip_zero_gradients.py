@@ -70,10 +70,7 @@ def compare(
     def update(microbatches: list[Any], **options: Any) -> float:
         return engine.update(microbatches, weighted_loss, temperature=1.0, **options).grad_norm
 
-    sides = {
-        "all": lambda: update([batch]),
-        "skipping": lambda: update(parts, forward_only=[False, True]),
-    }
+    sides = {"all": lambda: update([batch]), "skipping": lambda: update(parts, forward_only=[False, True])}
     norms = {name: side() for name, side in sides.items()}  # also what is done on first use
     seconds = in_turn(sides, rounds)
     return {

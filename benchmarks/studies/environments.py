@@ -100,10 +100,7 @@ def warm_start(grid: Grid, arm: str, steps: int) -> Path:
 def cells(grid: Grid, arms: Sequence[str], seeds: Sequence[int], warm_steps: int) -> list[Cell]:
     models = {arm: warm_start(grid, arm, warm_steps) for arm in arms}
     return [
-        Cell(
-            name_of(arm, seed),
-            (f"model.path={models[arm]}", f"seed={seed}", f"environment={ARMS[arm]}"),
-        )
+        Cell(name_of(arm, seed), (f"model.path={models[arm]}", f"seed={seed}", f"environment={ARMS[arm]}"))
         for seed in seeds
         for arm in arms
     ]
