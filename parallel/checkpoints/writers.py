@@ -1,5 +1,5 @@
-"""How Megatron writes a checkpoint, made safe: threads of this process write a rank's files, and errors of files that
-rank 0 alone writes leave no other rank waiting."""
+"""How Megatron writes a checkpoint, made safe: threads of this process write a rank's files, and errors of one rank
+leave no other rank waiting."""
 
 import contextlib
 import unittest.mock
@@ -22,7 +22,8 @@ WRITTEN_BY_RANK_0 = (
 @contextlib.contextmanager
 def safe_writers() -> Iterator[None]:
     """Inside, a save of Megatron forks no process, and an error of a file that rank 0 alone writes does not interrupt it:
-    the other ranks are in its collectives, and would wait for rank 0. That error is raised at the end.
+    the other ranks are in its collectives, and would wait for rank 0. That error is raised at the end. A rank without host
+    memory for a copy of its GPU's tensors fails as it does where it cannot write them: together with all others.
 
     Megatron forks a process for each file of a rank. A fork of a process with threads copies locks that no thread of the
     copy will ever release: in CPython 3.11 that of the list of threads, which hung a writer before its first line, and
@@ -33,6 +34,8 @@ def safe_writers() -> Iterator[None]:
         for owner, name in WRITTEN_BY_RANK_0:
             keeping = _keeping(getattr(owner, name), errors)
             patches.enter_context(unittest.mock.patch.object(owner, name, keeping))
+        copied = staticmethod(_copied_or_error(FileSystemWriterAsync.preload_tensors))
+        patches.enter_context(unittest.mock.patch.object(FileSystemWriterAsync, "preload_tensors", copied))
         forking, by_threads = "write_preloaded_data_multiproc", staticmethod(_write_by_threads)
         patches.enter_context(unittest.mock.patch.object(FileSystemWriterAsync, forking, by_threads))
         yield
@@ -50,11 +53,26 @@ def _keeping(write: Callable[..., Any], errors: list[Exception]) -> Callable[...
     return call
 
 
+def _copied_or_error(copy: Callable[..., list]) -> Callable[..., Sequence[Any] | Exception]:
+    """What the writers are then called with."""
+
+    def call(*args: Any) -> Sequence[Any] | Exception:
+        try:
+            return copy(*args)
+        except Exception as error:
+            return error
+
+    return call
+
+
 def _write_by_threads(
-    transforms: list, use_msc: bool, rank: int, files: Sequence[Any], outcome: Queue
+    transforms: list, use_msc: bool, rank: int, files: Sequence[Any] | Exception, outcome: Queue
 ) -> None:
     """In place of ``write_preloaded_data_multiproc``: ``outcome`` gets the results of each file, by its number, or the
     error of one that could not be written."""
+    if isinstance(files, Exception):
+        outcome.put(files)
+        return
     results, unfinished = Queue(), Queue()
 
     def write(number: int, file: Any) -> None:

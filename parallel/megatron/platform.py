@@ -21,9 +21,9 @@ def has_cuda() -> bool:
 
 
 def is_gpu() -> bool:
-    """Whether the device is a GPU, or a simulated one (``parallel/simulation``): what a rank computes and keeps there
+    """Whether the device is a GPU, or stands for one (``parallel/simulation``): what a rank computes and keeps there
     follows from this, and from ``has_cuda`` what only a real one can do."""
-    return has_cuda() or cpu.DEVICE.type == "meta"
+    return has_cuda() or cpu.DEVICE.type != "cpu"
 
 
 def device() -> torch.device:

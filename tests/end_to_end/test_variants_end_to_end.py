@@ -1,5 +1,5 @@
 """Every preset, objective, advantage, KL form and aggregation on the real engines: two steps each, on one
-start of them.
+start of them. The learner's ranks compute on a GPU that is none (``tests/support/pretend_gpu``), where there is a compiler for it.
 
 One run of ``tests/support/variant_workers.py`` serves all tests. Oracles: its own recorded batches replayed in
 this process alone, with log-probs and gradients of Hugging Face's model, which shares neither engine, packing
@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from configs.schema import RunConfig
 from configs.schema.correction import ImportanceWeight
 from parallel.packing import PackedBatch
 from rollout.tiny_model import make_tiny_countdown_model
+from tests.support import pretend_gpu
 from tests.support.variant_workers import ADAPTIVE, STEPS, VARIANTS, first_step, variant_config
 from tests.support.whole_runs import ROOT, assert_nothing_left, finish, processes_of
 from trainer.algorithm.advantages import compute_advantages
@@ -110,8 +112,14 @@ def finished(tmp_path_factory, empty_mlflow_store) -> Iterator[Finished]:
     (folder / "runs").mkdir()
     shutil.copy(empty_mlflow_store, folder / "runs" / "mlflow.db")
     (folder / "my_reward.py").write_text(DIGITS)
+    device = pretend_gpu.build(folder)
+    environment = (
+        os.environ
+        | {"PYTHONPATH": str(ROOT)}
+        | ({} if device is None else {pretend_gpu.VARIABLE: str(device)})
+    )
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.variant_workers", "model"], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        [sys.executable, "-m", "tests.support.variant_workers", "model"], cwd=folder, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
     try:
@@ -122,6 +130,12 @@ def finished(tmp_path_factory, empty_mlflow_store) -> Iterator[Finished]:
     finally:
         for left in processes_of(folder):
             left.kill()
+
+
+@pytest.mark.skipif(not pretend_gpu.can_be_built(), reason="needs g++ and Python's headers")
+def test_the_learner_computed_on_a_device_of_its_own(finished):
+    done = [found["device_operations"] for found in finished.variants.values()]
+    assert all(later - earlier > 1000 for earlier, later in pairwise([0, *done]))
 
 
 # ----------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import psutil
 
 from configs.loader import ParsedConfig, load_config, parse_config, resolved_yaml
 from configs.schema import RunConfig
+from tests.support import pretend_gpu
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs/debug/variants.yaml"
 REWARD = ("reward.type=function", "reward.function=my_reward:score")
@@ -163,8 +164,9 @@ def supervise(model: Path) -> None:
 
 
 def run_rank(path: Path) -> None:
-    """One learner rank: every variant in turn. Writes ``variants.json``: how far the weights moved, and the
-    memory in use after it."""
+    """One learner rank: every variant in turn. Writes ``variants.json``: how far the weights moved, and the memory in use and the
+    operations on a pretended GPU after it."""
+    pretend_gpu.use()
     from launch.processes.run_folder import RunFolder, write_json
     from launch.roles import learn as learning
 
@@ -179,7 +181,11 @@ def run_rank(path: Path) -> None:
             trained = run_variant(name, run, folder)
             moved = max((trained[key] - starting[key]).abs().max().item() for key in starting)
             gc.collect()  # a model and its optimizer hold each other
-            found[name] = {"moved": moved, "resident_mib": psutil.Process().memory_info().rss / 2**20}
+            found[name] = {
+                "moved": moved,
+                "resident_mib": psutil.Process().memory_info().rss / 2**20,
+                "device_operations": pretend_gpu.operations(),
+            }
     if run.learner.is_first_rank:
         write_json(folder.path / "variants.json", found)
     learning.end_run(run)
