@@ -94,6 +94,17 @@ def test_a_saved_checkpoint_of_an_engine_that_was_away_is_that_of_one_that_was_n
     )
 
 
+def test_a_buffer_of_a_module_goes_and_comes_back_too():
+    """For example what GLM's router adds to its scores."""
+    module = torch.nn.Linear(3, 2)
+    module.register_buffer("bias_E", torch.arange(4.0))
+    before = [tensor.clone() for tensor in (module.weight, module.bias, module.bias_E)]
+    away = offload.Offloaded([module], [], None)
+    assert module.bias_E.untyped_storage().nbytes() == module.weight.untyped_storage().nbytes() == 0
+    away.restore()
+    assert all(map(torch.equal, before, (module.weight, module.bias, module.bias_E)))
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # turns
 
