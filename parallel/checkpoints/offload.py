@@ -24,7 +24,8 @@ BLOCK_BYTES = 2**26
 class Offloaded:
     """Tensors that are offloaded until ``restore``. Until then their storages are empty and must not be used.
 
-    Gradients are not kept: the next backward pass begins by setting its buffers to zero.
+    Gradients are not kept: the next backward pass begins by setting its buffers to zero. The optimizer has no copies of them,
+    as they are float32 already.
 
     Args:
         chunks: of the model.
@@ -34,11 +35,9 @@ class Offloaded:
     def __init__(
         self, chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None
     ):
-        if optimizer is not None:
-            optimizer.zero_grad()  # drops its own copies of the gradients, as the next backward pass would
         gradients = _distinct_storages(buffer.grad_data for buffer in _buffers(trained))
-        kept = _distinct_storages(_lasting_tensors(chunks, trained, optimizer))
-        self._kept = [(storage, storage.nbytes()) for key, storage in kept.items() if key not in gradients]
+        kept = _distinct_storages(_lasting_tensors(chunks, optimizer))
+        self._kept = [(storage, storage.nbytes()) for storage in kept.values()]
         self._blocks = _host_blocks(sum(size for _, size in self._kept))
         for storage, there, here in self._places():
             here.copy_(_bytes_of(storage)[there])
@@ -48,14 +47,13 @@ class Offloaded:
         platform.return_free_memory()
 
     def restore(self) -> None:
-        """Fill all storages: bitwise as before, gradients with zeros."""
+        """Fill all storages, bitwise as before, but for gradients, whose bytes may be any."""
         for storage, size in self._kept:
             storage.resize_(size)
         for storage, there, here in self._places():
             _bytes_of(storage)[there].copy_(here)
         for storage, size in self._gradients:
             storage.resize_(size)
-            _bytes_of(storage).zero_()
 
     def _places(self) -> Iterator[tuple[UntypedStorage, slice, Tensor]]:
         """The parts of storages, end to end, and the bytes of the blocks that each takes."""
@@ -76,13 +74,10 @@ def _buffers(trained: Sequence[Any]) -> Iterator[Any]:
         yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
 
 
-def _lasting_tensors(
-    chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None
-) -> Iterator[Tensor]:
+def _lasting_tensors(chunks: Sequence[Module], optimizer: Any | None) -> Iterator[Tensor]:
     for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
-    yield from (buffer.param_data for buffer in _buffers(trained) if buffer.param_data is not None)
     for part in optimizer_parts(optimizer) if optimizer is not None else ():
         for group in part.optimizer.param_groups:
             yield from group["params"]

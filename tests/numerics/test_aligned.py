@@ -152,3 +152,6 @@ def test_the_operations_are_those_of_torch_but_for_rounding():
     sees = torch.ones(100, 100, dtype=torch.bool).tril()[None]
     expected = F.scaled_dot_product_attention(query, key, value, is_causal=True)
     torch.testing.assert_close(aligned.attention(query, key, value, sees, 0.25), expected, **close)
+    far = torch.full((1, 3, 16), 100.0)  # every score is -40,000
+    low = aligned.attention(far, -far, value[:1, :3], torch.ones(1, 3, 3, dtype=torch.bool), 0.25)
+    torch.testing.assert_close(low, value[:1, :3].mean(1, keepdim=True).expand(1, 3, 16), **close)

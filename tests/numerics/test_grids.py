@@ -1,6 +1,7 @@
 """Packed matrices: their bytes by hand, their parts, and their numbers against torch's. How near to the weights these are
 is tested in tests/parallel/weights/test_precision.py."""
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -106,3 +107,14 @@ def test_numbers_of_any_size_have_a_scale():
     for size in (2.0**-149, 2.0**-126, 1e-20, 1e20, 3.4e38):
         found = unpack(*pack(torch.tensor([[size, -size, 0.0], [0.0, 0.0, 0.0]]), "int8"))
         assert found.isfinite().all() and not found[1].any()
+        if size >= 2.0**-126:  # the scale of smaller ones has few bits
+            assert found[0].tolist() == pytest.approx([size, -size, 0.0], rel=0.01, abs=0)
+
+
+def test_scales_are_read_wherever_a_packed_matrix_begins_in_its_storage():
+    """At a multiple of four bytes, which torch asks for, but not of the storage."""
+    form, packed = pack(torch.ones(2, 3), "int8")
+    memory = np.empty(form.nbytes + 4, dtype=np.uint8)
+    storage = torch.from_numpy(memory[(3 - memory.ctypes.data) % 4 :])
+    moved = storage[1 : 1 + form.nbytes].copy_(packed)
+    assert moved.data_ptr() % 4 == 0 and torch.equal(form.scales_of(moved), form.scales_of(packed))

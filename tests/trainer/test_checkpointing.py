@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -109,11 +110,33 @@ def test_a_run_goes_on_from_policy_critic_data_and_coefficient(tmp_path):
         checkpointer.after_step(step, first, Data())
     assert sorted(p.name for p in tmp_path.glob("step_*")) == ["step_000004", "step_000006"]
     assert sorted(p.name for p in (tmp_path / "critic").iterdir()) == ["step_000004", "step_000006"]
-    again, data = learner(critic=True), Data()
-    progress = Checkpointer(tmp_path, CheckpointConfig()).restore(again, data)
+    again, data, checkpointer = learner(critic=True), Data(), Checkpointer(tmp_path, CheckpointConfig())
+    progress = checkpointer.restore(again, data)
     assert progress == Progress(step=6, version=5, sampler={"position": 7}, kl_coefficient=0.125)
     assert (again.version, data.at, again.kl_in_reward.coefficient) == (5, {"position": 7}, 0.125)
     assert again.critic.engine.loaded == [tmp_path / "critic" / "step_000006"]
+    checkpointer.save_last(again)  # which is there already
+    checkpointer.save(9, again)
+    assert Checkpointer(tmp_path, CheckpointConfig()).restore(again, data).sampler == {"position": 7}
+
+
+def test_a_policys_checkpoint_has_its_critic_wherever_the_writing_breaks_off(tmp_path):
+    run = learner(critic=True)
+    run.critic.engine.save = Mock(side_effect=OSError("no space left"))
+    with pytest.raises(OSError, match="no space left"):
+        Checkpointer(tmp_path, CheckpointConfig()).save(2, run)
+    assert not step_folder(tmp_path, 2).exists()
+
+
+def test_the_first_rank_alone_removes_old_checkpoints(tmp_path):
+    run, checkpointer = learner(critic=False), Checkpointer(tmp_path, CheckpointConfig(keep=1))
+    run.is_first_rank = False
+    for step in (1, 2):
+        checkpointer.save(step, run)
+    assert [*valid_checkpoints(tmp_path)] == [1, 2]
+    run.is_first_rank = True
+    checkpointer.save(3, run)
+    assert [*valid_checkpoints(tmp_path)] == [3]
 
 
 def test_without_a_checkpoint_the_data_begins_anew_and_what_the_lost_steps_left_is_put_aside(tmp_path):
@@ -265,6 +288,9 @@ def test_what_is_no_better_or_no_number_is_not_the_best(tmp_path):
     )
     checkpointer.save(5, run)
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 3
+    by_reward = Checkpointer(tmp_path, CheckpointConfig(keep_best="eval/reward_mean"))
+    by_reward.restore(run, Data())
+    assert by_reward.is_best(6, {"eval/reward_mean": 0.1}), "0.9 was of another metric"
     without = Checkpointer(tmp_path, CheckpointConfig(every=1))
     assert not without.is_best(6, {"eval/accuracy": 1.0})
 

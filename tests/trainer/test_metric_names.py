@@ -1,5 +1,6 @@
 """The table of metrics against a step that records all of them: names, reductions, and that none is left over."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ from trainer.algorithm.value_loss import value_loss
 from trainer.batch.step_batch import StepBatch
 from trainer.learner import Update, _optimizer_metrics, skipped_metrics
 from trainer.metric_names import METRICS, TIME_PARTS, entry_of, find_entry, known
-from trainer.ranks.metrics import Metric, Reduction, per_minibatch
+from trainer.ranks.metrics import Metric, Reduction, per_minibatch, values
 from trainer.ranks.totals import alone
 from trainer.report.pictures import Lines, Picture
 from trainer.sampling import Sampled
@@ -156,6 +157,11 @@ def test_losses_are_means_over_minibatches_and_counts_are_sums():
     assert recorded["mismatch/experts_differ"] == 3 / 8 and recorded["mismatch/experts_differ/layer_2"] == 0.5
     assert recorded["mismatch/replayed_fraction"] == 0.75 and recorded["policy/skipped_fraction"] == 0
     assert recorded["mismatch/veto/tokens"] == 0 and recorded["optim/skipped"] == 0
+
+
+def test_an_update_that_was_skipped_has_neither_norm_nor_rate():
+    result = UpdateResult(grad_norm=math.inf, lr=0.0, skipped=True, outputs=[])
+    assert values(_optimizer_metrics("optim", result)) == {"optim/skipped": 1}
 
 
 def test_the_gap_that_may_end_a_run_is_the_steps_own():

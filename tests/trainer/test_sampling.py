@@ -27,6 +27,9 @@ class Role:
         self.done.append(f"groups {count}")
         return [], None, {"position": 7, "num_prompts": 9}
 
+    def evaluate(self, *, meanwhile):
+        meanwhile()
+
     def load_state(self, state):
         self.done.append(state and state["position"])
 
@@ -83,9 +86,8 @@ def _two_ranks() -> dict:
     given_up = SharedSampler(Role(["lost", "lost"], successors=1) if rank == 0 else None, say=said.append)
     with pytest.raises(SamplingError, match="is gone"):
         next_groups(given_up)
-    stopped = SharedSampler(Role(["lost"]) if rank == 0 else None, lambda: "asked" if stop else None)
-    stop = []
-    stop.append("the role is lost, and then a stop is asked for")
+    role = Role(["lost"])  # and then a stop is asked for
+    stopped = SharedSampler(role if rank == 0 else None, lambda: None if role.lives else "asked")
     with pytest.raises(StopRequested, match="asked"):
         next_groups(stopped)
     dist.barrier()
@@ -94,6 +96,15 @@ def _two_ranks() -> dict:
     )
     with pytest.raises(StopRequested, match="in between"):
         next_groups(at_once)
+    dist.barrier()
+
+    role, weights = Role(["lost", None]), Weights([True])
+    resumed = SharedSampler(role if rank == 0 else None, weights=weights, role_start_s=1.0, say=said.append)
+    resumed.load_state({"position": 3, "num_prompts": 9})
+    resumed.drain(0.0)  # asks nobody: this role knows no such request
+    next_groups(resumed)
+    resumed.evaluate()
+    told["resumed"] = (role.done, weights.sent)
     return told
 
 
@@ -104,3 +115,4 @@ def test_ranks_that_wait_send_weights_together_and_a_successor_gets_the_position
     # Two successors before the first groups, of the start; one before the second, of the position then.
     assert first["done"] == [None, None, "groups 3", 7, "groups 3"] and second["done"] == []
     assert len(first["said"]) == 3 and "a successor goes on" in first["said"][0] and not second["said"]
+    assert (first["resumed"], second["resumed"]) == (([3, 3, "groups 3"], 1), ([], 1))

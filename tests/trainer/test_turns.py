@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -92,6 +93,21 @@ def test_a_saved_checkpoint_of_an_engine_that_was_away_is_that_of_one_that_was_n
     assert wanted[0] == found[0] and all(
         torch.equal(found[1][name], tensor) for name, tensor in wanted[1].items()
     )
+
+
+def test_buffers_of_a_module_come_back_too_and_gradients_of_experts_make_room():
+    """Such a buffer is what GLM's router adds to its scores."""
+    module = torch.nn.Linear(3, 2)
+    module.register_buffer("bias_E", torch.arange(4.0))
+    shared, of_experts = (SimpleNamespace(grad_data=torch.zeros(size)) for size in (8, 5))
+    trained = SimpleNamespace(buffers=[shared], expert_parallel_buffers=[of_experts])
+    kept, gradients = [module.weight, module.bias, module.bias_E], [shared.grad_data, of_experts.grad_data]
+    before = [tensor.clone() for tensor in kept]
+    away = offload.Offloaded([module], [trained], None)
+    sizes = [tensor.untyped_storage().nbytes() for tensor in (*kept, *gradients)]
+    away.restore()
+    assert sizes == [0] * 5 and all(map(torch.equal, before, kept))
+    assert [tensor.untyped_storage().nbytes() for tensor in gradients] == [32, 20]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

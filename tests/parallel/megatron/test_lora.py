@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from parallel.checkpoints import base_model
 from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.megatron.lora import LoraLinear, adapted_layers, is_adapter
 from parallel.weights import hf_conversion
@@ -289,6 +290,27 @@ def test_a_checkpoint_belongs_to_its_base_and_settings(folder, tmp_path):
         after = by_hf_names(refusing, lambda p: p)
         assert all(torch.equal(before[name], after[name]) for name in before)
     make_engine(moved, lora=LORA).load(tmp_path / "step_000001")  # the same weights in another folder
+
+
+def test_a_fingerprint_is_of_names_sizes_and_both_ends(tmp_path, monkeypatch):
+    """Here of four bytes; what lies between is not read."""
+    monkeypatch.setattr(base_model, "END_BYTES", 4)
+
+    def fingerprint(**files: str) -> str:
+        folder = tmp_path / str(len([*tmp_path.iterdir()]))
+        folder.mkdir()
+        for name, content in files.items():
+            (folder / f"{name}.safetensors").write_text(content)
+        return base_model.fingerprint(folder)
+
+    same = fingerprint(a="head----tail", b="more")
+    assert same == fingerprint(b="more", a="head-++-tail")
+    others = [
+        {"a": "Head----tail"}, {"a": "heaD----tail"}, {"a": "head----Tail"}, {"a": "head----taiL"}, {"a": "head-----tail"},
+        {"b": "mor"}, {"c": ""},
+    ]  # fmt: skip
+    found = [fingerprint(**{"a": "head----tail", "b": "more"} | other) for other in others]
+    assert len({same, *found, fingerprint(a="head----tail", c="more")}) == 9
 
 
 def test_a_rank_without_use_is_refused(folder):

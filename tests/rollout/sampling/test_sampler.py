@@ -679,6 +679,8 @@ def test_prompts_that_fit_exactly_are_accepted():
     assert task_that_fits(task, run_config(), max_positions=128) == task
     task = task_of(train=[60], heldout=[9999])
     assert task_that_fits(task, run_config(), max_positions=None) == task
+    task = task_of(train=[1])
+    assert task_that_fits(task, run_config(), max_positions=41) == task
 
 
 @pytest.mark.parametrize(

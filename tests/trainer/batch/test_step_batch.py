@@ -49,6 +49,7 @@ from configs.schema.objective import (
 )
 from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Trajectory
+from tests.support.packed_batches import random_batch
 from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.aggregation import Mode, kept_factor
@@ -59,7 +60,7 @@ from trainer.batch.plan import Routing
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.ranks.metrics import merge_over_ranks, values
-from trainer.ranks.totals import total_over
+from trainer.ranks.totals import alone, total_over
 from trainer.step_metrics import reward_metrics_of, sample_metrics
 
 VOCAB = 7
@@ -721,6 +722,24 @@ def test_groups_that_do_not_divide_into_minibatches_are_refused():
     groups = make_groups([[5], [4]], [[1.0], [0.0]], seed=1)
     with pytest.raises(ValueError, match=r"2 groups do not divide into 3 .*learner.minibatches"):
         split_groups(groups, num_minibatches=3, dp_size=1, token_budget=20)
+
+
+@pytest.mark.parametrize("forks", [False, True])
+def test_turns_are_averaged_each_by_itself_whatever_is_rejected_or_forked(forks):
+    """A first sequence of two turns, whose long one loses its middle token, and a second of one turn."""
+    mask_T = torch.tensor([False, True, True, True, False, True, True])
+    packed = random_batch([6, 1], seed=1, mask_T=mask_T)
+    packed = replace(packed, sequence_ids_S=torch.arange(2))
+    batch = StepBatch(
+        packed=packed, rows=[[[0, 1]]], rewards_S=torch.zeros(2), group_ids_S=torch.zeros(2, dtype=torch.int64),
+        episode_ids_S=torch.zeros(2, dtype=torch.int64) if forks else None,
+    )  # fmt: skip
+    correction = correct(packed, CorrectionConfig())
+    keep_T = mask_T & (torch.arange(7) != 2)
+    found = batch.with_loss_weights(
+        replace(correction, keep_T=keep_T), AggregationConfig(type="turn_mean"), "kept", alone
+    ).packed.aggregation_T
+    torch.testing.assert_close(found, torch.tensor([0, 1 / 6, 0, 1 / 6, 0, 1 / 3, 1 / 3]))
 
 
 def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():

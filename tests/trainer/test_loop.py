@@ -1,0 +1,151 @@
+"""What the step hands to its parts, and when. The parts are stand-ins that take down their calls; interrupted runs with the
+real ones are in tests/launch/processes/test_stop.py, numbers of real steps in tests/end_to_end."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from configs.loader import load_config
+from trainer import loop, step_clock
+from trainer.loop import Run, train
+from trainer.sampling import Sampled
+
+RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"
+TAKES_S = {
+    "next_groups": 1,
+    "score": 10,
+    "update": 100,
+    "drain": 1000,
+    "publish": 10_000,
+    "evaluate": 100_000,
+}
+
+
+@pytest.fixture
+def stepped(monkeypatch):
+    """A function that trains, and returns the calls of all parts in their order. Each part takes its ``TAKES_S``."""
+    now, calls = [0.0], Mock()
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now[0])
+    for name in (
+        "correct",
+        "compute_advantages",
+        "step_metrics",
+        "check_alarms",
+        "learner_logprobs",
+        "farthest_token",
+    ):
+        monkeypatch.setattr(loop, name, getattr(calls, name))
+    batch = Mock(
+        name="batch", num_episodes=3, episode_ids_S=torch.tensor([0, 0, 1, 2]), rewards_S=torch.zeros(4)
+    )
+    for method in ("with_advantages", "with_loss_weights"):
+        getattr(batch, method).return_value = batch
+    batch.minibatches.return_value = ["first", "second"]
+    learner = calls.learner
+    learner.version = 0
+    learner.receive.return_value = learner.score.return_value = batch
+    learner.kl_in_reward.penalty.return_value = ("penalty", "of KL")
+    calls.compute_advantages.return_value.metrics = "of advantages"
+    calls.correct.return_value.metrics = "of correction"
+    stats = SimpleNamespace(first_failure="KeyError", failed_rewards=1, scored=2)
+    calls.sampler.next_groups.return_value = Sampled(groups=["group"], stats=stats)
+
+    def takes(part: Mock, name: str) -> None:
+        def pass_time(*unused, **named):
+            now[0] += TAKES_S[name]
+            learner.version += name == "publish"
+            return part.return_value
+
+        part.side_effect = pass_time
+
+    for name in TAKES_S:
+        owner = {"publish": calls.weight_sync, "score": learner, "update": learner}.get(name, calls.sampler)
+        takes(getattr(owner, name), name)
+
+    def run(*overrides: str) -> Mock:
+        parts = {
+            name: getattr(calls, name)
+            for name in (
+                "sampler",
+                "weight_sync",
+                "checkpointer",
+                "recorder",
+                "samples",
+                "tracker",
+                "ledger",
+                "turns",
+                "doing",
+            )
+        }
+        train(Run(config=load_config(RECIPE, ["model.path=model", *overrides]), learner=learner, **parts))
+        return calls
+
+    return run
+
+
+def numbers_of(part: Mock) -> list[int]:
+    return [call.args[0] for call in part.call_args_list]
+
+
+def test_the_order_of_a_step(stepped):
+    calls = stepped("steps=1", "evaluation={every: 1}")
+    told = [name if name != "doing" else f"[{args[0]}]" for name, args, _ in calls.mock_calls]
+    assert told == [
+        "[sampling]", "sampler.next_groups", "learner.receive", "tracker.warn_once",
+        "[logprobs]", "turns.learners", "learner.score", "correct", "learner.kl_in_reward.penalty", "compute_advantages",
+        "recorder.record", "[update]", "learner.update", "learner.update", "samples.keep",
+        "[sampling]", "sampler.drain", "[sync]", "weight_sync.publish", "[evaluation]", "sampler.evaluate",
+        "step_metrics", "check_alarms", "tracker.log", "ledger.enter", "weight_sync.check_samples",
+        "[checkpoint]", "checkpointer.after_step",
+    ]  # fmt: skip
+
+
+def test_every_part_hears_of_the_same_step_and_sampling_ends_with_the_run(stepped):
+    calls = stepped("steps=5", "rollout.max_staleness=2", "evaluation={every: 2, at_ends: true}")
+    for part in (
+        calls.recorder.record, calls.samples.keep, calls.tracker.log, calls.ledger.enter, calls.checkpointer.after_step
+    ):  # fmt: skip
+        assert numbers_of(part) == [1, 2, 3, 4, 5]
+    asked = [call.kwargs for call in calls.sampler.next_groups.call_args_list]
+    assert [(of["newest"], of["max_staleness"], of["ahead"]) for of in asked] == [
+        (0, 2, 2), (1, 2, 2), (2, 2, 2), (3, 2, 1), (4, 2, 0)
+    ]  # fmt: skip
+    evaluated = [call.kwargs["evaluation"] is not None for call in calls.step_metrics.call_args_list]
+    assert evaluated == [False, True, False, True, True]
+
+
+def test_the_policy_is_scored_but_not_trained_in_the_critics_warm_up(stepped):
+    calls = stepped("steps=3", "advantage.type=gae", "critic.warmup_steps=1", "learner.minibatches=2")
+    assert [call.kwargs["before_update"] for call in calls.learner.score.call_args_list] == [
+        False,
+        True,
+        True,
+    ]
+    trained = [(call.args[0], call.kwargs["policy"]) for call in calls.learner.update.call_args_list]
+    assert trained == [(name, step > 1) for step in (1, 2, 3) for name in ("first", "second")]
+
+
+def test_time_of_the_parts_and_of_the_step(stepped):
+    """A drain is a wait for samples; an evaluation is no part of the step."""
+    seconds = stepped("steps=1", "evaluation={every: 1}").step_metrics.call_args.kwargs["seconds"]
+    parts = {"sampling": 1001, "logprobs": 10, "update": 200, "sync": 10_000}
+    # The clock is handed over while it runs, so the checkpoint's time is there by now.
+    assert seconds == parts | {"step": sum(parts.values()), "evaluation": 100_000, "checkpoint": 0}
+
+
+def test_metrics_and_checks_get_what_was_measured(stepped):
+    calls = stepped("steps=1", "correction.denominator=all")
+    assert calls.learner.kl_in_reward.penalty.call_args.kwargs["num_samples"] == 3, "episodes, not sequences"
+    named = calls.compute_advantages.call_args.kwargs
+    weighted = calls.learner.score.return_value.with_loss_weights.call_args.args
+    assert weighted[0] is calls.correct.return_value and weighted[2] == "all"
+    assert named["penalty_T"] == "penalty" and named["episode_ids_S"].tolist() == [0, 0, 1, 2]
+    assert calls.step_metrics.call_args.kwargs["measured"] == ["of KL", "of advantages", "of correction"]
+    metrics, (gap, farthest) = calls.step_metrics.return_value, calls.weight_sync.check_samples.call_args.args
+    assert calls.tracker.log.call_args.args == (1, metrics.recorded, calls.check_alarms.return_value)
+    assert calls.checkpointer.after_step.call_args.kwargs["evaluated"] is metrics.recorded
+    assert gap is metrics.sampled_gap and farthest("nats") is calls.farthest_token.return_value
+    assert calls.farthest_token.call_args.args[3] == "nats"
