@@ -13,7 +13,7 @@ from parallel.weights.transfer import Bucket, TransferPlan, UnderWay, WeightBroa
 from rollout.client import RolloutError
 from rollout.servers.control import Pending, SGLangControl
 from rollout.sglang_plugin.tandem_process_memory import Sending
-from rollout.sglang_plugin.tandem_weight_transfer import Announcement, hash_kind
+from rollout.sglang_plugin.tandem_weight_transfer import GIVEN_UP, Announcement, hash_kind
 from trainer.weight_carriers import Broadcasts, FromMemory
 
 GROUP = "tandem-weights"
@@ -91,8 +91,7 @@ class StageSender:
                 return self._send_in_one_request(buckets, plan, version, answers)
             return self._send_by_requests(buckets, version, answers)
         except BaseException:
-            if self._broadcaster is not None and self._broadcaster.is_sending:
-                self._broadcaster.abort()
+            self._give_up()
             raise
 
     def _send_in_one_request(
@@ -160,21 +159,20 @@ class StageSender:
         """Destroy the transfer group, if there is one, on both sides at once: NCCL's ranks of one node wait for each other
         there."""
         leaving = self._control.leave_group()
-        self._close_group()
-        leaving.wait()
-
-    def _close_group(self) -> None:
         if self._broadcaster is not None:
             self._broadcaster.close()
+        leaving.wait()
+
+    def _give_up(self) -> None:
+        """End the group for the servers too, which may wait in a broadcast for one that is gone."""
+        if self._broadcaster is not None:
+            self._broadcaster.give_up(GIVEN_UP)
 
     def abandon(self) -> None:
-        """Leave a group of which a server is gone. The others may still wait in a broadcast, which fails once this
-        end of it is closed."""
-        if self._broadcaster is not None:
-            self._broadcaster.abort()
-        self._close_group()
+        """Leave a group of which a server is gone."""
+        self._give_up()
         with suppress(RolloutError):
-            self._control.leave_group().wait()
+            self.leave()
         self._control.close()
 
     def close(self) -> None:

@@ -13,6 +13,31 @@ from configs.schema.task import CodeReward, CountdownTask, FileTask, WeightedRew
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
 
+OTHER_NCCL = (
+    "sets NCCL's variables in the servers whatever the environment says, and a transfer group whose learner has others does not "
+    "connect"
+)
+STALE_CACHE = "keeps keys and values outside of the server, which an update of the weights does not flush"
+NEVER_WITH = {
+    "enable-symm-mem": OTHER_NCCL,
+    "enable-nccl-nvls": OTHER_NCCL,
+    "hicache-storage-backend": STALE_CACHE,
+    "enable-lmcache": STALE_CACHE,
+    "enable-flexkv": STALE_CACHE,
+    "enable-unified-cache-external-linker": STALE_CACHE,
+    "weight-cache-mode": "shares the weights with other servers, whose copy an update would change before SGLang refuses it",
+    "kt-weight-path": "computes experts from files, which no update of the weights reaches",
+    "enable-eplb": "moves experts to other places of a parameter, and updates go to where they were first",
+    "preferred-sampling-params": "adds sampling parameters to each request, of which log-probs and learner do not know",
+    "enable-watermark": "changes what is sampled, of which log-probs and learner do not know",
+    "watermark-config": "changes what is sampled, of which log-probs and learner do not know",
+    "speculative-accept-threshold-single": "takes drafts that the policy would not have sampled",
+    "speculative-accept-threshold-acc": "takes drafts that the policy would not have sampled",
+    "allow-auto-truncate": "cuts a prompt that is too long, and the learner trains on the whole one",
+    "delete-ckpt-after-loading": "deletes model.path, which learner and restarted servers read",
+}
+"""Flags of SGLang 0.5.23 that no run takes, and what each does."""
+
 NO_EXPERTS_WITH = {
     "chunked-prefill-size": "SGLang has a buffer for the experts of one chunk, and would end at a longer prompt",
     "enable-hierarchical-cache": "a part of the prefix cache that comes back has another place, with the experts of other tokens",
@@ -55,6 +80,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     yield from _of_reward(config)
     yield from _of_batch(config)
     yield from _of_schedules(config)
+    yield from _of_server_args(config)
     yield from _of_routing(config)
     yield from _of_pieces(config)
     yield from _of_numerics(config)
@@ -274,6 +300,15 @@ def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
                 ("learner.routing", "rollout.server_args"),
                 f"learner.routing=rollout does not go with rollout.server_args.{name}={value}: {reason}",
                 fix,
+            )
+
+
+def _of_server_args(config: "RunConfig") -> Iterator[Contradiction]:
+    for name, value in config.rollout.server_args.items():
+        reason = NEVER_WITH.get(name.replace("_", "-"))
+        if reason is not None and value is not False:
+            yield Contradiction(
+                (f"rollout.server_args.{name}",), f"rollout.server_args.{name}={value} {reason}", "remove it"
             )
 
 

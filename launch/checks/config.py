@@ -128,7 +128,7 @@ def load_checked(
 
 def _gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
     """Warnings where the samples are of another policy than the learner's, because they are old or of coarsely rounded
-    weights, and the correction does not suit that."""
+    weights, and the correction does not suit that, or does not suit the objective."""
     if not isinstance(config, RunConfig):
         return
     correction, rollout = config.correction, config.rollout
@@ -144,6 +144,9 @@ def _gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
         text = f"rollout.precision={rollout.precision} with correction.mode=bypass clips against the rounded policy"
         shown = "at int2 a model went from 15 to 13 % right in 40 steps, with decoupled_seq_is to 25 %"
         yield f"{text}: {shown} ({PRECISION_STUDY}); take decoupled mode, for example correction=decoupled_seq_is"
+    if correction.mode == "decoupled" and config.policy_objective.type == "dppo":
+        text = "objective.type=dppo with correction.mode=decoupled bounds the change from the learner's own log-probs"
+        yield f"{text}, where its paper bounds it from the rollout's (arXiv 2602.04879); take correction=ppo_is_bypass"
     causes = [f"{lags} it rejects nearly all tokens of older weights (9 of 10 and more in {STALENESS_STUDY})"]
     causes = causes if rollout.max_staleness else []
     if is_coarse:

@@ -51,6 +51,8 @@ def slurm(
         )
     for element, config in zip(elements, configs, strict=True):
         _check_element(element, config, configs[0])
+    if (note := script.note_on_cores(configs[0])) is not None:
+        print(f"# {note}", flush=True)
     count = len(configs) if arrays else None
     make_script = partial(script.script_text, configs[0], submitted_from=Path.cwd(), count=count)
     draft = make_script(_draft_place(configs[0], arrays))

@@ -20,7 +20,7 @@ from typing import TypeVar, get_args
 
 from configs.loader import load_config
 from configs.schema import RunConfig, SftConfig
-from configs.schema.layout import ONE_PROCESS
+from configs.schema.layout import ONE_PROCESS, LayoutConfig
 from launch.processes.addresses import own_address, role_environment
 from launch.processes.heartbeat import Pulse, stopped_note
 from launch.processes.placement import serve_roles
@@ -194,6 +194,7 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     note.unlink(missing_ok=True)
     guard_session(timeout_s=config.launch.heartbeat_timeout_s, note=note)
     if name in MEGATRON_ROLES:
+        os.environ.update(rank_environment(config.layout))
         # torchrun puts ranks into sessions of their own, so that they would survive if it were killed.
         end_with_parent(signal.SIGKILL)
     else:
@@ -216,6 +217,14 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
                 traceback.print_exc()
         finally:
             exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
+
+
+def rank_environment(layout: LayoutConfig) -> dict[str, str]:
+    """With one queue a GPU starts kernels in the order of the calls. Megatron-Core 0.16.1 asks for that where collectives of
+    tensor parallelism, with and without sequence parallelism, overlap with matrix products, for speed alone. A value that is
+    set is kept."""
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    return {name: "1"} if layout.tp > 1 and name not in os.environ else {}
 
 
 def recorder_of(folder: RunFolder, config: RunConfig, who: str) -> Recorder | None:

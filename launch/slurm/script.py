@@ -49,6 +49,7 @@ DECIDED = {
     "no-requeue": "launch.slurm.max_restarts",
 }
 """Options of sbatch that are decided elsewhere: option -> field, or other source."""
+ASK_FOR_CORES = frozenset({"--exclusive", "--cpus-per-gpu"})
 ONE_REQUEST = "one job array asks for the same of Slurm for every run; submit such runs one by one"
 
 
@@ -123,6 +124,17 @@ def seconds(time: str) -> int:
     days, _, rest = time.rpartition("-")
     hours, minutes, last = [*map(int, rest.split(":")), 0, 0][:3]
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + last
+
+
+def note_on_cores(config: RunConfig) -> str | None:
+    """A warning where nothing asks for the cores of a node: its one task starts all processes of the run there."""
+    slurm = config.launch.slurm
+    if slurm.cpus_per_node is not None or {o.partition("=")[0] for o in slurm.options} & ASK_FOR_CORES:
+        return None
+    text = (
+        "launch.slurm.cpus_per_node is not set: Slurm's own default is one core for all processes of a node"
+    )
+    return f"{text}, unless the partition has another; set it to the cores of a node, or add --exclusive to launch.slurm.options"
 
 
 def directives(config: RunConfig, *, log: str, count: int | None = None) -> list[str]:

@@ -26,6 +26,7 @@ from torch.distributed.distributed_c10d import (
     Backend,
     PrefixStore,
     _abort_process_group,
+    _get_process_group_store,
     _new_process_group_helper,
     _world,
 )
@@ -334,8 +335,8 @@ class WeightBroadcaster:
         options = {"wait_for_workers": False, "master_listen_fd": descriptor}
         self._store = TCPStore(address, port, world_size, True, self._timeout, **options)
         self._backend, self._group, self._line, self._ends = backend, None, Line(), Line()
-        self._is_aborted = False
         self._newest: UnderWay[None] | None = None
+        self._is_given_up = self._is_over = False
         self.address, self.port, self.world_size = address, port, world_size
         self.group_name = group_name or f"tandem-weights-{port}"
 
@@ -364,41 +365,49 @@ class WeightBroadcaster:
         """Begin to send a bucket's bytes, after all earlier ones have begun. They must stay until the result is
         there. On CPU the next one meets its receivers while this one is sent."""
         begun = self._line.begin(lambda: self._broadcast(flat))
-        self._newest = self._ends.begin(lambda: _wait_to_the_end(begun))
+        self._newest = self._ends.begin(lambda: self._wait_to_the_end(begun))
         return self._newest
 
     def _broadcast(self, flat: Tensor) -> dist.Work | None:
         """None where it has ended."""
-        if self._is_aborted:
+        if self._is_over:
             raise RuntimeError("the transfer was given up")
         with platform.side_stream(flat.device):
             return dist.broadcast(flat, src=0, group=self._group, async_op=flat.device.type == "cpu")
 
-    @property
-    def is_sending(self) -> bool:
-        return self._newest is not None and not self._newest.has_ended
+    def _wait_to_the_end(self, begun: "UnderWay[dist.Work | None]") -> None:
+        """Keeps the group alive: where its last owner leaves it, gloo waits there for all broadcasts under way."""
+        work = begun.wait(check=lambda: None)
+        if work is not None:
+            work.wait()
 
-    def abort(self) -> None:
-        """End what NCCL has under way, where a receiver is gone or has refused: ``close`` alone is left to do.
+    def give_up(self, sign: str) -> None:
+        """A receiver is gone or has refused: ``close`` alone is left to do. Receivers look for the key ``sign`` in the
+        group's store while they wait.
 
-        Its kernels wait on the GPU for all receivers, and for them whatever waits for the whole device, such as a checkpoint.
-        ``destroy_process_group`` would wait too. Broadcasts of gloo wait in a thread that nothing waits for.
+        What NCCL has under way is ended. Its kernels wait on the GPU for all receivers, and for them whatever waits for the
+        whole device, such as a checkpoint. ``destroy_process_group`` would wait too. Broadcasts of gloo wait in a thread that
+        nothing waits for.
         """
-        if self._backend == "nccl" and self._group is not None and not self._is_aborted:
-            self._is_aborted = True
-            _abort_process_group(self._group)
+        if self._group is None or self._is_over:
+            return
+        _get_process_group_store(self._group).set(sign, "")
+        self._is_given_up = True
+        if self._newest is not None and not self._newest.has_ended:
+            self._leave(self._group)
 
     def close(self) -> None:
         self._line.close()
         self._ends.close()
-        if self._group is not None and not self._is_aborted:
-            dist.destroy_process_group(self._group)
+        if self._group is not None and not self._is_over:
+            self._leave(self._group)
 
-
-def _wait_to_the_end(begun: "UnderWay[dist.Work | None]") -> None:
-    work = begun.wait(check=lambda: None)
-    if work is not None:
-        work.wait()
+    def _leave(self, group: dist.ProcessGroup) -> None:
+        self._is_over = True
+        if self._is_given_up and self._backend == "nccl":
+            _abort_process_group(group)
+        else:
+            dist.destroy_process_group(group)
 
 
 class UnderWay(Generic[T]):

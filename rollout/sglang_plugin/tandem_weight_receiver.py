@@ -15,8 +15,11 @@ last. A difference fails the request, and so does a parameter that no transfer o
 """
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
 from weakref import WeakKeyDictionary
@@ -26,12 +29,23 @@ import torch.distributed as dist
 from tandem_process_memory import PART_BYTES, Meeting, Receiving
 from tandem_routed_experts import WITH_EXPERTS, is_captured
 from tandem_tensor_places import Memory, Places, Rows, Sent, left_out, lies_behind, record, split_rows
-from tandem_weight_transfer import PROTOCOL, QUESTION, Announcement, RunningHash, differing, weight_hash
+from tandem_weight_transfer import (
+    GIVEN_UP,
+    PROTOCOL,
+    QUESTION,
+    Announcement,
+    RunningHash,
+    differing,
+    weight_hash,
+)
 from torch import Tensor
+from torch.distributed.distributed_c10d import _abort_process_group, _get_process_group_store
 
 logger = logging.getLogger(__name__)
 MANAGER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 RECEIVER = "sglang.srt.model_executor.model_runner_components.weight_updater.WeightUpdater"
+LOOK_S = 1.0
+"""Interval of looks, while a broadcast is waited for, at whether the learner has given it up."""
 
 
 def register() -> None:
@@ -39,6 +53,7 @@ def register() -> None:
 
     HookRegistry.register(f"{MANAGER}.update_weights_from_distributed", answer_the_question, HookType.AROUND)
     HookRegistry.register(f"{RECEIVER}.receive_weights_from_distributed", receive, HookType.AROUND)
+    HookRegistry.register(f"{RECEIVER}.destroy_weights_update_group", leave, HookType.AROUND)
 
 
 def answer_the_question(original, manager, request):
@@ -66,12 +81,55 @@ def receive(original, updater, *, names, dtypes, shapes, group_name, load_format
     ]
     receiver = _receiver_of(updater)
     if announced.meeting is None:
-        failure = receiver.receive(tensors, announced, Broadcasts(updater._model_update_group[group_name]))
+        failure = receive_broadcasts(receiver, tensors, announced, updater._model_update_group, group_name)
     else:
         failure = receive_from_memory(receiver, tensors, announced, Meeting(*announced.meeting))
     for reason in filter(None, everywhere(failure, get_parallel().tp_group.cpu_group)):
         raise RuntimeError(reason)
     return []
+
+
+def receive_broadcasts(
+    receiver: "Receiver",
+    tensors: Sequence["Sent"],
+    announced: Announcement,
+    groups: dict[str, dist.ProcessGroup],
+    group_name: str,
+) -> str | None:
+    """What failed: also where the learner is gone, of which every rank must hear. The group is lost then."""
+    try:
+        return receiver.receive(tensors, announced, Broadcasts(groups[group_name]))
+    except RuntimeError as error:
+        leave_behind(groups.pop(group_name))
+        return f"the weights could not be received ({error})"
+
+
+def leave(original, updater, group_name):
+    """``WeightUpdater.destroy_weights_update_group``. NCCL's ranks of one node wait for each other there, but not for
+    one that has aborted or is gone."""
+    group = updater._model_update_group.get(group_name)
+    if group is None or dist.get_backend(group) != "nccl" or not is_given_up(group):
+        return original(updater, group_name)
+    leave_behind(updater._model_update_group.pop(group_name))
+    return True, "the group had been given up"
+
+
+def is_given_up(group: dist.ProcessGroup) -> bool:
+    """Whether the learner has given up what it was sending in the group, or is gone, and its store with it."""
+    try:
+        return _get_process_group_store(group).check([GIVEN_UP])
+    except dist.DistError:
+        return True
+
+
+def leave_behind(group: dist.ProcessGroup) -> None:
+    """Leave a group in which broadcasts may be under way that never end. Those of NCCL are ended. gloo's threads stay in
+    theirs, and the group with them, since its end would wait for them."""
+    _LEFT_BEHIND.append(group)
+    _abort_process_group(group)
+
+
+_LEFT_BEHIND: list[dist.ProcessGroup] = []
 
 
 def receive_from_memory(
@@ -90,7 +148,11 @@ def receive_from_memory(
 
 
 class Broadcasts:
-    """Buckets that come by broadcasts in a process group, a second one behind the one that is received."""
+    """Buckets that come by broadcasts in a process group, a second one behind the one that is received.
+
+    Where the learner or another server is gone, a broadcast of NCCL never ends, and one of gloo does not if the connection
+    ended in the middle of it. So the host waits for each, and looks meanwhile whether the learner is still there.
+    """
 
     num_begun = 2
 
@@ -98,18 +160,43 @@ class Broadcasts:
         self._group = group
 
     def begin(self, flat: Tensor, kind: str) -> Callable[[], Tensor]:
-        """Begin to receive the next bucket in uint8 ``flat``. What is returned waits for its end, and gives its hash."""
-        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        """Begin to receive the next bucket in uint8 ``flat``. What is returned waits for its end, and gives its hash; it
+        raises RuntimeError where it cannot come."""
+        wait = self._begin(flat)
 
         def end() -> Tensor:
-            assert work is not None  # this rank is in the group
-            work.wait()
+            wait()
             return weight_hash(flat, kind)
 
         return end
 
     def receive(self, flat: Tensor) -> None:
-        dist.broadcast(flat, src=0, group=self._group)
+        self._begin(flat)()
+
+    def _begin(self, flat: Tensor) -> Callable[[], None]:
+        work = dist.broadcast(flat, src=0, group=self._group, async_op=True)
+        assert work is not None  # this rank is in the group
+
+        def wait() -> None:
+            while not self._has_ended(work):
+                if is_given_up(self._group):
+                    raise RuntimeError("the learner has given the transfer up, or is gone")
+            work.wait()
+
+        return wait
+
+    def _has_ended(self, work: dist.Work) -> bool:
+        """Whether it ends within ``LOOK_S``."""
+        if work.is_completed():
+            return True
+        if dist.get_backend(self._group) == "gloo":
+            with suppress(RuntimeError):  # also when the time is over
+                work.wait(timedelta(seconds=LOOK_S))
+        else:  # a timed wait for NCCL would end its communicator
+            deadline = time.monotonic() + LOOK_S
+            while not work.is_completed() and time.monotonic() < deadline:
+                time.sleep(0)
+        return work.is_completed()
 
 
 class FromMemory:

@@ -16,6 +16,8 @@ PROTOCOL = "tandem-transfer-3"
 """Name and version; both sides must have the same."""
 QUESTION = "tandem-transfer?"
 """The load format of a request that asks for ``PROTOCOL``. SGLang knows no such format and refuses it."""
+GIVEN_UP = "tandem-given-up"
+"""The key that the learner sets in the store of a transfer group where it gives a transfer by broadcasts up."""
 WORDS = 2**20
 """8-byte words that ``multiply_sum`` takes at a time."""
 MULTIPLIER = 6364136223846793005

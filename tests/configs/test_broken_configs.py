@@ -26,9 +26,11 @@ import yaml
 from configs.other_systems.fields import OTHER_FIELDS
 from configs.reading.schema_shape import Shape
 from configs.schema import RunConfig
+from configs.schema.contradictions import NEVER_WITH
 from launch import cli
 from launch.processes.supervisor import Supervisor
 from parallel.checkpoints.files import write_manifest
+from rollout.servers.command import flags_of_sglang
 from tests.support.model_folders import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -699,6 +701,18 @@ TABLE = {
         options=f"--dry-run layout.dp=16 rollout.replicas=3 {NODES}", field="rollout.replicas, launch.nodes.rollout",
         value="rollout.replicas: 3", error="cannot be spread evenly", fix="use a multiple of 2",
     ),
+    **{f"servers that have {name}": Broken(
+        options=f"rollout.server_args={{{flag}: {given}}}", field="rollout.server_args", value=str(given), error=error, fix="remove it",
+    ) for name, flag, given, error in [
+        ("other variables of NCCL", "enable_symm_mem", "true", "has others does not connect"),
+        ("NVLS", "enable-nccl-nvls", "true", "has others does not connect"),
+        ("a cache on disk", "hicache-storage-backend", "file", "which an update of the weights does not flush"),
+        ("experts elsewhere", "kt-weight-path", "/experts", "no update of the weights reaches"),
+        ("experts that move", "enable-eplb", "true", "where they were first"),
+        ("sampling of their own", "preferred-sampling-params", "min", "log-probs and learner do not know"),
+        ("loose drafts", "speculative-accept-threshold-acc", "0.9", "the policy would not have sampled"),
+        ("nothing left on disk", "delete_ckpt_after_loading", "true", "deletes model.path"),
+    ]},
     **{f"routing replay with {name}": Broken(
         options=f"model.path=experts learner.routing=rollout {setting}", field=f"learner.routing, {field}", value="routing: rollout",
         error=error, fix="remove it, or set learner.routing=own",
@@ -1189,3 +1203,7 @@ def test_the_answer_comes_within_seconds(name, folder):
     assert done.returncode == 2 and TABLE[name].fix in done.stderr, done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert took < SECONDS_TO_ANSWER, f"answered after {took:.1f} s"
+
+
+def test_flags_that_no_run_takes_are_sglangs():
+    assert NEVER_WITH.keys() <= set(flags_of_sglang())

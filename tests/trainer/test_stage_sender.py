@@ -6,10 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.distributed_c10d import _get_process_group_store
 
 from parallel.megatron import platform
 from parallel.weights import transfer as transfers
 from rollout.servers.control import ControlError
+from rollout.sglang_plugin.tandem_weight_transfer import GIVEN_UP
 from trainer.stage_sender import StageSender, WeightSyncError
 
 
@@ -102,6 +104,7 @@ def test_what_nccl_has_under_way_is_aborted_where_a_server_fails(monkeypatch):
     """Its kernels would wait on the GPU for ever, and destroying their group waits for them."""
     done, ends = [], threading.Event()
     sender = nccl_sender(monkeypatch, done, 1)
+    store = _get_process_group_store(sender._broadcaster._group)
     monkeypatch.setattr(
         torch.distributed, "broadcast", lambda *_, **__: ends.wait(10) and None
     )  # of a server that is gone
@@ -116,6 +119,7 @@ def test_what_nccl_has_under_way_is_aborted_where_a_server_fails(monkeypatch):
     with pytest.raises(ControlError, match="it is gone"):
         sender.send([bucket], plan, 1)
     assert done == [("abort", True)]
+    assert store.check([GIVEN_UP])  # where the servers look
     ends.set()
     later = sender._broadcaster.start(bucket.bytes)
     with pytest.raises(RuntimeError, match="given up"):
@@ -138,3 +142,24 @@ def test_both_sides_leave_a_group_at_once(monkeypatch):
     )
     sender.leave()
     assert done == ["asked", ("destroy", None), "waited"]
+    sender.abandon()  # as after an answer that failed; the group is no more
+    assert done == ["asked", ("destroy", None), "waited", "asked", "waited"]
+
+
+def test_a_group_of_a_transfer_that_failed_is_aborted_by_both_sides_at_once(monkeypatch):
+    """Nothing is under way, since a server has answered with a failure; some may still wait."""
+    done: list = []
+    sender = nccl_sender(monkeypatch, done, 3)
+    store = _get_process_group_store(sender._broadcaster._group)
+    monkeypatch.setattr(sender._control, "leave_group", lambda: done.append("asked") or Joining(None))
+
+    def buckets():
+        raise ControlError("other bytes were received than sent")
+        yield
+
+    plan = SimpleNamespace(counts=[1], names=["a"], shapes=[[4]], form_of=lambda name: "float32")
+    with pytest.raises(ControlError, match="other bytes"):
+        sender.send(buckets(), plan, 1)
+    assert store.check([GIVEN_UP]) and not done
+    sender.close()
+    assert done == ["asked", ("abort", True)]

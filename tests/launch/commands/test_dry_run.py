@@ -348,6 +348,8 @@ WIDE = "correction={mode: decoupled, weight: {level: token}, reject: [{rule: rat
         (["rollout.precision=int2", "correction=decoupled_seq_is"], None),
         (["rollout.precision=int8", "correction=ppo_is"], None),
         (["rollout.precision=bf16", "correction=decoupled_geo_rs"], None),
+        (["objective={type: dppo}"], "where its paper bounds it from the rollout's"),
+        (["objective={type: dppo}", "correction=ppo_is_bypass"], None),
     ],
 )
 def test_samples_of_another_policy_that_the_correction_does_not_suit_are_warned_of(folder, options, warned):

@@ -205,3 +205,16 @@ def test_the_bars_of_memory_sum_to_the_plans_total(config):
         for stage in range(each.learner.pp):
             held = learner_memory(architecture, each.learner, work_of(loaded, "cuda"), stage)
             assert sum(at_its_peak(held).values()) == held.total
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "h200"])
+def test_a_tokens_way_to_the_learner_is_that_of_its_page(name):
+    """From answer to trajectory and on to the batch, of 16 million tokens, in microseconds."""
+    page = (FOLDER.parents[1] / "benchmarks/results/sample_path.md").read_text()
+    there, on = (
+        re.search(rf"\| \*\*{part}\*\* \|.*\| \*\*([\d.]+)\*\* \(", page)
+        for part in ("answer to trajectory", "trajectory to batch")
+    )
+    measured = (float(there[1]) + float(on[1])) * 1e-6
+    content = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
+    assert content["overheads"]["token_s"] == pytest.approx(measured, rel=0.02)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
 from launch.slurm import script as slurm_script
-from launch.slurm.script import elements, place_of_array, place_of_run, script_text, seconds
+from launch.slurm.script import elements, note_on_cores, place_of_array, place_of_run, script_text, seconds
 from parallel.checkpoints.files import write_manifest
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.command import tandem
@@ -102,6 +102,17 @@ def test_every_field_of_the_slurm_block_arrives():
     )
     assert asked["exclusive"] == ""
     assert asked["constraint"] == "a&b"
+
+
+@pytest.mark.parametrize(
+    ("slurm", "is_warned"),
+    [({}, True), ({"options": ["--constraint=a"]}, True), ({"cpus_per_node": 32}, False),
+     ({"options": ["--exclusive"]}, False), ({"options": ["--exclusive=user"]}, False), ({"options": ["--cpus-per-gpu=8"]}, False)],
+)  # fmt: skip
+def test_cores_that_nothing_asks_for_are_warned_of(slurm, is_warned):
+    note = note_on_cores(config_with(**slurm))
+    assert (note is not None) == is_warned
+    assert note is None or "one core for all processes" in note
 
 
 @pytest.mark.parametrize(
@@ -339,6 +350,7 @@ def runs(config_file: Path) -> list[Path]:
 
 def test_it_writes_a_run_folder_with_its_script(config_file):
     done = tandem_slurm(config_file, "seed=3", PATH=os.environ["PATH"])
+    assert "# launch.slurm.cpus_per_node is not set" in done.stdout
     assert done.returncode == 0, done.stderr
     (run,) = runs(config_file)
     assert f"sbatch {run / 'train.sbatch'}" in done.stdout

@@ -1,19 +1,29 @@
-"""Buckets: what is in them, and when their bytes may be overwritten."""
+"""Buckets: what is in them, and when their bytes may be overwritten; and the end of a group whose broadcast has none."""
 
 import itertools
 import threading
 import time
 import weakref
 from collections import deque
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parallel.megatron import platform
 from parallel.planning.memory import NUM_BUFFERS
 from parallel.weights.precision import packed_form, rounded
-from parallel.weights.transfer import Buffers, Line, TransferPlan, make_buckets, plan_transfer
+from parallel.weights.transfer import (
+    Buffers,
+    Line,
+    TransferPlan,
+    WeightBroadcaster,
+    make_buckets,
+    plan_transfer,
+)
 
 SHAPES = st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=2), min_size=1, max_size=12)
 
@@ -235,3 +245,25 @@ def test_a_line_keeps_nothing_of_what_it_has_done():
         assert time.monotonic() < deadline, "the thread holds what it has done"
         time.sleep(0.01)
     line.close()
+
+
+def test_a_group_whose_broadcast_never_ends_is_left_at_once():
+    """A receiver has died or stands still; gloo's group waits for the broadcast when its last owner leaves it."""
+    platform.init_distributed(60.0)
+    timeout = timedelta(seconds=30)
+    sender = WeightBroadcaster(world_size=2, backend="gloo", timeout_s=30, group_name="given up")
+    store: dist.Store = dist.TCPStore(sender.address, sender.port, 2, is_master=False, timeout=timeout)
+    for prefix in ("given up", "given up/", "cpu/"):
+        store = dist.PrefixStore(prefix, store)
+    joined = Line().begin(lambda: dist.ProcessGroupGloo(store, 1, 2, timeout))
+    sender.join(lambda: None)
+    receiver = joined.wait(lambda: None)
+    sending = sender.start(torch.zeros(2**26, dtype=torch.uint8))  # more than the sockets hold
+    with pytest.raises(RuntimeError, match="looked"):
+        sending.wait(check=lambda: (_ for _ in ()).throw(RuntimeError("looked")))
+    began = time.monotonic()
+    sender.give_up("given up")
+    sender.close()
+    del sender, sending
+    assert time.monotonic() - began < 15
+    assert store.check([]) and receiver.rank() == 1, "the receiver was there all the time"

@@ -1,17 +1,26 @@
 """Reception in the parameters against loaders of SGLang's kind, and the hashes against plain arithmetic."""
 
 import itertools
+import multiprocessing
+import os
+import signal
 import sys
+import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from numerics.grids import GRIDS, Packed
+from parallel.megatron import platform
 from parallel.weights.precision import rounded
+from parallel.weights.transfer import WeightBroadcaster
 from rollout.servers.command import PLUGIN
 from rollout.sglang_plugin import tandem_weight_transfer as transfer
 
@@ -100,7 +109,7 @@ class Sender:
 
     def broadcast(self, flat: Tensor, *, src: int, group: object, async_op: bool = False):
         flat.copy_(self._flats.pop(0))
-        return SimpleNamespace(wait=lambda: None)
+        return SimpleNamespace(wait=lambda: None, is_completed=lambda: True)
 
 
 PACKED = ("words", "gate", "up", "out")
@@ -347,3 +356,116 @@ def test_other_versions_and_broken_announcements_are_refused(text):
         transfer.Announcement.parse(text)
     assert transfer.Announcement.parse(None) is None
     assert transfer.Announcement.parse("flattened_bucket") is None
+
+
+FORK = multiprocessing.get_context("fork")
+TENSORS = [receiver.Sent.parse(name, "float32", [25_000_000]) for name in "ab"]
+TIMEOUT = timedelta(seconds=120)
+
+
+class TwoTensors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.Parameter(torch.zeros(sent.shape), requires_grad=False) for sent in TENSORS)
+
+    def load_weights(self, weights) -> None:
+        for name, tensor in weights:
+            getattr(self, name).data.copy_(tensor)
+
+
+def serve(rank: int, line) -> None:
+    """A server's rank: says what became of each transfer of the groups of which it hears, and whether it holds ones."""
+    torch.set_num_threads(1)  # a forked process has none of torch's others
+    model = TwoTensors()
+    one = receiver.Receiver(model, torch.device("cpu"), records=True)
+    while True:
+        port, size = line.recv()
+        store = dist.PrefixStore("weights", dist.TCPStore("127.0.0.1", port, size, False, TIMEOUT))
+        rest = {"group_name": "weights", "backend_options": None, "timeout": TIMEOUT}
+        group, _ = _new_process_group_helper(size, rank, [], dist.Backend("gloo"), store, **rest)
+        _world.pg_group_ranks[group] = {other: other for other in range(size)}
+        groups = {"weights": group}
+        announced = transfer.Announcement("xxh3", (1, 1), True)
+        failure = receiver.receive_broadcasts(one, TENSORS, announced, groups, "weights")
+        line.send((failure, bool((model.b == 1).all()), list(groups)))
+
+
+def broadcaster(size: int) -> WeightBroadcaster:
+    return WeightBroadcaster(world_size=size, backend="gloo", timeout_s=60, group_name="weights")
+
+
+def die_in_a_broadcast(line) -> None:
+    one = broadcaster(2)
+    line.send(one.port)
+    one.join(lambda: None)
+    one.start(torch.zeros(TENSORS[0].nbytes, dtype=torch.uint8))
+    time.sleep(0.02)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_server_whose_learner_gives_a_broadcast_up_or_dies_in_it_answers_and_takes_the_next_transfer():
+    """It waits for a broadcast that never comes: another server is gone; or its own connection was closed in the middle
+    of one, which gloo keeps to itself."""
+    platform.init_distributed(60.0)
+    flat = torch.ones(TENSORS[0].shape).view(torch.uint8)
+    works = [(serve, 1), (serve, 2), (die_in_a_broadcast,)]
+    lines = [(server, _), (other, _), (dying, _)] = [FORK.Pipe() for _ in works]
+    processes = [
+        FORK.Process(target=work, args=(*rank, theirs), daemon=True)
+        for (work, *rank), (_, theirs) in zip(works, lines, strict=True)
+    ]
+
+    def answer(line):
+        assert line.poll(60), "it does not answer"
+        return line.recv()
+
+    def meet(*servers) -> WeightBroadcaster:
+        made = broadcaster(1 + len(servers))
+        for line in servers:
+            line.send((made.port, made.world_size))
+        made.join(lambda: None)
+        return made
+
+    try:
+        for process in processes[:2]:
+            process.start()
+        one = meet(server, other)
+        one.start(flat).wait(lambda: None)
+        processes[1].kill()
+        one.give_up(transfer.GIVEN_UP)
+        failure, is_loaded, groups = answer(server)
+        assert "the learner has given the transfer up, or is gone" in failure and not is_loaded and not groups
+        one.close()
+
+        processes[2].start()
+        server.send((answer(dying), 2))
+        failure, is_loaded, groups = answer(server)
+        assert "could not be received" in failure and not is_loaded and not groups
+
+        last = meet(server)
+        for sent in (flat, flat, torch.stack([transfer.weight_hash(flat, "xxh3")] * 2)):
+            last.start(sent).wait(lambda: None)
+        assert answer(server) == (None, True, ["weights"])
+        last.close()
+    finally:
+        for process in processes:
+            if process.pid is not None:
+                process.kill()
+                process.join()
+
+
+@pytest.mark.parametrize(
+    ("backend", "given_up", "ends"),
+    [("gloo", True, "destroyed"), ("nccl", False, "destroyed"), ("nccl", True, "aborted")],
+)
+def test_a_group_of_nccl_that_the_learner_gave_up_is_not_destroyed_alone(
+    monkeypatch, backend, given_up, ends
+):
+    """The learner has aborted its end, or is gone, and NCCL's ranks of a node wait for each other where they destroy."""
+    done, updater = [], SimpleNamespace(_model_update_group={"weights": "a group"})
+    monkeypatch.setattr(receiver.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(receiver, "is_given_up", lambda group: given_up)
+    monkeypatch.setattr(receiver, "_abort_process_group", lambda group: done.append("aborted"))
+    is_left, _ = receiver.leave(lambda *_: (True, done.append("destroyed")), updater, "weights")
+    assert is_left and done == [ends]
+    assert ("weights" in updater._model_update_group) == (ends == "destroyed")  # SGLang's own code forgets it
