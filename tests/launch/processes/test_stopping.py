@@ -137,7 +137,38 @@ def test_a_sample_role_that_ends_is_started_again_as_often_as_it_may_be(folder, 
     assert (folder.path / "lives").read_text() == "x" * (min(ends, restarts) + 1)
 
 
-def test_a_sample_role_that_ends_while_the_learner_starts_is_not_started_again(folder):
+def test_a_sample_role_that_was_ready_is_started_again_also_while_the_learner_starts(folder):
+    sampler = """
+        import os, signal, time
+        from pathlib import Path
+        from launch.processes.run_folder import RunFolder
+        folder = RunFolder(Path({path!r}))
+        is_first = not (folder.path / "first").exists()
+        (folder.path / "first").touch()
+        folder.announce("sample", {{"pid": os.getpid()}})
+        while is_first and not (folder.path / "seen").exists():
+            time.sleep(0.02)
+        if is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(300)
+    """
+    waits = """
+        wait_until(lambda: folder.read_address("sample") is not None)
+        first = folder.read_address("sample")
+        (folder.path / "seen").touch()
+        wait_until(lambda: folder.read_address("sample") not in (None, first))
+    """
+    learner = textwrap.dedent(LEARNER.format(path=str(folder.path))) + textwrap.dedent(waits)
+    with (
+        Supervisor(grace_s=5, ending=ending(folder)) as supervisor,
+        StopSignals(folder, supervisor) as signals,
+    ):
+        supervisor.start(role(folder, "sample", sampler.format(path=str(folder.path))))
+        supervisor.start(role(folder, "learn", learner))
+        assert wait_for_learner(supervisor, signals, timeout_s=60.0, sampler_restarts=1) == Finished()
+
+
+def test_a_sample_role_that_fails_as_it_starts_is_not_started_again(folder):
     with (
         Supervisor(grace_s=5, ending=ending(folder)) as supervisor,
         StopSignals(folder, supervisor) as signals,
