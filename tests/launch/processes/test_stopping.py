@@ -1,15 +1,18 @@
 """The supervisor's and the learner rank's side of a stop, between real processes; learner and servers here
 are a few lines of Python."""
 
+import errno
 import signal
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
-from launch.processes.run_folder import RunFolder
+from launch.processes import run_folder
+from launch.processes.run_folder import RunFolder, read_lives
 from launch.processes.stopping import (
     Finished,
     Stopped,
@@ -386,3 +389,20 @@ def test_an_attempt_without_a_checkpoint_is_begun_anew_and_its_metrics_are_put_a
     write_manifest(whole, world_size=1)
     folder.claim()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_an_announcement_that_a_shared_folder_does_not_give_at_once_is_read_again(folder, monkeypatch):
+    monkeypatch.setattr(run_folder, "READ_AGAIN_S", (0.0, 0.0))
+    folder.announce("serve", {"urls": [], "lives": {"http://a:1": 2}})
+    read_text, errors = Path.read_text, [errno.ESTALE, errno.EIO]
+
+    def read(path):
+        if errors:
+            raise OSError(errors.pop(0), "the file system says no")
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert read_lives(folder, ["serve"]) == {"http://a:1": 2}
+    errors += [errno.ESTALE] * 3
+    with pytest.raises(OSError, match="says no"):
+        read_lives(folder, ["serve"])
