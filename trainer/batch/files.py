@@ -1,5 +1,6 @@
-"""Recorded steps of a run and their files, and how files are replaced. Without torch, so that a missing step is reported at once."""
+"""Recorded steps of a run and their files, and how files are written. Without torch, so that a missing step is reported at once."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -20,6 +21,34 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         fresh.write_bytes(content)
         fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write to an open file names none
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
         raise
+
+
+class LineFile:
+    """A file to which lines are added, each on its disk at once. What a disk that is full does not take waits here, and
+    goes before the next line."""
+
+    def __init__(self, path: Path):
+        self._file, self._waiting = path.open("ab", buffering=0), b""
+
+    def write(self, line: str) -> OSError | None:
+        """Returns the error where lines wait."""
+        self._waiting += f"{line}\n".encode()
+        return self._flush()
+
+    def close(self) -> OSError | None:
+        """Returns the error where lines are lost."""
+        with self._file:
+            return self._flush()
+
+    def _flush(self) -> OSError | None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            return error
+        return None
