@@ -59,8 +59,9 @@ class LocalServer:
         behave: Callable[[int], list[dict] | dict | tuple[int, dict] | None],
         *,
         hold: asyncio.Event | None = None,
+        port: int = 0,
     ):
-        self.behave, self.hold = behave, hold
+        self.behave, self.hold, self.port = behave, hold, port
         self.bodies: list[dict] = []
         self.running = self.most_running = 0  # samples
         self.version, self.looks = "0", 0
@@ -71,9 +72,10 @@ class LocalServer:
         app.router.add_get("/model_info", self.model_info)
         self.runner = web.AppRunner(app, handler_cancellation=True)
         await self.runner.setup()
-        site = web.TCPSite(self.runner, "127.0.0.1", 0, shutdown_timeout=0.1)
+        site = web.TCPSite(self.runner, "127.0.0.1", self.port, shutdown_timeout=0.1)
         await site.start()
-        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        self.port = site._server.sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
         return self
 
     async def __aexit__(self, *exception):
@@ -826,6 +828,27 @@ def test_a_server_that_came_back_unnoticed_gives_no_samples_of_the_weights_on_di
             asked = len(back.bodies)
             await ask(client)
             assert len(back.bodies) == asked, "it is lost until it has weights"
+
+    asyncio.run(scenario())
+
+
+def test_a_successor_at_the_port_of_a_server_is_not_taken_for_it(monkeypatch):
+    """The client still has a connection to the old one, and its version."""
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.02)
+
+    async def scenario():
+        async with LocalServer(lambda n: of_version("3")) as old:
+            client = make_client(old, servers_restart=True, max_retries=0)
+            await client.see_version(3)
+            assert (await ask(client)).token_versions.tolist() == [3, 3]
+        async with client, LocalServer(lambda n: of_version(new.version), port=old.port) as new:
+            new.version = "-1"
+            waiting = [asyncio.create_task(ask(client)) for _ in range(2)]
+            await until(lambda: new.looks > 2)
+            assert not any(task.done() for task in waiting)
+            new.version = "4"
+            found = await asyncio.gather(*waiting)
+            assert [completion.token_versions.tolist() for completion in found] == [[4, 4]] * 2
 
     asyncio.run(scenario())
 
