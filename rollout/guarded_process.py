@@ -2,13 +2,16 @@
 (``environments/tandem_worker``), or what runs the programs of responses (``rewards/program_runner.py``)."""
 
 import asyncio
+import hashlib
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -19,6 +22,9 @@ T = TypeVar("T")
 
 END_TIMEOUT_S = 10.0
 """Time to end what an episode left over, for ``close()``, and for the guard to kill and reap everything."""
+
+OWN_FOLDER = re.compile(r"tandem-[a-z]+-(?P<machine>\w+)-(?P<pid>\d+)-(?P<started>\d+)-\w+")
+"""Name of a folder of ``own_folder``, with the process that removes it."""
 
 
 class Guard(Protocol):
@@ -55,13 +61,51 @@ async def guarded_process(
 
 @asynccontextmanager
 async def own_folder(prefix: str) -> AsyncIterator[str]:
-    """An empty folder, which is removed with all in it."""
-    folder = os.path.join(tempfile.gettempdir(), f"{prefix}{secrets.token_hex(8)}")
+    """An empty folder, which is removed with all in it. ``remove_abandoned`` does so where this process is killed."""
+    owner = f"{_machine()}-{os.getpid()}-{_start_of(os.getpid())}"
+    folder = os.path.join(tempfile.gettempdir(), f"{prefix}{owner}-{secrets.token_hex(8)}")
     try:
         await finished(asyncio.to_thread(os.mkdir, folder, 0o700))
         yield folder
     finally:
         await finished(asyncio.to_thread(remove, folder))
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of this user's processes that ended without doing so: they were killed, alone or with a whole
+    job of Slurm. Other machines may share the temporary folder; what is theirs stays."""
+    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+        for entry in entries:
+            owner = OWN_FOLDER.fullmatch(entry.name)
+            if (
+                owner is None
+                or owner["machine"] != _machine()
+                or _start_of(int(owner["pid"])) == owner["started"]
+            ):
+                continue
+            if (
+                entry.is_dir(follow_symlinks=False)
+                and entry.stat(follow_symlinks=False).st_uid == os.geteuid()
+            ):
+                remove(entry.path)
+
+
+@cache
+def _machine() -> str:
+    """Names where a process id and a start time mean one process: this machine from its start on, or a container in it
+    with ids of its own."""
+    with suppress(OSError):
+        where = Path("/proc/sys/kernel/random/boot_id").read_text() + os.readlink("/proc/self/ns/pid")
+        return hashlib.sha256(where.encode()).hexdigest()[:8]
+    return secrets.token_hex(4)  # nobody will know whose the folders are
+
+
+def _start_of(pid: int) -> str | None:
+    """When a process started, in the kernel's ticks; None where there is none of this id."""
+    with suppress(FileNotFoundError, ProcessLookupError):
+        # The program's name, in parentheses, may hold blanks.
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+    return None
 
 
 def remove(folder: str) -> None:

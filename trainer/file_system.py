@@ -1,5 +1,6 @@
-"""Files that are replaced whole, and the mounts that files are on: for everything that a run or a command leaves behind."""
+"""Files that are replaced whole or grow by lines, and the mounts of files: for all that a run or a command leaves behind."""
 
+import contextlib
 import os
 import re
 from pathlib import Path
@@ -13,9 +14,37 @@ def write_whole(path: Path, content: bytes) -> None:
     try:
         fresh.write_bytes(content)
         fresh.replace(path)
-    except OSError:
-        fresh.unlink(missing_ok=True)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a write to an open file names none
+        with contextlib.suppress(OSError):
+            fresh.unlink(missing_ok=True)
         raise
+
+
+class LineFile:
+    """A file to which lines are added, each on its disk at once. What a disk that is full does not take waits here, and
+    goes before the next line."""
+
+    def __init__(self, path: Path):
+        self._file, self._waiting = path.open("ab", buffering=0), b""
+
+    def write(self, line: str) -> OSError | None:
+        """Returns the error where lines wait."""
+        self._waiting += f"{line}\n".encode()
+        return self._flush()
+
+    def close(self) -> OSError | None:
+        """Returns the error where lines are lost."""
+        with self._file:
+            return self._flush()
+
+    def _flush(self) -> OSError | None:
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            return error
+        return None
 
 
 def mount_of(path: Path) -> tuple[int, str]:

@@ -112,7 +112,9 @@ def train(run: Run) -> None:
                 correction, config.aggregation, config.correction.denominator, learner.total
             )
         with span("record batch"):
-            run.recorder.record(step, batch, learner)
+            problem = run.recorder.record(step, batch, learner)
+            if run.tracker is not None and problem is not None:
+                run.tracker.warn_once("recorded batches", problem)
         with clock.time("update"):
             updates = [learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()]
         with span("keep samples"):

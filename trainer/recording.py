@@ -64,8 +64,9 @@ class Recorder:
             if later > step:
                 batch_file(self._folder, later).unlink()
 
-    def record(self, step: int, batch: StepBatch, learner: "Learner") -> None:
-        """Write the batch before its update, if the config asks for this step.
+    def record(self, step: int, batch: StepBatch, learner: "Learner") -> str | None:
+        """Write the batch before its update, if the config asks for this step. Returns, on rank 0, why it could not be
+        written: the steps before it are worth more.
 
         Takes a forward pass where the step itself makes none of ``old``: in bypass mode, and where current is
         old.
@@ -73,7 +74,7 @@ class Recorder:
         which = self._which
         is_due = step % which.every == 0 if isinstance(which, RecordEvery) else which == "all"
         if not is_due:
-            return
+            return None
         if learner.correction_mode == "bypass" or batch.packed.old_logprobs_T is None:
             batch = batch.with_fields(old_logprobs_T=learner.logprobs(batch))
         shares = [batch.packed] * learner.groups.dp_size
@@ -88,7 +89,11 @@ class Recorder:
                 episode_ids_S=batch.episode_ids_S,
                 correction=self._correction,
             )
-            write_batch(batch_file(self._folder, step), whole)
+            try:
+                write_batch(batch_file(self._folder, step), whole)
+            except OSError as error:
+                return f"{error.filename}: {error.strerror}"
+        return None
 
 
 def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:

@@ -118,11 +118,14 @@ class SharedSampler:
                 return ask(remote)
             except SampleRoleLost as loss:
                 from_first_rank(_WAIT_ON)
-                if not remote.follow(within_s=self._role_start_s, meanwhile=self._heed_stop):
-                    raise
-                self._say(f"{loss}; a successor goes on")
+                self._follow_successor(remote, loss)
                 from_first_rank(_WAIT_ON)
                 is_successor = True
+
+    def _follow_successor(self, remote: RemoteSampler, loss: SampleRoleLost) -> None:
+        if not remote.follow(within_s=self._role_start_s, meanwhile=self._heed_stop):
+            raise loss
+        self._say(f"{loss}; a successor goes on")
 
     def _look_around(self) -> None:
         self._heed_stop()
@@ -144,10 +147,13 @@ class SharedSampler:
         return self._state
 
     def load_state(self, state: dict | None) -> None:
-        """Go on from this data position; None: from the start."""
-        if self._remote is not None:
-            self._remote.load_state(state)
-            self._state = state
+        """Go on from this data position; None: from the start. The role, or a successor, has it at return."""
+        self._state = state if self._remote is not None else None
+        while self._remote is not None:
+            try:
+                return self._remote.load_state(state)
+            except SampleRoleLost as loss:
+                self._follow_successor(self._remote, loss)
 
     def stop(self) -> None:
         if self._remote is not None:

@@ -148,7 +148,7 @@ class RolloutConfig(Schema):
     where servers share the learner's devices: there a server that ends is the end of the run."""
     max_sampler_restarts: NonNegativeInt = 3
     """How often the sample role is started again where its process has ended, over an attempt at the run. It goes on
-    from the learner's position in the data."""
+    from the learner's position in the data. One that has never been ready is not: it would fail again."""
     server_start_timeout_s: Seconds = 600.0
     """Deadline for one server to load the model and answer."""
     sglang_plugin: bool = True

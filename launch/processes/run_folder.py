@@ -38,6 +38,9 @@ from trainer.file_system import write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
+READ_AGAIN_S = (0.0, 0.2, 1.0, 5.0)
+"""Pauses before further reads of an announcement. On NFS one that another host replaces may fail once (ESTALE), and a
+server that is away for a moment fails all (EIO); a look, of which there are many an hour, must not end the run."""
 KEY = "key.yaml"
 Content = TypeVar("Content")
 
@@ -162,6 +165,15 @@ class RunFolder:
         write_json(self.address(role), address)
 
     def read_address(self, role: str) -> dict | None:
+        """What ``role`` has announced; None where it has not. Raises OSError where the file system does not give the
+        file by the last of several reads."""
+        for pause_s in READ_AGAIN_S:
+            with contextlib.suppress(OSError):
+                return self._read_announcement(role)
+            time.sleep(pause_s)
+        return self._read_announcement(role)
+
+    def _read_announcement(self, role: str) -> dict | None:
         try:
             return json.loads(self.address(role).read_text())
         except FileNotFoundError:

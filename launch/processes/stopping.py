@@ -119,7 +119,8 @@ def wait_for_learner(
 
     SIGUSR1 and the first SIGTERM are requests. While the learner starts, and on the second SIGTERM, they raise
     KeyboardInterrupt, like Ctrl-C. When a role of the rollout side fails, the learner is asked to stop too, so
-    that its last complete step is not lost; but the sample role is started again, ``sampler_restarts`` times.
+    that its last complete step is not lost; but the sample role is started again, ``sampler_restarts`` times, once it
+    has been ready.
 
     timeout_s: from the request to the learner's end. Later, KeyboardInterrupt is raised, or RoleFailed after a
     failure. Raises RoleFailed when the learner, or another role before it, has failed.
@@ -127,13 +128,16 @@ def wait_for_learner(
     folder = signals.folder
     failure: RoleFailed | None = None
     asked_at: float | None = None
+    may_restart = False
     while any(supervisor.is_running(name) for name in names):
         if asked_at is None:
             with _cause_named(supervisor, folder, names):
                 _check_learner(supervisor, folder, names)
-            if sampler_restarts > 0 and _restart_sampler(supervisor, folder, sampler_restarts):
-                sampler_restarts -= 1
-            is_left_out = sampler_restarts > 0 and _can_stop(folder)
+            # One that fails as it starts, of its data or its reward, would fail again.
+            may_restart = may_restart or _can_stop(folder) or folder.read_address("sample") is not None
+            if may_restart and sampler_restarts > 0:
+                sampler_restarts -= _restart_sampler(supervisor, folder, sampler_restarts)
+            is_left_out = may_restart and sampler_restarts > 0
             failure = _failure_of_others(supervisor, folder, (*names, "sample") if is_left_out else names)
             first_line = failure and str(failure).splitlines()[0].rstrip(".")
             if reason := signals.reason or first_line or signals.look():
@@ -223,8 +227,8 @@ def _failure_of_others(supervisor: Supervisor, folder: RunFolder, names: Sequenc
 
 
 def _restart_sampler(supervisor: Supervisor, folder: RunFolder, restarts: int) -> bool:
-    """Start the sample role again if its process has failed after the start of the run. Returns whether it has."""
-    if not _can_stop(folder) or supervisor.exit_code("sample") in (None, 0):
+    """Start the sample role again if its process has failed. Returns whether it has."""
+    if supervisor.exit_code("sample") in (None, 0):
         return False
     first_line = str(supervisor.failure("sample")).splitlines()[0].rstrip(".")
     print(f"{first_line}; started again ({restarts - 1} restarts left)", flush=True)

@@ -54,7 +54,8 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
     gc.freeze()
     try:
         # On exit the tracker records FINISHED, FAILED or KILLED.
-        with run.tracker or contextlib.nullcontext():
+        ledger = contextlib.nullcontext() if run.ledger is None else contextlib.closing(run.ledger)
+        with ledger, run.tracker or contextlib.nullcontext():
             with saved_where_interrupted(run):
                 doing("comparing the engines")
                 compare_engines(run)

@@ -83,7 +83,7 @@ def watch(
     times in all.
 
     Raises:
-        ServerDied: one has ended, and no restart is left.
+        ServerDied: one has ended, and no restart is left for it.
         TimeoutError: one that was started again does not become healthy.
     """
     looked = time.monotonic()
@@ -102,7 +102,7 @@ def watch(
             fleet.poll()
         elif fleet.note_ended():
             announce(folder, name, fleet)  # first: what a server leaves may take long to go
-            deaths = fleet.restart_ended()
+            deaths = fleet.restart_ended(most=restarts)
             restarts -= len(deaths)
             for death in deaths:
                 print(f"started again ({restarts} restarts left): {death}", flush=True)

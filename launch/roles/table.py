@@ -45,10 +45,12 @@ IN_JOB = "TANDEM_JOB"
 
 def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
     """Give groups to the learner until it sends stop."""
+    from rollout.guarded_process import remove_abandoned
     from rollout.sampling.role import run_sample_role
     from rollout.tokenization import import_transformers_without_torch
 
     import_transformers_without_torch()
+    remove_abandoned()  # by now the guards have ended what a sample role that was killed has left running
 
     def server_urls() -> list[str]:
         return wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)

@@ -68,9 +68,9 @@ class RemoteSampler:
         key: RunKey | None = None,
         find: Find | None = None,
     ) -> None:
-        self._address, self._key = address, key
-        self._timeout_s, self._peer_timeout_s = timeout_s, peer_timeout_s
+        self._key, self._timeout_s, self._peer_timeout_s = key, timeout_s, peer_timeout_s
         self._find, self._process = find, find() if find is not None else None
+        self._address = address if self._process is None else self._process["address"]
         self._found_at = time.monotonic()
         self._context = zmq.Context()
         self._channel: Requester | None = None

@@ -1,6 +1,7 @@
 """Asynchronous generation over HTTP from any number of SGLang replicas."""
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -31,6 +32,8 @@ from rollout.servers.command import NO_WEIGHT_VERSION
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.routing import Experts
 from tracing import span
+
+logger = logging.getLogger(__name__)
 
 REUSE_S = 4.0
 """Idle connections are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
@@ -65,8 +68,9 @@ class SGLangClient:
     for places, and for servers that are started again.
 
     Args:
-        restart_s: where servers that end are started again: how long requests wait for one that has the weights,
-            once all are lost. 0: they fail.
+        servers_restart: whether servers that end are started again, so that requests wait for one that has the
+            weights, once all are lost. The learner brings the weights and has a deadline for its groups; requests
+            have none, since it may train for longer. False: they fail.
         whole_groups: whether a group is one request. False: each sample is a request of its own, so that a place
             that falls free goes to the next sample at once, of whatever group. A router's ``urls`` need this.
         experts: those of the served model, to ask for each token's. None: they are not asked for.
@@ -81,7 +85,7 @@ class SGLangClient:
         timeout_s: float,
         max_retries: int,
         peer_timeout_s: float = PEER_TIMEOUT_S,
-        restart_s: float = 0.0,
+        servers_restart: bool = False,
         whole_groups: bool = True,
         key: RunKey | None = None,
         experts: Experts | None = None,
@@ -98,7 +102,7 @@ class SGLangClient:
         self._is_open = asyncio.Event()
         self._is_open.set()
         self._timeout_s, self._peer_timeout_s, self._max_retries = timeout_s, peer_timeout_s, max_retries
-        self._restart_s, self._newest, self._looking = restart_s, _Newest(), asyncio.Lock()
+        self._servers_restart, self._newest, self._looking = servers_restart, _Newest(), asyncio.Lock()
         self._stats = ClientStats()
         headers = key.http_headers if key is not None else None
         self._session = open_session(
@@ -155,24 +159,28 @@ class SGLangClient:
         return True
 
     async def _some_server(self) -> None:
-        """Return once a server is left that has the weights. Raises GenerationError after ``restart_s``, or after
-        ``peer_timeout_s`` in which no host of a server could be reached."""
-        deadline = time.monotonic() + self._restart_s
-        reached = time.monotonic()
-        while time.monotonic() < deadline:
-            await asyncio.sleep(LOOK_EVERY_S)
-            async with self._looking:  # one of the requests that wait asks for all
-                is_reached = not self._are_all_lost() or await self._look_at_lost()
-            if not self._are_all_lost():
-                return
-            reached = time.monotonic() if is_reached else reached
-            if time.monotonic() - reached > self._peer_timeout_s:
-                raise GenerationError(
-                    f"the hosts of all servers could not be reached for {self._peer_timeout_s:g} s: {self._urls()}"
-                )
-        raise GenerationError(
-            f"all servers were lost, and none that was started again had weights after {self._restart_s:.0f} s: {self._urls()}"
-        )
+        """Return once a server is left that has the weights. Raises GenerationError after ``peer_timeout_s`` in which no
+        host of a server could be reached."""
+        if not self._newest.num_waiting:
+            logger.warning(
+                "all servers are lost; requests wait until one has weights of the learner: %s", self._urls()
+            )
+        self._newest.num_waiting += 1
+        try:
+            reached = time.monotonic()
+            while True:
+                await asyncio.sleep(LOOK_EVERY_S)
+                async with self._looking:  # one of the requests that wait asks for all
+                    is_reached = not self._are_all_lost() or await self._look_at_lost()
+                if not self._are_all_lost():
+                    return
+                reached = time.monotonic() if is_reached else reached
+                if time.monotonic() - reached > self._peer_timeout_s:
+                    raise GenerationError(
+                        f"the hosts of all servers could not be reached for {self._peer_timeout_s:g} s: {self._urls()}"
+                    )
+        finally:
+            self._newest.num_waiting -= 1
 
     def _urls(self) -> str:
         return ", ".join(replica.url for replica in self._replicas)
@@ -268,7 +276,7 @@ class SGLangClient:
         def count_failure(error: Exception, failures: list[str]) -> None:
             nonlocal num_counted
             is_cut = patience.covers(error)
-            if self._restart_s and self._are_all_lost() and not is_cut:
+            if self._servers_restart and self._are_all_lost() and not is_cut:
                 self._stats = replace(self._stats, retries=self._stats.retries + 1)
                 raise _AllLost
             num_counted += not is_cut
@@ -315,6 +323,8 @@ class _Newest:
 
     version: int = 0
     """Of the weights, as far as the learner has told."""
+    num_waiting: int = 0
+    """Requests that wait for a server that has them."""
 
 
 class _Places:

@@ -208,19 +208,19 @@ class ServerFleet:
         self._starting |= dict.fromkeys(ended, time.monotonic())
         return bool(ended)
 
-    def restart_ended(self) -> list[ServerDied]:
+    def restart_ended(self, most: int) -> list[ServerDied]:
         """Start every replica that has ended again, at its port and on its GPUs; returns how they ended. The log of
         the life before is kept beside the new one.
 
         Raises:
-            ServerDied: a replica on several nodes ended, whose other shares are not this node's.
+            ServerDied: more than ``most`` have ended, or one on several nodes, whose other shares are not this node's.
         """
         deaths = []
-        for i, replica in enumerate(self._replicas):
-            if replica.process.poll() is None:
-                continue
+        ended = [i for i, replica in enumerate(self._replicas) if replica.process.poll() is not None]
+        for i in ended:
+            replica = self._replicas[i]
             death = self._death_of(replica)
-            if replica.share.num_nodes > 1:
+            if len(ended) > most or replica.share.num_nodes > 1:
                 raise death
             deaths.append(death)
             end_watched([replica.process])  # what it may have left of its group

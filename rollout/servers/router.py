@@ -64,7 +64,7 @@ async def generation_client(
             timeout_s=rollout.request_timeout_s,
             max_retries=rollout.max_retries,
             peer_timeout_s=config.launch.peer_timeout_s,
-            restart_s=config.launch.patience_s if config.servers_may_restart else 0.0,
+            servers_restart=config.servers_may_restart,
             whole_groups=rollout.router is None and rollout.most_samples <= rollout.max_concurrency,
             key=key,
             experts=experts,

@@ -6,6 +6,7 @@ tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and 
 import itertools
 import json
 import math
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -449,6 +450,11 @@ def test_what_is_recorded_is_the_learners_own_log_probs(tmp_path, mode, scored):
     assert (again.step, again.version) == (4, 4)
     recorder.forget_after(2)
     assert recorded_steps(tmp_path) == [2]
+    file = batch_file(tmp_path, 6)
+    file.with_name(f".{file.name}.{os.getpid()}").symlink_to("/dev/full")
+    assert f"{file}: the batch of step 6 cannot be recorded (No space left on device)" in recorder.record(
+        6, batch, run
+    )
 
 
 def test_nothing_is_recorded_unless_asked(tmp_path):

@@ -31,6 +31,8 @@ class Role:
         meanwhile()
 
     def load_state(self, state):
+        if self.lives[:1] == ["lost at the start"]:
+            raise SampleRoleLost(self.lives.pop(0))
         self.done.append(state and state["position"])
 
     def follow(self, *, within_s, meanwhile):
@@ -116,3 +118,13 @@ def test_ranks_that_wait_send_weights_together_and_a_successor_gets_the_position
     assert first["done"] == [None, None, "groups 3", 7, "groups 3"] and second["done"] == []
     assert len(first["said"]) == 3 and "a successor goes on" in first["said"][0] and not second["said"]
     assert (first["resumed"], second["resumed"]) == (([3, 3, "groups 3"], 1), ([], 1))
+
+
+def test_a_successor_that_comes_before_the_first_request_begins_at_the_checkpoints_position():
+    role, said = Role(["lost at the start"]), []
+    sampler = SharedSampler(role, role_start_s=1.0, say=said.append)
+    sampler.load_state({"position": 5})
+    assert role.done == [5] and sampler.state() == {"position": 5}
+    assert said == ["lost at the start; a successor goes on"]
+    with pytest.raises(SampleRoleLost):
+        SharedSampler(Role(["lost at the start"], successors=0)).load_state(None)

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollout.sampling.messages import SamplingStats
-from trainer.file_system import write_whole
+from trainer.file_system import LineFile, write_whole
 
 LEDGER = "ledger.jsonl"
 
@@ -52,10 +52,11 @@ class Ledger:
 
     def __init__(self, path: Path, *, keep_until: int):
         kept = [line for line in read_ledger(path) if line.step <= keep_until] if path.exists() else []
-        write_whole(path, "".join(map(_as_json, kept)).encode())
-        self._path = path
+        write_whole(path, "".join(f"{json.dumps(line.model_dump())}\n" for line in kept).encode())
+        self._file = LineFile(path)
 
     def enter(self, step: int, stats: SamplingStats) -> None:
+        """On a full disk the line waits for the next; the tracker, whose lines do too, says so."""
         line = LedgerLine(
             step=step,
             first=stats.first_group,
@@ -63,12 +64,10 @@ class Ledger:
             without_signal=stats.without_signal,
             failed_rewards=stats.failed_rewards,
         )
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_as_json(line))
+        self._file.write(json.dumps(line.model_dump()))
 
-
-def _as_json(line: LedgerLine) -> str:
-    return f"{json.dumps(line.model_dump())}\n"
+    def close(self) -> None:
+        self._file.close()
 
 
 def read_ledger(path: Path) -> list[LedgerLine]:

@@ -1,10 +1,11 @@
 """The records of a run: metrics.jsonl, one console line per step, and MLflow.
 
-log(step, metrics) ──> metrics.jsonl   the record: written and flushed before log returns
+log(step, metrics) ──> metrics.jsonl   the record: written and flushed before log returns, unless the disk is full
                    ──> console         one line (also console.log)
                    ──> queue ──> mlflow_thread.py ──> MLflow   never waited for, except at close, and then for seconds
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -16,10 +17,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from configs.schema import RunConfig
-from trainer.file_system import write_whole
+from trainer.file_system import LineFile, write_whole
 from trainer.metric_names import find_entry, known
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
@@ -183,7 +184,7 @@ class _Console:
     """Lines to stdout, styled only on a terminal, and plain to console.log."""
 
     def __init__(self, path: Path, config: RunConfig):
-        self._file: TextIO = path.open("a", encoding="utf-8")
+        self._file = LineFile(path)
         self._num_steps, self._columns = config.steps, columns_of(config)
         self._num_rows = 0
 
@@ -196,13 +197,13 @@ class _Console:
 
     def note(self, text: str) -> None:
         """Into console.log alone."""
-        self._file.write(f"{text}\n")
-        self._file.flush()
+        self._file.write(text)
 
     def line(self, text: str, style: str | None = None) -> None:
         self.note(text)
         if not sys.stdout.isatty():
-            print(text, flush=True)
+            with contextlib.suppress(OSError):  # a file on a full disk, or a reader that has gone
+                print(text, flush=True)
             return
         from rich.console import Console  # only where there is a terminal
 
@@ -248,7 +249,7 @@ class Tracker:
         self._named: set[str] = set()
         self._alarming: set[str] = set()
         self._closed = False
-        self._path, self._file = path, path.open("a", encoding="utf-8")
+        self._path, self._file = path, LineFile(path)
         self._console = _Console(run_dir / "console.log", config)
         tags = {"tandem.run_dir": str(run_dir.resolve())}
         if resumed_from_step is not None:
@@ -287,11 +288,14 @@ class Tracker:
             self._file.close()
             whole = self._last_line | line
             _keep_until(self._path, step - 1, then=[whole])
-            self._file = self._path.open("a", encoding="utf-8")
+            self._file = LineFile(self._path)
         else:
             whole = line
-            self._file.write(f"{json.dumps(line, allow_nan=False)}\n")
-            self._file.flush()
+            if problem := self._file.write(json.dumps(line, allow_nan=False)):
+                fix = "free space; the run goes on, and its lines are written then"
+                self.warn_once(
+                    "metrics", f"step {step}: {self._path} cannot be written ({problem.strerror}): {fix}"
+                )
         self._last_line = whole
         self._mlflow.put(_row_of(line))
         self._evaluation_s = values.get("time/evaluation") or self._evaluation_s
@@ -322,15 +326,19 @@ class Tracker:
 
     def close(self, status: Status) -> None:
         """Send the rest and end the MLflow run, within 30 s or half the grace period of a stop. A second close does
-        nothing."""
+        nothing. Raises OSError where a run that has finished could not write all its metrics."""
         if self._closed:
             return
         self._closed = True
         self._mlflow.finish(
             status, CLOSE_DEADLINE_S if status == "FINISHED" else min(CLOSE_DEADLINE_S, self._grace_s / 2)
         )
-        self._file.close()
         self._console.close()
+        if problem := self._file.close():
+            lost = f"the last lines of {self._path} are lost ({problem.strerror})"
+            if status == "FINISHED":
+                raise OSError(problem.errno, lost)
+            print(lost, file=sys.stderr, flush=True)
 
     def __enter__(self) -> Self:
         return self

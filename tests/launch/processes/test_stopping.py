@@ -1,15 +1,18 @@
 """The supervisor's and the learner rank's side of a stop, between real processes; learner and servers here
 are a few lines of Python."""
 
+import errno
 import signal
 import sys
 import textwrap
 from functools import partial
+from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
-from launch.processes.run_folder import RunFolder
+from launch.processes import run_folder
+from launch.processes.run_folder import RunFolder, read_lives
 from launch.processes.stopping import (
     Finished,
     Stopped,
@@ -137,7 +140,38 @@ def test_a_sample_role_that_ends_is_started_again_as_often_as_it_may_be(folder, 
     assert (folder.path / "lives").read_text() == "x" * (min(ends, restarts) + 1)
 
 
-def test_a_sample_role_that_ends_while_the_learner_starts_is_not_started_again(folder):
+def test_a_sample_role_that_was_ready_is_started_again_also_while_the_learner_starts(folder):
+    sampler = """
+        import os, signal, time
+        from pathlib import Path
+        from launch.processes.run_folder import RunFolder
+        folder = RunFolder(Path({path!r}))
+        is_first = not (folder.path / "first").exists()
+        (folder.path / "first").touch()
+        folder.announce("sample", {{"pid": os.getpid()}})
+        while is_first and not (folder.path / "seen").exists():
+            time.sleep(0.02)
+        if is_first:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(300)
+    """
+    waits = """
+        wait_until(lambda: folder.read_address("sample") is not None)
+        first = folder.read_address("sample")
+        (folder.path / "seen").touch()
+        wait_until(lambda: folder.read_address("sample") not in (None, first))
+    """
+    learner = textwrap.dedent(LEARNER.format(path=str(folder.path))) + textwrap.dedent(waits)
+    with (
+        Supervisor(grace_s=5, ending=ending(folder)) as supervisor,
+        StopSignals(folder, supervisor) as signals,
+    ):
+        supervisor.start(role(folder, "sample", sampler.format(path=str(folder.path))))
+        supervisor.start(role(folder, "learn", learner))
+        assert wait_for_learner(supervisor, signals, timeout_s=60.0, sampler_restarts=1) == Finished()
+
+
+def test_a_sample_role_that_fails_as_it_starts_is_not_started_again(folder):
     with (
         Supervisor(grace_s=5, ending=ending(folder)) as supervisor,
         StopSignals(folder, supervisor) as signals,
@@ -355,3 +389,20 @@ def test_an_attempt_without_a_checkpoint_is_begun_anew_and_its_metrics_are_put_a
     write_manifest(whole, world_size=1)
     folder.claim()
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_an_announcement_that_a_shared_folder_does_not_give_at_once_is_read_again(folder, monkeypatch):
+    monkeypatch.setattr(run_folder, "READ_AGAIN_S", (0.0, 0.0))
+    folder.announce("serve", {"urls": [], "lives": {"http://a:1": 2}})
+    read_text, errors = Path.read_text, [errno.ESTALE, errno.EIO]
+
+    def read(path):
+        if errors:
+            raise OSError(errors.pop(0), "the file system says no")
+        return read_text(path)
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert read_lives(folder, ["serve"]) == {"http://a:1": 2}
+    errors += [errno.ESTALE] * 3
+    with pytest.raises(OSError, match="says no"):
+        read_lives(folder, ["serve"])

@@ -33,7 +33,7 @@ class Fleet:
         self._look()
         return bool(self.deaths)
 
-    def restart_ended(self) -> list[Exception]:
+    def restart_ended(self, most: int) -> list[Exception]:
         return [self.deaths.pop()]
 
     def look_at_restarted(self) -> list[int]:

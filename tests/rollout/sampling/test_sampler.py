@@ -918,6 +918,10 @@ def test_a_role_that_is_replaced_is_noticed_and_its_successor_followed(tokenizer
     ) as remote:
         groups, *_ = remote.next_groups(3, newest=0, max_staleness=0)
         assert not remote.follow(within_s=20), "the same announcement, for longer than peer_timeout_s"
+        with RemoteSampler(
+            "tcp://127.0.0.1:1", timeout_s=20, peer_timeout_s=0.3, key=first._key, find=lambda: announced
+        ) as late:
+            assert late.state() == remote.state(), "announced after the address was read"
         announced = None
         assert not remote.follow(within_s=0.3)
         announced = {"address": second._address, "pid": 2}

@@ -3,11 +3,12 @@
 import sys
 import time
 
+import psutil
 import pytest
 
 from configs.schema.rollout import RolloutConfig
 from rollout.servers import fleet as fleets
-from rollout.servers.fleet import ServerFleet
+from rollout.servers.fleet import ServerDied, ServerFleet
 from tests.support.server_specs import server_spec
 
 SERVER = """
@@ -28,7 +29,9 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 
 
 @pytest.fixture
-def fleet(tmp_path, monkeypatch):
+def fleet(request, tmp_path, monkeypatch):
+    """Of one server, or as many as the test asks for."""
+
     def command(spec, share, ports, meeting_point=None, *, weight_version=0):
         state = [str(tmp_path / "hang"), str(weight_version), str(spec.config.model.path.resolve())]
         return [sys.executable, "-c", SERVER, str(ports.http), *state]
@@ -37,7 +40,7 @@ def fleet(tmp_path, monkeypatch):
     monkeypatch.setattr(fleets, "RESTARTED_HEALTH_TIMEOUT_S", 0.3)
     monkeypatch.setattr(RolloutConfig, "hang_timeout_s", 1.0)
     (tmp_path / "config.json").write_text("{}")
-    started = ServerFleet(server_spec(tmp_path), tmp_path / "logs")
+    started = ServerFleet(server_spec(tmp_path, replicas=getattr(request, "param", 1)), tmp_path / "logs")
     try:
         started.start()
         started.wait_healthy(30)
@@ -57,7 +60,7 @@ def test_a_server_that_stops_to_answer_is_killed_and_started_again_without_weigh
     assert killed == [0] and time.monotonic() - began > 1.0
     assert fleet.kill_hung() == [], "it has ended"
     (tmp_path / "hang").unlink()
-    (death,) = fleet.restart_ended()
+    (death,) = fleet.restart_ended(most=1)
     assert "was killed by SIGKILL" in str(death) and fleet.lives() == {}
     while not fleet.look_at_restarted():
         assert fleet.kill_hung() == [], "it starts"
@@ -65,6 +68,18 @@ def test_a_server_that_stops_to_answer_is_killed_and_started_again_without_weigh
     assert fleet.lives() == dict.fromkeys(lives, 2)
     replica = fleet._replicas[0]
     assert fleets._version_of(fleet._spec, replica.ports.http, 5.0) == "-1"
+
+
+@pytest.mark.parametrize("fleet", [2], indirect=True)
+def test_servers_that_end_together_are_not_started_more_often_than_is_left(fleet):
+    for replica in fleet._replicas:
+        psutil.Process(replica.process.pid).kill()
+        replica.process.wait()
+    assert fleet.note_ended()
+    with pytest.raises(ServerDied, match="replica 0"):
+        fleet.restart_ended(most=1)
+    assert [replica.life for replica in fleet._replicas] == [1, 1]
+    assert len(fleet.restart_ended(most=2)) == 2
 
 
 def test_a_server_that_answers_again_is_not_hung(fleet, tmp_path):

@@ -1,6 +1,9 @@
 """The tracker against its record, a real MLflow sqlite store read back, and servers that hang or are not
 there."""
 
+import contextlib
+import errno
+import io
 import json
 import math
 import re
@@ -28,6 +31,7 @@ from trainer.sampling import Sampled
 from trainer.tracking import mlflow_thread
 from trainer.tracking import tracker as tracking
 from trainer.tracking.alarms import check_alarms
+from trainer.tracking.ledger import LEDGER, Ledger, read_ledger
 from trainer.tracking.provenance import provenance
 from trainer.tracking.tracker import (
     HEADER_EVERY,
@@ -283,6 +287,68 @@ def test_lines_are_on_disk_when_log_returns_and_hold_what_was_logged(tmp_path):
     assert [{k: v for k, v in line.items() if k != "elapsed_s"} for line in first] == [{"step": 1, **FULL}]
     assert second[1]["reward/mean"] == 1.0
     assert 0 <= second[0]["elapsed_s"] <= second[1]["elapsed_s"] < 60
+
+
+@pytest.fixture
+def full_disk(monkeypatch):
+    """While it is set, a line finds room for its first bytes alone."""
+    is_full, open_file = threading.Event(), Path.open
+
+    class File(io.FileIO):
+        was_full = False
+
+        def write(self, content):
+            if is_full.is_set() and self.was_full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            self.was_full = is_full.is_set()
+            return super().write(content[:7] if self.was_full else content)
+
+    def opened(path, mode="r", buffering=-1, **named):
+        return File(path, mode) if buffering == 0 else open_file(path, mode, buffering, **named)
+
+    monkeypatch.setattr(Path, "open", opened)
+    return is_full
+
+
+def test_lines_that_a_full_disk_does_not_take_are_written_later(tmp_path, capsys, full_disk):
+    tracker, ledger = Tracker(make_config(), tmp_path), Ledger(tmp_path / LEDGER, keep_until=0)
+    stats = SimpleNamespace(first_group=0, prompts=["p"], without_signal=[], failed_rewards=0)
+    for step in (1, 2, 3, 4):
+        (full_disk.clear, full_disk.set)[step in (2, 3)]()
+        tracker.log(step, FULL)
+        ledger.enter(step, stats)
+    full_disk.set()
+    tracker.log(5, FULL)
+    ledger.enter(5, stats)
+    full_disk.clear()
+    ledger.close()
+    tracker.close("FINISHED")
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
+    assert [line.step for line in read_ledger(tmp_path / LEDGER)] == [1, 2, 3, 4, 5]
+    said, logged = capsys.readouterr().out, (tmp_path / "console.log").read_text()
+    assert said == logged and said.count("metrics.jsonl cannot be written (No space left on device)") == 1
+
+
+@pytest.mark.parametrize("status", ["FINISHED", "FAILED"])
+def test_metrics_that_are_lost_on_a_full_disk_are_told_of(tmp_path, capsys, full_disk, status):
+    tracker = Tracker(make_config(), tmp_path)
+    full_disk.set()
+    tracker.log(1, FULL)
+    with pytest.raises(OSError, match="last lines") if status == "FINISHED" else contextlib.nullcontext():
+        tracker.close(status)
+    assert status == "FINISHED" or "metrics.jsonl are lost (No space" in capsys.readouterr().err
+
+
+def test_a_console_that_takes_nothing_does_not_end_the_run(tmp_path, monkeypatch):
+    tracker = Tracker(make_config(), tmp_path)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        tracker.log(1, FULL)
+        monkeypatch.undo()
+        tracker.close("FINISHED")
+        with pytest.raises(OSError, match="No space"):
+            full.close()
+    assert "1/" in (tmp_path / "console.log").read_text()
 
 
 def test_values_that_are_not_finite(tmp_path, caplog):
