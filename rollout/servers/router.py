@@ -203,7 +203,7 @@ class Router:
                 return False
 
     def _log_end(self) -> str:
-        return f"last lines of {self._log_file}:\n{log_tail(self._log_file)}"
+        return f"last lines of {self._log_file}:\n{log_tail(self._log_file, key=self._key)}"
 
     def stop(self) -> None:
         process, self._process = self._process, None
