@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.schema.rollout import RolloutConfig
+from rollout.connections import require_own
 from rollout.run_key import RunKey
 from rollout.servers.command import (
     INITIAL_WEIGHT_VERSION,
@@ -350,6 +351,8 @@ def _get(spec: ServerSpec, port: int, path: str, timeout_s: float) -> bytes | No
     headers = {} if spec.key is None else spec.key.http_headers
     with closing(connection):
         try:
+            connection.connect()
+            require_own(connection.sock)
             connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             return response.read() if response.status == 200 else None
