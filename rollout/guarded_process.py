@@ -6,6 +6,7 @@ import logging
 import os
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -65,7 +66,16 @@ async def own_folder(prefix: str) -> AsyncIterator[str]:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder with all in it, also folders in which nothing may be written, as some tools make them."""
+    """Remove a folder with all in it, also folders in which nothing may be written, as some tools make them, and those
+    that are nested deeper than Python's stack, and than a path is long, as a program may make them."""
+    try:
+        _remove(folder)
+    except RecursionError:
+        quiet = subprocess.DEVNULL
+        subprocess.run(["rm", "-rf", "--", folder], stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+
+
+def _remove(folder: str) -> None:
     with suppress(OSError):
         os.chmod(folder, 0o700)
     shutil.rmtree(folder, ignore_errors=True)
