@@ -4,7 +4,9 @@ A connection is silent for minutes during a long generation: only probes tell a 
 """
 
 import errno
+import os
 import socket
+import struct
 import time
 
 import zmq
@@ -18,6 +20,11 @@ CONNECT_TIMEOUT_S = 10.0
 CONNECT_AGAIN_S = 0.5
 UNREACHABLE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
 """Errors of a cut network. A host that is up and refuses answers with another error."""
+ROOT = 0
+SOCK_DIAG, SOCK_DIAG_BY_FAMILY, REQUEST = 4, 20, 1
+"""Linux's numbers of a question for a socket: of the netlink family, of the message, of its flag."""
+LISTENER = ("0.0.0.0", 0)
+"""The far end of a socket that listens."""
 
 
 class PeerLost(ConnectionError):
@@ -46,8 +53,8 @@ def watched_socket(address_info: tuple, *, peer_timeout_s: float) -> socket.sock
 
 
 def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket:
-    """A watched connection. While the host cannot be reached, attempts are repeated for ``peer_timeout_s``. Raises
-    OSError: the host refused, or could not be reached in that time."""
+    """A watched connection to a process of this run. While the host cannot be reached, attempts are repeated for
+    ``peer_timeout_s``. Raises OSError: the host refused, could not be reached in that time, or see ``require_own``."""
     deadline = time.monotonic() + peer_timeout_s
     while True:
         try:
@@ -57,7 +64,50 @@ def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket
                 raise
             time.sleep(CONNECT_AGAIN_S)
         else:
+            try:
+                require_own(connection)
+            except PermissionError:
+                connection.close()
+                raise
             return watch(connection, peer_timeout_s)
+
+
+def require_own(connection: socket.socket) -> None:
+    """Raise PermissionError where the other end is another user's process on this host. To be called before the key is
+    sent: whoever took a server's port before it, or after its end, would get the key.
+
+    Says nothing of other hosts, nor of a connection that is gone, nor where the kernel does not tell whose a socket is.
+    """
+    if connection.family != socket.AF_INET:  # the only one that servers listen at
+        return
+    try:
+        here, there = connection.getsockname(), connection.getpeername()
+        user, inode = _owner(there, here)
+        if not inode:  # not accepted yet: older kernels do not know its user
+            user, _ = _owner(there, LISTENER)
+    except OSError:
+        return
+    if user not in (os.geteuid(), ROOT):
+        host, port = there
+        raise PermissionError(
+            errno.EPERM,
+            f"at {host}:{port} a process of another user (uid {user}) listens in place of this run's",
+        )
+
+
+def _owner(local: tuple[str, int], remote: tuple[str, int]) -> tuple[int, int]:
+    """(user, inode) of this host's TCP socket with these ends (sock_diag(7)). Raises OSError: there is none."""
+    addresses = [socket.inet_aton(address).ljust(16, b"\0") for address, _ in (local, remote)]
+    ends = struct.pack("!HH", local[1], remote[1]) + b"".join(addresses)
+    asked = (
+        struct.pack("=BBxxI", socket.AF_INET, socket.IPPROTO_TCP, 2**32 - 1) + ends + bytes(4) + b"\xff" * 8
+    )
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, SOCK_DIAG) as kernel:
+        kernel.send(struct.pack("=IHHII", 16 + len(asked), SOCK_DIAG_BY_FAMILY, REQUEST, 0, 0) + asked)
+        answer = kernel.recv(4096)
+    if struct.unpack_from("=H", answer, 4)[0] != SOCK_DIAG_BY_FAMILY or len(answer) < 88:
+        raise OSError(errno.ENOENT, "no such socket")
+    return struct.unpack_from("=II", answer, 80)
 
 
 def is_unreachable(error: OSError) -> bool:

@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -109,7 +110,16 @@ def _start_of(pid: int) -> str | None:
 
 
 def remove(folder: str) -> None:
-    """Remove a folder with all in it, also folders in which nothing may be written, as some tools make them."""
+    """Remove a folder with all in it, also folders in which nothing may be written, as some tools make them, and those
+    that are nested deeper than Python's stack, and than a path is long, as a program may make them."""
+    try:
+        _remove(folder)
+    except RecursionError:
+        quiet = subprocess.DEVNULL
+        subprocess.run(["rm", "-rf", "--", folder], stdin=quiet, stdout=quiet, stderr=quiet, check=False)
+
+
+def _remove(folder: str) -> None:
     with suppress(OSError):
         os.chmod(folder, 0o700)
     shutil.rmtree(folder, ignore_errors=True)

@@ -6,12 +6,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
+from weakref import WeakSet
 
 import aiohttp
 
 from rollout.client import Session
-from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, watched_socket
+from rollout.connections import CONNECT_TIMEOUT_S, PEER_TIMEOUT_S, require_own, watched_socket
 
 T = TypeVar("T")
 
@@ -61,16 +62,37 @@ class Replica:
         return True
 
 
+class OwnServers(aiohttp.TCPConnector):
+    """Connections to processes of this run alone, which may be told its key: see ``connections.require_own``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._own = WeakSet[asyncio.Transport]()
+
+    async def connect(self, req: Any, traces: Any, timeout: Any) -> Any:
+        connection = await super().connect(req, traces, timeout)
+        transport = connection.transport
+        if transport is not None and transport not in self._own:
+            try:
+                require_own(transport.get_extra_info("socket"))
+            except PermissionError as error:
+                connection.close()
+                raise aiohttp.ClientConnectorError(req.connection_key, error) from error
+            self._own.add(transport)
+        return connection
+
+
 def open_session(
     *,
     peer_timeout_s: float = PEER_TIMEOUT_S,
     headers: Mapping[str, str] | None = None,
+    connector: type[aiohttp.TCPConnector] = aiohttp.TCPConnector,
     keepalive_timeout: float = 15.0,
 ) -> aiohttp.ClientSession:
     """A session without a limit of connections and without a deadline for a whole request, which callers set."""
     watched = partial(watched_socket, peer_timeout_s=peer_timeout_s)
     return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, socket_factory=watched, keepalive_timeout=keepalive_timeout),
+        connector=connector(limit=0, socket_factory=watched, keepalive_timeout=keepalive_timeout),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
         headers=headers,
     )

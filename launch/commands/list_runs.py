@@ -43,7 +43,7 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
     try:
         config = yaml.safe_load((path / "config.yaml").read_text())
         kind, steps = config.get("kind", "train"), config.get("steps")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+    except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError):
         return path.name, "config.yaml is not readable", "-", "-", "-"
     if kind != "train":
         return path.name, f"({kind})", "-", "-", "-"

@@ -88,7 +88,7 @@ def _chosen(samples: list[Sample], name: str, number: int | None) -> list[Sample
 def model_path(folder: RunFolder) -> Path:
     try:
         return Path(yaml.safe_load(folder.config.read_text())["model"]["path"])
-    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError) as error:
         raise BadInput(f"RUN: {folder.config} names no model.path ({error}); restore the file") from error
 
 

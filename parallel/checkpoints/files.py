@@ -139,7 +139,7 @@ def read_manifest(folder: Path) -> Manifest:
             )
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(world_size=content["world_size"], files=files)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
         raise DamagedManifest(f"{MANIFEST} is damaged: {error!r}") from None
     if not has_digest:
         raise DamagedManifest(f"{MANIFEST} is damaged: it has no SHA-256 of itself")

@@ -90,7 +90,8 @@ def run_tests(job):
         try:
             outcome, error = run_test(job, test, folder)
         finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            with contextlib.suppress(RecursionError):  # our parent removes what is nested deeper
+                shutil.rmtree(folder, ignore_errors=True)
         if error is not None:
             return {"error": error}
         outcomes.append(outcome)

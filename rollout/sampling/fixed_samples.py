@@ -10,6 +10,7 @@ import orjson
 from configs.schema import RunConfig
 from rollout.client import GenerationClient, GenerationError
 from rollout.gathering import all_or_first_error
+from rollout.http_replicas import OwnServers
 from rollout.records import Completion, Prompt
 from rollout.run_key import RunKey
 from rollout.sampling.order import epoch_order
@@ -95,7 +96,7 @@ async def prefill_logprobs(
     began, tokens = time.perf_counter(), 0
     headers = key.http_headers if key is not None else None
     async with aiohttp.ClientSession(
-        timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers
+        connector=OwnServers(), timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers
     ) as session:
         for rows in _split_into_requests(sequences):
             part = [list(sequences[row]) for row in rows]

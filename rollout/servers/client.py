@@ -16,7 +16,14 @@ import orjson
 from rollout.client import ClientStats, GenerationError, Session
 from rollout.connections import PEER_TIMEOUT_S, is_unreachable
 from rollout.gathering import all_or_first_error
-from rollout.http_replicas import AttemptFailed, Replica, ReplicaLost, open_session, request_with_retries
+from rollout.http_replicas import (
+    AttemptFailed,
+    OwnServers,
+    Replica,
+    ReplicaLost,
+    open_session,
+    request_with_retries,
+)
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers import kept_sets
@@ -106,7 +113,10 @@ class SGLangClient:
         self._stats = ClientStats()
         headers = key.http_headers if key is not None else None
         self._session = open_session(
-            peer_timeout_s=peer_timeout_s, headers=headers, keepalive_timeout=REUSE_S
+            peer_timeout_s=peer_timeout_s,
+            headers=headers,
+            connector=OwnServers,
+            keepalive_timeout=REUSE_S,
         )
 
     async def __aenter__(self) -> "SGLangClient":

@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from configs.schema.rollout import RolloutConfig
+from rollout.connections import require_own
+from rollout.run_key import RunKey
 from rollout.servers.command import (
     INITIAL_WEIGHT_VERSION,
     NO_WEIGHT_VERSION,
@@ -38,9 +40,10 @@ RESTARTED_HEALTH_TIMEOUT_S = 5.0
 class ServerDied(RuntimeError):
     """A server process ended while the run needed it."""
 
-    def __init__(self, replica: int, pid: int, exit_code: int, log_file: Path) -> None:
+    def __init__(self, replica: int, pid: int, exit_code: int, log_file: Path, key: RunKey | None) -> None:
+        last_lines = log_tail(log_file, key=key)
         super().__init__(
-            f"SGLang replica {replica} (pid {pid}) {how_it_ended(exit_code)}; last lines of {log_file}:\n{log_tail(log_file)}"
+            f"SGLang replica {replica} (pid {pid}) {how_it_ended(exit_code)}; last lines of {log_file}:\n{last_lines}"
         )
 
 
@@ -174,9 +177,10 @@ class ServerFleet:
                     )
             if waiting and left_s <= 0:
                 log_file = waiting[0].log_file
+                last_lines = log_tail(log_file, key=self._spec.key)
                 raise TimeoutError(
                     f"SGLang replicas {[replica.number for replica in waiting]} were not ready after {timeout_s:g} s; raise "
-                    f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{log_tail(log_file)}"
+                    f"rollout.server_start_timeout_s if they only need longer. Last lines of {log_file}:\n{last_lines}"
                 )
             if waiting:
                 time.sleep(HEALTH_POLL_S)
@@ -195,7 +199,8 @@ class ServerFleet:
 
     def _death_of(self, replica: _Replica) -> ServerDied:
         pid = self._pids.get(replica.number, replica.process.pid)
-        return ServerDied(replica.number, pid, replica.process.returncode, replica.log_file)
+        code, log_file = replica.process.returncode, replica.log_file
+        return ServerDied(replica.number, pid, code, log_file, self._spec.key)
 
     def lives(self) -> dict[str, int]:
         """The address of each replica that answers and is not being started again, with the number of its life."""
@@ -269,7 +274,7 @@ class ServerFleet:
             elif time.monotonic() - started > limit_s:
                 raise TimeoutError(
                     f"SGLang replica {replica.number} was started again, and was not ready after {limit_s:g} s. Last lines of "
-                    f"{replica.log_file}:\n{log_tail(replica.log_file)}"
+                    f"{replica.log_file}:\n{log_tail(replica.log_file, key=self._spec.key)}"
                 )
         return healthy
 
@@ -346,6 +351,8 @@ def _get(spec: ServerSpec, port: int, path: str, timeout_s: float) -> bytes | No
     headers = {} if spec.key is None else spec.key.http_headers
     with closing(connection):
         try:
+            connection.connect()
+            require_own(connection.sock)
             connection.request("GET", path, headers=headers)
             response = connection.getresponse()
             return response.read() if response.status == 200 else None

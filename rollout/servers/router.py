@@ -22,6 +22,7 @@ from typing import Any
 from configs.schema import RunConfig
 from configs.schema.rollout import RouterConfig
 from rollout.client import ClientStats, GenerationClient, GenerationError
+from rollout.connections import require_own
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.client import SGLangClient
@@ -196,6 +197,8 @@ class Router:
         headers = self._key.http_headers if self._key is not None else {}
         with closing(connection):
             try:
+                connection.connect()
+                require_own(connection.sock)
                 connection.request("GET", "/workers", headers=headers)
                 response = connection.getresponse()
                 return response.status == 200 and _healthy_workers(response.read()) == len(self._urls)
@@ -203,7 +206,7 @@ class Router:
                 return False
 
     def _log_end(self) -> str:
-        return f"last lines of {self._log_file}:\n{log_tail(self._log_file)}"
+        return f"last lines of {self._log_file}:\n{log_tail(self._log_file, key=self._key)}"
 
     def stop(self) -> None:
         process, self._process = self._process, None

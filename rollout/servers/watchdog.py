@@ -30,6 +30,8 @@ OWNER_GONE_EXIT_CODE = 75
 
 
 def main(command: list[str]) -> int:
+    # SGLang's processes unpickle what comes over unix sockets below /tmp, to which whoever may write to the file may connect.
+    os.umask(os.umask(0o077) | 0o022)
     outlasts_sigterm = signal.signal(signal.SIGTERM, signal.SIG_IGN) is signal.SIG_IGN
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     libc = ctypes.CDLL(None, use_errno=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import psutil
 
+from rollout.run_key import RunKey
+
 KILL_TIMEOUT_S = 30.0
 """Deadline for the kernel to tear down a killed server with all its memory."""
 POLL_S = 0.05
@@ -128,13 +130,16 @@ def server_pid(process: subprocess.Popen) -> int | None:
     return None
 
 
-def log_tail(log_file: Path, lines: int = LOG_TAIL_LINES, *, start: int = 0) -> str:
+def log_tail(
+    log_file: Path, lines: int = LOG_TAIL_LINES, *, start: int = 0, key: RunKey | None = None
+) -> str:
     """The last lines of a log, without progress bars. The first ``start`` bytes, an earlier process's, are
-    left out."""
+    left out, and so is ``key``: others may read where the lines go."""
     try:
         with log_file.open("rb") as log:
             log.seek(max(log.seek(0, os.SEEK_END) - 65536, start))
             text = log.read().decode(errors="replace")
     except FileNotFoundError:
         return "(no log)"
+    text = text if key is None else text.replace(key.secret, "***")
     return "\n".join(line.rsplit("\r", 1)[-1] for line in text.splitlines()[-lines:])

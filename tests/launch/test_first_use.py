@@ -219,7 +219,7 @@ def test_the_list_of_runs(tmp_path):
     evaluated = make_run(tmp_path / "runs" / "a-eval", rows=[])
     evaluated.summary.write_text('{"accuracy": 0.5, "count": 4}')
     broken = make_run(tmp_path / "runs" / "broken", rows=[])
-    broken.config.write_text("a: [")
+    broken.config.write_text("[" * 100_000)
     (tmp_path / "runs" / "latest").symlink_to("a-1")
     for age, name in enumerate(("a-2", "a-1", "warm", "a-eval", "broken")):
         for file in (tmp_path / "runs" / name).iterdir():

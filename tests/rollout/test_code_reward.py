@@ -258,6 +258,19 @@ def test_a_large_file_is_refused_and_the_folder_is_empty(sandbox):
     assert outcomes(sandbox, program.format(2**26 + 2**20)) == ["failed"]
 
 
+DEEP = """
+import os
+for _ in range(3000):
+    os.mkdir("deeper")
+    os.chdir("deeper")
+"""
+
+
+@EACH
+def test_folders_that_are_nested_deeper_than_pythons_stack_are_removed(sandbox):
+    assert outcomes(sandbox, DEEP) == ["passed"]
+
+
 @EACH
 def test_a_program_gets_no_variable_of_the_run(sandbox, monkeypatch):
     monkeypatch.setenv("JUDGE_KEY", "secret")

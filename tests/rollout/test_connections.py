@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -19,9 +20,13 @@ from aiohttp import web
 from rollout import connections
 from rollout.client import GenerationError
 from rollout.connections import PeerLost, Requester, connect, watch
+from rollout.run_key import run_key
 from rollout.sampling.messages import SamplingError
 from rollout.sampling.remote import RemoteSampler
+from rollout.servers import fleet
 from rollout.servers.client import SGLangClient
+from rollout.servers.control_line import ControlError, ControlLine
+from tests.support.server_specs import server_spec
 
 GONE = OSError(errno.ENETUNREACH, "Network is unreachable")
 REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -67,6 +72,54 @@ def listening():
         server.bind(("127.0.0.1", 0))
         server.listen()
         yield server.getsockname()
+
+
+STRANGER = """
+import os, socket, sys, time
+os.setgid(65534), os.setuid(65534)
+server = socket.create_server(("127.0.0.1", 0))
+print(server.getsockname()[1], flush=True)
+time.sleep(float(sys.argv[1]))
+connection, _ = server.accept()
+print("got", connection.recv(2000), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture(params=[0, 1], ids=["accepts", "accepts late"])
+def stranger(request):
+    """Port of another user's process, which took it in place of a server; and what that process is told."""
+    if os.geteuid() != 0:
+        pytest.skip("starts a process of another user: run it as root")
+    command = [sys.executable, "-I", "-c", STRANGER, str(request.param)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        yield int(process.stdout.readline()), lambda: (process.stdout.readline(), process.kill())[0]
+        process.kill()
+
+
+def test_another_users_process_at_a_servers_port_is_not_told_the_key(stranger, tmp_path):
+    port, told = stranger
+    key = run_key(tmp_path / "key.yaml")
+
+    async def generate():
+        options = {"max_concurrency": 1, "timeout_s": 20, "max_retries": 0, "key": key}
+        async with SGLangClient([f"http://127.0.0.1:{port}"], **options) as client:
+            await client.generate_group([1], max_new_tokens=1, temperature=1.0, stop_token_ids=[], seeds=[1])
+
+    refused = "another user \\(uid 65534\\) listens"
+    with pytest.raises(GenerationError, match=refused):
+        asyncio.run(generate())
+    assert told() == "got b''\n"
+
+
+def test_another_users_process_controls_no_learner_and_is_no_healthy_server(stranger, tmp_path):
+    port, told = stranger
+    key = run_key(tmp_path / "key.yaml")
+    line = ControlLine(f"http://127.0.0.1:{port}", timeout_s=20, key=key)
+    with closing(line), pytest.raises(ControlError, match="another user"):
+        line.ask("GET", "/model_info", None).result()
+    assert told() == "got b''\n"
+    assert fleet._get(replace(server_spec(tmp_path), key=key), port, "/model_info", 5.0) is None
 
 
 @pytest.mark.parametrize(

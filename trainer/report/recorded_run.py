@@ -97,7 +97,7 @@ def _read_summary(run: RecordedRun) -> dict[str, Any]:
         return {}
     try:
         summary = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         summary = None
     if not isinstance(summary, dict):
         run.notes.append("summary.json is not readable and was left out.")

@@ -49,7 +49,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         try:
             row = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
@@ -68,7 +68,7 @@ def rows_from_the_end(path: Path, *, with_metric: str = "") -> Iterator[dict[str
         if newest or not with_metric or f'"{with_metric}"' in line:
             try:
                 row = json.loads(line)
-            except ValueError:  # torn by a crash
+            except (ValueError, RecursionError):  # torn by a crash
                 continue
             if isinstance(row, dict):
                 newest = False

@@ -32,8 +32,13 @@ def error_text(error):
     except Exception:  # the text of a user's exception may be any code
         told = ""
     text = f"{type(error).__name__}: {told}" if told else type(error).__name__
-    text = " ".join(readable(text).split())
+    text = "".join(map(_printable, " ".join(readable(text).split())))
     return text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}…"
+
+
+def _printable(character):
+    """A terminal obeys control characters, and the text may be a model's."""
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def describe(error):

@@ -14,7 +14,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from rollout.environments import tandem_worker
-from rollout.environments.tandem_worker.failures import Failure
+from rollout.environments.tandem_worker.failures import Failure, error_text
 from rollout.environments.tandem_worker.interfaces import INTERFACES
 from rollout.environments.tandem_worker.server import Server
 from rollout.environments.tandem_worker.tool_schemas import schema_of
@@ -401,3 +401,9 @@ FROM_START = (
     "mpl_toolkits",
 )
 """What an installation may import at the start of every Python."""
+
+
+def test_the_text_of_an_error_moves_no_terminal():
+    """It may hold a model's words."""
+    text = error_text(ValueError("bad \x1b[2J\x9b31m\x07\n\u202eanswer\r\x7f é"))
+    assert text == r"ValueError: bad \x1b[2J\x9b31m\x07 \u202eanswer \x7f é"

@@ -2,11 +2,13 @@
 
 import sys
 import time
+from dataclasses import replace
 
 import psutil
 import pytest
 
 from configs.schema.rollout import RolloutConfig
+from rollout.run_key import run_key
 from rollout.servers import fleet as fleets
 from rollout.servers.fleet import ServerDied, ServerFleet
 from tests.support.server_specs import server_spec
@@ -105,3 +107,19 @@ def test_a_server_of_another_model_at_the_port_is_not_ours(fleet, tmp_path):
 def test_an_answer_of_another_form_is_not_ours(tmp_path, monkeypatch, answer):
     monkeypatch.setattr(fleets, "_get", lambda *arguments: answer)
     assert fleets._version_of(server_spec(tmp_path), 1, 1.0) is None
+
+
+def test_the_end_of_a_server_does_not_tell_the_key(tmp_path, monkeypatch):
+    """SGLang prints its settings; what its end is reported by stands where others may read it."""
+    key = run_key(tmp_path / "key.yaml")
+    ending = f"print({{'api_key': {key.secret!r}}}); print('out of memory'); raise SystemExit(3)"
+    monkeypatch.setattr(fleets, "server_command", lambda *_, **__: [sys.executable, "-c", ending])
+    (tmp_path / "config.json").write_text("{}")
+    started = ServerFleet(replace(server_spec(tmp_path), key=key), tmp_path / "logs")
+    try:
+        started.start()
+        with pytest.raises(ServerDied, match="out of memory") as death:
+            started.wait_healthy(30)
+    finally:
+        started.stop()
+    assert "'api_key': '***'" in str(death.value) and key.secret not in str(death.value)

@@ -51,6 +51,13 @@ def test_a_killed_watchdog_takes_the_server_with_it():
         assert_all_end([server])
 
 
+@pytest.mark.parametrize(("given", "expected"), [(0o000, "0022"), (0o002, "0022"), (0o077, "0077")])
+def test_no_other_user_may_write_to_what_a_server_makes(given, expected):
+    """SGLang's unix sockets among them, whose messages its processes unpickle."""
+    with start_tree("umask", lambda: os.umask(given)) as watchdog:
+        assert watchdog.stdout.read().decode().strip() == expected
+
+
 HANDLER = """
 import signal, sys
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))

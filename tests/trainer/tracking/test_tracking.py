@@ -392,6 +392,15 @@ def test_rows_from_the_end_are_those_of_the_file_backwards(lines, block, ends):
         ]
 
 
+@pytest.mark.parametrize(
+    "line", ["[" * 100_000, "9" * 5000], ids=["deeper than Python reads", "longer than an int"]
+)
+def test_a_line_that_python_does_not_read_is_left_out(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    assert read_metrics(path) == [*rows_from_the_end(path)] == [{"step": 1}]
+
+
 def test_resume_drops_later_steps_and_the_torn_line_and_goes_on(tmp_path):
     lines = [{"step": s, "elapsed_s": 10.0 * s, "reward/mean": s / 10} for s in (0, 1, 2, 3)]
     path = tmp_path / "metrics.jsonl"
