@@ -3,8 +3,9 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from configs.reading.named_files import TOKENIZERS
 
@@ -70,17 +71,22 @@ def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path)
 
 
 def encode_prompt(
-    tokenizer: "Tokenizer", text: str, *, system_prompt: str | None, apply_chat_template: bool
+    tokenizer: "Tokenizer",
+    text: str,
+    *,
+    system_prompt: str | None,
+    apply_chat_template: bool,
+    chat_template_kwargs: Mapping[str, Any] = {},
 ) -> list[int]:
     """Token ids of a prompt, up to where the model's answer starts.
 
-    With a chat template: the system message, if any, ``text`` as the user's message, and the header of the
-    assistant's turn. Without: ``text`` with the tokenizer's own special tokens (such as Llama's begin token).
+    With a chat template and its arguments: the system message, if any, ``text`` as the user's message, and the header
+    of the assistant's turn. Without: ``text`` with the tokenizer's own special tokens (such as Llama's begin token).
 
     Raises ValueError: the template is missing, a system prompt comes without a template, or there is no token.
     """
     if apply_chat_template:
-        token_ids = _encode_chat(tokenizer, text, system_prompt)
+        token_ids = _encode_chat(tokenizer, text, system_prompt, chat_template_kwargs)
     elif system_prompt is not None:
         raise ValueError(
             "system_prompt needs a chat template; set apply_chat_template: true, or write the text into the prompts"
@@ -92,7 +98,9 @@ def encode_prompt(
     return token_ids
 
 
-def _encode_chat(tokenizer: "Tokenizer", text: str, system_prompt: str | None) -> list[int]:
+def _encode_chat(
+    tokenizer: "Tokenizer", text: str, system_prompt: str | None, arguments: Mapping[str, Any]
+) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put its chat_template.jinja into "
@@ -101,7 +109,7 @@ def _encode_chat(tokenizer: "Tokenizer", text: str, system_prompt: str | None) -
     messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
     messages.append({"role": "user", "content": text})
     token_ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
+        messages, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
     )
     return list(cast("list[int]", token_ids))
 

@@ -8,15 +8,15 @@ imported.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
-from configs.schema.run import CountdownSftData, JsonlSftData
+from configs.schema.run import CountdownSftData, JsonlSftData, SftData
 from configs.schema.task import (
     AnyReward,
     CodeReward,
@@ -25,6 +25,7 @@ from configs.schema.task import (
     JsonlTask,
     ModelReward,
     RewardPart,
+    TaskConfig,
     WeightedReward,
 )
 from parallel.planning.architecture import read_architecture, read_hf_config
@@ -134,29 +135,56 @@ def _check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> I
         from rollout.tasks.countdown import check_characters
 
         yield from finding_of("model.path", check_characters, tokenizer)
-    elif data.apply_chat_template:
-        field = "data.apply_chat_template" if isinstance(config, SftConfig) else "task.apply_chat_template"
-        system_prompt = getattr(data, "system_prompt", None)
-        yield from finding_of(field, _check_template, tokenizer, system_prompt, field)
+    if tokenizer.chat_template or getattr(data, "apply_chat_template", False):
+        yield from _check_template(config, tokenizer, data)
 
 
-def _check_template(tokenizer: "Tokenizer", system_prompt: str | None, field: str) -> None:
+def _check_template(
+    config: RunConfig | SftConfig, tokenizer: "Tokenizer", data: TaskConfig | SftData
+) -> Iterator[Finding]:
+    """Also where an environment alone renders: its own check, at the start, knows nothing of the arguments' names."""
+    from rollout.tokenizer_files import check_template_arguments
+
+    arguments, field = config.model.chat_template_kwargs, "model.chat_template_kwargs"
+    system_prompt, templated = (
+        getattr(data, "system_prompt", None),
+        getattr(data, "apply_chat_template", False),
+    )
+    if not (templated or arguments):
+        return
+    error = _template_error(tokenizer, system_prompt, arguments)
+    if error and arguments and not _template_error(tokenizer, system_prompt, {}):
+        yield field, f"{field}={arguments}: {error}; correct or remove them"
+    elif error and templated:
+        of_data = "data.apply_chat_template" if isinstance(config, SftConfig) else "task.apply_chat_template"
+        without = "remove task.system_prompt, " if system_prompt is not None else ""
+        fix = f"{without}restore the template that came with the model, or set {of_data}=false"
+        yield of_data, f"{error}; {fix}" if tokenizer.chat_template else error
+    else:
+        yield from finding_of(field, check_template_arguments, tokenizer, arguments)
+
+
+def _template_error(
+    tokenizer: "Tokenizer", system_prompt: str | None, arguments: Mapping[str, Any]
+) -> str | None:
+    """What goes wrong where the template renders a prompt."""
     from rollout.tokenization import encode_prompt
     from rollout.tokenizer_files import TokenizerFiles
 
-    encode = partial(encode_prompt, tokenizer, "?", system_prompt=system_prompt, apply_chat_template=True)
-    if not tokenizer.chat_template:
-        encode()  # raises an error that says so
     try:
-        if isinstance(tokenizer, TokenizerFiles):
-            tokenizer.check_template(system_prompt)
+        if isinstance(tokenizer, TokenizerFiles) and tokenizer.chat_template:
+            tokenizer.check_template(system_prompt, arguments)
         else:
-            encode()
+            encode_prompt(
+                tokenizer,
+                "?",
+                system_prompt=system_prompt,
+                apply_chat_template=True,
+                chat_template_kwargs=arguments,
+            )
     except Exception as error:  # a template is a program: transformers passes on any error
-        without = "remove task.system_prompt, " if system_prompt is not None else ""
-        raise ValueError(
-            f"{error}; {without}restore the template that came with the model, or set {field}=false"
-        ) from error
+        return str(error)
+    return None
 
 
 def _check_reward_tokenizers(config: RunConfig) -> Iterator[Finding]:
@@ -202,7 +230,8 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
         for part in code_parts:
             yield from finding_of(f"task.{field}", check_field, path, part.tests_field, check_tests)
         room = _prompt_room(config, "training" if field == "train_path" else "held-out")
-        yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, room, notes)
+        arguments = config.model.chat_template_kwargs
+        yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, arguments, room, notes)
     notes += _data_notes(surveys, config)
 
 
@@ -227,6 +256,7 @@ def _check_lengths(
     field: str,
     survey: "Survey",
     tokenizer: "Tokenizer | None",
+    arguments: Mapping[str, Any],
     room: PromptRoom | None,
     notes: list[str],
 ) -> Iterator[Finding]:
@@ -234,7 +264,7 @@ def _check_lengths(
         return
     try:
         prompts = ((where, prompt, "") for where, prompt, _ in survey.longest)
-        longest = _token_counts(prompts, tokenizer, task, room.tokens)
+        longest = _token_counts(prompts, tokenizer, task, arguments, room.tokens)
     except ValueError:  # of the template, which is reported elsewhere
         return
     too_long = [(tokens, where) for where, tokens in longest if tokens > room.tokens]
@@ -255,6 +285,7 @@ def _token_counts(
     texts: Iterable[tuple[str, str, str]],
     tokenizer: "Tokenizer",
     data: Gsm8kTask | JsonlTask | JsonlSftData,
+    arguments: Mapping[str, Any],
     room: int,
 ) -> list[tuple[str, int]]:
     """(place, tokens of prompt and response) of the longest texts, as far as these may be more than ``room``. Raises
@@ -262,8 +293,13 @@ def _token_counts(
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
-    system_prompt, template = getattr(data, "system_prompt", None), data.apply_chat_template
-    encode = partial(encode_prompt, tokenizer, system_prompt=system_prompt, apply_chat_template=template)
+    encode = partial(
+        encode_prompt,
+        tokenizer,
+        system_prompt=getattr(data, "system_prompt", None),
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=arguments,
+    )
     around, left, counts = len(encode("?")), MOST_BYTES_TOKENISED, []
     for where, prompt, response in texts:
         if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= room:
@@ -322,7 +358,7 @@ def _check_example_lengths(
     try:
         max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
         room = min(config.token_budget, max_positions)
-        counts = _token_counts(survey.longest, tokenizer, data, room)
+        counts = _token_counts(survey.longest, tokenizer, data, config.model.chat_template_kwargs, room)
     except ValueError:  # of config.json or the template, which are reported elsewhere
         return
     for where, length in counts:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
@@ -27,7 +27,11 @@ LONGEST_KEPT = 256
 
 
 def load_file_task(
-    config: Gsm8kTask | JsonlTask, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False
+    config: Gsm8kTask | JsonlTask,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    chat_template_kwargs: Mapping[str, Any] = {},
+    keep_rows: bool = False,
 ) -> Task:
     """The problems of a file of prompts and answers.
 
@@ -44,6 +48,7 @@ def load_file_task(
         tokenizer,
         system_prompt=config.system_prompt,
         apply_chat_template=config.apply_chat_template,
+        chat_template_kwargs=chat_template_kwargs,
     )
 
     def prompts(path: Path | None) -> LazyPrompts:

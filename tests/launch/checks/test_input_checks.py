@@ -37,6 +37,12 @@ RUN = {
 SFT = {
     "kind": "sft", "model": {"path": "model"}, "data": {"type": "jsonl", "path": "pairs.jsonl"}, "output": "new", "layout": {"dp": 1},
 }  # fmt: skip
+THINKS = (
+    CHATML
+    + "{% if enable_thinking is defined and enable_thinking is not boolean %}{{ raise_exception('enable_thinking is no truth') }}"
+    "{% endif %}{% if add_generation_prompt and enable_thinking is false %}{{ '0' * 9 }}{% endif %}"
+)
+"""A template with an argument, which adds nine tokens where it is false."""
 Damage = Callable[[], object]
 
 
@@ -176,6 +182,28 @@ CASES = {
         overrides=("task.system_prompt=Think.", "task.apply_chat_template=false"), field="task.system_prompt",
         error="has its place in a chat template", fix="set it to true",
     ),
+    "an argument that the template never reads": Case(
+        damage=template(THINKS), overrides=("model.chat_template_kwargs={enable_thinkin: false}",), field="model.chat_template_kwargs",
+        error="the chat template of model never reads enable_thinkin, so", fix="it reads enable_thinking: correct or remove the name",
+    ),
+    "an argument of a template without any": Case(
+        overrides=("model.chat_template_kwargs={enable_thinking: false}",), field="model.chat_template_kwargs",
+        error="never reads enable_thinking",
+        fix="it reads no argument: correct or remove the name",
+    ),
+    "an argument that the template cannot take": Case(
+        damage=template(THINKS), overrides=("model.chat_template_kwargs={enable_thinking: {}}",), field="model.chat_template_kwargs",
+        error="cannot be rendered: TemplateError: enable_thinking is no truth", fix="correct or remove them",
+    ),
+    "an argument of a warm start": Case(
+        overrides=("model.chat_template_kwargs={thinking: 1}",), config="sft.yaml", field="model.chat_template_kwargs",
+        error="never reads thinking",
+    ),
+    "an argument of an environment alone": Case(
+        damage=lambda: Path("game.py").write_text("class Game:\n    def reset(self, problem): ...\n    def step(self, message): ...\n"),
+        overrides=("model.chat_template_kwargs={thinking: 1}", "task.apply_chat_template=false",
+                   "environment={type: chat, environment: 'game:Game'}"), field="model.chat_template_kwargs", error="never reads thinking",
+    ),
     "tokenizer of a reward model": Case(
         damage=lambda: (shutil.copytree("model", "judge"), Path("judge/tokenizer.json").write_text("{")),
         overrides=("reward={type: model, urls: ['http://127.0.0.1:1'], text: {type: chat, tokenizer: judge}}",), field="reward",
@@ -286,6 +314,19 @@ def test_a_broken_input_is_named(name):
     assert len(found) == 1 or case.field == "model.path" or "system prompt" in name, "one thing is broken"
 
 
+def test_arguments_of_the_template_count_in_the_length_of_a_prompt():
+    template(THINKS)()
+    around = (
+        len(encode_prompt(TokenizerFiles(Path("model")), "1", system_prompt=None, apply_chat_template=True))
+        - 1
+    )
+    train('{"prompt": "%s", "answer": "1"}\n' % ("1" * (200 - around)))()
+    assert problems("rollout.prompts_per_step=1") == []
+    assert problems("model.chat_template_kwargs={enable_thinking: true}") == []
+    (problem,) = problems("model.chat_template_kwargs={enable_thinking: false}")
+    assert problem.field.startswith("task.train_path") and "has 209 tokens" in problem.error
+
+
 def test_everything_is_said_at_once():
     CASES["broken tokenizer"].damage()
     CASES["half a character"].damage()
@@ -393,7 +434,7 @@ WITH_TOKENS = (
 )
 
 
-@pytest.mark.parametrize("text", [CHATML, WITH_TOKENS])
+@pytest.mark.parametrize("text", [CHATML, WITH_TOKENS, THINKS])
 def test_the_files_give_what_transformers_gives(tmp_path, text):
     make_tiny_countdown_model(tmp_path / "tiny", seed=0)
     (tmp_path / "tiny" / "chat_template.jinja").write_text(text)
@@ -403,9 +444,15 @@ def test_the_files_give_what_transformers_gives(tmp_path, text):
         and ours.eos_token_id == theirs.eos_token_id
         and ours.unk_token_id == theirs.unk_token_id
     )
-    for system_prompt in (None, "9 - 8 ="):
+    for system_prompt, arguments in ((None, {}), ("9 - 8 =", {"enable_thinking": False, "eos_token": "4"})):
         ids = [
-            encode_prompt(t, "1 + 2?", system_prompt=system_prompt, apply_chat_template=True)
+            encode_prompt(
+                t,
+                "1 + 2?",
+                system_prompt=system_prompt,
+                apply_chat_template=True,
+                chat_template_kwargs=arguments,
+            )
             for t in (ours, theirs)
         ]
         assert ids[0] == ids[1]

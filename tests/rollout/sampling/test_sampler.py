@@ -36,7 +36,7 @@ from rollout.sampling.messages import (
 )
 from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
-from rollout.sampling.role import check_vocabulary, run_sample_role, serve, task_that_fits
+from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
 from rollout.sampling.sampler import GroupSampler, choose_heldout, pass_at
 from rollout.tasks import Problem, Task, longer_than, without
 from rollout.tasks.task import LazyPrompts
@@ -747,6 +747,17 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
             )
         )
     assert asked == []
+
+
+def test_prompts_and_those_held_out_obey_the_arguments_of_the_template(tmp_path):
+    make_tiny_countdown_model(tmp_path / "tiny", seed=0)
+    (tmp_path / "tiny/chat_template.jinja").write_text("{{ messages[0].content }}{{ ending }}")
+    path = write_problems(tmp_path / "p.jsonl", ["1+2", "3"])
+    config = run_config(tmp_path / "tiny", task={"type": "jsonl", "train_path": path, "heldout_path": path})
+    model = config.model.model_copy(update={"chat_template_kwargs": {"ending": "="}})
+    tokenizer, task = load_checked_task(config.model_copy(update={"model": model}))
+    for prompts in (task.train, task.heldout):
+        assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == ["1+2=", "3="]
 
 
 def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model_dir, tmp_path):
