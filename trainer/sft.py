@@ -94,8 +94,8 @@ def load_examples(config: SftConfig) -> list[Example]:
         pairs = [(f"generated example {number}", *pair) for number, pair in enumerate(examples, start=1)]
         template = False
     else:
-        pairs = read_pairs(data.path, data.prompt_field, data.response_field)
         template = data.apply_chat_template
+        pairs = read_pairs(data.path, data.prompt_field, data.response_field, has_template=template)
     max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
     examples = []
     for where, prompt, answer in pairs:

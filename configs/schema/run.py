@@ -235,7 +235,8 @@ class JsonlSftData(Schema):
     """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in.
     """
     prompt_field: str = "prompt"
-    """The name of the field with the prompt; a field inside others is named with dots."""
+    """The name of the field with the prompt, text or a conversation as of ``task.prompt_field``; a field inside others is
+    named with dots."""
     response_field: str = "response"
     """The name of the field with the response to learn."""
     apply_chat_template: bool = True

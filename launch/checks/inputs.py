@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,14 @@ from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_le
 from rollout.tasks.records import Progress
 
 if TYPE_CHECKING:
+    from rollout.records import Messages
     from rollout.tasks import Survey
     from rollout.tokenization import Tokenizer
 
 MOST_BYTES_TOKENISED = 1_000_000
 """Bytes of the longest texts of a file: a second of work. The sample role tokenises every text that may be too
 long."""
+_ANSWER = {"role": "assistant", "content": "12"}
 _FIRST_LINE_S, _LATER_LINES_S = 2.0, 10.0
 
 
@@ -227,6 +230,7 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
         except ValueError as error:
             yield f"task.{field}", str(error)
             continue
+        yield from _check_conversations(f"task.{field}", surveys[field], tokenizer, config)
         for part in code_parts:
             yield from finding_of(f"task.{field}", check_field, path, part.tests_field, check_tests)
         room = _prompt_room(config, "training" if field == "train_path" else "held-out")
@@ -249,6 +253,61 @@ def _prompt_room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
         return prompt_room(config, which, max_positions=max_positions)
     except ValueError:
         return None
+
+
+def _check_conversations(
+    field: str, survey: "Survey", tokenizer: "Tokenizer | None", config: RunConfig | SftConfig
+) -> Iterator[Finding]:
+    """Render the first conversation of each shape, as the policy and a reward model will read it. The first error of
+    each template is a finding."""
+    if not survey.conversations:
+        return
+    arguments = config.model.chat_template_kwargs
+    if tokenizer is not None and _template_error(tokenizer, None, arguments) is None:
+        found = (
+            f"{where}: {error}; use roles that the template takes, or drop such records"
+            for where, messages in survey.conversations
+            if (error := _conversation_error(tokenizer, messages, arguments))
+        )
+        yield from ((field, text) for text in islice(found, 1))
+    for part in _reward_parts(config) if isinstance(config, RunConfig) else ():
+        if not (isinstance(part, ModelReward) and part.text.type == "chat" and part.text.tokenizer.is_dir()):
+            continue
+        with contextlib.suppress(ValueError):  # which is reported elsewhere
+            reader = _open_tokenizer(part.text.tokenizer)
+            found = (
+                f"{where}: {error}; use text: {{type: plain}}, or drop such records"
+                for where, messages in survey.conversations
+                if reader and (error := _conversation_error(reader, (*messages, _ANSWER), {}))
+            )
+            yield from (("reward", f"reward: {text}") for text in islice(found, 1))
+
+
+def _conversation_error(
+    tokenizer: "Tokenizer", messages: "Messages", arguments: Mapping[str, Any]
+) -> str | None:
+    """Why the template cannot render the conversation, or what it leaves out, with texts made for the trial."""
+    from rollout.tokenizer_files import TokenizerFiles
+
+    trial = [
+        {**message, "content": f"7 + {place} = ?"} if message["role"] in ("system", "user") else dict(message)
+        for place, message in enumerate(messages)
+    ]
+    named = f"a conversation of {', '.join(message['role'] for message in messages)}"
+    try:
+        if isinstance(tokenizer, TokenizerFiles):
+            text = tokenizer.render(trial, arguments)
+        else:
+            text = str(
+                tokenizer.apply_chat_template(trial, add_generation_prompt=True, tokenize=False, **arguments)
+            )
+    except Exception as error:  # a template is a program: transformers passes on any error
+        return f"{named}: {error}"
+    for place, message in enumerate(trial):
+        if message["role"] in ("system", "user") and message["content"] not in text:
+            name = tokenizer.name_or_path
+            return f"{named}: the chat template of {name} leaves out message {place + 1}, of role {message['role']}"
+    return None
 
 
 def _check_lengths(
@@ -282,7 +341,7 @@ def _check_lengths(
 
 
 def _token_counts(
-    texts: Iterable[tuple[str, str, str]],
+    texts: "Iterable[tuple[str, str | Messages, str]]",
     tokenizer: "Tokenizer",
     data: Gsm8kTask | JsonlTask | JsonlSftData,
     arguments: Mapping[str, Any],
@@ -290,6 +349,7 @@ def _token_counts(
 ) -> list[tuple[str, int]]:
     """(place, tokens of prompt and response) of the longest texts, as far as these may be more than ``room``. Raises
     ValueError for a broken template."""
+    from rollout.tasks.prompts import as_json
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
@@ -302,9 +362,10 @@ def _token_counts(
     )
     around, left, counts = len(encode("?")), MOST_BYTES_TOKENISED, []
     for where, prompt, response in texts:
-        if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= room:
+        fits = isinstance(prompt, str) and around + most_tokens(prompt) + most_tokens(response) <= room
+        if left <= 0 or fits:
             continue
-        left -= len(prompt) + len(response)
+        left -= len(as_json(prompt)) + len(response)
         answer = tokenizer.encode(response, add_special_tokens=False) if response else ()
         counts.append((where, len(encode(prompt)) + len(answer)))
     return counts
@@ -344,10 +405,17 @@ def _check_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterato
     from rollout.tasks import survey_pairs
 
     try:
-        survey = survey_pairs(data.path, data.prompt_field, data.response_field, progress=reading_progress)
+        survey = survey_pairs(
+            data.path,
+            data.prompt_field,
+            data.response_field,
+            has_template=data.apply_chat_template,
+            progress=reading_progress,
+        )
     except ValueError as error:
         yield "data.path", str(error)
         return
+    yield from _check_conversations("data.path", survey, tokenizer, config)
     if tokenizer is not None:
         yield from finding_of("data.path", _check_example_lengths, config, data, survey, tokenizer)
 

@@ -43,6 +43,8 @@ THINKS = (
     "{% endif %}{% if add_generation_prompt and enable_thinking is false %}{{ '0' * 9 }}{% endif %}"
 )
 """A template with an argument, which adds nine tokens where it is false."""
+ASKED = {"role": "user", "content": "1 + 1"}
+CONVERSATION = {"prompt": [{"role": "system", "content": "Be brief."}, ASKED], "answer": "2"}
 Damage = Callable[[], object]
 
 
@@ -277,6 +279,43 @@ CASES = {
         damage=lambda: (Path("data").mkdir(), shutil.copy("train.jsonl", "data")), overrides=("task.train_path=data",),
         field="task.train_path", error="this is a folder", fix="name a file in it, such as data/train.jsonl",
     ),
+    # ---- conversations
+    "a conversation without a template": Case(
+        damage=lambda: write_jsonl("train.jsonl", CONVERSATION), overrides=("task.apply_chat_template=false",), field="task.train_path",
+        error="train.jsonl:line 1: field `prompt` is a conversation of system, user, which a chat template alone can render",
+        fix="set apply_chat_template: true",
+    ),
+    "a conversation that the model ends": Case(
+        damage=lambda: write_jsonl("heldout.jsonl", {**CONVERSATION, "prompt": [{"role": "assistant", "content": "1"}]}),
+        field="task.heldout_path", error="heldout.jsonl:line 1: field `prompt` is a conversation of assistant, which ends with",
+        fix="end it with the one that the model is to answer, of the role user or tool",
+    ),
+    "a conversation that the template refuses": Case(
+        damage=lambda: (
+            template("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML)(),
+            write_jsonl("train.jsonl", {"prompt": "1", "answer": "1"}, CONVERSATION, CONVERSATION),
+        ), field="task.train_path", error="train.jsonl:line 2: a conversation of system, user: the chat template of model cannot be",
+        fix="drop such records",
+    ),
+    "a conversation of which the template drops a message": Case(
+        damage=lambda: (template("{{ messages[-1].content }}")(), write_jsonl("train.jsonl", CONVERSATION)), field="task.train_path",
+        error="line 1: a conversation of system, user: the chat template of model leaves out message 1, of role system",
+    ),
+    "a conversation of a warm start that the template refuses": Case(
+        damage=lambda: (template("{{ messages[-1].content }}")(), write_jsonl("pairs.jsonl", CONVERSATION | {"response": "1"})),
+        config="sft.yaml", field="data.path", error="pairs.jsonl:line 1: a conversation of system, user: the chat template of",
+    ),
+    "a conversation that a reward model's template refuses": Case(
+        damage=lambda: (
+            shutil.copytree("model", "judge"), in_model("../judge/chat_template.jinja", "{{ 1 // (3 - messages | length) }}")(),
+            write_jsonl("train.jsonl", CONVERSATION),
+        ), overrides=("reward={type: model, urls: ['http://127.0.0.1:1'], text: {type: chat, tokenizer: judge}}",), field="reward",
+        error="train.jsonl:line 1: a conversation of system, user, assistant: the chat template of judge cannot", fix="{type: plain}",
+    ),
+    "a long conversation": Case(
+        damage=lambda: write_jsonl("train.jsonl", CONVERSATION, CONVERSATION | {"prompt": [*CONVERSATION["prompt"][:1] * 9, ASKED]}),
+        field="task.train_path", error="the longest prompt, train.jsonl:line 2, has",
+    ),
     # ---- names of the hub
     "model of the hub": Case(
         overrides=("model.path=Qwen/Qwen2.5-0.5B",), field="model.path", error="no such folder",
@@ -301,6 +340,12 @@ def _add_pad_token() -> None:
 @pytest.mark.parametrize("config", ["run.yaml", "sft.yaml"])
 def test_sound_inputs_have_no_problems(config):
     assert problems(config=config) == []
+
+
+def test_conversations_of_a_sound_file_have_no_problems():
+    turns = [*CONVERSATION["prompt"], {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    write_jsonl("train.jsonl", CONVERSATION, {"prompt": turns, "answer": "3"})
+    assert problems() == []
 
 
 @pytest.mark.parametrize("name", CASES)

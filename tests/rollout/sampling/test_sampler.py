@@ -826,6 +826,40 @@ def test_lazy_prompts_tell_the_longer_ones_as_if_all_were_tokenised(texts, limit
     assert ids == [str(index) for index in range(len(texts)) if index not in longer]
 
 
+roles = st.sampled_from(["system", "user", "assistant"])
+conversations = st.lists(st.tuples(roles, alphabets, st.none() | st.just(["call"])), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    drawn=st.lists(st.none() | conversations, min_size=1, max_size=8),
+    limit=st.integers(0, 150),
+    around=st.dictionaries(st.sampled_from(["system", "user", "assistant", "call"]), st.integers(0, 20)),
+)
+def test_longer_conversations_are_told_as_if_all_were_tokenised(drawn, limit, around):
+    """Around a message stand as many tokens as its role has, and around a call of a tool any number."""
+
+    def encode(prompt):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return [0] * sum(
+            around.get(m["role"], 1) + len(m["content"].encode()) + ("calls" in m) * around.get("call", 0)
+            for m in messages
+        )
+
+    items = []
+    for number, conversation in enumerate(drawn):
+        messages = conversation and tuple(
+            {"role": role, "content": text} | ({} if calls is None else {"calls": calls})
+            for role, text, calls in conversation
+        )
+        items.append(Problem(prompt_id=str(number), text="12", reference="", messages=messages))
+    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    lengths = [len(encode(item.prompt)) for item in items]
+    assert {index: len(prompt.token_ids) for index, prompt in longer_than(prompts, limit).items()} == {
+        index: length for index, length in enumerate(lengths) if length > limit
+    }
+
+
 def test_short_texts_are_not_tokenised_to_know_that_they_fit():
     encoded = []
 
