@@ -1,5 +1,6 @@
 """The model that is trained, and its precision."""
 
+import json
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
@@ -47,4 +48,8 @@ class ModelConfig(Schema):
             raise ValueError(
                 f"chat_template_kwargs has {', '.join(taken)}, which Tandem sets itself; leave it out"
             )
+        try:
+            json.dumps(arguments, allow_nan=False)
+        except ValueError:  # the run's record, which every role reads, would have null instead
+            raise ValueError("chat_template_kwargs has a number that is not finite; give another") from None
         return arguments

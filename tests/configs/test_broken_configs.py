@@ -776,6 +776,10 @@ TABLE = {
         options="model.chat_template_kwargs={tools: [], tokenize: false}", field="model.chat_template_kwargs", value="tools",
         error="has tokenize, tools, which Tandem sets itself", fix="leave it out",
     ),
+    "an argument of a template without an end": Broken(
+        options="model.chat_template_kwargs={budget: .inf}", field="model.chat_template_kwargs", value="budget",
+        error="has a number that is not finite", fix="give another",
+    ),
     "arguments of a template that renders nothing": Broken(
         options="model.chat_template_kwargs={enable_thinking: false}", field="model.chat_template_kwargs, task", value="enable_thinking",
         error="has enable_thinking, but task has no prompts in a chat template", fix="remove it, or let the chat template",

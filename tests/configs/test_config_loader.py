@@ -285,6 +285,11 @@ paths = (
 positive = st.floats(min_value=1e-12, max_value=1e12)
 scalars = st.one_of(st.booleans(), st.integers(-(10**20), 10**20), st.floats(allow_nan=False), texts, tricky)
 
+
+def is_finite(value) -> bool:
+    return value not in (float("inf"), float("-inf"))
+
+
 levels = st.sampled_from(["token", "sequence", "geometric", "segment"])
 weights = st.one_of(
     st.just({"level": "none"}),
@@ -341,7 +346,7 @@ def run_configs(draw) -> RunConfig:
                 "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
                 "chat_template_kwargs": {}
                 if task["type"] == "countdown"
-                else draw(st.dictionaries(st.one_of(texts, tricky), scalars, max_size=3)),
+                else draw(st.dictionaries(st.one_of(texts, tricky), scalars.filter(is_finite), max_size=3)),
             },
             "task": task,
             "rollout": {
