@@ -15,6 +15,11 @@ EXPERTS = (np.uint8, np.int16)
 """Types of experts' ids: the smaller one that has room for a model's."""
 
 
+Message = Mapping[str, Any]
+"""Of a conversation: ``role``, ``content``, and what else a chat template reads."""
+Messages = tuple[Message, ...]
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     """The response ends with an end-of-sequence token, which is part of it."""
@@ -46,8 +51,11 @@ class Prompt:
     prompt_id: str
     token_ids: list[int]
     text: str
+    """What rewards read; see ``rollout.tasks.prompts.plain_text``."""
     task: str
     reference: str
+    messages: Messages | None = None
+    """The conversation of the data, where it is more than a message of the user."""
     row: Mapping[str, Any] | None = None
     """The whole record of the data file, where the reward function may read it."""
     place: str | None = None

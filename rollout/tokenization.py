@@ -3,10 +3,12 @@
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from configs.reading.named_files import TOKENIZERS
+from rollout.records import Messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,39 +72,60 @@ def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path)
 
 
 def encode_prompt(
-    tokenizer: "Tokenizer", text: str, *, system_prompt: str | None, apply_chat_template: bool
+    tokenizer: "Tokenizer",
+    prompt: str | Messages,
+    *,
+    system_prompt: str | None,
+    apply_chat_template: bool,
+    chat_template_kwargs: Mapping[str, Any] = {},
 ) -> list[int]:
     """Token ids of a prompt, up to where the model's answer starts.
 
-    With a chat template: the system message, if any, ``text`` as the user's message, and the header of the
-    assistant's turn. Without: ``text`` with the tokenizer's own special tokens (such as Llama's begin token).
+    With a chat template and its arguments: the system message, if any, the messages, or a text as the user's message,
+    and the header of the assistant's turn. Without: a text with the tokenizer's own special tokens (such as Llama's begin
+    token).
 
-    Raises ValueError: the template is missing, a system prompt comes without a template, or there is no token.
+    Raises ValueError: the template is missing or refuses the messages, a system prompt or messages come without a
+    template, or there is no token.
     """
     if apply_chat_template:
-        token_ids = _encode_chat(tokenizer, text, system_prompt)
+        token_ids = _encode_chat(tokenizer, prompt, system_prompt, chat_template_kwargs)
     elif system_prompt is not None:
         raise ValueError(
             "system_prompt needs a chat template; set apply_chat_template: true, or write the text into the prompts"
         )
+    elif not isinstance(prompt, str):
+        raise ValueError("a prompt of several messages needs a chat template; set apply_chat_template: true")
     else:
-        token_ids = list(tokenizer.encode(text))
+        token_ids = list(tokenizer.encode(prompt))
     if not token_ids:
-        raise ValueError(f"prompt {text!r} has no tokens; an empty prompt cannot be continued")
+        raise ValueError(f"prompt {prompt!r} has no tokens; an empty prompt cannot be continued")
     return token_ids
 
 
-def _encode_chat(tokenizer: "Tokenizer", text: str, system_prompt: str | None) -> list[int]:
+def _encode_chat(
+    tokenizer: "Tokenizer", prompt: str | Messages, system_prompt: str | None, arguments: Mapping[str, Any]
+) -> list[int]:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put its chat_template.jinja into "
             "the folder, or set apply_chat_template: false"
         )
-    messages = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    messages.append({"role": "user", "content": text})
-    token_ids = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, tokenize=True, return_dict=False
-    )
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
+    messages: list[dict[str, Any]] = [*system, *given]
+    try:
+        token_ids = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+        )
+    except ValueError:  # of our own reader of templates, which says what is wrong
+        raise
+    except Exception as error:  # a template is a program and may raise anything
+        roles = ", ".join(message["role"] for message in messages)
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'this model'} refuses a conversation with the roles {roles}: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return list(cast("list[int]", token_ids))
 
 

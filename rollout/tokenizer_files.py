@@ -5,11 +5,20 @@ The ids are those of transformers, without the special tokens around a text that
 never refuse what would run.
 """
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from configs.schema.model import SET_BY_TANDEM
+
+if TYPE_CHECKING:
+    import jinja2
+
+    from rollout.tokenization import Tokenizer
 
 _TRIAL_PROMPT = "7 + 5 = ?"
 _LFS_POINTER = "version https://git-lfs"
@@ -80,23 +89,31 @@ class TokenizerFiles:
     def decode(self, ids: Sequence[int], clean_up_tokenization_spaces: bool = False) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **_: Any) -> list[int]:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: Literal[True],
+        tokenize: Literal[True],
+        return_dict: Literal[False],
+        **arguments: Any,
+    ) -> list[int]:
         """Ids of the conversation, up to where the model's answer begins. Raises ValueError for a template
         that cannot be rendered."""
-        return self.encode(self.render(messages))
+        return self.encode(self.render(messages, arguments))
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] = {}) -> str:
         import jinja2
 
+        given = {
+            **self.special_tokens,
+            "messages": messages,
+            "tools": None,
+            "documents": None,
+            "add_generation_prompt": True,
+        }
         try:
-            template = _jinja_environment().from_string(self.chat_template)
-            return template.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=True,
-                **self.special_tokens,
-            )
+            return self._template.render({**given, **arguments})
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"{self._template_name} is no Jinja template: {error.message} in its line {error.lineno}"
@@ -106,13 +123,17 @@ class TokenizerFiles:
                 f"{self._template_name} cannot be rendered: {type(error).__name__}: {error}"
             ) from error
 
-    def check_template(self, system_prompt: str | None) -> None:
+    @cached_property
+    def _template(self) -> "jinja2.Template":
+        return _jinja_environment().from_string(self.chat_template or "")
+
+    def check_template(self, system_prompt: str | None, arguments: Mapping[str, Any] = {}) -> None:
         """Render the template once. Raises ValueError where it fails, or leaves out a part of its input."""
         parts, messages = {"the prompt": _TRIAL_PROMPT}, [{"role": "user", "content": _TRIAL_PROMPT}]
         if system_prompt is not None:
             parts["task.system_prompt"] = system_prompt.strip()
             messages.insert(0, {"role": "system", "content": system_prompt})
-        rendered = self.render(messages)
+        rendered = self.render(messages, arguments)
         for name, text in parts.items():
             if text not in rendered:
                 raise ValueError(f"{self._template_name} leaves out {name}")
@@ -120,6 +141,31 @@ class TokenizerFiles:
     @property
     def _template_name(self) -> str:
         return f"the chat template of {self.name_or_path}"
+
+
+def check_template_arguments(tokenizer: "Tokenizer", arguments: Mapping[str, Any]) -> None:
+    """Raises ValueError where the chat template never reads one of these.
+
+    A name that the template sets in some of its branches counts as read. A template that is no Jinja reads none; what is
+    wrong with it is said elsewhere.
+    """
+    import jinja2.meta
+
+    templates = tokenizer.chat_template
+    environment, read = _jinja_environment(), set[str]()
+    functions = {*environment.globals}
+    environment.globals.clear()  # an argument may stand for one of them
+    for template in templates.values() if isinstance(templates, dict) else [templates or ""]:
+        with contextlib.suppress(jinja2.TemplateSyntaxError):
+            read |= jinja2.meta.find_undeclared_variables(environment.parse(template))
+    if unread := [name for name in arguments if name not in read]:
+        known = sorted(
+            name for name in read - functions - SET_BY_TANDEM if not name.endswith(("_token", "_tokens"))
+        )
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'this model'} never reads {', '.join(unread)}, so "
+            f"chat_template_kwargs would change nothing; it reads {', '.join(known) or 'no argument'}: correct or remove the name"
+        )
 
 
 def _jinja_environment():

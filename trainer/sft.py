@@ -94,12 +94,18 @@ def load_examples(config: SftConfig) -> list[Example]:
         pairs = [(f"generated example {number}", *pair) for number, pair in enumerate(examples, start=1)]
         template = False
     else:
-        pairs = read_pairs(data.path, data.prompt_field, data.response_field)
         template = data.apply_chat_template
+        pairs = read_pairs(data.path, data.prompt_field, data.response_field, has_template=template)
     max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
     examples = []
     for where, prompt, answer in pairs:
-        prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=template)
+        prompt_ids = encode_prompt(
+            tokenizer,
+            prompt,
+            system_prompt=None,
+            apply_chat_template=template,
+            chat_template_kwargs=config.model.chat_template_kwargs,
+        )
         answer_ids = tokenizer.encode(answer, add_special_tokens=False)
         example = Example(token_ids=[*prompt_ids, *answer_ids, end], prompt_length=len(prompt_ids))
         check_example_length(

@@ -109,6 +109,10 @@ OTHER_FIELDS = {
     **dict.fromkeys(["logging_steps", "log_interval"], "no field: every step has its line"),
     "log_completions": "`tracking.sample_groups`, the groups of a step whose samples are kept",
     **dict.fromkeys(["prompt_key", "input_key"], "`task.prompt_field`, beside `task.type=jsonl`"),
+    **dict.fromkeys(
+        ["chat_template_kwargs", "apply_chat_template_kwargs", "enable_thinking"],
+        "`model.chat_template_kwargs`, such as {enable_thinking: false}",
+    ),
     "label_key": "`task.answer_field`, beside `task.type=jsonl`",
     "filter_overlong_prompts": "`task.too_long_prompts`, refuse or leave_out",
     **dict.fromkeys(["shuffle", "shuffle_dataset", "rollout_shuffle"], "`sampler.type`, shuffle or sequential"),

@@ -1,11 +1,11 @@
 """Settings of a training run that do not go together, across its blocks: which fields, why, and what to set."""
 
 import math
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from configs.errors import Contradiction
-from configs.schema.environment import AgentEnvironment, SingleTurn
+from configs.schema.environment import AgentEnvironment, MessageEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
 from configs.schema.task import CodeReward, CountdownTask, FileTask, WeightedReward
@@ -88,6 +88,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     yield from _of_truncation(config)
     yield from _of_best_checkpoint(config)
     yield from _of_trace(config)
+    yield from _of_template(config)
 
 
 def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
@@ -513,3 +514,30 @@ def _of_trace(config: "RunConfig") -> Iterator[Contradiction]:
                 f"tracking.trace.profile_rank={trace.profile_rank} is no rank of a learner of {size}, which count from 0",
                 f"use at most {size - 1}",
             )
+
+
+def _of_template(config: "RunConfig") -> Iterator[Contradiction]:
+    environment = config.environment
+    if isinstance(environment, MessageEnvironment):
+        renders, field = environment.template == "chat", "environment.template"
+    else:
+        renders, field = isinstance(config.task, FileTask) and config.task.apply_chat_template, "task"
+    if not renders:
+        yield from unread_template_arguments(config.model.chat_template_kwargs, field)
+    critic = config.critic.model if config.critic is not None else None
+    if critic is not None and critic.chat_template_kwargs:
+        yield Contradiction(
+            ("critic.model.chat_template_kwargs",),
+            "critic.model.chat_template_kwargs has no effect: the critic reads the policy's tokens",
+            "remove it; the policy's are model.chat_template_kwargs",
+        )
+
+
+def unread_template_arguments(arguments: Mapping[str, Any], field: str) -> Iterator[Contradiction]:
+    """Of a run or a warm start that renders no chat template."""
+    if arguments:
+        yield Contradiction(
+            ("model.chat_template_kwargs", field),
+            f"model.chat_template_kwargs has {', '.join(arguments)}, but {field} has no prompts in a chat template",
+            "remove it, or let the chat template render the prompts",
+        )

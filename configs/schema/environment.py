@@ -67,9 +67,8 @@ class MessageEnvironment(EnvironmentLimits):
     """SGLang's name of the form in which the model thinks, such as qwen3. Calls are then looked for outside the
     thinking, which the environment's message has apart. None: everywhere."""
     template: Literal["chat", "plain"] = "chat"
-    """chat: the model's chat template. plain: the texts of the messages one after another, and nothing else."""
-    template_arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the chat template, such as ``enable_thinking: false``."""
+    """chat: the model's chat template, with ``model.chat_template_kwargs``. plain: the texts of the messages one after
+    another, and nothing else."""
 
     @model_validator(mode="after")
     def _fits_together(self):
@@ -81,8 +80,6 @@ class MessageEnvironment(EnvironmentLimits):
             raise ValueError(
                 "environment.reasoning_parser needs environment.tool_call_parser; name it, or leave both out"
             )
-        if self.template == "plain" and self.template_arguments:
-            raise ValueError("environment.template=plain has no template_arguments; leave them out")
         return self
 
 

@@ -17,7 +17,7 @@ from configs.schema.base import (
     Tokens,
     at_most,
 )
-from configs.schema.contradictions import contradictions_of, endless_warmup
+from configs.schema.contradictions import contradictions_of, endless_warmup, unread_template_arguments
 from configs.schema.correction import CorrectionConfig, ImportanceWeight
 from configs.schema.critic import CriticConfig
 from configs.schema.environment import EnvironmentConfig, SingleTurn
@@ -235,7 +235,8 @@ class JsonlSftData(Schema):
     """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in.
     """
     prompt_field: str = "prompt"
-    """The name of the field with the prompt; a field inside others is named with dots."""
+    """The name of the field with the prompt, text or a conversation as of ``task.prompt_field``; a field inside others is
+    named with dots."""
     response_field: str = "response"
     """The name of the field with the response to learn."""
     apply_chat_template: bool = True
@@ -308,6 +309,15 @@ class SftConfig(Schema):
                 f"each rank has {per_rank} sequences of batch_size={self.batch_size}",
                 f"use a multiple of {stages}, or layout.vpp=1",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _template_is_rendered(self):
+        renders = isinstance(self.data, JsonlSftData) and self.data.apply_chat_template
+        if not renders and (
+            found := list(unread_template_arguments(self.model.chat_template_kwargs, "data"))
+        ):
+            raise Contradictions(found)
         return self
 
     @model_validator(mode="after")

@@ -62,7 +62,7 @@ class FileTask(Schema):
     """What becomes of prompts that leave no room for ``rollout.max_new_tokens``: the run is refused before its start, or
     they are left out, and counted on the console and in the dry run."""
     system_prompt: str | None = None
-    """A system message before every prompt; it needs ``apply_chat_template``."""
+    """A system message before every prompt; it needs ``apply_chat_template``, and data without system messages."""
     apply_chat_template: bool = True
     """Whether a prompt becomes a user's message in the model's chat template. false: the text stands as it
     is, for base models."""
@@ -107,7 +107,8 @@ class JsonlTask(FileTask):
 
     type: Literal["jsonl"]
     prompt_field: str = "prompt"
-    """Text, or a conversation of a single user's message: ``[{role: user, content: ...}]``."""
+    """Text, or a conversation ``[{role: user, content: ...}, ...]`` whose last message is the user's or a tool's. More
+    than a single message of the user needs ``apply_chat_template``."""
     answer_field: str = "answer"
     """Text or a number that the reward gets as ``reference``. Every record needs it, and it must not be empty."""
 

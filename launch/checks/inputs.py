@@ -8,15 +8,16 @@ imported.
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
-from configs.schema.run import CountdownSftData, JsonlSftData
+from configs.schema.run import CountdownSftData, JsonlSftData, SftData
 from configs.schema.task import (
     AnyReward,
     CodeReward,
@@ -25,6 +26,7 @@ from configs.schema.task import (
     JsonlTask,
     ModelReward,
     RewardPart,
+    TaskConfig,
     WeightedReward,
 )
 from parallel.planning.architecture import read_architecture, read_hf_config
@@ -33,12 +35,14 @@ from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_le
 from rollout.tasks.records import Progress
 
 if TYPE_CHECKING:
+    from rollout.records import Messages
     from rollout.tasks import Survey
     from rollout.tokenization import Tokenizer
 
 MOST_BYTES_TOKENISED = 1_000_000
 """Bytes of the longest texts of a file: a second of work. The sample role tokenises every text that may be too
 long."""
+_ANSWER = {"role": "assistant", "content": "12"}
 _FIRST_LINE_S, _LATER_LINES_S = 2.0, 10.0
 
 
@@ -134,29 +138,56 @@ def _check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> I
         from rollout.tasks.countdown import check_characters
 
         yield from finding_of("model.path", check_characters, tokenizer)
-    elif data.apply_chat_template:
-        field = "data.apply_chat_template" if isinstance(config, SftConfig) else "task.apply_chat_template"
-        system_prompt = getattr(data, "system_prompt", None)
-        yield from finding_of(field, _check_template, tokenizer, system_prompt, field)
+    if tokenizer.chat_template or getattr(data, "apply_chat_template", False):
+        yield from _check_template(config, tokenizer, data)
 
 
-def _check_template(tokenizer: "Tokenizer", system_prompt: str | None, field: str) -> None:
+def _check_template(
+    config: RunConfig | SftConfig, tokenizer: "Tokenizer", data: TaskConfig | SftData
+) -> Iterator[Finding]:
+    """Also where an environment alone renders: its own check, at the start, knows nothing of the arguments' names."""
+    from rollout.tokenizer_files import check_template_arguments
+
+    arguments, field = config.model.chat_template_kwargs, "model.chat_template_kwargs"
+    system_prompt, templated = (
+        getattr(data, "system_prompt", None),
+        getattr(data, "apply_chat_template", False),
+    )
+    if not (templated or arguments):
+        return
+    error = _template_error(tokenizer, system_prompt, arguments)
+    if error and arguments and not _template_error(tokenizer, system_prompt, {}):
+        yield field, f"{field}={arguments}: {error}; correct or remove them"
+    elif error and templated:
+        of_data = "data.apply_chat_template" if isinstance(config, SftConfig) else "task.apply_chat_template"
+        without = "remove task.system_prompt, " if system_prompt is not None else ""
+        fix = f"{without}restore the template that came with the model, or set {of_data}=false"
+        yield of_data, f"{error}; {fix}" if tokenizer.chat_template else error
+    else:
+        yield from finding_of(field, check_template_arguments, tokenizer, arguments)
+
+
+def _template_error(
+    tokenizer: "Tokenizer", system_prompt: str | None, arguments: Mapping[str, Any]
+) -> str | None:
+    """What goes wrong where the template renders a prompt."""
     from rollout.tokenization import encode_prompt
     from rollout.tokenizer_files import TokenizerFiles
 
-    encode = partial(encode_prompt, tokenizer, "?", system_prompt=system_prompt, apply_chat_template=True)
-    if not tokenizer.chat_template:
-        encode()  # raises an error that says so
     try:
-        if isinstance(tokenizer, TokenizerFiles):
-            tokenizer.check_template(system_prompt)
+        if isinstance(tokenizer, TokenizerFiles) and tokenizer.chat_template:
+            tokenizer.check_template(system_prompt, arguments)
         else:
-            encode()
+            encode_prompt(
+                tokenizer,
+                "?",
+                system_prompt=system_prompt,
+                apply_chat_template=True,
+                chat_template_kwargs=arguments,
+            )
     except Exception as error:  # a template is a program: transformers passes on any error
-        without = "remove task.system_prompt, " if system_prompt is not None else ""
-        raise ValueError(
-            f"{error}; {without}restore the template that came with the model, or set {field}=false"
-        ) from error
+        return str(error)
+    return None
 
 
 def _check_reward_tokenizers(config: RunConfig) -> Iterator[Finding]:
@@ -199,10 +230,12 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
         except ValueError as error:
             yield f"task.{field}", str(error)
             continue
+        yield from _check_conversations(f"task.{field}", surveys[field], tokenizer, config)
         for part in code_parts:
             yield from finding_of(f"task.{field}", check_field, path, part.tests_field, check_tests)
         room = _prompt_room(config, "training" if field == "train_path" else "held-out")
-        yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, room, notes)
+        arguments = config.model.chat_template_kwargs
+        yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, arguments, room, notes)
     notes += _data_notes(surveys, config)
 
 
@@ -222,11 +255,67 @@ def _prompt_room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
         return None
 
 
+def _check_conversations(
+    field: str, survey: "Survey", tokenizer: "Tokenizer | None", config: RunConfig | SftConfig
+) -> Iterator[Finding]:
+    """Render the first conversation of each shape, as the policy and a reward model will read it. The first error of
+    each template is a finding."""
+    if not survey.conversations:
+        return
+    arguments = config.model.chat_template_kwargs
+    if tokenizer is not None and _template_error(tokenizer, None, arguments) is None:
+        found = (
+            f"{where}: {error}; use roles that the template takes, or drop such records"
+            for where, messages in survey.conversations
+            if (error := _conversation_error(tokenizer, messages, arguments))
+        )
+        yield from ((field, text) for text in islice(found, 1))
+    for part in _reward_parts(config) if isinstance(config, RunConfig) else ():
+        if not (isinstance(part, ModelReward) and part.text.type == "chat" and part.text.tokenizer.is_dir()):
+            continue
+        with contextlib.suppress(ValueError):  # which is reported elsewhere
+            reader = _open_tokenizer(part.text.tokenizer)
+            found = (
+                f"{where}: {error}; use text: {{type: plain}}, or drop such records"
+                for where, messages in survey.conversations
+                if reader and (error := _conversation_error(reader, (*messages, _ANSWER), {}))
+            )
+            yield from (("reward", f"reward: {text}") for text in islice(found, 1))
+
+
+def _conversation_error(
+    tokenizer: "Tokenizer", messages: "Messages", arguments: Mapping[str, Any]
+) -> str | None:
+    """Why the template cannot render the conversation, or what it leaves out, with texts made for the trial."""
+    from rollout.tokenizer_files import TokenizerFiles
+
+    trial = [
+        {**message, "content": f"7 + {place} = ?"} if message["role"] in ("system", "user") else dict(message)
+        for place, message in enumerate(messages)
+    ]
+    named = f"a conversation of {', '.join(message['role'] for message in messages)}"
+    try:
+        if isinstance(tokenizer, TokenizerFiles):
+            text = tokenizer.render(trial, arguments)
+        else:
+            text = str(
+                tokenizer.apply_chat_template(trial, add_generation_prompt=True, tokenize=False, **arguments)
+            )
+    except Exception as error:  # a template is a program: transformers passes on any error
+        return f"{named}: {error}"
+    for place, message in enumerate(trial):
+        if message["role"] in ("system", "user") and message["content"] not in text:
+            name = tokenizer.name_or_path
+            return f"{named}: the chat template of {name} leaves out message {place + 1}, of role {message['role']}"
+    return None
+
+
 def _check_lengths(
     task: Gsm8kTask | JsonlTask,
     field: str,
     survey: "Survey",
     tokenizer: "Tokenizer | None",
+    arguments: Mapping[str, Any],
     room: PromptRoom | None,
     notes: list[str],
 ) -> Iterator[Finding]:
@@ -234,7 +323,7 @@ def _check_lengths(
         return
     try:
         prompts = ((where, prompt, "") for where, prompt, _ in survey.longest)
-        longest = _token_counts(prompts, tokenizer, task, room.tokens)
+        longest = _token_counts(prompts, tokenizer, task, arguments, room.tokens)
     except ValueError:  # of the template, which is reported elsewhere
         return
     too_long = [(tokens, where) for where, tokens in longest if tokens > room.tokens]
@@ -252,23 +341,31 @@ def _check_lengths(
 
 
 def _token_counts(
-    texts: Iterable[tuple[str, str, str]],
+    texts: "Iterable[tuple[str, str | Messages, str]]",
     tokenizer: "Tokenizer",
     data: Gsm8kTask | JsonlTask | JsonlSftData,
+    arguments: Mapping[str, Any],
     room: int,
 ) -> list[tuple[str, int]]:
     """(place, tokens of prompt and response) of the longest texts, as far as these may be more than ``room``. Raises
     ValueError for a broken template."""
+    from rollout.tasks.prompts import as_json
     from rollout.tasks.task import most_tokens
     from rollout.tokenization import encode_prompt
 
-    system_prompt, template = getattr(data, "system_prompt", None), data.apply_chat_template
-    encode = partial(encode_prompt, tokenizer, system_prompt=system_prompt, apply_chat_template=template)
+    encode = partial(
+        encode_prompt,
+        tokenizer,
+        system_prompt=getattr(data, "system_prompt", None),
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=arguments,
+    )
     around, left, counts = len(encode("?")), MOST_BYTES_TOKENISED, []
     for where, prompt, response in texts:
-        if left <= 0 or around + most_tokens(prompt) + most_tokens(response) <= room:
+        fits = isinstance(prompt, str) and around + most_tokens(prompt) + most_tokens(response) <= room
+        if left <= 0 or fits:
             continue
-        left -= len(prompt) + len(response)
+        left -= len(as_json(prompt)) + len(response)
         answer = tokenizer.encode(response, add_special_tokens=False) if response else ()
         counts.append((where, len(encode(prompt)) + len(answer)))
     return counts
@@ -308,10 +405,17 @@ def _check_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterato
     from rollout.tasks import survey_pairs
 
     try:
-        survey = survey_pairs(data.path, data.prompt_field, data.response_field, progress=reading_progress)
+        survey = survey_pairs(
+            data.path,
+            data.prompt_field,
+            data.response_field,
+            has_template=data.apply_chat_template,
+            progress=reading_progress,
+        )
     except ValueError as error:
         yield "data.path", str(error)
         return
+    yield from _check_conversations("data.path", survey, tokenizer, config)
     if tokenizer is not None:
         yield from finding_of("data.path", _check_example_lengths, config, data, survey, tokenizer)
 
@@ -322,7 +426,7 @@ def _check_example_lengths(
     try:
         max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
         room = min(config.token_budget, max_positions)
-        counts = _token_counts(survey.longest, tokenizer, data, room)
+        counts = _token_counts(survey.longest, tokenizer, data, config.model.chat_template_kwargs, room)
     except ValueError:  # of config.json or the template, which are reported elsewhere
         return
     for where, length in counts:

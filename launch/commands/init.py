@@ -19,6 +19,7 @@ steps: 100
 
 model:
   path: {model}                      # a Hugging Face folder: config.json, *.safetensors, tokenizer
+  # chat_template_kwargs: {{enable_thinking: false}}   # arguments of its chat template
 
 task:
   type: jsonl                        # or a .parquet file: a problem per line or row

@@ -198,7 +198,7 @@ def problem_fields(problem: Prompt, system_prompt: str | None) -> dict[str, Any]
         "text": problem.text,
         "reference": problem.reference,
         "row": dict(problem.row or {}),
-        "messages": [*system, {"role": "user", "content": problem.text}],
+        "messages": [*system, *(problem.messages or [{"role": "user", "content": problem.text}])],
     }
 
 

@@ -22,10 +22,12 @@ from aiohttp import web
 
 from rollout.environments.gateway_session import Conversation, GatewaySession
 from rollout.environments.openai_form import (
+    AT_ONE_TEMPERATURE,
     IGNORED,
     JSON,
     LARGEST_BODY,
     NEUTRAL,
+    WHY_IGNORED,
     Refused,
     body_of,
     check_supported,
@@ -191,10 +193,10 @@ class Gateway:
                 continue
             self._told.add(field)
             logger.warning(
-                "an agent asks for %s=%.60r, which is ignored: all turns are sampled at rollout.temperature, as the learner "
-                "assumes; further requests with it are not reported",
+                "an agent asks for %s=%.60r, which is ignored: %s; further requests with it are not reported",
                 field,
                 value,
+                WHY_IGNORED.get(field, AT_ONE_TEMPERATURE),
             )
 
 

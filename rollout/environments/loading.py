@@ -102,7 +102,7 @@ async def _environments(
         parse = await exits.enter_async_context(call_parser(block))
         system_prompt = getattr(config.task, "system_prompt", None)
         talk: dict[str, Any] = {
-            "renderer_of": renderer_maker(block, tokenizer),
+            "renderer_of": renderer_maker(block, tokenizer, config.model.chat_template_kwargs),
             "parse": parse,
             "system_prompt": system_prompt,
         }
@@ -135,14 +135,14 @@ def limits_around(block: _Block) -> EnvironmentLimits:
 
 
 def renderer_maker(
-    block: MessageEnvironment, tokenizer: "PreTrainedTokenizerBase"
+    block: MessageEnvironment, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]
 ) -> Callable[[Tools], Renderer]:
     def renderer_of(tools: Tools) -> Renderer:
         if block.template == "plain":
             return PlainRenderer(partial(tokenizer.encode, add_special_tokens=False))
         from rollout.environments.rendering import ChatRenderer
 
-        renderer = ChatRenderer(tokenizer, tools=tools, arguments=block.template_arguments)
+        renderer = ChatRenderer(tokenizer, tools=tools, arguments=arguments)
         for note in renderer.notes:
             if note not in told:
                 told.add(note)

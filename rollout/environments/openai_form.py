@@ -20,9 +20,13 @@ LONGEST_SHOWN, SHOWN_BEFORE = 80, 20
 """Characters of a message in an error, and those before the first difference."""
 IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "response_format", "tool_choice",
+    "logit_bias", "response_format", "tool_choice", "chat_template_kwargs",
 )  # fmt: skip
 """Fields of a request that would change what is sampled. They are told once in the log."""
+AT_ONE_TEMPERATURE = "all turns are sampled at rollout.temperature, as the learner assumes"
+WHY_IGNORED = {
+    "chat_template_kwargs": "the template has model.chat_template_kwargs of the run's config in all turns"
+}
 NEUTRAL = {"top_p": (1, 1.0), "tool_choice": ("auto",), "response_format": ({"type": "text"},)}
 
 

@@ -13,11 +13,13 @@ tokenizer splits. Both is checked when a renderer is made. A suffix that changes
 refused. ``template_probes.py`` compares with the whole rendering and tells of it.
 """
 
-import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
+
+from configs.schema.model import SET_BY_TANDEM
+from rollout.tokenizer_files import check_template_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,11 +100,11 @@ class ChatRenderer:
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
                 "copy the model's chat_template.jinja into its folder"
             )
-        taken = inspect.signature(tokenizer.apply_chat_template).parameters.keys() & self._arguments.keys()
-        if taken:
+        if taken := SET_BY_TANDEM & self._arguments.keys():
             raise ValueError(
                 f"{', '.join(sorted(taken))}: no argument of a chat template; leave it out of the template's arguments"
             )
+        check_template_arguments(tokenizer, self._arguments)
         added = tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]
         self._added = {text: int(number) for text, number in cast("dict[str, int]", added).items() if text}
         self._tool_calls_needed = False

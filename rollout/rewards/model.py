@@ -34,7 +34,7 @@ from dataclasses import dataclass
 
 from configs.schema.task import ModelReward, PlainText
 from rollout.http_replicas import Replica
-from rollout.records import Prompt, Score
+from rollout.records import Messages, Prompt, Score
 from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
 from rollout.tokenization import load_tokenizer
 
@@ -81,7 +81,9 @@ class RewardModel(ServedReward):
         return score
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
-        item = self._make_item(prompt.text, response_text, reference=prompt.reference)
+        item = self._make_item(
+            prompt.text, response_text, reference=prompt.reference, messages=prompt.messages
+        )
         content = item.text if item.token_ids is None else item.token_ids
         if self._config.protocol == "sglang" and not content:
             return Score(value=0.0, error="the text for the reward model is empty")
@@ -98,13 +100,16 @@ class RewardModel(ServedReward):
             future.cancel()
         await super().close()
 
-    def _make_item(self, prompt: str, response: str, *, reference: str) -> Item:
+    def _make_item(
+        self, prompt: str, response: str, *, reference: str, messages: Messages | None = None
+    ) -> Item:
         token_ids = None
         if isinstance(self._config.text, PlainText):
             text = self._config.text.template.format(prompt=prompt, response=response, reference=reference)
         else:
             assert self._tokenizer is not None
-            turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+            asked = messages or [{"role": "user", "content": prompt}]
+            turns = [*map(dict, asked), {"role": "assistant", "content": response}]
             text = str(self._tokenizer.apply_chat_template(turns, tokenize=False))
             token_ids = list(self._tokenizer.encode(text, add_special_tokens=False))
         return Item(prompt=prompt, response=response, reference=reference, text=text, token_ids=token_ids)

@@ -144,7 +144,12 @@ def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Tas
         or config.environment.type != "single_turn"
         or config.sampler.type == "function"
     )
-    task = load_task(config.task, tokenizer=tokenizer, keep_rows=keep_rows)
+    task = load_task(
+        config.task,
+        tokenizer=tokenizer,
+        chat_template_kwargs=config.model.chat_template_kwargs,
+        keep_rows=keep_rows,
+    )
     return tokenizer, task_that_fits(task, config, max_positions=_max_positions(config))
 
 

@@ -1,6 +1,7 @@
 """Tasks, the sources of problems. ``load_task`` is the one entrance."""
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from configs.schema.task import CountdownTask, TaskConfig
 from rollout.tasks.countdown import first_countdown_problem, generate_sft_examples, load_countdown
@@ -33,12 +34,20 @@ __all__ = [
 ]
 
 
-def load_task(config: TaskConfig, *, tokenizer: "PreTrainedTokenizerBase", keep_rows: bool = False) -> Task:
+def load_task(
+    config: TaskConfig,
+    *,
+    tokenizer: "PreTrainedTokenizerBase",
+    chat_template_kwargs: Mapping[str, Any] = {},
+    keep_rows: bool = False,
+) -> Task:
     """The prompts of a task, for training and held out. ``keep_rows``: with their whole records, for the user's
     reward. Raises ValueError: a file, a line or the tokenizer cannot be used; the message names it and the fix."""
     if isinstance(config, CountdownTask):
         return load_countdown(config, tokenizer=tokenizer)
-    return load_file_task(config, tokenizer=tokenizer, keep_rows=keep_rows)
+    return load_file_task(
+        config, tokenizer=tokenizer, chat_template_kwargs=chat_template_kwargs, keep_rows=keep_rows
+    )
 
 
 def first_problem(config: TaskConfig) -> Problem:

@@ -4,7 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from rollout.records import Prompt
+from rollout.records import Messages, Prompt
+from rollout.tasks.prompts import as_json, shape_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,11 +15,18 @@ class Problem:
     prompt_id: str
     """Follows from the content alone, so that it is stable over runs and machines."""
     text: str
+    """What rewards read; see ``rollout.tasks.prompts.plain_text``."""
     reference: str
+    messages: Messages | None = None
+    """The conversation of the data, where it is more than a message of the user."""
     row: Mapping[str, Any] | None = None
     """The record of the data file, if it is kept."""
     number: int | None = None
     """Number of the line or row in the file, if there is one."""
+
+    @property
+    def prompt(self) -> str | Messages:
+        return self.text if self.messages is None else self.messages
 
 
 class LazyPrompts(Sequence[Prompt]):
@@ -35,7 +43,7 @@ class LazyPrompts(Sequence[Prompt]):
         *,
         task: str,
         to_problem: Callable[..., Problem],
-        encode: Callable[[str], list[int]],
+        encode: Callable[[str | Messages], list[int]],
         where: Callable[[int], str] | None = None,
     ):
         self._items, self._where = items, where
@@ -54,10 +62,15 @@ class LazyPrompts(Sequence[Prompt]):
         problem, place = self._to_problem(self._items[index]), None
         if self._where is not None and problem.number is not None:
             place = self._where(problem.number)
+        try:
+            token_ids = self._encode(problem.prompt)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}" if place else str(error)) from error
         return Prompt(
             prompt_id=problem.prompt_id,
-            token_ids=self._encode(problem.text),
+            token_ids=token_ids,
             text=problem.text,
+            messages=problem.messages,
             task=self._task,
             reference=problem.reference,
             row=problem.row,
@@ -68,12 +81,18 @@ class LazyPrompts(Sequence[Prompt]):
         """Index and prompt of each that has more than ``num_tokens`` tokens, and maybe of others. Short texts are not
         tokenised.
 
-        The tokens around a text (chat template, system prompt, special tokens) are at most as many as those
-        of the whole first prompt.
+        The tokens around the texts of a prompt (chat template, system prompt, special tokens) are at most as many as
+        those of the whole first prompt of its roles. A message with further fields, such as calls of tools, may have
+        any number around it.
         """
-        around = len(self[0].token_ids) if self._items else 0
+        around: dict[tuple, int] = {}
         for index, item in enumerate(self._items):
-            if around + most_tokens(self._to_problem(item).text) > num_tokens:
+            problem = self._to_problem(item)
+            shape = () if problem.messages is None else shape_of(problem.messages)
+            if shape not in around:
+                has_more = any(len(fields) > 1 for fields in shape)
+                around[shape] = num_tokens if has_more else len(self[index].token_ids)
+            if around[shape] + most_tokens(problem.prompt) > num_tokens:
                 yield index, self[index]
 
     def without(self, indices: Collection[int]) -> "LazyPrompts":
@@ -89,12 +108,13 @@ class LazyPrompts(Sequence[Prompt]):
         )
 
 
-def most_tokens(text: str) -> int:
-    """Upper bound of a text's tokens: the bytes of the normalised text.
+def most_tokens(prompt: str | Messages) -> int:
+    """Upper bound of a text's tokens, or of those of all texts of a conversation: the bytes of the normalised text.
 
     Normalisation does not change ASCII. UTF-8 of other characters grows at most elevenfold (Unicode FAQ,
     normalization, NFKC and NFKD).
     """
+    text = as_json(prompt)
     return len(text) if text.isascii() else len(text) + 11 * len(text.encode())
 
 

@@ -786,6 +786,31 @@ TABLE = {
         field="advantage.credit, kl.place", value="turn", error="compares the rewards of turns",
         fix="use kl.place=loss, or advantage.type=reinforce_pp or gae",
     ),
+    "arguments of a template that Tandem sets": Broken(
+        options="model.chat_template_kwargs={tools: [], tokenize: false}", field="model.chat_template_kwargs", value="tools",
+        error="has tokenize, tools, which Tandem sets itself", fix="leave it out",
+    ),
+    "an argument of a template without an end": Broken(
+        options="model.chat_template_kwargs={budget: .inf}", field="model.chat_template_kwargs", value="budget",
+        error="has a number that is not finite", fix="give another",
+    ),
+    "arguments of a template that renders nothing": Broken(
+        options="model.chat_template_kwargs={enable_thinking: false}", field="model.chat_template_kwargs, task", value="enable_thinking",
+        error="has enable_thinking, but task has no prompts in a chat template", fix="remove it, or let the chat template",
+    ),
+    "arguments of a template beside plain texts": Broken(
+        options="model.chat_template_kwargs={enable_thinking: false} environment={type: chat, environment: 'a:B', template: plain}",
+        field="model.chat_template_kwargs, environment.template", value="enable_thinking", error="environment.template has no prompts",
+        fix="remove it",
+    ),
+    "arguments of a critic's template": Broken(
+        options="advantage.type=gae critic.model.path=dense critic.model.chat_template_kwargs.a=1",
+        field="critic.model.chat_template_kwargs", value="a", error="the critic reads the policy's tokens", fix="remove it",
+    ),
+    "verl's name of the template's arguments": Broken(
+        options="data.apply_chat_template_kwargs.enable_thinking=false", field="data", value="enable_thinking", error="unknown key",
+        fix="model.chat_template_kwargs",
+    ),
     "nothing to drain": Broken(
         options="rollout.drain_s=5", field="rollout.drain_s, rollout.max_staleness", value="5",
         error="of which max_staleness=0 leaves none at an update", fix="remove it, or set max_staleness to 1 or more",

@@ -285,6 +285,11 @@ paths = (
 positive = st.floats(min_value=1e-12, max_value=1e12)
 scalars = st.one_of(st.booleans(), st.integers(-(10**20), 10**20), st.floats(allow_nan=False), texts, tricky)
 
+
+def is_finite(value) -> bool:
+    return value not in (float("inf"), float("-inf"))
+
+
 levels = st.sampled_from(["token", "sequence", "geometric", "segment"])
 weights = st.one_of(
     st.just({"level": "none"}),
@@ -336,7 +341,13 @@ def run_configs(draw) -> RunConfig:
     return RunConfig.model_validate(
         {
             "name": draw(names),
-            "model": {"path": draw(paths), "dtype": draw(st.sampled_from(["float32", "bfloat16"]))},
+            "model": {
+                "path": draw(paths),
+                "dtype": draw(st.sampled_from(["float32", "bfloat16"])),
+                "chat_template_kwargs": {}
+                if task["type"] == "countdown"
+                else draw(st.dictionaries(st.one_of(texts, tricky), scalars.filter(is_finite), max_size=3)),
+            },
             "task": task,
             "rollout": {
                 "server_args": draw(st.dictionaries(st.one_of(texts, tricky), scalars, max_size=4)),
@@ -381,6 +392,30 @@ def test_resolved_sft_config_loads_back_equal(folder):
         write("s.yaml", "kind: sft\nmodel: {path: m}\noutput: o\ndata: {type: jsonl, path: d.jsonl}\n")
     )
     assert load_config(write("again.yaml", resolved_yaml(config))) == config
+
+
+GAME = """task: {type: countdown}
+model: {path: m}
+environment: {type: chat, environment: 'a:B', template_arguments: {thinking: false}}
+"""
+
+
+def test_the_place_of_template_arguments_in_earlier_records_is_read(folder):
+    notes = []
+    config = load_config(write("old.yaml", GAME), notes=notes)
+    assert config.model.chat_template_kwargs == {"thinking": False}
+    assert notes == [
+        "environment.template_arguments (old.yaml:3) is model.chat_template_kwargs now, for every prompt"
+    ]
+    assert load_config(write("again.yaml", resolved_yaml(config))) == config
+    overridden = load_config("old.yaml", ["environment.template_arguments.thinking=true"])
+    assert overridden.model.chat_template_kwargs == {"thinking": True}
+    plain = GAME.replace("template_arguments: {thinking: false}", "template: plain, template_arguments: {}")
+    assert load_config(write("plain.yaml", plain)).model.chat_template_kwargs == {}
+    assert load_config("old.yaml", ["model.chat_template_kwargs={thinking: false}"]) == config
+    problem = the_problem("old.yaml", ["model.chat_template_kwargs={thinking: true}"])
+    assert (problem.where, problem.field) == ("old.yaml:3", "environment.template_arguments")
+    assert "an earlier name of model.chat_template_kwargs, which has another value" in problem.error
 
 
 # ---- errors in the content

@@ -29,6 +29,7 @@ from rollout.tasks import (
 )
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
+from tests.support.chat_tokenizer import chat_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -348,10 +349,13 @@ def test_a_field_whose_own_name_has_a_dot_comes_first(tmp_path, tokenizer):
         (dapo_row(reward_model={"ground_truth": ["34"]}), r"`reward_model.ground_truth` is a list"),
         (
             dapo_row([{"role": "system", "content": "x"}, {"role": "user", "content": "1"}]),
-            r"`prompt` is a conversation of system, user; .*task\.system_prompt",
+            r"`prompt` is a conversation of system, user, which a chat template alone .*set apply_chat_template: true",
         ),
-        (dapo_row([{"role": "assistant", "content": "x"}]), r"`prompt` is a conversation of assistant"),
-        (dapo_row([{"role": "user"}]), r"`prompt` is null"),
+        (
+            dapo_row([{"role": "assistant", "content": "x"}]),
+            r"`prompt` is a conversation of assistant, which ends with",
+        ),
+        (dapo_row([{"role": "user"}]), r"`prompt\[0\]\.content` is null"),
         (dapo_row([]), r"`prompt` is a list"),
         (dapo_row(["30 + 4?"]), r"`prompt` is a list"),
     ],
@@ -360,6 +364,127 @@ def test_other_conversations_and_lost_answers_are_named(tmp_path, tokenizer, row
     path = write_lines(tmp_path / "a.jsonl", dapo_row(), row)
     with pytest.raises(ValueError, match=rf"a\.jsonl:line 2: .*{message}"):
         load_task(jsonl(path, answer_field="reward_model.ground_truth"), tokenizer=tokenizer)
+
+
+SYSTEM, ASKED = {"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}
+ANSWERED = {"role": "assistant", "content": "4"}
+
+
+def in_chat(path: Path, **options) -> JsonlTask:
+    return JsonlTask(type="jsonl", train_path=path, **options)
+
+
+contents = st.text(st.characters(exclude_categories=["C"]), min_size=1, max_size=12).filter(str.strip)
+rounds = st.lists(st.tuples(contents, contents), max_size=2)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_conversations_have_the_tokens_of_transformers(tmp_path, suffix):
+    @settings(max_examples=40, deadline=None)
+    @given(
+        drawn=st.lists(st.tuples(st.none() | contents, rounds, contents), min_size=1, max_size=4),
+        family=st.sampled_from(["qwen2_5", "qwen3", "llama3_1"]),
+    )
+    def check(drawn, family):
+        conversations = []
+        for system, turns, last in drawn:
+            roles = [("system", system)] if system else []
+            roles += [pair for asked, told in turns for pair in (("user", asked), ("assistant", told))]
+            conversations.append([{"role": r, "content": c} for r, c in [*roles, ("user", last)]])
+        rows, path = [{"prompt": c, "answer": "1"} for c in conversations], tmp_path / f"a.{suffix}"
+        if suffix == "parquet":
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+        else:
+            write_lines(path, *rows)
+        reader = chat_tokenizer(family)
+        prompts = load_task(in_chat(path), tokenizer=reader).train
+        assert [prompt.token_ids for prompt in prompts] == [
+            reader.apply_chat_template(c, add_generation_prompt=True, return_dict=False)
+            for c in conversations
+        ]
+        assert [prompt.messages or ({"role": "user", "content": prompt.text},) for prompt in prompts] == [
+            tuple(c) for c in conversations
+        ]
+        survey = survey_task_file(in_chat(path), path)
+        assert survey.distinct == len({json.dumps(c) for c in conversations})
+        assert len({prompt.prompt_id for prompt in prompts}) == len(prompts)
+
+    check()
+
+
+def test_a_conversation_is_the_same_prompt_in_either_kind_of_file(tmp_path):
+    """Also where parquet gives every message the fields of all, or sorts them."""
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+    called = [
+        ASKED, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "4", "name": "add"},
+    ]  # fmt: skip
+    rows = [
+        {"prompt": called, "answer": "4"},
+        {"prompt": [SYSTEM, ASKED], "answer": "4"},
+        {"prompt": [ASKED], "answer": "4"},
+    ]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write_lines(tmp_path / "a.jsonl", *rows)
+    reader = chat_tokenizer("qwen3")
+    found = [load_task(in_chat(tmp_path / name), tokenizer=reader).train for name in ("a.parquet", "a.jsonl")]
+    assert [p.prompt_id for p in found[0]] == [p.prompt_id for p in found[1]]
+    assert [p.token_ids for p in found[0]] == [p.token_ids for p in found[1]]
+    assert len({p.prompt_id for p in found[0]}) == 3
+    calls, system, single = found[0]
+    assert reader.decode(calls.token_ids).count("<tool_call>") == 1
+    assert calls.messages[1] == {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert [p.text for p in (system, single)] == ["2 + 2?", "2 + 2?"], (
+        "rewards do not read the system message"
+    )
+    assert calls.text == "user: 2 + 2?\n\nassistant: \n\ntool: 4"
+
+
+def test_the_text_and_the_id_of_a_single_message_are_those_of_the_text(tmp_path):
+    rows = [{"prompt": [ASKED], "answer": "4"}, {"prompt": ASKED["content"], "answer": "4"}]
+    first, second = load_task(
+        in_chat(write_lines(tmp_path / "a.jsonl", *rows)), tokenizer=chat_tokenizer()
+    ).train
+    assert second.prompt_id == f"{first.prompt_id}#2" and first.token_ids == second.token_ids
+    assert (
+        first.prompt_id == "jsonl:53660c4d2901fc9f"
+    )  # of every version, since seeds and the order hang on it
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([SYSTEM, {"role": "human", "content": "x"}], {}, r"field `prompt\[1\]\.role` is 'human'; .*system, user, assistant, tool"),
+        ([{"from": "human", "value": "x"}], {}, r"field `prompt\[0\]\.role` is missing; each message is"),
+        ([ASKED, ANSWERED], {}, r"field `prompt` is a conversation of user, assistant, .* the role assistant; end it with"),
+        ([ASKED, SYSTEM], {}, r"field `prompt` is a conversation of user, system, which ends with"),
+        ([SYSTEM, {"role": "user", "content": [{"text": "x"}]}], {}, r"field `prompt\[1\]\.content` is a list; it must be text"),
+        ([SYSTEM, {"role": "user", "content": " "}], {}, r"field `prompt\[1\]\.content` is empty"),
+        ([ASKED, {"role": "assistant", "content": None}, ASKED], {}, r"field `prompt\[1\]\.content` is null"),
+        ([{"role": "system", "content": "\ud800"}, ASKED], {}, r"field `prompt\[0\]\.content` has half a character"),
+        ([SYSTEM, ASKED], {"system_prompt": "Think."}, r".* and task\.system_prompt is a system message too; remove task"),
+    ],
+)  # fmt: skip
+def test_a_conversation_that_cannot_be_rendered_is_named(tmp_path, prompt, options, message):
+    path = write_lines(
+        tmp_path / "a.jsonl", {"prompt": "1", "answer": "1"}, {"prompt": prompt, "answer": "4"}
+    )
+    for read in (
+        lambda: load_task(in_chat(path, **options), tokenizer=chat_tokenizer()),
+        lambda: survey_task_file(in_chat(path, **options), path),
+    ):
+        with pytest.raises(ValueError, match=rf"^\S+a\.jsonl:line 2: {message}"):
+            read()
+
+
+def test_a_conversation_that_the_template_refuses_is_named_when_it_is_drawn(tmp_path):
+    reader = chat_tokenizer(template="{{ messages[0].content }}{{ 1 // (2 - messages | length) }}")
+    rows = [{"prompt": "1", "answer": "1"}, {"prompt": [SYSTEM, ASKED], "answer": "4"}]
+    task = load_task(in_chat(write_lines(tmp_path / "a.jsonl", *rows)), tokenizer=reader)
+    with pytest.raises(
+        ValueError, match=r"a\.jsonl:line 2: the chat template of this model refuses .*system, user: Zero"
+    ):
+        _ = task.train[1]
 
 
 def test_prompt_ids_do_not_depend_on_the_place(tmp_path, tokenizer):
@@ -490,6 +615,10 @@ def test_parquet_rows_are_named(tmp_path, tokenizer):
 def test_read_pairs(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "response": "2", "other": 3})
     assert read_pairs(path, "prompt", "response") == [(f"{path}:line 1", "1", "2")]
+    turns = write_lines(tmp_path / "turns.jsonl", {"prompt": [SYSTEM, ASKED], "response": "4"})
+    assert read_pairs(turns, "prompt", "response") == [(f"{turns}:line 1", (SYSTEM, ASKED), "4")]
+    with pytest.raises(ValueError, match=r"turns\.jsonl:line 1: .*a chat template alone"):
+        read_pairs(turns, "prompt", "response", has_template=False)
     with pytest.raises(
         ValueError,
         match=r"b\.jsonl holds no records; write one per line, with the fields `prompt` and `response`",

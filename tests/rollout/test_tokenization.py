@@ -1,17 +1,22 @@
 """The tiny model's tokenizer and weights, and how prompts become ids."""
 
+import inspect
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from configs.schema.model import SET_BY_TANDEM
 from rollout.tiny_model import CHARACTERS, make_tiny_countdown_model
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
+from rollout.tokenizer_files import _jinja_environment, check_template_arguments
+from tests.support.chat_tokenizer import chat_tokenizer, template_of
 
 CHATML = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 
@@ -96,6 +101,73 @@ def test_chat_template(folder):
     assert ids == tokenizer.encode("<system>2;<user>1+1;<assistant>")
     ids = encode_prompt(tokenizer, "1+1", system_prompt=None, apply_chat_template=True)
     assert ids == tokenizer.encode("<user>1+1;<assistant>")
+
+
+def test_arguments_of_the_template_are_those_of_transformers():
+    tokenizer = chat_tokenizer("qwen3")
+    for arguments in ({}, {"enable_thinking": True}, {"enable_thinking": False}):
+        ids = encode_prompt(
+            tokenizer,
+            "2 + 2?",
+            system_prompt="Be brief.",
+            apply_chat_template=True,
+            chat_template_kwargs=arguments,
+        )
+        messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 2?"}]
+        whole = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **arguments
+        )
+        assert ids == whole
+        empty_thinking = arguments.get("enable_thinking") is False
+        assert str(tokenizer.decode(ids)).endswith("<think>\n\n</think>\n\n") is empty_thinking
+
+
+def test_what_tandem_sets_itself_are_the_parameters_of_transformers():
+    taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+    assert taken - {"self", "kwargs"} == SET_BY_TANDEM - {"messages"}
+
+
+names = st.sampled_from(["a", "b", "c", "range"])
+pieces = st.recursive(
+    names.map("{{{{ {} }}}}".format),
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map("".join),
+        st.builds("{{% if {} is defined %}}{}{{% endif %}}".format, names, inner),
+        st.builds("{{% set {} = 5 %}}{}".format, names, inner),
+        st.builds("{{% for {} in [1, 2] %}}{}{{% endfor %}}".format, names, inner),
+        st.builds("{{% macro m({}) %}}{}{{% endmacro %}}{{{{ m(1) }}}}".format, names, inner),
+        st.builds("{{% if false %}}{}{{% else %}}{}{{% endif %}}".format, inner, inner),
+        st.builds("{{% set n = namespace(x={}) %}}{{{{ n.x }}}}{}".format, names, inner),
+    ),
+    max_leaves=6,
+)
+
+
+@settings(deadline=None)
+@given(template=pieces, name=names, value=st.sampled_from([0, "x", False]))
+def test_an_argument_that_is_called_unread_changes_nothing(template, name, value):
+    tokenizer = SimpleNamespace(chat_template=template, name_or_path="")
+    try:
+        check_template_arguments(tokenizer, {name: value})
+    except ValueError as error:
+        assert "never reads" in str(error)
+        made = _jinja_environment().from_string(template)
+        assert made.render() == made.render({name: value})
+
+
+@pytest.mark.parametrize(
+    ("template", "read"),
+    [
+        (template_of("qwen3"), "it reads content, enable_thinking, thinking:"),
+        (template_of("qwen2_5"), "it reads no argument:"),
+        ({"default": "{{ date }}", "tool_use": "{{ eos_token }}{{ tools }}"}, "it reads date:"),
+        ("{% if %}", "it reads no argument:"),
+    ],
+)
+def test_the_arguments_of_a_template_are_named(template, read):
+    tokenizer = SimpleNamespace(chat_template=template, name_or_path="")
+    with pytest.raises(ValueError, match=f"never reads enable_thinkin, so .*; {read}"):
+        check_template_arguments(tokenizer, {"enable_thinkin": False})
 
 
 def test_system_prompt_needs_a_template_and_a_prompt_needs_tokens(tokenizer):

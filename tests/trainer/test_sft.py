@@ -129,6 +129,18 @@ def test_an_example_is_prompt_answer_and_end(model, tmp_path):
     assert [tokenizer.decode(e.token_ids[e.prompt_length :]) for e in found] == [" 1+2+3<eos>", "(9)<eos>"]
 
 
+def test_an_example_obeys_the_arguments_of_the_template(tmp_path):
+    make_tiny_countdown_model(tmp_path / "tiny", seed=0)
+    (tmp_path / "tiny/chat_template.jinja").write_text("{{ messages[0].content }}{{ ending }}")
+    (tmp_path / "pairs.jsonl").write_text('{"prompt": "1+1", "response": "2"}')
+    data = JsonlSftData(type="jsonl", path=tmp_path / "pairs.jsonl")
+    config = sft_config(tmp_path / "tiny", data=data)
+    model = config.model.model_copy(update={"chat_template_kwargs": {"ending": "="}})
+    (found,) = load_examples(config.model_copy(update={"model": model}))
+    assert load_tokenizer(tmp_path / "tiny").decode(found.token_ids) == "1+1=2<eos>"
+    assert found.prompt_length == 4
+
+
 @pytest.mark.parametrize(
     ("budget", "most", "said"),
     [

@@ -264,10 +264,10 @@ class Tools(MessageAdapter):
             raise self.unusable("reset", f"returned {short(text)}; return a text or None")
         messages = [dict(message) for message in problem["messages"]]
         if text:
-            first = next((message for message in messages if message["role"] == "user"), None)
-            if first is None:
+            last = next((message for message in messages[::-1] if message["role"] == "user"), None)
+            if last is None:
                 raise self.unusable("reset", "returned a text, but the problem has no message of the user")
-            first["content"] += text
+            last["content"] += text
         return messages
 
     def step(self, message):

@@ -37,6 +37,14 @@ RUN = {
 SFT = {
     "kind": "sft", "model": {"path": "model"}, "data": {"type": "jsonl", "path": "pairs.jsonl"}, "output": "new", "layout": {"dp": 1},
 }  # fmt: skip
+THINKS = (
+    CHATML
+    + "{% if enable_thinking is defined and enable_thinking is not boolean %}{{ raise_exception('enable_thinking is no truth') }}"
+    "{% endif %}{% if add_generation_prompt and enable_thinking is false %}{{ '0' * 9 }}{% endif %}"
+)
+"""A template with an argument, which adds nine tokens where it is false."""
+ASKED = {"role": "user", "content": "1 + 1"}
+CONVERSATION = {"prompt": [{"role": "system", "content": "Be brief."}, ASKED], "answer": "2"}
 Damage = Callable[[], object]
 
 
@@ -176,6 +184,28 @@ CASES = {
         overrides=("task.system_prompt=Think.", "task.apply_chat_template=false"), field="task.system_prompt",
         error="has its place in a chat template", fix="set it to true",
     ),
+    "an argument that the template never reads": Case(
+        damage=template(THINKS), overrides=("model.chat_template_kwargs={enable_thinkin: false}",), field="model.chat_template_kwargs",
+        error="the chat template of model never reads enable_thinkin, so", fix="it reads enable_thinking: correct or remove the name",
+    ),
+    "an argument of a template without any": Case(
+        overrides=("model.chat_template_kwargs={enable_thinking: false}",), field="model.chat_template_kwargs",
+        error="never reads enable_thinking",
+        fix="it reads no argument: correct or remove the name",
+    ),
+    "an argument that the template cannot take": Case(
+        damage=template(THINKS), overrides=("model.chat_template_kwargs={enable_thinking: {}}",), field="model.chat_template_kwargs",
+        error="cannot be rendered: TemplateError: enable_thinking is no truth", fix="correct or remove them",
+    ),
+    "an argument of a warm start": Case(
+        overrides=("model.chat_template_kwargs={thinking: 1}",), config="sft.yaml", field="model.chat_template_kwargs",
+        error="never reads thinking",
+    ),
+    "an argument of an environment alone": Case(
+        damage=lambda: Path("game.py").write_text("class Game:\n    def reset(self, problem): ...\n    def step(self, message): ...\n"),
+        overrides=("model.chat_template_kwargs={thinking: 1}", "task.apply_chat_template=false",
+                   "environment={type: chat, environment: 'game:Game'}"), field="model.chat_template_kwargs", error="never reads thinking",
+    ),
     "tokenizer of a reward model": Case(
         damage=lambda: (shutil.copytree("model", "judge"), Path("judge/tokenizer.json").write_text("{")),
         overrides=("reward={type: model, urls: ['http://127.0.0.1:1'], text: {type: chat, tokenizer: judge}}",), field="reward",
@@ -249,6 +279,43 @@ CASES = {
         damage=lambda: (Path("data").mkdir(), shutil.copy("train.jsonl", "data")), overrides=("task.train_path=data",),
         field="task.train_path", error="this is a folder", fix="name a file in it, such as data/train.jsonl",
     ),
+    # ---- conversations
+    "a conversation without a template": Case(
+        damage=lambda: write_jsonl("train.jsonl", CONVERSATION), overrides=("task.apply_chat_template=false",), field="task.train_path",
+        error="train.jsonl:line 1: field `prompt` is a conversation of system, user, which a chat template alone can render",
+        fix="set apply_chat_template: true",
+    ),
+    "a conversation that the model ends": Case(
+        damage=lambda: write_jsonl("heldout.jsonl", {**CONVERSATION, "prompt": [{"role": "assistant", "content": "1"}]}),
+        field="task.heldout_path", error="heldout.jsonl:line 1: field `prompt` is a conversation of assistant, which ends with",
+        fix="end it with the one that the model is to answer, of the role user or tool",
+    ),
+    "a conversation that the template refuses": Case(
+        damage=lambda: (
+            template("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + CHATML)(),
+            write_jsonl("train.jsonl", {"prompt": "1", "answer": "1"}, CONVERSATION, CONVERSATION),
+        ), field="task.train_path", error="train.jsonl:line 2: a conversation of system, user: the chat template of model cannot be",
+        fix="drop such records",
+    ),
+    "a conversation of which the template drops a message": Case(
+        damage=lambda: (template("{{ messages[-1].content }}")(), write_jsonl("train.jsonl", CONVERSATION)), field="task.train_path",
+        error="line 1: a conversation of system, user: the chat template of model leaves out message 1, of role system",
+    ),
+    "a conversation of a warm start that the template refuses": Case(
+        damage=lambda: (template("{{ messages[-1].content }}")(), write_jsonl("pairs.jsonl", CONVERSATION | {"response": "1"})),
+        config="sft.yaml", field="data.path", error="pairs.jsonl:line 1: a conversation of system, user: the chat template of",
+    ),
+    "a conversation that a reward model's template refuses": Case(
+        damage=lambda: (
+            shutil.copytree("model", "judge"), in_model("../judge/chat_template.jinja", "{{ 1 // (3 - messages | length) }}")(),
+            write_jsonl("train.jsonl", CONVERSATION),
+        ), overrides=("reward={type: model, urls: ['http://127.0.0.1:1'], text: {type: chat, tokenizer: judge}}",), field="reward",
+        error="train.jsonl:line 1: a conversation of system, user, assistant: the chat template of judge cannot", fix="{type: plain}",
+    ),
+    "a long conversation": Case(
+        damage=lambda: write_jsonl("train.jsonl", CONVERSATION, CONVERSATION | {"prompt": [*CONVERSATION["prompt"][:1] * 9, ASKED]}),
+        field="task.train_path", error="the longest prompt, train.jsonl:line 2, has",
+    ),
     # ---- names of the hub
     "model of the hub": Case(
         overrides=("model.path=Qwen/Qwen2.5-0.5B",), field="model.path", error="no such folder",
@@ -275,6 +342,12 @@ def test_sound_inputs_have_no_problems(config):
     assert problems(config=config) == []
 
 
+def test_conversations_of_a_sound_file_have_no_problems():
+    turns = [*CONVERSATION["prompt"], {"role": "assistant", "content": "2"}, {"role": "user", "content": "3"}]
+    write_jsonl("train.jsonl", CONVERSATION, {"prompt": turns, "answer": "3"})
+    assert problems() == []
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_broken_input_is_named(name):
     case = CASES[name]
@@ -284,6 +357,19 @@ def test_a_broken_input_is_named(name):
         case.field in p.field.split(", ") and case.error in p.error and case.fix in p.fix for p in found
     ), [str(p) for p in found]
     assert len(found) == 1 or case.field == "model.path" or "system prompt" in name, "one thing is broken"
+
+
+def test_arguments_of_the_template_count_in_the_length_of_a_prompt():
+    template(THINKS)()
+    around = (
+        len(encode_prompt(TokenizerFiles(Path("model")), "1", system_prompt=None, apply_chat_template=True))
+        - 1
+    )
+    train('{"prompt": "%s", "answer": "1"}\n' % ("1" * (200 - around)))()
+    assert problems("rollout.prompts_per_step=1") == []
+    assert problems("model.chat_template_kwargs={enable_thinking: true}") == []
+    (problem,) = problems("model.chat_template_kwargs={enable_thinking: false}")
+    assert problem.field.startswith("task.train_path") and "has 209 tokens" in problem.error
 
 
 def test_everything_is_said_at_once():
@@ -393,7 +479,7 @@ WITH_TOKENS = (
 )
 
 
-@pytest.mark.parametrize("text", [CHATML, WITH_TOKENS])
+@pytest.mark.parametrize("text", [CHATML, WITH_TOKENS, THINKS])
 def test_the_files_give_what_transformers_gives(tmp_path, text):
     make_tiny_countdown_model(tmp_path / "tiny", seed=0)
     (tmp_path / "tiny" / "chat_template.jinja").write_text(text)
@@ -403,9 +489,15 @@ def test_the_files_give_what_transformers_gives(tmp_path, text):
         and ours.eos_token_id == theirs.eos_token_id
         and ours.unk_token_id == theirs.unk_token_id
     )
-    for system_prompt in (None, "9 - 8 ="):
+    for system_prompt, arguments in ((None, {}), ("9 - 8 =", {"enable_thinking": False, "eos_token": "4"})):
         ids = [
-            encode_prompt(t, "1 + 2?", system_prompt=system_prompt, apply_chat_template=True)
+            encode_prompt(
+                t,
+                "1 + 2?",
+                system_prompt=system_prompt,
+                apply_chat_template=True,
+                chat_template_kwargs=arguments,
+            )
             for t in (ours, theirs)
         ]
         assert ids[0] == ids[1]

@@ -39,6 +39,7 @@ from tests.rollout.environments.test_episodes import (
     pack,
     score_by_length,
 )
+from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.fake_engine import FakeEngine, fake_tokens
 
 DEADLINE_S = 60.0
@@ -180,6 +181,26 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
         assert (one.reward, one.status, one.error) == (len(text), Status.OK, None)
         assert one.parts == {"turns": 2.0, "forks": 0.0, "refused_requests": 0.0, "unread_calls": 0.0}
     pack([group_of(made)])
+
+
+def test_an_environment_of_messages_takes_the_template_with_the_arguments_of_the_model():
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "model", "chat_template_kwargs": {"enable_thinkin": False}},
+            "task": {"type": "countdown"},
+            "environment": {"type": "agent", "command": ["true"]},
+        }
+    )
+
+    async def start() -> None:
+        tokenizer = chat_tokenizer("qwen3")
+        async with sample_makers(
+            config, scorer=SimpleNamespace(score=None), tokenizer=tokenizer, stop_token_ids=[0], max_positions=256  # pyright: ignore
+        ):  # fmt: skip
+            pass
+
+    with pytest.raises(ValueError, match="never reads enable_thinkin"):
+        asyncio.run(start())
 
 
 def test_the_run_scores_the_last_answer_and_the_reference_stays_here(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -280,3 +281,10 @@ def test_the_fields_of_a_problem():
     fields = problem_fields(prompt, None)
     assert fields.pop("messages") == [{"role": "user", "content": "2+3?"}]
     assert fields == {"prompt_id": "p", "text": "2+3?", "reference": "5", "row": {"at": np.float32(1)}}
+    asked = (
+        {"role": "user", "content": "1"},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "3"},
+    )
+    turns = problem_fields(replace(prompt, messages=asked), "Think.")["messages"]
+    assert turns == [{"role": "system", "content": "Think."}, *asked]

@@ -420,8 +420,13 @@ def test_requests_that_cannot_be_understood(monkeypatch, caplog):
                     [user("3")], temperature=0.1, max_tokens=2, extra_body={"future": 1, "stop": []}
                 )
                 await one.ask([user("3")], temperature=0.2, max_tokens=2)
+                thinking = {"chat_template_kwargs": {"enable_thinking": False}}
+                await one.ask([user("3")], max_tokens=2, extra_body=thinking)
             assert answer.usage.completion_tokens <= 2
-            assert [r.getMessage()[:32] for r in caplog.records] == ["an agent asks for temperature=0."]
+            first, second = (record.getMessage() for record in caplog.records)
+            assert first.startswith("an agent asks for temperature=0.1") and "rollout.temperature" in first
+            assert second.startswith("an agent asks for chat_template_kwargs={'enable_thinking': False}")
+            assert "model.chat_template_kwargs" in second
 
     run(test)
 

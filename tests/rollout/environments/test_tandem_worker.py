@@ -201,6 +201,8 @@ class TestTools:
         env = of("tools", reset=lambda self, level: f" Level {level}.", get=TestTools.get, reward=reward)
         contents = [m["content"] for m in env.reset(PROBLEM)]
         assert contents == ["Be brief.", "2+3? Level 4."]
+        turns = [{"role": "user", "content": "1"}, answer("2"), {"role": "user", "content": "3"}]
+        assert [m["content"] for m in env.reset(PROBLEM | {"messages": turns})] == ["1", "2", "3 Level 4."]
         assert PROBLEM["messages"][1]["content"] == "2+3?"
         stepped = env.step(answer("5"))
         assert (stepped["reward"], stepped["done"], stepped["messages"]) == (2.0, True, [])

@@ -36,7 +36,7 @@ from rollout.sampling.messages import (
 )
 from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
-from rollout.sampling.role import check_vocabulary, run_sample_role, serve, task_that_fits
+from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
 from rollout.sampling.sampler import GroupSampler, choose_heldout, pass_at
 from rollout.tasks import Problem, Task, longer_than, without
 from rollout.tasks.task import LazyPrompts
@@ -751,6 +751,17 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
     assert asked == []
 
 
+def test_prompts_and_those_held_out_obey_the_arguments_of_the_template(tmp_path):
+    make_tiny_countdown_model(tmp_path / "tiny", seed=0)
+    (tmp_path / "tiny/chat_template.jinja").write_text("{{ messages[0].content }}{{ ending }}")
+    path = write_problems(tmp_path / "p.jsonl", ["1+2", "3"])
+    config = run_config(tmp_path / "tiny", task={"type": "jsonl", "train_path": path, "heldout_path": path})
+    model = config.model.model_copy(update={"chat_template_kwargs": {"ending": "="}})
+    tokenizer, task = load_checked_task(config.model_copy(update={"model": model}))
+    for prompts in (task.train, task.heldout):
+        assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == ["1+2=", "3="]
+
+
 def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model_dir, tmp_path):
     path = write_problems(tmp_path / "p.jsonl", ["1+2"])
     config = run_config(model_dir, task={"type": "jsonl", "train_path": path, "apply_chat_template": False})
@@ -815,6 +826,40 @@ def test_lazy_prompts_tell_the_longer_ones_as_if_all_were_tokenised(texts, limit
     assert {index: len(prompt.token_ids) for index, prompt in found.items()} == longer
     ids = [prompt.prompt_id for prompt in without(prompts, found)]
     assert ids == [str(index) for index in range(len(texts)) if index not in longer]
+
+
+roles = st.sampled_from(["system", "user", "assistant"])
+conversations = st.lists(st.tuples(roles, alphabets, st.none() | st.just(["call"])), min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    drawn=st.lists(st.none() | conversations, min_size=1, max_size=8),
+    limit=st.integers(0, 150),
+    around=st.dictionaries(st.sampled_from(["system", "user", "assistant", "call"]), st.integers(0, 20)),
+)
+def test_longer_conversations_are_told_as_if_all_were_tokenised(drawn, limit, around):
+    """Around a message stand as many tokens as its role has, and around a call of a tool any number."""
+
+    def encode(prompt):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        return [0] * sum(
+            around.get(m["role"], 1) + len(m["content"].encode()) + ("calls" in m) * around.get("call", 0)
+            for m in messages
+        )
+
+    items = []
+    for number, conversation in enumerate(drawn):
+        messages = conversation and tuple(
+            {"role": role, "content": text} | ({} if calls is None else {"calls": calls})
+            for role, text, calls in conversation
+        )
+        items.append(Problem(prompt_id=str(number), text="12", reference="", messages=messages))
+    prompts = LazyPrompts(items, task="toy", to_problem=lambda problem: problem, encode=encode)
+    lengths = [len(encode(item.prompt)) for item in items]
+    assert {index: len(prompt.token_ids) for index, prompt in longer_than(prompts, limit).items()} == {
+        index: length for index, length in enumerate(lengths) if length > limit
+    }
 
 
 def test_short_texts_are_not_tokenised_to_know_that_they_fit():
