@@ -50,8 +50,11 @@ class ConfigError(Exception):
 
     def __init__(self, problems: Sequence[Problem]):
         self.problems = tuple(problems)
-        count = "1 problem" if len(self.problems) == 1 else f"{len(self.problems)} problems"
-        super().__init__("\n\n".join([f"{count} in the configuration", *map(str, self.problems)]))
+        super().__init__(
+            "\n\n".join(
+                [f"{counted(len(self.problems), 'problem')} in the configuration", *map(str, self.problems)]
+            )
+        )
 
     @classmethod
     def of(cls, where: str, field: str, value: str, error: str, fix: str) -> "ConfigError":
@@ -78,6 +81,11 @@ def did_you_mean(wrong: str, known: Sequence[str], label: str, otherwise: str | 
 def is_close(wrong: str, known: Sequence[str]) -> bool:
     """Whether a known name is spelt nearly like the wrong one."""
     return bool(difflib.get_close_matches(wrong, known, n=1, cutoff=0.6))
+
+
+def counted(count: int, noun: str) -> str:
+    """``1 step``, ``2 steps``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def dotted(path: Sequence[Hashable]) -> str:

@@ -75,7 +75,7 @@ class _Trial:
     part: Part
     own: OwnFunction
 
-    def call(self, about: str, *given: Tensor, **further: Tensor) -> Tensor:
+    def call(self, about: str, *given: Tensor, fix: str = "correct it", **further: Tensor) -> Tensor:
         """The function's result. Raises ValueError if it raises, changes an input or returns another form."""
         inputs = {**dict(zip(self.part.given, given, strict=True)), **further}
         before = {name: x.detach().clone() for name, x in inputs.items()}
@@ -86,7 +86,7 @@ class _Trial:
         except ContractError:
             raise
         except (Exception, SystemExit) as error:  # the user's code may raise anything, or exit()
-            raise self.error(f"{about}, it raised {describe(error)}; correct it") from error
+            raise self.error(f"{about}, it raised {describe(error)}; {fix}") from error
         for name, x in inputs.items():
             if not torch.equal(x.detach(), before[name]):
                 raise self.error(
@@ -264,8 +264,11 @@ def _check_advantage(trial: _Trial) -> None:
     rewards_S[groups_S == 5] = 1.0
     lengths_S = torch.randint(1, 50, (len(groups_S),), generator=generator).to(torch.float64)
 
-    def advantages(about: str, order_S: Tensor, groups_S: Tensor = groups_S) -> Tensor:
-        found_S = trial.call(about, rewards_S[order_S], groups_S[order_S], lengths_S=lengths_S[order_S])
+    def advantages(
+        about: str, order_S: Tensor, groups_S: Tensor = groups_S, fix: str = "correct it"
+    ) -> Tensor:
+        given = rewards_S[order_S], groups_S[order_S]
+        found_S = trial.call(about, *given, fix=fix, lengths_S=lengths_S[order_S])
         trial.require_no_gradient("advantages_S", found_S)
         fix = "groups may have one member, or equal rewards, whose standard deviation is 0: add a small number to what divides"
         trial.require_finite(about, "advantages_S", found_S, fix)
@@ -282,7 +285,8 @@ def _check_advantage(trial: _Trial) -> None:
     trial.require_close("advantages_S", expected_S[order_S], advantages("in another order", order_S), why)
     renamed_S = torch.where(groups_S == 9, -2, groups_S + 1000)
     why = "the second is with other numbers for the same groups; group_ids_S only say which samples belong together"
-    renamed = advantages("with group ids of -2, 1003, 1005 and 1007", every_S, renamed_S)
+    fix = "group ids are any whole numbers; number them from 0 by group_ids_S.unique(return_inverse=True)[1]"
+    renamed = advantages("with group ids of -2, 1003, 1005 and 1007", every_S, renamed_S, fix)
     trial.require_close("advantages_S", expected_S, renamed, why)
     one_S = torch.tensor([3])
     advantages("on a step of a single sample", one_S)

@@ -188,7 +188,8 @@ def draw_accuracies(grid: Grid, given, order: Sequence[str], path: Path) -> None
                     label = None
                     axes.plot([x] * len(right), right, ".", color="black", markersize=4)
         axes.axhline(BEFORE, color="#555555", linestyle="--", linewidth=1)
-        axes.text(len(order) - 0.5, BEFORE + 0.3, "before", ha="right", fontsize=8, color="#555555")
+        axes.set_xlim(-0.6, len(order) - 0.1)  # room for a word behind the last bar
+        axes.text(len(order) - 0.5, BEFORE + 0.3, "before", fontsize=8, color="#555555")
         axes.set_xticks(range(len(order)), [f"rollout in {precision}" for precision in order])
         axes.set_ylabel("held-out accuracy of the learner, %")
         axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))

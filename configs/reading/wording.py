@@ -32,6 +32,15 @@ _WRONG_TYPE = {
 """The keys are the first words of pydantic's error types."""
 _PLAIN_TYPES = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Path: "a path"}
 _COMPARISONS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+PATTERNS = {
+    r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, `.`, `_` and `-`, the first a letter or a digit",
+    r"^[A-Za-z0-9][A-Za-z0-9_-]*$": "letters, digits, `_` and `-`, the first a letter or a digit",
+    r"^[A-Za-z_][A-Za-z0-9_]*$": "letters, digits and `_`, the first no digit",
+    r"^\d+[KMGT]?$": "a number and perhaps a unit, such as `500G`",
+    r"^\S+$": "text without blanks",
+    r"^/\S+$": "an absolute path without blanks",
+}
+"""The patterns of the schema in words."""
 
 
 def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Problem]:
@@ -97,7 +106,7 @@ def _translate(
             error, text = "not one of the choices", str(given.plain() if given is not None else "")
             fix = did_you_mean(text, [str(choice) for choice in shape.choices], "choices")
         case _:
-            error = _plain_error(kind, details["msg"], shape)
+            error = _plain_error(kind, details["msg"], context, shape)
             fix = _fix_value(kind, context, path, shape, parent, given)
     return Problem(where=tree.where_of(path), field=dotted(path), value=value, error=error, fix=fix)
 
@@ -106,7 +115,7 @@ def _translate(
 # single fields
 
 
-def _plain_error(kind: str, message: str, shape: Shape) -> str:
+def _plain_error(kind: str, message: str, context: dict, shape: Shape) -> str:
     is_wrong_type = kind.endswith(("_type", "_parsing", "_from_float"))
     union = [_PLAIN_TYPES[m] for m in shape.members if isinstance(m, type) and m in _PLAIN_TYPES]
     if is_wrong_type:
@@ -115,6 +124,8 @@ def _plain_error(kind: str, message: str, shape: Shape) -> str:
         return f"must be {', '.join(union[:-1])} or {union[-1]}"
     if kind == "too_short":
         return "must not be empty"
+    if kind == "string_pattern_mismatch":
+        return f"must be {PATTERNS[context['pattern']]}"
     if is_wrong_type and (first_word := kind.split("_")[0]) in _WRONG_TYPE:
         return _WRONG_TYPE[first_word]
     return re.sub("(Input|String) should", "must", message).replace("must be a valid", "must be a")
@@ -159,8 +170,6 @@ def _fix_value(
     bounds = [f"{words} {context[key]}" for key, words in _COMPARISONS.items() if key in context]
     if bounds:
         return f"use a value {' and '.join(bounds)}{default}"
-    if "pattern" in context:
-        return f"use text that matches {context['pattern']}{default}"
     if isinstance(data, str) and kind.startswith(("int", "float", "bool")) and is_number_or_bool(data):
         return f"write it without quotes: `{name}: {data}`"
     if isinstance(data, float) and kind.startswith("int") and data.is_integer():
@@ -174,11 +183,24 @@ def _fix_value(
         return f"write a list: `{name}: {show([given.plain()])}`"
     if kind.startswith(("model", "dict")) and data is None:
         return f"give it keys, or remove `{name}:`"
-    if shape.models and isinstance(data, str) and re.match(r"\w+:", data):
+    torn = re.match(r"(\w+):", data) if isinstance(data, str) else None
+    if torn and torn[1] in [*shape.names(), *(SHORTHANDS if path == ("correction",) else ())]:
         return f"quote the override, since the shell takes braces apart: '{name}={{{data.replace(':', ': ', 1)}, ...}}'"
+    if shape.tag_key and isinstance(data, str):
+        return _variant_text(name, data, shape)
     if shape.models:
         return f"give a block with keys of: {', '.join(shape.names())}"
     return f"correct the value{default or _description(shape)}"
+
+
+def _variant_text(name: str, text: str, shape: Shape) -> str:
+    """The block of the variant that a bare text names: ``advantage: rloo``."""
+    if text in shape.tags:
+        return f"write `{name}: {{{shape.tag_key}: {text}}}`, or `{name}.{shape.tag_key}={text}` on the command line"
+    if "function" in shape.tags and re.fullmatch(r"[\w.]+:\w+", text):
+        block = f'{{{shape.tag_key}: function, function: "{text}"}}'
+        return f"write `{name}: {block}`, or '{name}={block}' on the command line"
+    return f"give a block, `{name}: {{{shape.tag_key}: ...}}`; {did_you_mean(text, list(shape.tags), 'variants')}"
 
 
 def _nested_text(key: str, value: Value | None) -> str:
@@ -264,11 +286,17 @@ def _problem_at(
         values.append(value if len(paths) == 1 else f"{dotted(path)}: {value}")
     fields = ", ".join(map(dotted, paths))
     change = f"change or remove one of: {fields}" if len(paths) > 1 else f"correct {fields or 'the config'}"
+    repeated = "|".join(re.escape(dotted(path)) for path in paths)  # the line `field` has it
+    error = (
+        re.sub(rf"^(?:{repeated})(?:=[^\s:]*)?: ", "", contradiction.error)
+        if repeated
+        else contradiction.error
+    )
     return Problem(
         where=", ".join(dict.fromkeys(places)) or tree.where_of(block),
         field=fields or "(the whole config)",
         value=", ".join(values),
-        error=contradiction.error,
+        error=error,
         fix=contradiction.fix or change,
     )
 

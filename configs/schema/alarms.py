@@ -11,6 +11,8 @@ class AlarmsConfig(Schema):
 
     kept_min: UnitFraction | None = 0.0
     """Share of response tokens that the correction keeps: alarm at or below it."""
+    advantage_std_min: NonNegativeFloat | None = 1e-6
+    """Standard deviation of the advantages of a step: alarm at or below it. At 0 all are equal, and nothing is learned."""
     first_ratio_tolerance: NonNegativeFloat | None = 1e-3
     """Largest distance of a ratio current / old from 1 on the first minibatch, where both are the same
     weights. Decoupled only."""

@@ -74,7 +74,8 @@ class MessageEnvironment(EnvironmentLimits):
     def _fits_together(self):
         if getattr(self, "interface", None) == "tools" and self.tool_call_parser is None:
             raise ValueError(
-                "environment.interface=tools needs environment.tool_call_parser, SGLang's name of the model's form of calls"
+                "environment.interface=tools needs environment.tool_call_parser; give SGLang's name of the form in which the model writes "
+                "calls, such as qwen25"
             )
         if self.reasoning_parser is not None and self.tool_call_parser is None:
             raise ValueError(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from configs.errors import counted
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
 from launch.processes.placement import gpus_of_node
@@ -202,7 +203,7 @@ def _machine_finding(
 
 
 def _ranks_text(count: int, side: str) -> str:
-    return f"{count} {side} rank{'s' if count > 1 else ''}"
+    return counted(count, f"{side} rank")
 
 
 def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.errors import counted
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import LayoutConfig
@@ -47,7 +48,7 @@ class DiskNeed:
 
     @property
     def text(self) -> str:
-        each = f"{self.checkpoints} checkpoint(s) at once of {size_text(self.checkpoint)} each, "
+        each = f"{counted(self.checkpoints, 'checkpoint')} at once of {size_text(self.checkpoint)} each, "
         there = f" ({size_text(self.there)} of it there already)" if self.there else ""
         return f"{each if self.checkpoints else ''}the trained model {size_text(self.model)}{there}"
 
@@ -117,6 +118,7 @@ def _free_bytes(folder: Path) -> int | None:
     absolute = folder.absolute()
     try:
         nearest = next(path for path in (absolute, *absolute.parents) if os.path.exists(path))
-        return shutil.disk_usage(nearest).free
+        usage = shutil.disk_usage(nearest)
+        return usage.free if usage.total else None  # such as /proc: no disk at all
     except OSError:
         return None

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from configs.errors import counted
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
@@ -97,7 +98,7 @@ def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
     for left in cleaning.alone:
         print(f"left alone: {left.path}: {left.reason}")
     if not rows:
-        print(f"nothing to remove in {runs_dir} ({len(runs)} runs)")
+        print(f"nothing to remove in {runs_dir} ({counted(len(runs), 'run')})")
     elif apply:
         print(f"removed {len(rows)} of the above, {size_text(total)} freed")
     else:

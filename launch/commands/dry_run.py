@@ -9,6 +9,7 @@ and no engine is imported.
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 
+from configs.errors import counted
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.environment import (
@@ -101,8 +102,8 @@ def _environment_lines(
         yield f"OpenEnv at {', '.join(environment.urls)}, {environment.interface}"
     else:
         yield f"{environment.environment}, options {environment.options}"
-    most = "" if environment.max_tokens is None else f", {environment.max_tokens} tokens"
-    yield f"an episode: at most {environment.max_turns} turns{most}, {environment.timeout_s:g} s; {at_once} at once"
+    most = "" if environment.max_tokens is None else f", {counted(environment.max_tokens, 'token')}"
+    yield f"an episode: at most {counted(environment.max_turns, 'turn')}{most}, {environment.timeout_s:g} s; {at_once} at once"
     at_limit = environment.reward_at_limit
     what = "not scored" if at_limit is None else f"reward {at_limit:g}"
     yield f"where turns or tokens run out: {what}"
@@ -212,7 +213,7 @@ def _data_rows(config: RunConfig | SftConfig) -> Iterator[Row]:
         epochs = ""
         if field == "train_path":
             epochs = f"; {config.steps * config.rollout.prompts_per_step / survey.count:.3g} epochs in steps={config.steps}"
-        yield f"task.{field}", str(path), f"{survey.count:,} prompts{repeated}{epochs}"
+        yield f"task.{field}", str(path), f"{counted(survey.count, 'prompt')}{repeated}{epochs}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -232,8 +233,8 @@ def batch_lines(config: RunConfig | SftConfig) -> Iterator[str]:
     prompts, siblings = rollout.prompts_per_step, rollout.group_size
     step, minibatch = prompts * siblings, prompts * siblings // parts
     yield from aligned([
-        ("sequences of a step", f"{step} = {prompts} prompts x {siblings} siblings"),
-        ("of an optimizer step", f"{minibatch} = {step} / {parts} minibatches"),
+        ("sequences of a step", f"{step} = {counted(prompts, 'prompt')} x {counted(siblings, 'sibling')}"),
+        ("of an optimizer step", f"{minibatch} = {step} / {parts} minibatch{'' if parts == 1 else 'es'}"),
         ("of a data-parallel rank", f"{minibatch // dp} = {minibatch} / dp {dp}"),
     ])  # fmt: skip
     yield from _rollout_lines(config)
@@ -244,14 +245,14 @@ def batch_lines(config: RunConfig | SftConfig) -> Iterator[str]:
 def _rollout_lines(config: RunConfig) -> Iterator[str]:
     rollout, sampling = config.rollout, config.rollout.dynamic_sampling
     if ahead := rollout.max_staleness:
-        samples = f"up to {rollout.most_samples} samples of {1 + ahead} steps"
+        samples = f"up to {rollout.most_samples} samples of {counted(1 + ahead, 'step')}"
         places = f"{min(rollout.most_samples, rollout.max_concurrency)} of them at the servers"
-        yield f"rollout.max_staleness={ahead}: {samples} are under way, {places}; no token lags by more than {ahead} versions"
+        yield f"rollout.max_staleness={ahead}: {samples} are under way, {places}; no token lags by more than {counted(ahead, 'version')}"
     if rollout.rounding:
         yield f"rollout.precision={rollout.precision}: {rollout.rounding}"
     if sampling.type != "none":
         rounds = sampling.max_rounds
-        most = f"at most {rounds * rollout.prompts_per_step} prompts, in {rounds} rounds"
+        most = f"at most {rounds * rollout.prompts_per_step} prompts, in {counted(rounds, 'round')}"
         yield f"dynamic sampling: {most}, until enough groups carry a signal"
 
 
@@ -342,7 +343,7 @@ def _transfer_lines(config: RunConfig) -> Iterator[str]:
     stages = bytes_to_send(architecture, config.rollout, layout)
     servers = config.rollout.replicas * config.rollout.tp
     senders = f"{layout.pp} senders, one after another," if layout.pp > 1 else "one sender"
-    total = f"{size_text(sum(stages))} by {senders} to {servers} server rank(s)"
+    total = f"{size_text(sum(stages))} by {senders} to {counted(servers, 'server rank')}"
     matrices = f", matrices as {config.rollout.precision}" if config.rollout.packs else ""
     yield f"weights sent after every step, as {config.rollout.dtype}{matrices}: {total}"
     ranks_per_stage = layout.world_size // layout.pp

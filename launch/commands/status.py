@@ -17,6 +17,7 @@ from pathlib import Path
 
 import yaml
 
+from configs.errors import counted
 from launch.checks.arguments import BadInput
 from launch.processes.going_on import next_command
 from launch.processes.heartbeat import read_beats
@@ -205,7 +206,7 @@ def _means_text(values: Sequence[float], form: str) -> str:
     last, before = values[-SMOOTHED_STEPS:], values[-2 * SMOOTHED_STEPS : -SMOOTHED_STEPS]
     if not last:
         return ""
-    text = f"{statistics.mean(last):{form}} (mean of the last {len(last)} steps"
+    text = f"{statistics.mean(last):{form}} (mean of the last {counted(len(last), 'step')}"
     return text + (f"; {statistics.mean(before):{form}} before)" if before else ")")
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from configs.errors import ConfigError, Problem
+from configs.errors import ConfigError, Problem, counted
 from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
@@ -46,8 +46,12 @@ def sweep(config_path: Path, overrides: Sequence[str], *, jobs: int, keep_going:
     try:
         _check_memory(made, cells)
         if dry_run:
-            rows = [(cell.name, f"{cell.config.steps} steps", made.state(cell)) for cell in cells]
-            print("\n".join([*aligned(rows), f"{len(cells)} runs, {jobs} at a time; memory: {made.memory}"]))
+            rows = [(cell.name, counted(cell.config.steps, "step"), made.state(cell)) for cell in cells]
+            print(
+                "\n".join(
+                    [*aligned(rows), f"{counted(len(cells), 'run')}, {jobs} at a time; memory: {made.memory}"]
+                )
+            )
             return
         made.folder.mkdir(parents=True, exist_ok=True)
         lock = locked(made.folder / "lock")
@@ -59,7 +63,7 @@ def sweep(config_path: Path, overrides: Sequence[str], *, jobs: int, keep_going:
         raise BadInput(str(error)) from error
     with lock:
         print(
-            f"sweep: {len(cells)} runs, {jobs} at a time, in {made.folder.parent}; logs: {made.folder}",
+            f"sweep: {counted(len(cells), 'run')}, {jobs} at a time, in {made.folder.parent}; logs: {made.folder}",
             flush=True,
         )
         try:
@@ -177,7 +181,7 @@ def _busy_cores(config: RunConfig) -> int:
 
 def _so_far(made: Sweep, cells: Sequence[Cell]) -> str:
     finished = sum(map(made.is_finished, cells))
-    return f"{finished} of {len(cells)} runs are finished; the same command goes on with the others"
+    return f"{finished} of {counted(len(cells), 'run')} finished; the same command goes on with the others"
 
 
 def _compare(made: Sweep, cells: Sequence[Cell]) -> None:

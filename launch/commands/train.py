@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.errors import counted
 from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS
@@ -222,8 +223,10 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
         before = summary["accuracy_before"]
         text = f"{before:.1%} before, " if before is not None else ""
         step = summary.get("accuracy_after_step", summary["steps"])  # an older summary has no such key
-        of_all = "" if step == summary["steps"] else f" of {summary['steps']}"
-        print(f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {step}{of_all} steps")
+        done = "" if step == summary["steps"] else f"{step} of "
+        print(
+            f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"
+        )
     uri = without_password(tracking_uri(config, folder.path))
     page, model = folder.path / "report.html", folder.hf
     tandem = _command_text("tandem")

@@ -103,6 +103,12 @@ def check_placement(config: RunConfig) -> list[str]:
 
 def _check_servers(config: RunConfig, nodes: NodesConfig) -> None:
     rollout, gpus = config.rollout, nodes.gpus_per_node
+    if gpus and nodes.rollout > rollout.replicas and rollout.tp <= gpus:
+        raise ValueError(
+            f"rollout.tp={rollout.tp} fits on one node of launch.nodes.gpus_per_node={gpus}, but launch.nodes.rollout={nodes.rollout} "
+            f"nodes have only rollout.replicas={rollout.replicas}; use "
+            f"rollout.replicas={nodes.rollout * (gpus // rollout.tp)}, or fewer nodes"
+        )
     used: dict[int, int] = {}
     for share in servers(config):
         used[share.node] = used.get(share.node, 0) + share.num_ranks
@@ -112,11 +118,6 @@ def _check_servers(config: RunConfig, nodes: NodesConfig) -> None:
         raise ValueError(
             f"rollout.replicas={rollout.replicas} of rollout.tp={rollout.tp} put {max(used.values())} server ranks on a node of "
             f"launch.nodes.gpus_per_node={gpus}; use more launch.nodes.rollout, or fewer or smaller replicas"
-        )
-    if nodes.rollout > rollout.replicas and rollout.tp <= gpus:
-        raise ValueError(
-            f"rollout.tp={rollout.tp} fits on one node of launch.nodes.gpus_per_node={gpus}, but launch.nodes.rollout={nodes.rollout} "
-            f"nodes have only rollout.replicas={rollout.replicas}; use {nodes.rollout * (gpus // rollout.tp)} replicas, or fewer nodes"
         )
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from configs.errors import counted
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from launch.checks.arguments import BadInput
@@ -132,7 +133,7 @@ def start_sampling(supervisor: Supervisor, folder: RunFolder, config: RunConfig)
 
 def wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> None:
     count = config.rollout.replicas
-    roles = f"{count} SGLang server{'s' if count > 1 else ''} and the sampler"
+    roles = f"{counted(count, 'SGLang server')} and the sampler"
     started = time.monotonic()
 
     def are_ready() -> bool:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from configs.errors import counted
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from launch.processes.placement import serve_roles
@@ -67,7 +68,7 @@ def _score_all(plan: Plan, out: Path, start: StartRole, sampled: Sequence[Part],
     ``skipped`` gets."""
     learners = plan.of("learner", "why")
     for number, part in enumerate(learners, 1):
-        ranks = f"{part.config.layout.world_size} rank(s)"
+        ranks = counted(part.config.layout.world_size, "rank")
         print(f"\n[{number}/{len(learners)}] learner {part.text}: starting {ranks}", flush=True)
         try:
             _score_with(part, plan, out, start, sampled)

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from configs.errors import counted
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text
@@ -140,7 +141,10 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
         controls = fleets.begin(supervisor, connections, name="servers", model=model, replicas=replicas)
         original = {tp: _get_answers(control, base) for tp, control in controls.items()}
         for number, (text, config) in enumerate(configs.items(), 1):
-            print(f"[{number}/{len(configs)}] learner {text}: {config.layout.world_size} rank(s)", flush=True)
+            print(
+                f"[{number}/{len(configs)}] learner {text}: {counted(config.layout.world_size, 'rank')}",
+                flush=True,
+            )
             if number > 1:
                 _set_back(controls, base, original)
             folder = _transfer_from(config, text, out, controls, start)

@@ -329,7 +329,7 @@ TABLE = {
         ("correction.weight={bound: clip, lower: 0.1, upper: 0.5}", "correction.weight.upper", "0.5", "[0.1, 0.5] leaves out"),
         (
             "correction.reject=[{rule: k3, upper: 0.1},{rule: ratio, lower: 0, upper: 0.5}]", "correction.reject", "0.5",
-            "correction.reject: [0.0, 0.5] of rule 2 leaves out",
+            "[0.0, 0.5] of rule 2 leaves out",
         ),
     ]},
     # ---- room for a prompt
@@ -862,7 +862,7 @@ TABLE = {
         error="1 learner rank ", fix="use a smaller learner.token_budget",
     ),
     "too many servers for this machine": Broken(
-        options="--dry-run rollout.replicas=1000000", field="rollout.replicas", value="1000000", error="1000000 server ranks",
+        options="--dry-run rollout.replicas=1000000", field="rollout.replicas", value="1000000", error="1,000,000 server ranks",
         fix="use a smaller rollout.replicas",
     ),
     "too large a cache for this machine": Broken(
@@ -871,7 +871,7 @@ TABLE = {
     ),
     "too many learner ranks for this machine": Broken(
         options="--dry-run layout.dp=100000 rollout.prompts_per_step=100000", field="layout.dp", value="100000 (command line)",
-        error="100000 learner ranks", fix="use a smaller layout.dp",
+        error="100,000 learner ranks", fix="use a smaller layout.dp",
     ),
     "too many tokens of a warm start for this machine": Broken(
         command="sft", text="kind: sft\nmodel: {path: dense}\ndata: {type: countdown}\noutput: warm\nlayout: {dp: 2}\n",

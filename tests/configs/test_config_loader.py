@@ -4,6 +4,7 @@ told."""
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -14,10 +15,12 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.loader import ConfigError, Problem, check_files, load_config, resolved_yaml
+from configs.loader import ConfigError, Problem, check_files, load_config, parse_config, resolved_yaml
 from configs.presets import PRESETS, preset_body
 from configs.reading.schema_shape import Shape
+from configs.reading.wording import PATTERNS
 from configs.schema import RunConfig, SftConfig
+from configs.schema.hardware import HardwareConfig
 
 BASE = """\
 model: {path: model}
@@ -548,7 +551,7 @@ BAD_VALUES = [
         "default: true",
     ),
     ("name=3", "name", "3", "must be text", 'put it in quotes: `name: "3"`'),
-    ("name='a b'", "name", "a b", "must match pattern", "use text that matches ^[A-Za-z0-9]"),
+    ("name='a b'", "name", "a b", "must be letters, digits, `.`, `_` and `-`, the first", "default: run"),
     ("model.path=3", "model.path", "3", "must be text", 'put it in quotes: `model.path: "3"`'),
     (
         "model.path=''",
@@ -559,6 +562,22 @@ BAD_VALUES = [
     ),
     ("layout=null", "layout", "null", "must be a block of keys", "remove `layout:`"),
     ("layout=3", "layout", "3", "must be a block of keys", "dp"),
+    (
+        "advantage=rloo",
+        "advantage",
+        "rloo",
+        "must be a block of keys",
+        "`advantage.type=rloo` on the command",
+    ),
+    (
+        "correction.weight=token",
+        "correction.weight",
+        "token",
+        "must be a block",
+        "correction.weight.level=token",
+    ),
+    ("objective=my:f", "objective", "my:f", "must be a block", '{type: function, function: "my:f"}'),
+    ("objective=grp", "objective", "grp", "must be a block of keys", "variants: clipped"),
     (
         "learner.optimizer.betas=0.9",
         "learner.optimizer.betas",
@@ -735,6 +754,21 @@ def test_all_problems_are_reported_at_once(folder):
         "layout.dp",
     }
     assert len(problems) == 6
+
+
+def test_every_pattern_of_the_schema_has_words():
+    schemas = (RunConfig, SftConfig, HardwareConfig)
+    text = json.dumps([schema.model_json_schema() for schema in schemas])
+    found = re.findall(r'"pattern(?:Properties)?": (?:{)?("[^"]*")', text)
+    assert set(map(json.loads, found)) == PATTERNS.keys()
+
+
+def test_a_check_s_error_does_not_repeat_its_field(folder):
+    for text in ("model.path: is gone; look", "model.path=m/x: is gone; look"):
+        with pytest.raises(ConfigError) as raised:
+            parse_config("base.yaml").validated(check=lambda config, text=text: [("model.path", text)])
+        (problem,) = raised.value.problems
+        assert (problem.field, problem.error, problem.fix) == ("model.path", "is gone", "look")
 
 
 # ---- errors in files and overrides

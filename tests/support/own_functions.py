@@ -122,6 +122,10 @@ def by_number(rewards_S, group_ids_S):
     return rewards_S * group_ids_S
 
 
+def by_count(rewards_S, group_ids_S):
+    return rewards_S / group_ids_S.bincount()[group_ids_S]
+
+
 def by_std(rewards_S, group_ids_S):
     centred_S = advantages.grpo(rewards_S, group_ids_S, normalize_by_std=False)
     deviations_S = centred_S.clone()

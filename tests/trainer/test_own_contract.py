@@ -64,6 +64,7 @@ def test_a_broken_objective_is_refused(name, message):
     [
         (ADVANTAGE, "by_place", "advantages_S of the same place is .* but samples come in any order; go by group_ids_S"),
         (ADVANTAGE, "by_number", "other numbers for the same groups; group_ids_S only say which samples belong together"),
+        (ADVANTAGE, "by_count", r"it raised RuntimeError: bincount .*; group ids are any whole numbers; number them from 0 by "),
         (ADVANTAGE, "by_std", "on made groups, advantages_S must be finite, but is nan .*; groups may have one member, or equal"),
         (ADVANTAGE, "with_gradient", "advantages_S has a gradient, and must have none; end with .detach"),
         (WEIGHT, "negative", r"weights_N must be finite and at least 0, but is -0.\d+ where log rho is -0.\d+; bound log_ratio_N"),

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
+from configs.errors import counted
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
@@ -266,7 +267,9 @@ def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
     """(name, when and how bad, message of the worst step)"""
     count, value = len(history.steps), history.worst.value
     worst = "not finite" if math.isnan(value) else number_text(value)
-    when = f"{count} of {num_steps} steps ({count / num_steps:.0%}), first at step {history.steps[0]}"
+    when = (
+        f"{count} of {counted(num_steps, 'step')} ({count / num_steps:.0%}), first at step {history.steps[0]}"
+    )
     return history.name, f"{when}; worst {worst} at step {history.worst_step}", history.worst.message
 
 

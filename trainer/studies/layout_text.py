@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from configs.errors import counted
 from trainer.studies.layout_statistics import verdict
 
 Row = Mapping[str, Any]
@@ -85,7 +86,7 @@ def _alignment(about: str, rows: Sequence[Row]) -> str:
     verdicts = [verdict(row["max_change"], row["max_change_se"]) for row in rows]
     same = sum(row["bitwise"] for row in rows)
     text = (
-        f"{ABOUT[about][0].upper()}{ABOUT[about][1:]}: of {len(rows)} comparison{'s' if len(rows) > 1 else ''}, the first had the smaller "
+        f"{ABOUT[about][0].upper()}{ABOUT[about][1:]}: of {counted(len(rows), 'comparison')}, the first had the smaller "
         f"max gap in {verdicts.count('higher')}, the larger in {verdicts.count('lower')}, and "
         f"{verdicts.count('undecided')} cannot be told apart"
     )

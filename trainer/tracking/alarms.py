@@ -47,6 +47,16 @@ _RULES = (
         "mismatch/abs_prob_mean is high as well, find the gap's cause first",
     ),
     _Rule(
+        name="advantage_std_min",
+        metrics=("advantage/std",),
+        healthy=operator.gt,
+        wrong="all advantages of the step are equal, so it teaches the policy nothing",
+        cause="all samples have the same reward: the problems are too hard or too easy, the reward looks for another form of answer, "
+        "responses are cut at rollout.max_new_tokens before they answer, or the policy has collapsed and writes the same everywhere",
+        advice="read what it writes (`tandem samples RUN`), then look at response/truncated_fraction, policy/entropy and "
+        "optim/grad_norm of the steps before; after a collapse go back to an earlier checkpoint with a lower learning rate",
+    ),
+    _Rule(
         name="first_ratio_tolerance",
         metrics=("policy/first_ratio_max", "policy/first_ratio_min"),
         healthy=lambda ratio, tolerance: abs(ratio - 1) <= tolerance,

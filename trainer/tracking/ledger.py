@@ -13,6 +13,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from configs.errors import counted
 from rollout.sampling.messages import SamplingStats
 from trainer.file_system import LineFile, write_whole
 
@@ -103,8 +104,8 @@ def summary(lines: Sequence[LedgerLine]) -> str:
         return "no group yet"
     trained, left_out = sum(line.trained for line in lines), sum(len(line.without_signal) for line in lines)
     failed = sum(line.failed_rewards for line in lines)
-    text = f"{trained:,} groups trained on, each in one step"
+    text = f"{counted(trained, 'group')} trained on, each in one step"
     text += f"; {left_out:,} left out, since their rewards are all the same" if left_out else ""
-    text += f"; {failed:,} rewards failed" if failed else ""
+    text += f"; {counted(failed, 'reward')} failed" if failed else ""
     wrong = imbalance(lines)
     return text if wrong is None else f"NOT BALANCED: {wrong}"

@@ -55,7 +55,7 @@ class Adapter:
         asyncio.set_event_loop(self._loop)
         for name in self.needs:
             if not callable(getattr(made, name, None)):
-                raise Failure(f"it has no method {name} ({place_of(type(made))})")
+                raise Failure(f"it has no method {name} ({place_of(type(made))}); define it")
         self.tools = []
 
     def close(self):
@@ -255,7 +255,7 @@ class Tools(MessageAdapter):
         plain = (types.FunctionType, staticmethod, classmethod)
         self._functions = {name: getattr(made, name) for name in names if isinstance(static[name], plain)}
         if not self._functions:
-            raise Failure(f"it has no public method, so no tool ({place_of(type(made))})")
+            raise Failure(f"it has no public method, so no tool ({place_of(type(made))}); define one")
         self.tools = [schema_of(function, name) for name, function in self._functions.items()]
 
     def reset(self, problem):

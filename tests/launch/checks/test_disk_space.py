@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def free(monkeypatch) -> SimpleNamespace:
-    usage = SimpleNamespace(free=0)
+    usage = SimpleNamespace(free=0, total=2**40)
     monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda path: usage)
     return usage
 
@@ -124,7 +124,7 @@ def test_too_little_space_is_an_error_and_perhaps_too_little_a_note(folder, free
     assert (field, notes) == ("launch.runs_dir", [])
     numbers = f"its disk has {size_text(free.free)} free, and the run needs {size_text(need.least)} ("
     assert said.startswith(f"launch.runs_dir=here/runs: {numbers}")
-    assert "3 checkpoint(s) at once" in said and "free space" in said
+    assert "3 checkpoints at once" in said and "free space" in said
 
 
 def test_what_a_resumed_run_has_written_is_not_needed_again(folder, free):
@@ -152,7 +152,7 @@ def test_it_is_said_before_a_start(folder, free, capsys):
     capsys.readouterr()
     training.train(Path("run.yaml"), ["layout.dp=1", "checkpoint.every=1"], dry_run=True)
     said = capsys.readouterr().out
-    assert re.search(r"# disk, in runs: up to \S+ .iB, of \S+ TiB free here: 3 checkpoint\(s\) at once", said)
+    assert re.search(r"# disk, in runs: up to \S+ .iB, of \S+ TiB free here: 3 checkpoints at once", said)
     free.free = 0
     training.evaluate(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
 
@@ -163,7 +163,7 @@ def test_dry_run_tells_the_sizes(folder, free):
     need = disk_need(run)
     (line,) = disk_lines(run)
     assert line == (
-        f"disk, in runs: up to {size_text(need.most)}, of 5.00 GiB free here: 3 checkpoint(s) at once of {size_text(need.checkpoint)} "
+        f"disk, in runs: up to {size_text(need.most)}, of 5.00 GiB free here: 3 checkpoints at once of {size_text(need.checkpoint)} "
         f"each, the trained model {size_text(need.model)}"
     )
 
@@ -235,3 +235,9 @@ def test_adapters_are_exported_alone(finished, tmp_path):
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
     results.export(finished.path, tmp_path / "whole")
     assert (tmp_path / "whole" / "model.safetensors").is_file()
+
+
+def test_what_is_no_disk_has_no_space_to_miss(folder):
+    assert [
+        *disk_space.disk_problems(config("launch.runs_dir=/proc/runs"), [])
+    ] == []  # that it cannot be written to is another error

@@ -85,8 +85,12 @@ def test_a_replica_larger_than_a_node_takes_several():
             "fits on one node of launch.nodes.gpus_per_node=8",
         ),
         (
+            config(replicas=1, tp=1, nodes=NodesConfig(rollout=2), dp=8),
+            "use rollout.replicas=16, or fewer nodes",
+        ),
+        (
             config(replicas=2, tp=8, nodes=NodesConfig(rollout=3), dp=8),
-            "launch.nodes.rollout: 3 cannot be spread evenly",
+            "fits on one node of launch.nodes.gpus_per_node=8, but launch.nodes.rollout=3",
         ),
         (config(tp=8, nodes=NodesConfig(learner=1), dp=16), "use launch.nodes.learner=2"),
         (

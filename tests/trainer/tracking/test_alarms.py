@@ -19,6 +19,7 @@ from trainer.tracking.alarms import check_alarms
 
 HEALTHY = {
     "mismatch/kept_fraction": 0.99,
+    "advantage/std": 0.8,
     "policy/first_ratio_max": 1.0,
     "policy/first_ratio_min": 1.0,
     "mismatch/weight_mean": 1.01,
@@ -34,6 +35,7 @@ HEALTHY = {
 }
 FIRING = [
     ("kept_min", "mismatch/kept_fraction", 0.0),
+    ("advantage_std_min", "advantage/std", 0.0),
     ("first_ratio_tolerance", "policy/first_ratio_max", 1.01),
     ("first_ratio_tolerance", "policy/first_ratio_min", 0.99),
     ("weight_mean_min", "mismatch/weight_mean", 0.49),
@@ -100,6 +102,7 @@ def test_the_metrics_that_alarms_read_are_the_ones_that_are_written():
         | rejection_metrics({}, *[count_per_sequence(mask_T, cu_seqlens)] * 2)
     )
     elsewhere = {
+        "advantage/std",
         "policy/first_ratio_max",
         "policy/first_ratio_min",
         "mismatch/weight_normaliser",
