@@ -35,7 +35,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.cluster]
 
 def prepared(cluster: Cluster, cwd: Path) -> tuple[Path, dict[str, str]]:
     """The run folder, and for each role what is to be typed on its host, as `tandem prepare` prints it."""
-    said = cluster.tandem("prepare", RECIPE, *SETTINGS, *SLOW, cwd=cwd)
+    # One learner rank: that ranks agree where they stop is seen in the job on Slurm.
+    said = cluster.tandem("prepare", RECIPE, *SETTINGS, *SLOW, "layout.dp=1", cwd=cwd)
     run = (cwd / "runs" / "latest").resolve()
     everywhere = [line for line in said.splitlines() if line.startswith(("cd ", "export "))]
     lines = {

@@ -264,6 +264,28 @@ def run_ranks(
     return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(num_ranks)]
 
 
+def run_forked(work, *arguments: Any, deadline_s: float = 300.0) -> int | None:
+    """``work(*arguments)`` in a fresh process that no group has, forked from the server of ``run_ranks``: its exit
+    code. None past the deadline."""
+    multiprocessing.set_forkserver_preload([__name__])
+    process = multiprocessing.get_context("forkserver").Process(
+        target=_forked_main, args=(dict(os.environ), work, arguments)
+    )
+    process.start()
+    process.join(deadline_s)
+    if process.is_alive():
+        process.kill()
+        return None
+    return process.exitcode
+
+
+def _forked_main(environment: dict, work, arguments: tuple) -> None:
+    os.environ.clear()  # the server's, which it was started with
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    work(*arguments)
+
+
 def _rank_main(
     rank: int, environment: dict, work, num_ranks: int, port: int, folder: Path, arguments: tuple
 ) -> None:

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import json
 import math
-import os
 import signal
 import subprocess
 import sys
@@ -44,9 +43,11 @@ from rollout.servers.kept_sets import REQUEST, Truncation
 from rollout.servers.share import ServerShare
 from rollout.sglang_plugin.tandem_process_memory import Sending
 from rollout.tiny_model import make_tiny_countdown_model
+from tests.support.megatron_workers import run_forked
 from tests.support.process_groups import assert_all_end, group_of
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen, units_of
 from tests.support.server_specs import server_spec
+from tests.support.server_workers import die_in_a_transfer, write_flags_of_sglang
 from tests.support.weight_checksums import expected_checksums
 from tests.support.whole_runs import RECIPE
 from trainer import weight_sync
@@ -279,7 +280,8 @@ def check_an_update_in_a_response(control, urls, models, truncation: Truncation 
         SGLangControl(urls, tensor_parallel=sending["tensor_parallel"], timeout_s=120) as asking,
         ThreadPoolExecutor(1) as thread,
     ):
-        for attempt in range(20):  # again, and later, until the pause is well inside the response
+        pause_s = 0.1
+        for _ in range(20):  # again, and later, until the pause is well inside the response
             old = control.versions()[0]
             sent = models[(old + 1) % 2]
             limits = {"max_new_tokens": 240, "temperature": 1.3}
@@ -287,7 +289,8 @@ def check_an_update_in_a_response(control, urls, models, truncation: Truncation 
                 response = thread.submit(asking.probe, prompt, **limits)
             else:
                 response = thread.submit(probe_truncated, asking, prompt, truncation, **limits)
-            wait([response], timeout=0.05 * (attempt + 1))
+            is_late = bool(wait([response], timeout=pause_s).done)
+            pause_s = 0.1 if is_late else 2 * pause_s
             control.pause()  # before the group is made, which takes as long as the response
             assert send(control, sent, version=old + 1, **sending) == control.versions() == [old + 1]
             control.resume()
@@ -527,34 +530,6 @@ def send_broken(
         control.take_over()
 
 
-DYING_LEARNER = """
-import os, signal, sys
-from pathlib import Path
-import torch
-from transformers import AutoModelForCausalLM
-from parallel.megatron.platform import init_distributed
-from parallel.weights.hf_files import PerturbedWeights
-from parallel.planning.memory import NUM_BUFFERS
-from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
-from rollout.servers.control import SGLangControl
-from trainer import weight_sync
-from trainer.weight_sync import StageSender
-model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
-with SGLangControl([sys.argv[2]], tensor_parallel=1, timeout_s=60) as control:
-    sender = StageSender(control, 1, sys.argv[3], 60)
-    control.take_over()
-    control.open_update().wait()
-    units = [[(name, tensor.shape)] for name, tensor in model.named_parameters()]
-    plan = plan_transfer(units, dtype=torch.float32, device="cpu", max_bytes=2**16)
-    def buckets():
-        for place, bucket in enumerate(make_buckets(model.named_parameters(), plan, Buffers("cpu"))):
-            if place == NUM_BUFFERS["cpu"]:  # the first is loaded by then; this one is announced, and never sent
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield bucket
-    sender.send(buckets(), plan, None)
-"""
-
-
 @pytest.mark.engines
 def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_until_the_next_one_has_sent_its_weights(
     fleet, control, models, model_dirs
@@ -564,8 +539,8 @@ def test_servers_that_outlive_a_learner_which_died_in_a_transfer_serve_nothing_u
     version, (url,) = control.versions()[0], control.urls
     other, mine = models[(version + 1) % 2], models[version % 2]
     for carrier in ("gloo", MEMORY):  # the next learner may die in the same place
-        command = [sys.executable, "-c", DYING_LEARNER, str(model_dirs[(version + 1) % 2]), url, carrier]
-        assert subprocess.run(command, cwd=ROOT, timeout=300, check=False).returncode == -signal.SIGKILL
+        arguments = (model_dirs[(version + 1) % 2], url, carrier)
+        assert run_forked(die_in_a_transfer, *arguments) == -signal.SIGKILL
     with (
         SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=60) as next_one,
         ThreadPoolExecutor(1) as thread,
@@ -646,14 +621,9 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
 
 
 @pytest.mark.engines
-def test_the_flags_that_its_sources_tell_are_those_that_sglang_reads():
-    code = "import argparse, json; from sglang.srt.server_args import ServerArgs; parser = argparse.ArgumentParser(add_help=False); "
-    code += "ServerArgs.add_cli_args(parser); print(json.dumps(sorted(parser._option_string_actions)))"
-    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
-    )
-    read = {option.removeprefix("--") for option in json.loads(done.stdout.splitlines()[-1])}
+def test_the_flags_that_its_sources_tell_are_those_that_sglang_reads(tmp_path):
+    assert run_forked(write_flags_of_sglang, tmp_path / "flags.json") == 0
+    read = {option.removeprefix("--") for option in json.loads((tmp_path / "flags.json").read_text())}
     check_flags_exist(RolloutConfig(server_args=dict.fromkeys(read, True)))
     assert len(set(flags_of_sglang()) - read) < 50
     assert read >= OWNED_FLAGS

@@ -131,7 +131,7 @@ def step_metrics(step: int) -> dict[str, float]:
 
 
 def few_metrics(step: int) -> dict[str, float]:
-    """For tests of the page's text: one figure."""
+    """For tests of the page's text, and of a figure that no metric draws: one figure."""
     return {"reward/mean": 0.2 + step / 100}
 
 
@@ -274,7 +274,7 @@ def test_one_step_runs(tmp_path, steps):
 
 
 def test_a_traced_step_is_drawn_on_one_clock(tmp_path):
-    folder = make_run(tmp_path / "run", range(1, 4))
+    folder = make_run(tmp_path / "run", range(1, 4), metrics=few_metrics)
     write_trace(folder)
     path = write_report(folder)
     assert (path.parent / "figures" / "timeline.png").stat().st_size > 5_000
@@ -293,7 +293,7 @@ def test_a_traced_step_is_drawn_on_one_clock(tmp_path):
 
 
 def test_a_trace_that_cannot_be_read_is_left_out_with_a_note(tmp_path):
-    folder = make_run(tmp_path / "run", range(1, 4))
+    folder = make_run(tmp_path / "run", range(1, 4), metrics=few_metrics)
     write_trace(folder)
     (folder / "trace" / "rank-0-7.jsonl").write_text("{}\n")
     path = write_report(folder)

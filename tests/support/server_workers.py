@@ -1,0 +1,45 @@
+"""What tests of servers do in a process of its own, which ``megatron_workers.run_forked`` starts."""
+
+import argparse
+import json
+import os
+import signal
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from parallel.planning.memory import NUM_BUFFERS
+from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
+from rollout.servers.control import SGLangControl
+from trainer.stage_sender import StageSender
+
+
+def die_in_a_transfer(model_dir: Path, url: str, carrier: str) -> None:
+    """A learner that ends by SIGKILL between two buckets of an update."""
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    with SGLangControl([url], tensor_parallel=1, timeout_s=60) as control:
+        sender = StageSender(control, 1, carrier, 60)
+        control.take_over()
+        control.open_update().wait()
+        units = [[(name, tensor.shape)] for name, tensor in model.named_parameters()]
+        plan = plan_transfer(units, dtype=torch.float32, device="cpu", max_bytes=2**16)
+
+        def buckets():
+            for place, bucket in enumerate(make_buckets(model.named_parameters(), plan, Buffers("cpu"))):
+                if (
+                    place == NUM_BUFFERS["cpu"]
+                ):  # the first is loaded by then; this one is announced, and never sent
+                    os.kill(os.getpid(), signal.SIGKILL)
+                yield bucket
+
+        sender.send(buckets(), plan, None)
+
+
+def write_flags_of_sglang(file: Path) -> None:
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    from sglang.srt.server_args import ServerArgs
+
+    parser = argparse.ArgumentParser(add_help=False)
+    ServerArgs.add_cli_args(parser)
+    file.write_text(json.dumps(sorted(parser._option_string_actions)))

@@ -1,0 +1,25 @@
+# What the product imports of transformers, for the type checker alone. It reads these modules; for a name of the real
+# package's __init__ it would read the 450 families of models, which took two fifths of its time.
+from transformers.configuration_utils import PretrainedConfig as PretrainedConfig
+from transformers.modeling_utils import PreTrainedModel as PreTrainedModel
+from transformers.models.auto.configuration_auto import AutoConfig as AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoModelForCausalLM
+from transformers.models.auto.tokenization_auto import AutoTokenizer as AutoTokenizer
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig as Glm4MoeConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM as Glm4MoeForCausalLM
+from transformers.models.llama.configuration_llama import LlamaConfig as LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaForCausalLM as LlamaForCausalLM
+from transformers.models.mistral.configuration_mistral import MistralConfig as MistralConfig
+from transformers.models.mistral.modeling_mistral import MistralForCausalLM as MistralForCausalLM
+from transformers.models.mixtral.configuration_mixtral import MixtralConfig as MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM as MixtralForCausalLM
+from transformers.models.phi3.configuration_phi3 import Phi3Config as Phi3Config
+from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM as Phi3ForCausalLM
+from transformers.models.qwen2.configuration_qwen2 import Qwen2Config as Qwen2Config
+from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM as Qwen2ForCausalLM
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config as Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM as Qwen3MoeForCausalLM
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase as PreTrainedTokenizerBase
+from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
