@@ -5,6 +5,7 @@ a tensor of it beside one of the CPU in an operation, in a collective or under n
 The product computes on it as on a GPU (``platform.is_gpu``). What it does not show: CUDA's kernels, streams and NCCL.
 """
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -60,9 +61,24 @@ def use() -> None:
     platform._group_backends = lambda: f"cpu:gloo,{NAME}:{NAME}"
     for by_device in (BUCKET_BYTES, NUM_BUFFERS, transfer.ALONE_BYTES):
         by_device[NAME] = by_device["cuda"]
+    torch.nn.Module._apply = _keeping_attributes(torch.nn.Module._apply)
     # The servers of these tests compute on the CPU, and receive by gloo.
     broadcast = transfer.WeightBroadcaster._broadcast
     transfer.WeightBroadcaster._broadcast = lambda self, flat: broadcast(self, device.on_cpu(flat))
+
+
+def _keeping_attributes(apply):
+    """A parameter that moves to CUDA stays the same object. One that moves to such a device becomes another."""
+
+    def wrapped(module, function, recurse=True):
+        before = dict(module._parameters)
+        apply(module, function, recurse)
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter is not before[name]:
+                vars(parameter).update(vars(before[name]))
+        return module
+
+    return wrapped
 
 
 def operations() -> int:
@@ -94,6 +110,7 @@ def _module() -> types.ModuleType:
     module._is_in_bad_fork = lambda: False
     module.current_device, module.device_count = lambda: 0, lambda: 1
     module.set_device = module.synchronize = module.manual_seed_all = lambda *unused: None
+    module.device = lambda unused: contextlib.nullcontext()
     module.get_rng_state = lambda *unused: torch.get_rng_state()
     module.set_rng_state = lambda state, *unused: torch.set_rng_state(state)
     module.get_amp_supported_dtype = lambda: [torch.float32, torch.bfloat16, torch.float16]

@@ -40,6 +40,9 @@ x, y = (t.clone().requires_grad_() for t in (here, torch.arange(12.0, device=pla
 for t in (x, y):
     (t.softmax(1) @ t.T).logsumexp(1).sum().backward()
 assert torch.equal(x.grad, y.grad.cpu()) and pretend_gpu.operations() > 10
+layer = torch.nn.Linear(2, 2)
+layer.weight.sequence_parallel = True
+assert layer.to(place).weight.sequence_parallel and layer.weight.device == place
 print("as a GPU")
 """
 
