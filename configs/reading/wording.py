@@ -183,8 +183,11 @@ def _fix_value(
         return f"write a list: `{name}: {show([given.plain()])}`"
     if kind.startswith(("model", "dict")) and data is None:
         return f"give it keys, or remove `{name}:`"
-    torn = re.match(r"(\w+):", data) if isinstance(data, str) else None
-    if torn and torn[1] in [*shape.names(), *(SHORTHANDS if path == ("correction",) else ())]:
+    if (
+        isinstance(data, str)
+        and (torn := re.match(r"(\w+):", data))
+        and torn[1] in [*shape.names(), *(SHORTHANDS if path == ("correction",) else ())]
+    ):
         return f"quote the override, since the shell takes braces apart: '{name}={{{data.replace(':', ': ', 1)}, ...}}'"
     if shape.tag_key and isinstance(data, str):
         return _variant_text(name, data, shape)

@@ -156,7 +156,7 @@ class Broadcasts:
 
     num_begun = 2
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
     def begin(self, flat: Tensor, kind: str) -> Callable[[], Tensor]:

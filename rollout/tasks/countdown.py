@@ -13,7 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from enum import IntEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, combinations, combinations_with_replacement
 from typing import TYPE_CHECKING
 
@@ -58,8 +58,7 @@ def load_countdown(config: CountdownTask, *, tokenizer: "PreTrainedTokenizerBase
     if not train:
         raise _no_problem_error(config)
 
-    def encode(text: str) -> list[int]:
-        return encode_prompt(tokenizer, text, system_prompt=None, apply_chat_template=False)
+    encode = partial(encode_prompt, tokenizer, system_prompt=None, apply_chat_template=False)
 
     def prompts(problems: list[tuple[Numbers, int]]) -> LazyPrompts:
         return LazyPrompts(problems, task="countdown", to_problem=_to_problem, encode=encode)

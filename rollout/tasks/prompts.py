@@ -81,8 +81,8 @@ def _message_of(given: dict[str, Any], field: str) -> Message:
     content = given.get("content")
     if content is None and given.get("tool_calls"):
         content = ""  # OpenAI's form of a turn that only calls tools
-    is_blank = isinstance(content, str) and not content.strip()
-    if not is_blank or given["role"] == "user":
+    # A blank text is as good as none, but for the user's.
+    if not isinstance(content, str) or content.strip() or given["role"] == "user":
         content = text_of(content, field)
     # A parquet file has every field in every message.
     others = {name: value for name, value in given.items() if value is not None and name != "content"}

@@ -49,6 +49,7 @@ def stepped(monkeypatch):
     learner.receive.return_value = learner.score.return_value = batch
     learner.kl_in_reward.penalty.return_value = ("penalty", "of KL")
     calls.compute_advantages.return_value.metrics = "of advantages"
+    calls.recorder.record.return_value = None
     calls.correct.return_value.metrics = "of correction"
     stats = SimpleNamespace(first_failure="KeyError", failed_rewards=1, scored=2)
     calls.sampler.next_groups.return_value = Sampled(groups=["group"], stats=stats)

@@ -99,7 +99,7 @@ def test_what_may_go_is_listed_and_only_apply_removes_it(littered, tmp_path):
     assert done.returncode == 0 and "removed 16" in done.stdout and "freed" in done.stdout
     assert files(run.path) == stays
     again = tandem("clean", "runs", "--apply", cwd=tmp_path)
-    assert again.returncode == 0 and again.stdout == "nothing to remove in runs (1 runs)\n"
+    assert again.returncode == 0 and again.stdout == "nothing to remove in runs (1 run)\n"
     assert run.newest_checkpoint() is not None and run.has_final_model()
 
 

@@ -121,10 +121,10 @@ def test_a_failed_run_ends_the_sweep_or_is_told_at_its_end(work):
     done = tandem("sweep", "run.yaml", "seed=13,0", cwd=work)
     assert done.returncode == 1 and calls(work) == ["train tiny-seed-13.yaml"]
     assert "tiny-seed-13 failed (exit code 1):" in done.stderr and "    an error of seed 13\n" in done.stderr
-    assert "0 of 2 runs are finished; the same command goes on" in done.stderr
+    assert "0 of 2 runs finished; the same command goes on" in done.stderr
     done = tandem("sweep", "run.yaml", "seed=13,0", "--keep-going", cwd=work)
     assert done.returncode == 1 and calls(work)[1:] == ["train tiny-seed-13.yaml", "train tiny-seed-0.yaml"]
-    assert "1 of 2 runs are finished" in done.stderr and "tiny-seed-13 failed" in done.stderr
+    assert "1 of 2 runs finished" in done.stderr and "tiny-seed-13 failed" in done.stderr
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -140,7 +140,7 @@ def test_a_sweep_that_is_stopped_saves_its_run_and_goes_on(work, number):
     process.send_signal(number)
     said = finish(process, deadline_s=60)
     assert process.returncode == 75, said
-    assert "stopping tiny-seed-7" in said and "sweep stopped, 0 of 2 runs are finished" in said
+    assert "stopping tiny-seed-7" in said and "sweep stopped, 0 of 2 runs finished" in said
     assert_nothing_left(work)
     dry = tandem("sweep", "run.yaml", "seed=7,0", "--dry-run", cwd=work)
     assert "goes on from step 1" in dry.stdout and "begins" in dry.stdout

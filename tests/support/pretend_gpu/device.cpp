@@ -286,6 +286,10 @@ struct Group final : c10d::Backend {
     auto own = taken(tensors);
     return gloo->allreduce(own, how);
   }
+  Work allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& how) override {
+    auto own = taken(tensors);
+    return gloo->allreduce_coalesced(own, how);
+  }
   Work reduce(Tensors& tensors, const c10d::ReduceOptions& how) override {
     auto own = taken(tensors);
     return gloo->reduce(own, how);
@@ -298,6 +302,10 @@ struct Group final : c10d::Backend {
   Work _allgather_base(Tensor& all, Tensor& mine, const c10d::AllgatherOptions& how) override {
     auto out = taken(all), in = taken(mine);
     return gloo->_allgather_base(out, in, how);
+  }
+  Work allgather_into_tensor_coalesced(Tensors& all, Tensors& mine, const c10d::AllgatherOptions& how) override {
+    auto out = taken(all), in = taken(mine);
+    return gloo->allgather_into_tensor_coalesced(out, in, how);
   }
   Work gather(std::vector<Tensors>& all, Tensors& mine, const c10d::GatherOptions& how) override {
     auto out = taken(all);
@@ -317,6 +325,10 @@ struct Group final : c10d::Backend {
   Work _reduce_scatter_base(Tensor& mine, Tensor& all, const c10d::ReduceScatterOptions& how) override {
     auto out = taken(mine), in = taken(all);
     return gloo->_reduce_scatter_base(out, in, how);
+  }
+  Work reduce_scatter_tensor_coalesced(Tensors& mine, Tensors& all, const c10d::ReduceScatterOptions& how) override {
+    auto out = taken(mine), in = taken(all);
+    return gloo->reduce_scatter_tensor_coalesced(out, in, how);
   }
   Work alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes, std::vector<int64_t>& in_sizes,
                      const c10d::AllToAllOptions& how) override {
