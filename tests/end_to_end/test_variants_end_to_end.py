@@ -133,6 +133,15 @@ def finished(tmp_path_factory, empty_mlflow_store) -> Iterator[Finished]:
 
 
 @pytest.mark.skipif(not pretend_gpu.can_be_built(), reason="needs g++ and Python's headers")
+def test_the_pretended_gpu_refuses_what_a_gpu_refuses_and_computes_what_the_cpu_does(finished):
+    device = pretend_gpu.built_in(finished.folder)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), pretend_gpu.VARIABLE: str(device)}
+    command = [sys.executable, "-m", "tests.support.pretend_gpu.checks"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert "as a GPU" in done.stdout, done.stderr
+
+
+@pytest.mark.skipif(not pretend_gpu.can_be_built(), reason="needs g++ and Python's headers")
 def test_the_learner_computed_on_a_device_of_its_own(finished):
     done = [found["device_operations"] for found in finished.variants.values()]
     assert all(later - earlier > 1000 for earlier, later in pairwise([0, *done]))

@@ -28,11 +28,15 @@ def can_be_built() -> bool:
     return shutil.which("g++") is not None and Path(sysconfig.get_paths()["include"], "Python.h").is_file()
 
 
+def built_in(folder: Path) -> Path:
+    return folder / "pretended_device.so"
+
+
 def build(folder: Path) -> Path | None:
     """Compile the device into ``folder``, half a minute of one core; None where that cannot be done."""
     if not can_be_built():
         return None
-    library, of_torch = folder / "pretended_device.so", Path(torch.__file__).parent
+    library, of_torch = built_in(folder), Path(torch.__file__).parent
     includes = [
         of_torch / "include",
         of_torch / "include/torch/csrc/api/include",
