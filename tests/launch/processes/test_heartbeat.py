@@ -167,12 +167,13 @@ def test_a_slow_role_is_told_of_once_and_left_alone(folder):
 
 def test_many_slow_ranks_are_a_few_lines(folder):
     said: list[str] = []
+    now = time.time()
     with child() as rank:
         for i in range(9):
-            announce(folder, rank, f"rank-{i}", since=time.time() - 1000)
+            announce(folder, rank, f"rank-{i}", since=now - 1000)
         Watch(folder, timeout_s=60, say=said.append).look()
         assert len(said) == 4 and said[-1].startswith("slow: … and 6 more; `tandem status")
-        lines = _activity_lines(folder, time.time())
+        lines = _activity_lines(folder, now)
         assert len(lines) == 9 and lines[-1][1].startswith("… and 1 learner ranks more")
         assert lines[0][1].startswith(
             "learner rank 0: in `sync` for 1000 s, its CPU is idle; heard of 0s ago (pid "
