@@ -89,7 +89,7 @@ def ratios(of: Sequence[float], to: Sequence[float]) -> list[float]:
 def in_own_process(file: str, *arguments: str, env: Mapping[str, str] = os.environ) -> Any:
     """What the benchmark ``file`` prints last, as JSON, in a process whose memory is that of one measurement."""
     command = [sys.executable, file, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600, env=env)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=600, env=env)
     return json.loads(done.stdout.splitlines()[-1])
 
 

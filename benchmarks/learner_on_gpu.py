@@ -1,0 +1,191 @@
+"""The learner's passes on one GPU: seconds and memory against the estimates of ``tandem plan``, and the share of the GPU's
+peak that arithmetic attains.
+
+    python benchmarks/learner_on_gpu.py --model tests/model_configs/Qwen3-0.6B --gpu h100 [--json FILE]
+
+    attained = FLOPs of the pass (``parallel/planning/flops.py``) / (median seconds x peak FLOP/s of the data sheet)
+
+Of the model config.json is enough: its weights are drawn at random. Each case has a process of its own, one micro-batch in an
+update and in the pass before it, and sequences of equal length, of which the first eighth is prompt. Seconds are of the
+whole call, with the host's part. They are split by three figures that do not depend on the case: the update's last part,
+AdamW, is timed alone.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.common import announce, in_own_process, parser, spread, table_head, table_row, write  # noqa: E402
+
+RECIPE = ROOT / "configs/recipes/qwen3_0_6b.yaml"
+TITLES = (
+    "tokens", "of", "dtype", "recompute", "score, s", "attained", "update, s", "attained", "estimated, s", "optimizer, s",
+    "estimated, s", "peak", "planned", "peak / planned",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    sequences: int
+    length: int
+    dtype: str = "bfloat16"
+    recompute: str = "none"
+    lora: bool = False
+
+
+CASES = (
+    Case(sequences=64, length=256),
+    Case(sequences=32, length=512),
+    Case(sequences=8, length=2048),
+    Case(sequences=2, length=8192),
+    Case(sequences=2, length=8192, recompute="full"),
+    Case(sequences=8, length=2048, recompute="full"),
+    Case(sequences=8, length=2048, lora=True),
+    Case(sequences=4, length=2048, dtype="float32"),
+)
+QUICK = (Case(sequences=4, length=64, dtype="float32"), Case(sequences=2, length=128, recompute="full", dtype="float32"))
+
+
+def main() -> None:
+    options = parser(__doc__.splitlines()[0])
+    options.add_argument("--model", type=Path, default=ROOT / "tests/model_configs/Qwen3-0.6B", help="a folder with config.json")
+    options.add_argument("--gpu", default="h100", help="a description of configs/hardware/")
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--case", help="(internal) measure one case in this process")
+    given = options.parse_args()
+    if given.case:
+        print(json.dumps(measure(Path(given.model), given.gpu, Case(**json.loads(given.case)), given.rounds)))
+        return
+    cases, rounds = (QUICK, 2) if given.quick else (CASES, given.rounds)
+    about = announce(model=given.model.name, gpu=given.gpu, rounds=rounds)
+    print(table_head(TITLES), flush=True)
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        weights = make_weights(given.model, Path(folder) / given.model.name)
+        for case in cases:
+            asked = json.dumps({name: getattr(case, name) for name in Case.__slots__})
+            own = ["--model", str(weights), "--gpu", given.gpu, "--rounds", str(rounds)]
+            rows.append(row := in_own_process(__file__, "--case", asked, *own))
+            print(table_row(cells(row)), flush=True)
+    write(about | {"rows": rows}, given.json)
+
+
+def make_weights(model: Path, folder: Path) -> Path:
+    """Random weights for a config.json, in bfloat16."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
+    import torch
+
+    import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
+    from configs.loader import load_config
+    from configs.reading.hardware import read_hardware
+    from parallel.megatron import platform
+    from parallel.planning.architecture import read_architecture, read_hf_config
+    from parallel.planning.flops import Load, forward_flops, update_flops
+    from parallel.planning.machine import Machine
+    from parallel.planning.memory import learner_memory, work_of
+    from parallel.planning.training_time import optimizer_seconds
+    from trainer.batch.plan import pack_prompted
+    from trainer.learner import Learner
+
+    tokens = case.sequences * (case.length - 1)
+    lora = ["learner.lora={rank: 16, alpha: 32}"] if case.lora else []
+    config = load_config(
+        RECIPE,
+        [
+            f"model.path={model}", f"model.dtype={case.dtype}", "layout.dp=1", "rollout.max_new_tokens=32", f"learner.recompute={case.recompute}",
+            f"learner.token_budget={tokens}", "rollout.replicas=1", "launch.placement=colocated", *lora,
+        ],
+    )  # fmt: skip
+    architecture = read_architecture(read_hf_config(model))
+    draw = torch.Generator().manual_seed(0)
+    ids = [torch.randint(0, architecture.vocab_size, (case.length,), generator=draw).tolist() for _ in range(case.sequences)]
+    prompt = case.length // 8
+    batch = pack_prompted(ids, [prompt] * len(ids), range(len(ids)))
+    platform.init_distributed(600.0)
+    engine = Learner.of_policy_alone(config).engine
+    if platform.has_cuda():
+        torch.cuda.reset_peak_memory_stats()
+
+    def timed(call: Callable[[], object]) -> list[float]:
+        seconds = []
+        for _ in range(rounds + 1):
+            platform.synchronize()
+            began = time.perf_counter()
+            call()
+            platform.synchronize()
+            seconds.append(time.perf_counter() - began)
+        return seconds[1:]  # the first makes the optimizer's state, and chooses kernels
+
+    def loss(batch, logprobs_T, entropy_T):
+        return -logprobs_T.sum() / tokens, None
+
+    update = timed(lambda: engine.update([batch], loss, temperature=1.0))
+    peak = torch.cuda.max_memory_allocated() if platform.has_cuda() else 0
+    score = timed(lambda: engine.logprobs([batch], temperature=1.0, with_entropy=True))
+    optimizer = timed(lambda: engine._optimizer.step())
+    load = Load(
+        tokens=tokens, pairs=case.sequences * (case.length - 1) * case.length // 2, predicted=case.sequences * (case.length - prompt)
+    )
+    of_update = update_flops(
+        architecture, config.layout, 0, load, recompute=case.recompute, lora=config.learner.lora
+    )
+    of_score = forward_flops(architecture, config.layout, 0, load)
+    machine = Machine(hardware=read_hardware(gpu), gpus_per_node=8)
+    peak_flops = 1e12 * getattr(machine.hardware.peak_tflops, case.dtype)
+    passes = 3 if case.recompute == "full" else 2
+    kind = "cuda" if platform.has_cuda() else "cpu"
+    work = replace(work_of(config, kind), num_microbatches=1, transfers_weights=False)
+    planned = learner_memory(architecture, config.layout, work, stage=0)
+    estimated = optimizer_seconds(architecture, config, machine, config.layout, 0)
+    computing = statistics.median(update) - statistics.median(optimizer)
+    return {
+        **{name: getattr(case, name) for name in Case.__slots__},
+        "tokens": tokens,
+        "score": spread(score),
+        "score_attained": of_score.total / statistics.median(score) / peak_flops,
+        "update": spread(update),
+        "update_attained": of_update.total / computing / peak_flops,
+        "update_flops": {"matrices": of_update.matrices, "attention": of_update.attention, "output": of_update.output},
+        "score_flops": {"matrices": of_score.matrices, "attention": of_score.attention, "output": of_score.output},
+        "estimated": machine.training_seconds(of_update, case.dtype)
+        + passes * machine.hardware.overheads.pass_s
+        + estimated,
+        "optimizer": spread(optimizer),
+        "optimizer_estimated": estimated,
+        "peak_bytes": peak,
+        "planned": {"lasting": planned.lasting, **planned.items()},
+        "planned_bytes": planned.total,
+    }
+
+
+def cells(row: dict) -> list[str]:
+    ratio = row["peak_bytes"] / row["planned_bytes"]
+    seconds = [row[name]["median"] for name in ("score", "update", "optimizer")]
+    return [
+        f"{row['sequences']} x {row['length']}", f"{row['tokens']}", row["dtype"] + (", adapters" if row["lora"] else ""),
+        row["recompute"], f"{seconds[0]:.4f}", f"{row['score_attained']:.1%}", f"{seconds[1]:.4f}", f"{row['update_attained']:.1%}",
+        f"{row['estimated']:.4f}", f"{seconds[2]:.4f}", f"{row['optimizer_estimated']:.4f}", f"{row['peak_bytes'] / 2**30:.2f} GiB",
+        f"{row['planned_bytes'] / 2**30:.2f} GiB", f"{ratio:.3f}",
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
