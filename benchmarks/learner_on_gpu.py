@@ -52,12 +52,20 @@ CASES = (
     Case(sequences=8, length=2048, lora=True),
     Case(sequences=4, length=2048, dtype="float32"),
 )
-QUICK = (Case(sequences=4, length=64, dtype="float32"), Case(sequences=2, length=128, recompute="full", dtype="float32"))
+QUICK = (
+    Case(sequences=4, length=64, dtype="float32"),
+    Case(sequences=2, length=128, recompute="full", dtype="float32"),
+)
 
 
 def main() -> None:
     options = parser(__doc__.splitlines()[0])
-    options.add_argument("--model", type=Path, default=ROOT / "tests/model_configs/Qwen3-0.6B", help="a folder with config.json")
+    options.add_argument(
+        "--model",
+        type=Path,
+        default=ROOT / "tests/model_configs/Qwen3-0.6B",
+        help="a folder with config.json",
+    )
     options.add_argument("--gpu", default="h100", help="a description of configs/hardware/")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--case", help="(internal) measure one case in this process")
@@ -85,7 +93,9 @@ def make_weights(model: Path, folder: Path) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(model), dtype=torch.bfloat16
+        ).save_pretrained(folder)
     return folder
 
 
@@ -115,7 +125,10 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
     )  # fmt: skip
     architecture = read_architecture(read_hf_config(model))
     draw = torch.Generator().manual_seed(0)
-    ids = [torch.randint(0, architecture.vocab_size, (case.length,), generator=draw).tolist() for _ in range(case.sequences)]
+    ids = [
+        torch.randint(0, architecture.vocab_size, (case.length,), generator=draw).tolist()
+        for _ in range(case.sequences)
+    ]
     prompt = case.length // 8
     batch = pack_prompted(ids, [prompt] * len(ids), range(len(ids)))
     platform.init_distributed(600.0)
@@ -141,7 +154,9 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
     score = timed(lambda: engine.logprobs([batch], temperature=1.0, with_entropy=True))
     optimizer = timed(lambda: engine._optimizer.step())
     load = Load(
-        tokens=tokens, pairs=case.sequences * (case.length - 1) * case.length // 2, predicted=case.sequences * (case.length - prompt)
+        tokens=tokens,
+        pairs=case.sequences * (case.length - 1) * case.length // 2,
+        predicted=case.sequences * (case.length - prompt),
     )
     of_update = update_flops(
         architecture, config.layout, 0, load, recompute=case.recompute, lora=config.learner.lora
@@ -162,8 +177,16 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
         "score_attained": of_score.total / statistics.median(score) / peak_flops,
         "update": spread(update),
         "update_attained": of_update.total / computing / peak_flops,
-        "update_flops": {"matrices": of_update.matrices, "attention": of_update.attention, "output": of_update.output},
-        "score_flops": {"matrices": of_score.matrices, "attention": of_score.attention, "output": of_score.output},
+        "update_flops": {
+            "matrices": of_update.matrices,
+            "attention": of_update.attention,
+            "output": of_update.output,
+        },
+        "score_flops": {
+            "matrices": of_score.matrices,
+            "attention": of_score.attention,
+            "output": of_score.output,
+        },
         "estimated": machine.training_seconds(of_update, case.dtype)
         + passes * machine.hardware.overheads.pass_s
         + estimated,

@@ -219,6 +219,7 @@ class _Engine:
         self, microbatches: Sequence[PackedBatch], forward: Forward, num_results: int
     ) -> list[tuple[Tensor, ...]]:
         """See ``Schedule.scores``."""
+        self._require_weights("a forward pass")
         for chunk in self.chunks:
             chunk.eval()
         return self._schedule.scores(microbatches, forward, num_results)
@@ -298,6 +299,14 @@ class _Engine:
     def _require_optimizer(self, action: str) -> None:
         if self.is_frozen:
             raise ValueError(f"{action} needs an optimizer; this engine was built frozen (optimizer=None)")
+        self._require_weights(action)
+
+    def _require_weights(self, action: str) -> None:
+        """On a GPU the error would be an invalid argument of some kernel."""
+        if self._offloaded is not None:
+            raise RuntimeError(
+                f"{action} needs the weights, which `offload` moved to host memory; call `restore` before"
+            )
 
     def save(self, folder: Path, extra: dict[str, Any]) -> None:
         """Write a resumable checkpoint at ``folder``, all or nothing; see ``checkpoint.save``."""
@@ -470,6 +479,7 @@ class MegatronEngine(_Engine):
 
     def export_hf(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of this pipeline stage; see ``hf_conversion.export_hf``."""
+        self._require_weights("export_hf")
         return hf_conversion.export_hf(self.chunks)
 
     def export_plan(self) -> list[list[tuple[str, tuple[int, ...]]]]:
@@ -478,11 +488,13 @@ class MegatronEngine(_Engine):
 
     def load_weights(self, weights: HuggingFaceWeights) -> None:
         """Replace the model's weights, but not the optimizer's copies: training cannot continue from these."""
+        self._require_weights("load_weights")
         hf_conversion.load_weights(self.chunks, weights)
 
     def save_hf(self, folder: Path) -> None:
         """Write a Hugging Face folder with this model's weights, all or nothing; see
         ``hf_conversion.save_hf``."""
+        self._require_weights("save_hf")
         hf_conversion.save_hf(self.chunks, self.source, folder)
 
     def save_adapter(self, folder: Path) -> None:

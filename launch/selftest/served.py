@@ -117,15 +117,17 @@ def transfer(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
     with joined(config, request) as there:
         control, learner = there.control, there.learner
         (before,) = control.checksums()
-        learner.engine.load_weights(PerturbedWeights(config.model.path))
-        learner.save_hf(folder.export)
+        with there.turns.learner_there():
+            learner.engine.load_weights(PerturbedWeights(config.model.path))
+            learner.save_hf(folder.export)
         sent = [there.sync.publish() for _ in range(TRANSFERS)]
         (received,) = control.checksums()
         nats, gap, _ = gaps(there, config)
         control.load_from_disk(folder.export, version=learner.version)
         (expected,) = control.checksums()
         check_received(before, received, expected)
-        learner.engine.load_weights(HuggingFaceWeights(config.model.path))
+        with there.turns.learner_there():
+            learner.engine.load_weights(HuggingFaceWeights(config.model.path))
         there.sync.publish()
         (back,) = control.checksums()
     check_received(expected, back, before)

@@ -15,6 +15,7 @@ from configs.schema.objective import AggregationConfig, KLConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.checkpoints import offload
 from parallel.megatron import platform
+from parallel.weights.hf_files import HuggingFaceWeights
 from rollout.client import RolloutError
 from rollout.records import Completion
 from rollout.servers.command import Ports, server_command
@@ -85,6 +86,17 @@ def test_a_saved_checkpoint_of_an_engine_that_was_away_is_that_of_one_that_was_n
     batch = make_batch([9, 6])
     engine.update([batch], weighted_loss, temperature=1.0)
     engine.offload()
+    for use in (
+        lambda: engine.update([batch], weighted_loss, temperature=1.0),
+        lambda: engine.logprobs([batch], temperature=1.0),
+        lambda: engine.save(tmp_path / "away", {}),
+        lambda: engine.load(tmp_path / "away"),
+        lambda: engine.save_hf(tmp_path / "away"),
+        lambda: engine.load_weights(HuggingFaceWeights(folder)),
+        engine.export_hf,
+    ):
+        with pytest.raises(RuntimeError, match="needs the weights, which `offload` moved to host memory"):
+            use()
     engine.restore()
     engine.save(tmp_path / "saved", {"step": 1})
     wanted = [engine.update([batch], weighted_loss, temperature=1.0).grad_norm, weights_of(engine)]
