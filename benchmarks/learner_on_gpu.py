@@ -119,7 +119,8 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
     config = load_config(
         RECIPE,
         [
-            f"model.path={model}", f"model.dtype={case.dtype}", "layout.dp=1", "rollout.max_new_tokens=32", f"learner.recompute={case.recompute}",
+            f"model.path={model}", f"model.dtype={case.dtype}", "layout.dp=1", f"learner.recompute={case.recompute}",
+            "rollout.max_new_tokens=32",
             f"learner.token_budget={tokens}", "rollout.replicas=1", "launch.placement=colocated", *lora,
         ],
     )  # fmt: skip
