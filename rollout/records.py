@@ -20,6 +20,25 @@ Message = Mapping[str, Any]
 Messages = tuple[Message, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class WithTools:
+    """A prompt of which the chat template renders tools too."""
+
+    messages: Messages
+    tools: tuple[Mapping[str, Any], ...]
+    """Their JSON schemas, of the record."""
+
+
+DataPrompt = str | Messages | WithTools
+"""A prompt of a data file. A text is the user's message where there is a chat template."""
+
+
+def messages_of(prompt: DataPrompt) -> Messages:
+    if isinstance(prompt, WithTools):
+        return prompt.messages
+    return ({"role": "user", "content": prompt},) if isinstance(prompt, str) else prompt
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     """The response ends with an end-of-sequence token, which is part of it."""

@@ -3,12 +3,12 @@
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.reading.named_files import TOKENIZERS
-from rollout.records import Messages
+from rollout.records import DataPrompt, Message, WithTools, messages_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -73,7 +73,7 @@ def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path)
 
 def encode_prompt(
     tokenizer: "Tokenizer",
-    prompt: str | Messages,
+    prompt: DataPrompt,
     *,
     system_prompt: str | None,
     apply_chat_template: bool,
@@ -103,20 +103,87 @@ def encode_prompt(
     return token_ids
 
 
-def _encode_chat(
-    tokenizer: "Tokenizer", prompt: str | Messages, system_prompt: str | None, arguments: Mapping[str, Any]
+def encode_response(
+    tokenizer: "Tokenizer",
+    prompt: DataPrompt,
+    response: str | Message,
+    ends: Sequence[int],
+    *,
+    chat_template_kwargs: Mapping[str, Any] = {},
 ) -> list[int]:
+    """Token ids of a response to learn, which follow those of the prompt.
+
+    A text stands as it is; the first of ``ends`` follows it. A message of the assistant is what the chat template makes of
+    it, up to the token of ``ends`` that closes its turn. The model samples nothing after that one, such as the line break
+    of many templates. Where the template has none, the first of ``ends`` follows.
+
+    Raises ValueError: the template refuses the messages, or renders the prompt otherwise before a response.
+    """
+    if isinstance(response, str):
+        return [*tokenizer.encode(response, add_special_tokens=False), ends[0]]
+    before = _render_chat(
+        tokenizer, prompt, None, chat_template_kwargs, add_generation_prompt=True, tokenize=False
+    )
+    messages = (*messages_of(prompt), response)
+    whole = WithTools(messages, prompt.tools) if isinstance(prompt, WithTools) else messages
+    text = _render_chat(
+        tokenizer, whole, None, chat_template_kwargs, add_generation_prompt=False, tokenize=False
+    )
+    if not text.startswith(before):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'this model'} renders the prompt otherwise where a response follows, so "
+            "that no tokens are the response's; give the response as a text"
+        )
+    written = text[len(before) :]
+    calls = [
+        call.get("function", call) for call in response.get("tool_calls") or () if isinstance(call, dict)
+    ]
+    names = [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
+    token_ids = list(tokenizer.encode(written, add_special_tokens=False))
+    if not token_ids or token_ids[0] in ends or any(name not in written for name in names):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'this model'} leaves out the response, or its calls of tools; give the "
+            "response as a text"
+        )
+    last = max((place for place, token_id in enumerate(token_ids) if token_id in ends), default=None)
+    return [*token_ids, ends[0]] if last is None else token_ids[: last + 1]
+
+
+def _encode_chat(
+    tokenizer: "Tokenizer", prompt: DataPrompt, system_prompt: str | None, arguments: Mapping[str, Any]
+) -> list[int]:
+    token_ids = _render_chat(
+        tokenizer, prompt, system_prompt, arguments, add_generation_prompt=True, tokenize=True
+    )
+    return list(cast("list[int]", token_ids))
+
+
+def _render_chat(
+    tokenizer: "Tokenizer",
+    prompt: DataPrompt,
+    system_prompt: str | None,
+    arguments: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool,
+    tokenize: bool,
+) -> Any:
+    """The text of a conversation, or its ids."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put its chat_template.jinja into "
             "the folder, or set apply_chat_template: false"
         )
     system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    given = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else map(dict, prompt)
-    messages: list[dict[str, Any]] = [*system, *given]
+    messages: list[dict[str, Any]] = [*system, *map(dict, messages_of(prompt))]
+    if isinstance(prompt, WithTools):
+        arguments = {**arguments, "tools": [dict(tool) for tool in prompt.tools]}
     try:
-        token_ids = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, tokenize=True, return_dict=False, **arguments
+        return tokenizer.apply_chat_template(
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=tokenize,
+            return_dict=False,
+            **arguments,
         )
     except ValueError:  # of our own reader of templates, which says what is wrong
         raise
@@ -126,7 +193,6 @@ def _encode_chat(
             f"the chat template of {tokenizer.name_or_path or 'this model'} refuses a conversation with the roles {roles}: "
             f"{type(error).__name__}: {error}"
         ) from error
-    return list(cast("list[int]", token_ids))
 
 
 def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:

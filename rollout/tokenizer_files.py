@@ -93,14 +93,13 @@ class TokenizerFiles:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        add_generation_prompt: Literal[True],
-        tokenize: Literal[True],
+        tokenize: bool,
         return_dict: Literal[False],
         **arguments: Any,
-    ) -> list[int]:
-        """Ids of the conversation, up to where the model's answer begins. Raises ValueError for a template
-        that cannot be rendered."""
-        return self.encode(self.render(messages, arguments))
+    ) -> list[int] | str:
+        """The conversation, or its ids. Raises ValueError for a template that cannot be rendered."""
+        text = self.render(messages, arguments)
+        return self.encode(text) if tokenize else text
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] = {}) -> str:
         import jinja2

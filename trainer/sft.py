@@ -18,7 +18,7 @@ from parallel.packing import PackedBatch
 from parallel.planning.architecture import read_architecture, read_hf_config
 from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
-from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
+from rollout.tokenization import encode_prompt, encode_response, end_token_ids, load_tokenizer
 from trainer.batch.plan import pack_prompted, packed_length, plan_batches
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 from trainer.ranks.objects import from_first_rank
@@ -81,13 +81,13 @@ def _loss(scale: float) -> Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor,
 
 
 def load_examples(config: SftConfig) -> list[Example]:
-    """Tokenised prompt + answer + end of sequence, in the order of the file or the generator.
+    """Tokenised prompt and answer, which ends with an end token, in the order of the file or the generator.
 
     Raises ValueError as ``read_pairs`` does, and for an example that is too long for a micro-batch or for the
     model, naming its line.
     """
     tokenizer = load_tokenizer(config.model.path)
-    end = end_token_ids(tokenizer, config.model.path)[0]
+    ends, arguments = end_token_ids(tokenizer, config.model.path), config.model.chat_template_kwargs
     data = config.data
     if isinstance(data, CountdownSftData):
         examples = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
@@ -95,19 +95,22 @@ def load_examples(config: SftConfig) -> list[Example]:
         template = False
     else:
         template = data.apply_chat_template
-        pairs = read_pairs(data.path, data.prompt_field, data.response_field, has_template=template)
+        pairs = read_pairs(data)
     max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
     examples = []
     for where, prompt, answer in pairs:
-        prompt_ids = encode_prompt(
-            tokenizer,
-            prompt,
-            system_prompt=None,
-            apply_chat_template=template,
-            chat_template_kwargs=config.model.chat_template_kwargs,
-        )
-        answer_ids = tokenizer.encode(answer, add_special_tokens=False)
-        example = Example(token_ids=[*prompt_ids, *answer_ids, end], prompt_length=len(prompt_ids))
+        try:
+            prompt_ids = encode_prompt(
+                tokenizer,
+                prompt,
+                system_prompt=None,
+                apply_chat_template=template,
+                chat_template_kwargs=arguments,
+            )
+            answer_ids = encode_response(tokenizer, prompt, answer, ends, chat_template_kwargs=arguments)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        example = Example(token_ids=[*prompt_ids, *answer_ids], prompt_length=len(prompt_ids))
         check_example_length(
             where,
             packed_length(example.token_ids),

@@ -7,6 +7,7 @@ _MICRO = (
     "`learner.token_budget`, the tokens of a micro-batch: its number of sequences follows from their lengths"
 )
 _GROUP = "`rollout.group_size`, the responses to a prompt"
+_GENERATION_PARTS = "`learner.minibatches`, in TRL steps_per_generation over gradient_accumulation_steps"
 _LENGTH = "`rollout.max_new_tokens`, the tokens of a response"
 _PROMPT = (
     "no field: a prompt may be as long as `rollout.max_new_tokens` and `learner.token_budget` leave room for"
@@ -30,23 +31,40 @@ _ONCE = "no field: a batch is learned from once, in `learner.minibatches` parts"
 _TRUNCATED = "`correction=decoupled_token_is`, a weight per token, truncated at 2"
 _LR = "`learner.optimizer.lr`"
 _WARMUP = "`learner.optimizer.warmup_steps`, a number of optimizer steps and no share of them"
+_NORMALISED = "`advantage.normalize_by_std`, of the rewards of a group"
+_RESAMPLED = "`rollout.dynamic_sampling`, which samples further groups in place of those that it leaves out"
+_STALE = "`rollout.max_staleness`, by how many versions a token may be older than the weights that it trains"
+_RECOMPUTE = "`learner.recompute`, none or full"
+_ENVIRONMENT = "`environment`, of type tokens, chat, agent or openenv"
+_SERVER = "`rollout.server_args`, the arguments of SGLang's servers"
+_SERVERS = "`rollout.replicas`, the number of servers, each of `rollout.tp` GPUs"
+_REMOTE = "`reward={type: model, urls: [...]}`"
+_WEIGHT = "`correction`, a preset or a block; TRL's default is `correction={weight: {level: sequence, bound: mask, upper: 3}}`"
+_FROZEN = "no field: the reference of the KL is the model at the start of the run"
+_OFFLOADED = "no field: what leaves the GPU follows from `launch.placement`; colocated takes turns"
+_SAMPLES_KEPT = "`tracking.sample_groups`, the groups of a step whose samples are kept"
 _PACKED = "no field: sequences are packed without padding, up to `learner.token_budget`"
 
 OTHER_FIELDS = {
     **dict.fromkeys(["batch_size", "train_batch_size", "rollout_batch_size", "generation_batch_size"], _STEP),
     "global_batch_size": _UPDATE,
-    **dict.fromkeys(["mini_batch_size", "ppo_mini_batch_size", "num_steps_per_rollout", "steps_per_generation"], _PARTS),
+    **dict.fromkeys(["mini_batch_size", "ppo_mini_batch_size", "num_steps_per_rollout"], _PARTS),
+    "steps_per_generation": _GENERATION_PARTS,
     **dict.fromkeys(
         ["micro_batch_size", "micro_train_batch_size", "ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu",
          "gradient_accumulation_steps", "per_device_train_batch_size", "ppo_max_token_len_per_gpu", "max_tokens_per_gpu",
-         "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "micro_rollout_batch_size"], _MICRO,
+         "log_prob_micro_batch_size", "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu",
+         "log_probs_max_tokens_per_gpu", "micro_rollout_batch_size"], _MICRO,
     ),
-    **dict.fromkeys(["num_generations", "n_samples_per_prompt", "num_samples", "rollout_n", "n"], _GROUP),
+    **dict.fromkeys(["num_generations", "n_samples_per_prompt", "rollout_n", "n"], _GROUP),
     **dict.fromkeys(["max_response_length", "max_completion_length", "rollout_max_response_len", "generate_max_len"], _LENGTH),
-    **dict.fromkeys(["max_prompt_length", "rollout_max_prompt_len", "prompt_max_len"], _PROMPT),
+    **dict.fromkeys(
+        ["max_prompt_length", "rollout_max_prompt_len", "prompt_max_len", "rollout_max_context_len", "max_model_len",
+         "vllm_max_model_length"], _PROMPT,
+    ),
     **dict.fromkeys(["model_name", "model_name_or_path", "model_path", "hf_checkpoint", "pretrain"], _MODEL),
     **dict.fromkeys(
-        ["max_steps", "total_training_steps", "num_train_epochs", "total_epochs", "num_rollout", "epochs", "num_epochs"], _STEPS
+        ["max_steps", "total_training_steps", "num_train_epochs", "total_epochs", "num_rollout", "num_epoch", "num_episodes"], _STEPS
     ),
     **dict.fromkeys(
         ["tensor_model_parallel_size", "tensor_parallel_size", "vllm_tensor_parallel_size", "rollout_num_gpus_per_engine"],
@@ -57,24 +75,74 @@ OTHER_FIELDS = {
         ["gpu_memory_utilization", "vllm_gpu_memory_utilization", "sglang_mem_fraction_static", "mem_fraction_static"],
         _MEMORY,
     ),
-    **dict.fromkeys(["train_files", "prompt_data", "dataset", "dataset_name", "data"], _DATA),
+    **dict.fromkeys(["pipeline_model_parallel_size"], "`layout.pp`"),
+    **dict.fromkeys(["virtual_pipeline_model_parallel_size"], "`layout.vpp`"),
+    **dict.fromkeys(["expert_model_parallel_size", "expert_parallel_size"], "`layout.ep`"),
+    "expert_tensor_parallel_size": "no field: `layout.ep` splits the experts, and no expert is split",
+    "sequence_parallel": "`layout.sp`",
+    **dict.fromkeys(
+        ["zero_stage", "fsdp_size"], "no field: the learner is Megatron-Core; `learner.optimizer.distributed` splits the optimizer's state"
+    ),
+    **dict.fromkeys(
+        ["param_offload", "optimizer_offload", "grad_offload", "optimizer_cpu_offload", "adam_offload", "offload_train",
+         "free_cache_engine", "vllm_enable_sleep_mode"], _OFFLOADED,
+    ),
+    **dict.fromkeys(["enforce_eager", "max_num_seqs", "max_num_batched_tokens", "enable_chunked_prefill"], _SERVER),
+    **dict.fromkeys(["train_files", "prompt_data", "prompt_dataset", "train_dataset", "dataset", "dataset_name", "data"], _DATA),
     **dict.fromkeys(["val_files", "eval_prompt_data", "eval_dataset"], _HELDOUT),
     **dict.fromkeys(["test_freq", "eval_steps", "eval_interval"], _EVERY_EVALUATION),
     **dict.fromkeys(["save_freq", "save_steps", "save_interval"], _EVERY_CHECKPOINT),
-    **dict.fromkeys(["output_dir", "default_local_dir", "save_path"], _RUNS),
-    **dict.fromkeys(["reward_funcs", "custom_reward_function", "custom_rm_path", "rm_type", "reward_fn"], _REWARD),
-    **dict.fromkeys(["kl_coef", "init_kl_coef", "beta", "use_kl_loss", "use_kl_in_reward"], _KL),
+    **dict.fromkeys(["output_dir", "default_local_dir", "save_path", "save"], _RUNS),
+    **dict.fromkeys(["reward_funcs", "custom_reward_function", "custom_rm_path", "rm_type", "reward_manager"], _REWARD),
+    **dict.fromkeys(["rm_url", "remote_rm_url", "remote_url"], _REMOTE),
+    **dict.fromkeys(["kl_coef", "init_kl_coef", "init_coef", "beta", "use_kl_loss", "use_kl_in_reward"], _KL),
+    **dict.fromkeys(["ref_load", "ref_update_interval", "sync_ref_model"], _FROZEN),
     **dict.fromkeys(["ppo_epochs", "num_iterations", "max_epochs"], _ONCE),
-    **dict.fromkeys(["scale_rewards", "norm_adv_by_std_in_grpo"], "`advantage.normalize_by_std`"),
+    **dict.fromkeys(
+        ["scale_rewards", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "no_std_norm"], _NORMALISED
+    ),
+    "normalize_advantages": "`advantage.whiten`",
+    "lambd": "`advantage.lam`",
+    "calculate_per_token_loss": "`aggregation.type=token_mean`",
+    "loss_scale_factor": "`aggregation.constant`",
     "loss_type": "`aggregation.type` and `objective.type`; the one of verl's rollout_correction goes under `correction={verl: {...}}`",
-    **dict.fromkeys(["filter_groups", "dynamic_sampling_filter_path", "dynamic_filtering"], "`rollout.dynamic_sampling`"),
-    **dict.fromkeys(["colocate", "vllm_mode", "colocate_all_models", "hybrid_engine"], "`launch.placement`, auto, separate or colocated"),
-    **dict.fromkeys(["nnodes", "actor_num_nodes"], "`launch.nodes.learner` and `launch.nodes.rollout`"),
-    **dict.fromkeys(["n_gpus_per_node", "actor_num_gpus_per_node"], "`launch.nodes.gpus_per_node`"),
+    **dict.fromkeys(
+        ["filter_groups", "dynamic_sampling_filter_path", "dynamic_filtering", "dynamic_filtering_enable",
+         "dynamic_filtering_range", "gen_batch_size", "max_num_gen_batches", "over_sampling_batch_size"], _RESAMPLED,
+    ),
+    **dict.fromkeys(
+        ["partial_rollout", "partial_rollout_enable", "staleness_threshold", "update_weights_interval", "async_enable"], _STALE
+    ),
+    **dict.fromkeys(
+        ["colocate", "vllm_mode", "colocate_all_models", "colocate_all", "hybrid_engine"],
+        "`launch.placement`, auto, separate or colocated",
+    ),
+    **dict.fromkeys(["nnodes", "actor_num_nodes", "num_nodes"], "`launch.nodes.learner` and `launch.nodes.rollout`"),
+    **dict.fromkeys(["n_gpus_per_node", "actor_num_gpus_per_node", "num_gpus_per_node"], "`launch.nodes.gpus_per_node`"),
     **dict.fromkeys(["logger", "report_to", "use_wandb"], "no field: every run writes metrics.jsonl, a report and MLflow (`tracking.uri`)"),
-    **dict.fromkeys(["val_before_train", "eval_on_start"], "`evaluation.at_ends`"),
-    **dict.fromkeys(["use_tis", "vllm_importance_sampling_correction"], _TRUNCATED),
+    **dict.fromkeys(["val_before_train", "eval_on_start", "skip_eval_before_train"], "`evaluation.at_ends`"),
+    **dict.fromkeys(["n_samples_per_eval_prompt", "num_generations_eval"], "`evaluation.samples_per_prompt`"),
+    "do_sample": "`evaluation.greedy`",
+    "eval_temperature": "`evaluation.temperature`",
+    **dict.fromkeys(["use_tis", "tis_clip", "is_correction_enable"], _TRUNCATED),
+    **dict.fromkeys(
+        ["vllm_importance_sampling_correction", "vllm_importance_sampling_mode", "vllm_importance_sampling_cap",
+         "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"], _WEIGHT,
+    ),
+    "use_rollout_logprobs": "`correction.mode`, bypass",
+    "calculate_log_probs": "no field: servers send the log-prob of every token that they sample",
+    "get_mismatch_metrics": "no field: every step measures the gap of the engines",
+    "custom_tis_function_path": "`correction.weight`, with level function",
     "custom_generate_function_path": "`environment={type: tokens}`, a class of your own",
+    **dict.fromkeys(
+        ["rollout_function_path", "rollout_func", "environment_factory", "agent_func_path", "tool_config_path",
+         "interaction_config_path"], _ENVIRONMENT,
+    ),
+    "custom_loss_function_path": "`objective={type: function, function: my_module:objective}`",
+    "custom_advantage_function_path": "`advantage={type: function, function: my_module:advantage}`",
+    "rollout_temperature": "`rollout.temperature`",
+    "rollout_top_p": "`rollout.top_p`",
+    "rollout_top_k": "`rollout.top_k`",
     **dict.fromkeys(["learning_rate", "actor_learning_rate"], _LR),
     **dict.fromkeys(["enable_rollout_routing_replay", "use_rollout_routing_replay"], "`learner.routing=rollout`"),
     "use_routing_replay": "`learner.routing=old`",
@@ -85,44 +153,56 @@ OTHER_FIELDS = {
         ["target_modules", "lora_target_modules"],
         "`learner.lora.targets`, of qkv (q_proj, k_proj, v_proj), proj (o_proj), fc1 (gate_proj, up_proj) and fc2 (down_proj)",
     ),
-    **dict.fromkeys(["lora_dropout", "use_dora", "use_rslora", "lora_bias"], "no field: `learner.lora` is plain LoRA, without dropout"),
+    "peft_config": "`learner.lora`",
+    **dict.fromkeys(["lora_dropout", "use_dora", "use_rslora"], "no field: `learner.lora` is plain LoRA, without dropout"),
     "kl_estimator": "`kl.estimator`",
     "entropy_coef": "`entropy.coefficient`",
     "importance_sampling_level": "`objective.type`: clipped has a ratio per token, gspo one per sequence",
     "clip_ratio": "`objective.clip_low` and `objective.clip_high`",
     "eps_clip": "`objective.clip_low` and `objective.clip_high`",
     "epsilon": "`objective.clip_low` and `objective.clip_high`",
+    "eps_clip_low_high": "`objective.clip_low` and `objective.clip_high`",
     "epsilon_high": "`objective.clip_high`",
     "eps_clip_high": "`objective.clip_high`",
     **dict.fromkeys(["eps_clip_c", "delta"], "`objective.dual_clip`"),
     "advantage_estimator": "`advantage.type`",
     **dict.fromkeys(["lr_scheduler_type", "lr_scheduler", "lr_decay_style"], "`learner.optimizer.schedule`"),
-    **dict.fromkeys(["warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio"], _WARMUP),
+    **dict.fromkeys(["warmup_ratio", "lr_warmup_ratio", "lr_warmup_steps", "lr_warmup_steps_ratio", "lr_warmup_iters"], _WARMUP),
     **dict.fromkeys(["max_grad_norm", "grad_clip", "max_norm"], "`learner.optimizer.clip_grad`"),
     **dict.fromkeys(["adam_beta1", "adam_beta2", "adam_betas"], "`learner.optimizer.betas`"),
-    **dict.fromkeys(["bf16", "fp16", "torch_dtype"], "`model.dtype` of the learner and `rollout.dtype` of the servers"),
-    **dict.fromkeys(["gradient_checkpointing", "enable_gradient_checkpointing"], "`learner.recompute`, none or full"),
-    **dict.fromkeys(["use_remove_padding", "use_dynamic_bsz", "use_dynamic_batch_size"], _PACKED),
-    **dict.fromkeys(["save_total_limit", "max_actor_ckpt_to_keep", "max_ckpt_num"], "`checkpoint.keep`"),
+    **dict.fromkeys(["bf16", "fp16", "torch_dtype", "param_dtype"], "`model.dtype` of the learner and `rollout.dtype` of the servers"),
+    **dict.fromkeys(
+        ["gradient_checkpointing", "enable_gradient_checkpointing", "gradient_checkpointing_enable", "recompute_granularity",
+         "recompute_method", "recompute_num_layers"], _RECOMPUTE,
+    ),
+    **dict.fromkeys(
+        ["use_remove_padding", "use_dynamic_bsz", "use_dynamic_batch_size", "log_prob_use_dynamic_bsz", "dynamic_batch_enable",
+         "packing_samples"], _PACKED,
+    ),
+    **dict.fromkeys(["save_total_limit", "max_actor_ckpt_to_keep", "max_ckpt_num", "max_num"], "`checkpoint.keep`"),
     "save_strategy": _EVERY_CHECKPOINT,
     "eval_strategy": _EVERY_EVALUATION,
     **dict.fromkeys(["logging_steps", "log_interval"], "no field: every step has its line"),
-    "log_completions": "`tracking.sample_groups`, the groups of a step whose samples are kept",
+    **dict.fromkeys(["log_completions", "log_val_generations", "rollout_data_dir"], _SAMPLES_KEPT),
     **dict.fromkeys(["prompt_key", "input_key"], "`task.prompt_field`, beside `task.type=jsonl`"),
     **dict.fromkeys(
         ["chat_template_kwargs", "apply_chat_template_kwargs", "enable_thinking"],
         "`model.chat_template_kwargs`, such as {enable_thinking: false}",
     ),
     "label_key": "`task.answer_field`, beside `task.type=jsonl`",
-    "filter_overlong_prompts": "`task.too_long_prompts`, refuse or leave_out",
+    **dict.fromkeys(["filter_overlong_prompts", "truncation"], "`task.too_long_prompts`, refuse or leave_out"),
+    "tool_key": "`task.tools_field`, beside `task.type=jsonl`",
     **dict.fromkeys(["shuffle", "shuffle_dataset", "rollout_shuffle"], "`sampler.type`, shuffle or sequential"),
-    **dict.fromkeys(["reward_weights", "overlong_buffer"], "`reward={type: weighted, parts: {...}}`"),
+    **dict.fromkeys(
+        ["reward_weights", "overlong_buffer", "overlong_buffer_cfg", "overlong_buffer_len"],
+        "`reward={type: weighted, parts: {...}}`",
+    ),
     "use_vllm": "no field: the servers are SGLang's",
-    "vllm_num_engines": "`rollout.replicas`",
-    "critic_warmup": "`critic.warmup_steps`",
-    **dict.fromkeys(["resume_mode", "resume_from_checkpoint"], "`resume`, the folder of a run"),
+    **dict.fromkeys(["vllm_num_engines", "num_engines", "rollout_num_gpus"], _SERVERS),
+    **dict.fromkeys(["critic_warmup", "num_critic_only_steps", "freezing_steps"], "`critic.warmup_steps`"),
+    **dict.fromkeys(["resume_mode", "resume_from_checkpoint", "load"], "`resume`, the folder of a run"),
     "experiment_name": "`name`",
-    "project_name": "`tracking.experiment`",
+    **dict.fromkeys(["project_name", "wandb_project"], "`tracking.experiment`"),
     "run_name": "`name`",
 }  # fmt: skip
 """The keys are the last parts of the names; the values continue the sentence "here it is"."""

@@ -8,7 +8,7 @@ from configs.errors import Contradiction
 from configs.schema.environment import AgentEnvironment, MessageEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
-from configs.schema.task import CodeReward, CountdownTask, FileTask, WeightedReward
+from configs.schema.task import CodeReward, CountdownTask, FileTask, JsonlTask, WeightedReward
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -520,6 +520,12 @@ def _of_template(config: "RunConfig") -> Iterator[Contradiction]:
     environment = config.environment
     if isinstance(environment, MessageEnvironment):
         renders, field = environment.template == "chat", "environment.template"
+        if isinstance(config.task, JsonlTask) and config.task.tools_field is not None:
+            yield Contradiction(
+                ("task.tools_field", "environment"),
+                "task.tools_field has no effect: an environment of messages renders its own tools",
+                "remove it; the environment's `start` gets the whole record",
+            )
     else:
         renders, field = isinstance(config.task, FileTask) and config.task.apply_chat_template, "task"
     if not renders:

@@ -238,10 +238,27 @@ class JsonlSftData(Schema):
     """The name of the field with the prompt, text or a conversation as of ``task.prompt_field``; a field inside others is
     named with dots."""
     response_field: str = "response"
-    """The name of the field with the response to learn."""
+    """The name of the field with the response to learn: text, which stands as it is, or a list of one message of the
+    assistant, which the chat template renders."""
+    messages_field: str | None = None
+    """The name of a field with a whole conversation, as TRL's ``messages``. The last message is the response, those before
+    it are the prompt; ``prompt_field`` and ``response_field`` are not read."""
+    tools_field: str | None = None
+    """The name of a field with tools for the chat template, as ``task.tools_field``."""
     apply_chat_template: bool = True
     """Whether a prompt becomes a user's message in the model's chat template. false: prompt and response are
     used as they are."""
+
+    @model_validator(mode="after")
+    def _messages_have_a_template(self):
+        for field in ("messages_field", "tools_field"):
+            if getattr(self, field) is not None and not self.apply_chat_template:
+                raise Contradiction(
+                    (field, "apply_chat_template"),
+                    f"{field} needs a chat template, but apply_chat_template=false",
+                    f"set it to true, or remove {field}",
+                )
+        return self
 
 
 SftData = Annotated[CountdownSftData | JsonlSftData, Field(discriminator="type")]

@@ -111,6 +111,19 @@ class JsonlTask(FileTask):
     than a single message of the user needs ``apply_chat_template``."""
     answer_field: str = "answer"
     """Text or a number that the reward gets as ``reference``. Every record needs it, and it must not be empty."""
+    tools_field: str | None = None
+    """The name of a field with tools for the chat template, a list of JSON schemas as TRL's ``tools`` or its JSON as text.
+    A record without tools has null or an empty list."""
+
+    @model_validator(mode="after")
+    def _tools_have_a_place(self):
+        if self.tools_field is not None and not self.apply_chat_template:
+            raise Contradiction(
+                ("tools_field", "apply_chat_template"),
+                "tools have their place in a chat template, but apply_chat_template=false",
+                "set it to true, or remove tools_field",
+            )
+        return self
 
 
 TaskConfig = Annotated[CountdownTask | Gsm8kTask | JsonlTask, Field(discriminator="type")]

@@ -35,7 +35,7 @@ from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_le
 from rollout.tasks.records import Progress
 
 if TYPE_CHECKING:
-    from rollout.records import Messages
+    from rollout.records import DataPrompt, Message
     from rollout.tasks import Survey
     from rollout.tokenization import Tokenizer
 
@@ -57,7 +57,7 @@ def input_findings(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[
     if tokenizer is not None:
         yield from _check_tokenizer(config, tokenizer)
     if isinstance(config, SftConfig):
-        yield from _check_examples(config, tokenizer)
+        yield from _check_examples(config, tokenizer, notes)
     else:
         yield from _check_reward_tokenizers(config)
         yield from _check_task(config, tokenizer, notes)
@@ -256,57 +256,93 @@ def _prompt_room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
 
 
 def _check_conversations(
-    field: str, survey: "Survey", tokenizer: "Tokenizer | None", config: RunConfig | SftConfig
+    field: str,
+    survey: "Survey",
+    tokenizer: "Tokenizer | None",
+    config: RunConfig | SftConfig,
+    ends: Sequence[int] = (),
 ) -> Iterator[Finding]:
     """Render the first conversation of each shape, as the policy and a reward model will read it. The first error of
     each template is a finding."""
+    from rollout.records import messages_of
+
     if not survey.conversations:
         return
     arguments = config.model.chat_template_kwargs
     if tokenizer is not None and _template_error(tokenizer, None, arguments) is None:
         found = (
-            f"{where}: {error}; use roles that the template takes, or drop such records"
-            for where, messages in survey.conversations
-            if (error := _conversation_error(tokenizer, messages, arguments))
+            f"{where}: {error}, or drop such records"
+            for where, prompt, response in survey.conversations
+            if (
+                error := _conversation_error(
+                    tokenizer, prompt, arguments, "; use roles that the template takes"
+                )
+            )
+            or (error := _response_error(tokenizer, prompt, response, ends, arguments))
         )
         yield from ((field, text) for text in islice(found, 1))
     for part in _reward_parts(config) if isinstance(config, RunConfig) else ():
         if not (isinstance(part, ModelReward) and part.text.type == "chat" and part.text.tokenizer.is_dir()):
             continue
         with contextlib.suppress(ValueError):  # which is reported elsewhere
-            reader = _open_tokenizer(part.text.tokenizer)
+            reader, use_plain = _open_tokenizer(part.text.tokenizer), "; use text: {type: plain}"
             found = (
-                f"{where}: {error}; use text: {{type: plain}}, or drop such records"
-                for where, messages in survey.conversations
-                if reader and (error := _conversation_error(reader, (*messages, _ANSWER), {}))
+                f"{where}: {error}, or drop such records"
+                for where, prompt, _ in survey.conversations
+                if reader
+                and (error := _conversation_error(reader, (*messages_of(prompt), _ANSWER), {}, use_plain))
             )
             yield from (("reward", f"reward: {text}") for text in islice(found, 1))
 
 
 def _conversation_error(
-    tokenizer: "Tokenizer", messages: "Messages", arguments: Mapping[str, Any]
+    tokenizer: "Tokenizer", prompt: "DataPrompt", arguments: Mapping[str, Any], fix: str
 ) -> str | None:
     """Why the template cannot render the conversation, or what it leaves out, with texts made for the trial."""
-    from rollout.tokenizer_files import TokenizerFiles
+    from rollout.records import WithTools, messages_of
 
     trial = [
         {**message, "content": f"7 + {place} = ?"} if message["role"] in ("system", "user") else dict(message)
-        for place, message in enumerate(messages)
+        for place, message in enumerate(messages_of(prompt))
     ]
-    named = f"a conversation of {', '.join(message['role'] for message in messages)}"
+    tools = [dict(tool) for tool in prompt.tools] if isinstance(prompt, WithTools) else []
+    given = {**arguments, "tools": tools} if tools else arguments
+    named = f"a conversation of {', '.join(message['role'] for message in trial)}"
     try:
-        if isinstance(tokenizer, TokenizerFiles):
-            text = tokenizer.render(trial, arguments)
-        else:
-            text = str(
-                tokenizer.apply_chat_template(trial, add_generation_prompt=True, tokenize=False, **arguments)
+        text = str(
+            tokenizer.apply_chat_template(
+                trial, add_generation_prompt=True, tokenize=False, return_dict=False, **given
             )
+        )
     except Exception as error:  # a template is a program: transformers passes on any error
-        return f"{named}: {error}"
+        return f"{named}: {error}{fix}"
+    name = f"the chat template of {tokenizer.name_or_path}"
     for place, message in enumerate(trial):
         if message["role"] in ("system", "user") and message["content"] not in text:
-            name = tokenizer.name_or_path
-            return f"{named}: the chat template of {name} leaves out message {place + 1}, of role {message['role']}"
+            return f"{named}: {name} leaves out message {place + 1}, of role {message['role']}{fix}"
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or str(function.get("name", tool)) not in text:
+            return f"{named}: {name} leaves out the tools; describe them in a message and remove tools_field"
+    return None
+
+
+def _response_error(
+    tokenizer: "Tokenizer",
+    prompt: "DataPrompt",
+    response: "str | Message",
+    ends: Sequence[int],
+    arguments: Mapping[str, Any],
+) -> str | None:
+    """Why the template cannot render the assistant's message after the prompt."""
+    from rollout.tokenization import encode_response
+
+    if isinstance(response, str) or not ends:
+        return None
+    try:
+        encode_response(tokenizer, prompt, response, ends, chat_template_kwargs=arguments)
+    except ValueError as error:
+        return str(error)
     return None
 
 
@@ -341,17 +377,18 @@ def _check_lengths(
 
 
 def _token_counts(
-    texts: "Iterable[tuple[str, str | Messages, str]]",
+    texts: "Iterable[tuple[str, DataPrompt, str | Message]]",
     tokenizer: "Tokenizer",
     data: Gsm8kTask | JsonlTask | JsonlSftData,
     arguments: Mapping[str, Any],
     room: int,
+    ends: Sequence[int] = (),
 ) -> list[tuple[str, int]]:
     """(place, tokens of prompt and response) of the longest texts, as far as these may be more than ``room``. Raises
     ValueError for a broken template."""
     from rollout.tasks.prompts import as_json
     from rollout.tasks.task import most_tokens
-    from rollout.tokenization import encode_prompt
+    from rollout.tokenization import encode_prompt, encode_response
 
     encode = partial(
         encode_prompt,
@@ -362,12 +399,17 @@ def _token_counts(
     )
     around, left, counts = len(encode("?")), MOST_BYTES_TOKENISED, []
     for where, prompt, response in texts:
-        fits = isinstance(prompt, str) and around + most_tokens(prompt) + most_tokens(response) <= room
-        if left <= 0 or fits:
+        are_texts = isinstance(prompt, str) and isinstance(response, str)
+        if left <= 0 or (are_texts and around + most_tokens(prompt) + most_tokens(response) <= room):
             continue
-        left -= len(as_json(prompt)) + len(response)
-        answer = tokenizer.encode(response, add_special_tokens=False) if response else ()
-        counts.append((where, len(encode(prompt)) + len(answer)))
+        left -= len(as_json(prompt)) + len(as_json(response))
+        num_tokens = len(encode(prompt))
+        if response:
+            # The end token adds a place, and the last token of a sequence takes none.
+            num_tokens += (
+                len(encode_response(tokenizer, prompt, response, ends, chat_template_kwargs=arguments)) - 1
+            )
+        counts.append((where, num_tokens))
     return counts
 
 
@@ -393,7 +435,7 @@ def _data_notes(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str
         )
 
 
-def _check_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterator[Finding]:
+def _check_examples(config: SftConfig, tokenizer: "Tokenizer | None", notes: list[str]) -> Iterator[Finding]:
     data = config.data
     if isinstance(data, CountdownSftData):
         from rollout.tasks.countdown import check_problems
@@ -405,30 +447,53 @@ def _check_examples(config: SftConfig, tokenizer: "Tokenizer | None") -> Iterato
     from rollout.tasks import survey_pairs
 
     try:
-        survey = survey_pairs(
-            data.path,
-            data.prompt_field,
-            data.response_field,
-            has_template=data.apply_chat_template,
-            progress=reading_progress,
-        )
+        survey = survey_pairs(data, progress=reading_progress)
     except ValueError as error:
         yield "data.path", str(error)
         return
-    yield from _check_conversations("data.path", survey, tokenizer, config)
+    notes += _example_notes(data, survey)
+    ends: list[int] = []
     if tokenizer is not None:
-        yield from finding_of("data.path", _check_example_lengths, config, data, survey, tokenizer)
+        from rollout.tokenization import end_token_ids
+
+        with contextlib.suppress(ValueError):  # which is reported elsewhere
+            ends = end_token_ids(tokenizer, config.model.path)
+    yield from _check_conversations("data.path", survey, tokenizer, config, ends)
+    if tokenizer is not None and ends:
+        yield from finding_of("data.path", _check_example_lengths, config, data, survey, tokenizer, ends)
+
+
+def _example_notes(data: JsonlSftData, survey: "Survey") -> Iterator[str]:
+    """What TRL would do and a warm start does not."""
+    from rollout.records import messages_of
+    from rollout.tasks.records import read_records
+
+    told = (
+        where
+        for where, prompt, _ in survey.conversations
+        if any(message["role"] == "assistant" for message in messages_of(prompt))
+    )
+    if data.messages_field is not None and (where := next(told, None)):
+        yield (
+            f"data.path: the last message of a conversation is learned; earlier ones of the assistant, such as in {where}, are read "
+            "alone. A record for each turn teaches them too"
+        )
+    if (
+        data.tools_field is None
+        and data.apply_chat_template
+        and next(read_records(data.path))[1].get("tools")
+    ):
+        yield "data.path: its records have `tools`, which no prompt shows; data.tools_field=tools gives them to the chat template"
 
 
 def _check_example_lengths(
-    config: SftConfig, data: JsonlSftData, survey: "Survey", tokenizer: "Tokenizer"
+    config: SftConfig, data: JsonlSftData, survey: "Survey", tokenizer: "Tokenizer", ends: Sequence[int]
 ) -> None:
     try:
         max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
         room = min(config.token_budget, max_positions)
-        counts = _token_counts(survey.longest, tokenizer, data, config.model.chat_template_kwargs, room)
+        counts = _token_counts(survey.longest, tokenizer, data, config.model.chat_template_kwargs, room, ends)
     except ValueError:  # of config.json or the template, which are reported elsewhere
         return
     for where, length in counts:
-        # The end token adds a place, and the last token of a sequence takes none.
         check_example_length(where, length, token_budget=config.token_budget, max_positions=max_positions)

@@ -12,10 +12,20 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from configs.schema.run import JsonlSftData
 from configs.schema.task import Gsm8kTask, JsonlTask
-from rollout.records import Messages, field_of
+from rollout.records import DataPrompt, Message, Messages, WithTools, field_of, messages_of
 from rollout.rewards.math_answers import gsm8k_reference
-from rollout.tasks.prompts import as_json, plain_text, prompt_of, shape_of, text_of
+from rollout.tasks.prompts import (
+    as_json,
+    plain_text,
+    prompt_of,
+    response_of,
+    shape_of,
+    text_of,
+    turns_of,
+    with_tools,
+)
 from rollout.tasks.records import Progress, ProgressOf, place, read_records
 from rollout.tasks.task import LazyPrompts, Problem, Task
 from rollout.tokenization import encode_prompt
@@ -72,8 +82,9 @@ def load_file_task(
 class _Form:
     """How the records of a file are read."""
 
-    fields: tuple[str, str]
-    """The names of prompt and answer, or response."""
+    fields: tuple[str, ...]
+    """The names of prompt and answer, or response; or one that holds a conversation of both."""
+    tools_field: str | None = None
     to_reference: Callable[[str], str] | None = None
     """Makes a reference of an answer; None: it is the response of a supervised pair."""
     has_template: bool
@@ -81,13 +92,19 @@ class _Form:
 
 
 def _form_of(config: Gsm8kTask | JsonlTask) -> _Form:
-    has = {
-        "has_template": config.apply_chat_template,
-        "has_system_prompt": config.system_prompt is not None,
-    }
-    if isinstance(config, Gsm8kTask):
-        return _Form(fields=("question", "answer"), to_reference=gsm8k_reference, **has)
-    return _Form(fields=(config.prompt_field, config.answer_field), to_reference=str, **has)
+    is_gsm8k = isinstance(config, Gsm8kTask)
+    return _Form(
+        fields=("question", "answer") if is_gsm8k else (config.prompt_field, config.answer_field),
+        tools_field=None if is_gsm8k else config.tools_field,
+        to_reference=gsm8k_reference if is_gsm8k else str,
+        has_template=config.apply_chat_template,
+        has_system_prompt=config.system_prompt is not None,
+    )
+
+
+def _form_of_pairs(data: JsonlSftData) -> _Form:
+    fields = (data.messages_field,) if data.messages_field else (data.prompt_field, data.response_field)
+    return _Form(fields=fields, tools_field=data.tools_field, has_template=data.apply_chat_template)
 
 
 def _build_problems(path: Path, task: str, form: _Form, keep_rows: bool) -> list[Problem]:
@@ -95,10 +112,10 @@ def _build_problems(path: Path, task: str, form: _Form, keep_rows: bool) -> list
     # Public files hold the same problem a hundred times: its hash is computed, and its text kept, once.
     digests: dict[tuple[str, str], str] = {}
     for number, prompt, reference, record in _read_fields(path, form, keep_rows=keep_rows):
-        text, messages = (prompt, None) if isinstance(prompt, str) else (plain_text(prompt), prompt)
+        text, messages, tools = _parts_of(prompt)
         digest = None if messages else digests.get((text, reference))
         if digest is None:
-            content = json.dumps([prompt, reference], sort_keys=True, default=str).encode()
+            content = json.dumps([messages or text, reference, *tools], sort_keys=True, default=str).encode()
             digest = hashlib.md5(content, usedforsecurity=False).hexdigest()[:16]
             if messages is None:
                 digests[text, reference] = digest
@@ -112,11 +129,20 @@ def _build_problems(path: Path, task: str, form: _Form, keep_rows: bool) -> list
                 text=sys.intern(text),
                 reference=reference,
                 messages=messages,
+                tools=tools,
                 row=row,
                 number=number,
             )
         )
     return problems or _refuse_empty(path, form)
+
+
+def _parts_of(prompt: DataPrompt) -> tuple[str, Messages | None, tuple[Mapping[str, Any], ...]]:
+    """What rewards read, and messages and tools, as far as there are."""
+    if isinstance(prompt, str):
+        return prompt, None, ()
+    tools = prompt.tools if isinstance(prompt, WithTools) else ()
+    return plain_text(prompt), messages_of(prompt), tools
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,10 +153,10 @@ class Survey:
     count: int
     longest_bytes: int
     """UTF-8 bytes of the longest prompt; of a conversation as JSON."""
-    longest: tuple[tuple[str, str | Messages, str], ...]
+    longest: tuple[tuple[str, DataPrompt, str | Message], ...]
     """(place, prompt, second text) of the ``LONGEST_KEPT`` longest pairs, the longest first."""
-    conversations: tuple[tuple[str, Messages], ...]
-    """(place, messages) of the first conversation of each shape (``shape_of``), up to ``SHAPES_KEPT``."""
+    conversations: tuple[tuple[str, DataPrompt, str | Message], ...]
+    """(place, prompt, second text) of the first conversation of each shape (``shape_of``), up to ``SHAPES_KEPT``."""
     prompts: frozenset[int]
     """Hashes of the distinct prompts, comparable between all surveys of a process."""
 
@@ -151,17 +177,9 @@ def survey_task_file(
     return _read_survey(path, _file_version(path), _form_of(config), progress)
 
 
-def survey_pairs(
-    path: Path,
-    first_field: str,
-    second_field: str,
-    *,
-    has_template: bool = True,
-    progress: ProgressOf | None = None,
-) -> Survey:
+def survey_pairs(data: JsonlSftData, *, progress: ProgressOf | None = None) -> Survey:
     """The survey of a file for supervised training. Raises ValueError, see ``read_pairs``."""
-    form = _Form(fields=(first_field, second_field), has_template=has_template)
-    return _read_survey(path, _file_version(path), form, progress)
+    return _read_survey(data.path, _file_version(data.path), _form_of_pairs(data), progress)
 
 
 def _file_version(path: Path) -> tuple[int, ...]:
@@ -178,21 +196,22 @@ def _read_survey(path: Path, _: tuple[int, ...], form: _Form, progress: Progress
     """The length of a supervised pair (no ``to_reference``) counts both texts, that of a problem the prompt."""
     count = longest_bytes = 0
     # A heap: (bytes, -number, prompt, text), the shortest first.
-    kept: list[tuple[int, int, str | Messages, str]] = []
+    kept: list[tuple[int, int, DataPrompt, str | Message]] = []
     prompts: set[int] = set()
-    shapes: dict[tuple, tuple[str, Messages]] = {}
+    shapes: dict[tuple, tuple[str, DataPrompt, str | Message]] = {}
     with contextlib.nullcontext() if progress is None else progress(path) as report:
         for number, first, second, _record in _read_fields(path, form, report):
             count += 1
-            if not isinstance(first, str) and len(shapes) < SHAPES_KEPT:
-                shapes.setdefault(shape_of(first), (place(path, number), first))
+            if not (isinstance(first, str) and isinstance(second, str)) and len(shapes) < SHAPES_KEPT:
+                response = () if isinstance(second, str) else shape_of((second,))
+                shapes.setdefault((shape_of(first), response), (place(path, number), first, second))
             text = as_json(first)
             prompts.add(hash(text))
             size = num_bytes(text)
             if size > longest_bytes:
                 longest_bytes = size
             if form.to_reference is None:
-                size += num_bytes(second)
+                size += num_bytes(as_json(second))
             if len(kept) < LONGEST_KEPT:
                 heapq.heappush(kept, (size, -number, first, second))
             elif size > kept[0][0]:
@@ -222,68 +241,86 @@ def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
     form = _form_of(config)
     problems = _read_fields(config.train_path, form, keep_rows=True)
     _, prompt, reference, record = next(problems, None) or _refuse_empty(config.train_path, form)
-    messages = None if isinstance(prompt, str) else prompt
+    text, messages, tools = _parts_of(prompt)
     return Problem(
-        prompt_id="first", text=plain_text(prompt), reference=reference, messages=messages, row=record
+        prompt_id="first", text=text, reference=reference, messages=messages, tools=tools, row=record
     )
 
 
-def read_pairs(
-    path: Path, first_field: str, second_field: str, *, has_template: bool = True
-) -> list[tuple[str, str | Messages, str]]:
-    """(place, such as ``file:line 3``, prompt, second text) of each record of a JSONL or parquet file.
-    ``load_file_task`` describes the names of fields and the form of the prompt. Raises ValueError: see
-    ``read_records``; also for a field that is missing, empty or of another form, naming the line, and for a file without
-    records."""
-    form = _Form(fields=(first_field, second_field), has_template=has_template)
-    pairs = [(place(path, number), first, second) for number, first, second, _ in _read_fields(path, form)]
-    return pairs or _refuse_empty(path, form)
+def read_pairs(data: JsonlSftData) -> list[tuple[str, DataPrompt, str | Message]]:
+    """(place, such as ``file:line 3``, prompt, response) of each record of a JSONL or parquet file.
+    ``prompts.py`` says what both may be. Raises ValueError: see ``read_records``; also for a field that is missing, empty
+    or of another form, naming the line, and for a file without records."""
+    form = _form_of_pairs(data)
+    records = _read_fields(data.path, form)
+    pairs = [(place(data.path, number), first, second) for number, first, second, _ in records]
+    return pairs or _refuse_empty(data.path, form)
 
 
 def _refuse_empty(path: Path, form: _Form) -> NoReturn:
-    raise ValueError(
-        f"{path} holds no records; write one per line, with the fields {' and '.join(f'`{f}`' for f in form.fields)}"
-    )
+    fields, s = " and ".join(f"`{field}`" for field in form.fields), "s" * (len(form.fields) > 1)
+    raise ValueError(f"{path} holds no records; write one per line, with the field{s} {fields}")
 
 
 def _read_fields(
     path: Path, form: _Form, progress: Progress | None = None, *, keep_rows: bool = False
-) -> Iterator[tuple[int, str | Messages, str, dict]]:
-    """(number, prompt, reference of the second, record) of each record, which has the needed fields at least."""
-    first_field, second_field = form.fields
-    to_reference = form.to_reference or str
-    roots = () if keep_rows else {field.split(".")[0] for field in form.fields}
+) -> Iterator[tuple[int, DataPrompt, Any, dict]]:
+    """(number, prompt, reference of the second or response, record) of each record, which has the needed fields at least."""
+    first_field, second_field = form.fields[0], form.fields[-1]
+    are_texts = len(form.fields) == 2 and form.tools_field is None
+    needed = [*form.fields, *([form.tools_field] if form.tools_field else [])]
+    roots = () if keep_rows else {field.split(".")[0] for field in needed}
     for number, record in read_records(path, progress, roots=roots):
-        first, second = record.get(first_field), record.get(second_field)
+        first: Any = record.get(first_field)
+        second: Any = record.get(second_field)
         # Nearly all records are plain text under plain names. Skipping further checks for these makes a
         # million records twice as fast to read.
-        if not (type(first) is str and first.isascii() and first and not first.isspace()):
-            value = _field_value(record, first_field, path, number)
-            has = {"has_template": form.has_template, "has_system_prompt": form.has_system_prompt}
+        if not (are_texts and _is_plain(first) and _is_plain(second)):
             try:
-                first = prompt_of(value, first_field, **has)
+                first, second = _form_fields(record, form)
             except ValueError as error:
                 raise ValueError(f"{place(path, number)}: {error}") from error
-        if not (type(second) is str and second.isascii() and second and not second.isspace()):
-            value = _field_value(record, second_field, path, number)
+        if form.to_reference is not None:
             try:
-                second = text_of(value, second_field)
+                second = form.to_reference(second)
             except ValueError as error:
-                raise ValueError(f"{place(path, number)}: {error}") from error
-        try:
-            reference = to_reference(second)
-        except ValueError as error:
-            raise ValueError(f"{place(path, number)}: field `{second_field}` {error}") from error
-        yield number, first, reference, record
+                raise ValueError(f"{place(path, number)}: field `{second_field}` {error}") from error
+        yield number, first, second, record
 
 
-def _field_value(record: dict, field: str, path: Path, number: int) -> Any:
+def _is_plain(value: object) -> bool:
+    return type(value) is str and value.isascii() and bool(value) and not value.isspace()
+
+
+def _form_fields(record: dict, form: _Form) -> tuple[DataPrompt, str | Message]:
+    """Prompt, and answer or response. Raises ValueError."""
+    if len(form.fields) == 1:
+        prompt, second = turns_of(_field_value(record, form.fields[0]), form.fields[0])
+    else:
+        first_field, second_field = form.fields
+        prompt = prompt_of(
+            _field_value(record, first_field),
+            first_field,
+            has_template=form.has_template,
+            has_system_prompt=form.has_system_prompt,
+        )
+        value = _field_value(record, second_field)
+        if form.to_reference is None:
+            second = response_of(value, second_field, has_template=form.has_template)
+        else:
+            second = text_of(value, second_field)
+    if form.tools_field is not None:
+        prompt = with_tools(prompt, _field_value(record, form.tools_field), form.tools_field)
+    return prompt, second
+
+
+def _field_value(record: dict, field: str) -> Any:
     try:
         return field_of(record, field)
     except LookupError:
         has = ", ".join(f"`{name}`" for name in record) or "none"
         raise ValueError(
-            f"{place(path, number)}: field `{field}` is missing; this record has {has}. Rename the field, or name it in the config"
+            f"field `{field}` is missing; this record has {has}. Rename the field, or name it in the config"
         ) from None
 
 
@@ -291,7 +328,10 @@ def check_field(path: Path, field: str, check: Callable[[Any], object]) -> None:
     """Have ``check`` look at a field of every record of a file, in order. Raises ValueError: see ``read_records``;
     also for a missing field, and where ``check`` raises it, naming the line."""
     for number, record in read_records(path, roots={field.split(".")[0]}):
-        value = _field_value(record, field, path, number)
+        try:
+            value = _field_value(record, field)
+        except ValueError as error:
+            raise ValueError(f"{place(path, number)}: {error}") from error
         try:
             check(value)
         except ValueError as error:

@@ -4,6 +4,9 @@
 
 A single message of the user is its text. Other fields of a message (``tool_calls``, ``name``) reach the chat template as
 they are; what the template makes of the roles is checked before a start (``launch/checks/inputs.py``).
+
+A response to learn is a text, or the assistant's message, which the template renders. A record may have prompt and response
+as one conversation, and the tools that the template renders.
 """
 
 import json
@@ -11,7 +14,7 @@ import math
 import sys
 from typing import Any
 
-from rollout.records import Message, Messages
+from rollout.records import DataPrompt, Message, Messages, WithTools, messages_of
 
 ROLES = ("system", "user", "assistant", "tool")
 ANSWERED = ("user", "tool")
@@ -77,6 +80,69 @@ def prompt_of(value: Any, field: str, *, has_template: bool, has_system_prompt: 
     return tuple(_message_of(message, f"{field}[{place}].content") for place, message in enumerate(value))
 
 
+def response_of(value: Any, field: str, *, has_template: bool) -> str | Message:
+    """A response to learn: a text, or the only message of a list, which is the assistant's. Raises ValueError."""
+    if not isinstance(value, list):
+        return text_of(value, field)
+    if len(value) != 1 or not isinstance(value[0], dict) or value[0].get("role") != "assistant":
+        raise ValueError(
+            f"field `{field}` is a list, but not of one message of the role assistant; put earlier turns into the prompt, and "
+            "each turn to learn into a record of its own"
+        )
+    if not has_template:
+        raise ValueError(
+            f"field `{field}` is a message, which a chat template alone can render; set apply_chat_template: true, or write the "
+            "response as a text"
+        )
+    return _response_message(value[0], f"{field}[0].content")
+
+
+def _response_message(given: dict[str, Any], field: str) -> Message:
+    message = _message_of(given, field)
+    if not message.get("tool_calls"):
+        text_of(message["content"], field)  # which is not empty
+    return message
+
+
+def turns_of(value: Any, field: str) -> tuple[str | Messages, Message]:
+    """Prompt and response of a whole conversation, which ends with the response. Raises ValueError."""
+    if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
+        raise ValueError(
+            f"field `{field}` must be messages {_FORM}, of which the last is the response to learn"
+        )
+    roles = [message.get("role") for message in value]
+    named = f"field `{field}` is a conversation of {', '.join(map(str, roles))}"
+    if roles[-1] != "assistant":
+        raise ValueError(
+            f"{named}; end it with a message of the role assistant, the response to learn, or drop the record"
+        )
+    if len(roles) < 2 or roles[-2] not in (*ANSWERED, None):
+        raise ValueError(
+            f"{named}; the last message, the response to learn, must follow one of the role {' or '.join(ANSWERED)}"
+        )
+    prompt = prompt_of(value[:-1], field, has_template=True, has_system_prompt=False)
+    return prompt, _response_message(value[-1], f"{field}[{len(value) - 1}].content")
+
+
+def with_tools(prompt: str | Messages, value: Any, field: str) -> DataPrompt:
+    """The prompt with its tools, a list of JSON schemas or the JSON of one; null or empty: none. Raises ValueError."""
+    tools = value
+    if isinstance(value, str):
+        try:
+            tools = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"field `{field}` is not valid JSON: {error}; write a list of JSON schemas"
+            ) from error
+    if not tools and (tools is None or isinstance(tools, list)):
+        return prompt
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(
+            f'field `{field}` must be a list of JSON schemas of functions, {{"type": "function", "function": ...}}'
+        )
+    return WithTools(messages_of(prompt), tuple(tools))
+
+
 def _message_of(given: dict[str, Any], field: str) -> Message:
     content = given.get("content")
     if content is None and given.get("tool_calls"):
@@ -89,23 +155,28 @@ def _message_of(given: dict[str, Any], field: str) -> Message:
     return {**others, "content": sys.intern(content)}
 
 
-def plain_text(prompt: str | Messages) -> str:
+def plain_text(prompt: DataPrompt) -> str:
     """What rewards and judges read: the conversation without its system messages. A single message is its text."""
     if isinstance(prompt, str):
         return prompt
-    told = [message for message in prompt if message["role"] != "system"]
+    told = [message for message in messages_of(prompt) if message["role"] != "system"]
     if len(told) == 1:
         return told[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in told)
 
 
-def as_json(prompt: str | Messages) -> str:
+def as_json(prompt: DataPrompt | Message) -> str:
     """The same for the same prompt; no shorter than its text. A text is itself."""
     if isinstance(prompt, str):
         return prompt
+    if isinstance(prompt, WithTools):
+        prompt = (*prompt.messages, {"tools": prompt.tools})
     return json.dumps(prompt, ensure_ascii=False, sort_keys=True, default=str)
 
 
-def shape_of(messages: Messages) -> tuple[tuple[str, ...], ...]:
-    """What decides whether a template takes the conversation: roles, and names of further fields."""
-    return tuple((message["role"], *sorted(message.keys() - {"role", "content"})) for message in messages)
+def shape_of(prompt: DataPrompt) -> tuple[tuple[str, ...], ...]:
+    """What decides whether a template takes the conversation: roles, names of further fields, and whether there are tools."""
+    roles = (
+        (message["role"], *sorted(message.keys() - {"role", "content"})) for message in messages_of(prompt)
+    )
+    return (*roles, ("", "tools")) if isinstance(prompt, WithTools) else tuple(roles)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
-from rollout.records import Messages, Prompt
+from rollout.records import DataPrompt, Message, Messages, Prompt, WithTools
 from rollout.tasks.prompts import as_json, shape_of
 
 
@@ -19,13 +19,17 @@ class Problem:
     reference: str
     messages: Messages | None = None
     """The conversation of the data, where it is more than a message of the user."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """JSON schemas that the chat template renders with the messages."""
     row: Mapping[str, Any] | None = None
     """The record of the data file, if it is kept."""
     number: int | None = None
     """Number of the line or row in the file, if there is one."""
 
     @property
-    def prompt(self) -> str | Messages:
+    def prompt(self) -> DataPrompt:
+        if self.tools and self.messages is not None:
+            return WithTools(self.messages, self.tools)
         return self.text if self.messages is None else self.messages
 
 
@@ -43,7 +47,7 @@ class LazyPrompts(Sequence[Prompt]):
         *,
         task: str,
         to_problem: Callable[..., Problem],
-        encode: Callable[[str | Messages], list[int]],
+        encode: Callable[[DataPrompt], list[int]],
         where: Callable[[int], str] | None = None,
     ):
         self._items, self._where = items, where
@@ -82,13 +86,13 @@ class LazyPrompts(Sequence[Prompt]):
         tokenised.
 
         The tokens around the texts of a prompt (chat template, system prompt, special tokens) are at most as many as
-        those of the whole first prompt of its roles. A message with further fields, such as calls of tools, may have
-        any number around it.
+        those of the whole first prompt of its roles. A message with further fields, such as calls of tools, and a
+        prompt with tools may have any number around them.
         """
         around: dict[tuple, int] = {}
         for index, item in enumerate(self._items):
             problem = self._to_problem(item)
-            shape = () if problem.messages is None else shape_of(problem.messages)
+            shape = () if problem.messages is None else shape_of(problem.prompt)
             if shape not in around:
                 has_more = any(len(fields) > 1 for fields in shape)
                 around[shape] = num_tokens if has_more else len(self[index].token_ids)
@@ -108,7 +112,7 @@ class LazyPrompts(Sequence[Prompt]):
         )
 
 
-def most_tokens(prompt: str | Messages) -> int:
+def most_tokens(prompt: DataPrompt | Message) -> int:
     """Upper bound of a text's tokens, or of those of all texts of a conversation: the bytes of the normalised text.
 
     Normalisation does not change ASCII. UTF-8 of other characters grows at most elevenfold (Unicode FAQ,

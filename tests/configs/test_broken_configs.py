@@ -807,6 +807,15 @@ TABLE = {
         options="advantage.type=gae critic.model.path=dense critic.model.chat_template_kwargs.a=1",
         field="critic.model.chat_template_kwargs", value="a", error="the critic reads the policy's tokens", fix="remove it",
     ),
+    "tools without a template": Broken(
+        options="task={type: jsonl, train_path: a.jsonl, tools_field: tools, apply_chat_template: false} reward={type: gsm8k}",
+        field="task.tools_field, task.apply_chat_template", value="tools", error="tools have their place in a chat template",
+        fix="set it to true, or remove tools_field",
+    ),
+    "tools beside those of an environment": Broken(
+        options="task={type: jsonl, train_path: a.jsonl, tools_field: tools} environment={type: chat, environment: 'a:B'}",
+        field="task.tools_field, environment", value="tools", error="an environment of messages renders its own tools", fix="remove it",
+    ),
     "verl's name of the template's arguments": Broken(
         options="data.apply_chat_template_kwargs.enable_thinking=false", field="data", value="enable_thinking", error="unknown key",
         fix="model.chat_template_kwargs",

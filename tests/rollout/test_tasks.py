@@ -15,7 +15,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from configs.schema.run import JsonlSftData
 from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
+from rollout.records import WithTools
 from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import evaluate
 from rollout.tasks import countdown as cd
@@ -23,6 +25,7 @@ from rollout.tasks import (
     first_problem,
     generate_sft_examples,
     load_task,
+    longer_than,
     read_pairs,
     records,
     survey_task_file,
@@ -612,15 +615,98 @@ def test_parquet_rows_are_named(tmp_path, tokenizer):
         load_task(gsm8k(tmp_path / "a.parquet"), tokenizer=tokenizer)
 
 
+def pairs_of(path: Path, **options) -> list:
+    return read_pairs(JsonlSftData(type="jsonl", path=path, **options))
+
+
 def test_read_pairs(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "response": "2", "other": 3})
-    assert read_pairs(path, "prompt", "response") == [(f"{path}:line 1", "1", "2")]
+    assert pairs_of(path) == [(f"{path}:line 1", "1", "2")]
     turns = write_lines(tmp_path / "turns.jsonl", {"prompt": [SYSTEM, ASKED], "response": "4"})
-    assert read_pairs(turns, "prompt", "response") == [(f"{turns}:line 1", (SYSTEM, ASKED), "4")]
+    assert pairs_of(turns) == [(f"{turns}:line 1", (SYSTEM, ASKED), "4")]
     with pytest.raises(ValueError, match=r"turns\.jsonl:line 1: .*a chat template alone"):
-        read_pairs(turns, "prompt", "response", has_template=False)
+        pairs_of(turns, apply_chat_template=False)
     with pytest.raises(
         ValueError,
         match=r"b\.jsonl holds no records; write one per line, with the fields `prompt` and `response`",
     ):
-        read_pairs(write_lines(tmp_path / "b.jsonl", "", " "), "prompt", "response")
+        pairs_of(write_lines(tmp_path / "b.jsonl", "", " "))
+
+
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
+TOLD = {"role": "tool", "content": "4"}
+
+
+def test_pairs_of_trl(tmp_path):
+    """``messages``, or ``prompt`` and ``completion`` of messages, with ``tools`` as objects, as JSON, or none."""
+    whole = write_lines(
+        tmp_path / "a.jsonl",
+        {"messages": [SYSTEM, ASKED, CALLS, TOLD, ANSWERED], "tools": [ADD]},
+        {"messages": [ASKED, CALLS | {"content": None}], "tools": json.dumps([ADD])},
+        {"messages": [ASKED, ANSWERED], "tools": []},
+    )
+    assert [pair[1:] for pair in pairs_of(whole, messages_field="messages", tools_field="tools")] == [
+        (WithTools((SYSTEM, ASKED, CALLS, TOLD), (ADD,)), ANSWERED),
+        (WithTools((ASKED,), (ADD,)), CALLS),
+        (ASKED["content"], ANSWERED),
+    ]
+    apart = write_lines(
+        tmp_path / "b.jsonl",
+        {"prompt": [SYSTEM, ASKED], "completion": [ANSWERED]},
+        {"prompt": "2 + 2?", "completion": [ANSWERED]},
+    )
+    assert [pair[1:] for pair in pairs_of(apart, response_field="completion")] == [
+        ((SYSTEM, ASKED), ANSWERED),
+        ("2 + 2?", ANSWERED),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "message"),
+    [
+        ({"messages": "4"}, {}, r"field `messages` must be messages .* of which the last is the response"),
+        ({"messages": []}, {}, r"field `messages` must be messages"),
+        ({"messages": [ASKED]}, {}, r"field `messages` is a conversation of user; end it with a message of the role assistant"),
+        ({"messages": [ANSWERED]}, {}, r"of assistant; the last message, the response to learn, must follow one of the role user or tool"),
+        ({"messages": [ASKED, ANSWERED, ANSWERED]}, {}, r"of user, assistant, assistant; the last message, .* must follow"),
+        ({"messages": [ASKED, ANSWERED | {"content": " "}]}, {}, r"field `messages\[1\]\.content` is empty"),
+        ({"messages": [{"from": "human"}, ANSWERED]}, {}, r"field `messages\[0\]\.role` is missing"),
+        ({"prompt": "1", "completion": [CALLS, TOLD, ANSWERED]}, {}, r"field `completion` is a list, .*each turn to learn into a record"),
+        ({"prompt": "1", "completion": [ASKED]}, {}, r"field `completion` is a list, but not of one message of the role assistant"),
+        ({"prompt": "1", "completion": [ANSWERED]}, {"apply_chat_template": False}, r"field `completion` is a message, which a chat"),
+        ({"messages": [ASKED, ANSWERED]}, {"tools_field": "tools"}, r"field `tools` is missing; this record has `messages`"),
+        ({"messages": [ASKED, ANSWERED], "tools": "add"}, {"tools_field": "tools"}, r"field `tools` is not valid JSON"),
+        ({"messages": [ASKED, ANSWERED], "tools": ["add"]}, {"tools_field": "tools"}, r"field `tools` must be a list of JSON schemas"),
+    ],
+)  # fmt: skip
+def test_a_pair_that_cannot_be_learned_is_named(tmp_path, record, options, message):
+    fields = {"messages_field": "messages"} if "messages" in record else {"response_field": "completion"}
+    with pytest.raises(ValueError, match=rf"^\S+a\.jsonl:line 1: .*{message}"):
+        pairs_of(write_lines(tmp_path / "a.jsonl", record), **fields, **options)
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_prompts_with_tools_have_the_tokens_of_transformers(tmp_path, suffix):
+    rows = [
+        {"prompt": [ASKED], "answer": "4", "tools": json.dumps([ADD])},
+        {"prompt": [SYSTEM, ASKED], "answer": "4", "tools": json.dumps([ADD, ADD])},
+        {"prompt": [ASKED], "answer": "4", "tools": None},
+    ]
+    path = tmp_path / f"a.{suffix}"
+    if suffix == "parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        write_lines(path, *rows)
+    reader = chat_tokenizer("qwen3")
+    config = in_chat(path, tools_field="tools")
+    prompts = load_task(config, tokenizer=reader).train
+    assert [p.token_ids for p in prompts] == [
+        reader.apply_chat_template(messages, tools=tools, add_generation_prompt=True, return_dict=False)
+        for messages, tools in (([ASKED], [ADD]), ([SYSTEM, ASKED], [ADD, ADD]), ([ASKED], None))
+    ]
+    assert [p.text for p in prompts] == ["2 + 2?"] * 3 and len({p.prompt_id for p in prompts}) == 3
+    first, unaware = first_problem(config), load_task(in_chat(path), tokenizer=reader).train
+    assert (first.text, first.tools) == ("2 + 2?", (ADD,)) and unaware[0].token_ids == prompts[2].token_ids
+    assert survey_task_file(config, path).distinct == 3
+    assert list(longer_than(prompts, len(prompts[0].token_ids))) == [1]

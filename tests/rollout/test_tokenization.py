@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from configs.schema.model import SET_BY_TANDEM
+from rollout.records import WithTools, messages_of
 from rollout.tiny_model import CHARACTERS, make_tiny_countdown_model
-from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
+from rollout.tokenization import encode_prompt, encode_response, end_token_ids, load_tokenizer
 from rollout.tokenizer_files import _jinja_environment, check_template_arguments
 from tests.support.chat_tokenizer import chat_tokenizer, template_of
 
@@ -120,6 +121,49 @@ def test_arguments_of_the_template_are_those_of_transformers():
         assert ids == whole
         empty_thinking = arguments.get("enable_thinking") is False
         assert str(tokenizer.decode(ids)).endswith("<think>\n\n</think>\n\n") is empty_thinking
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1"])
+def test_a_response_of_a_template_has_the_tokens_of_transformers(family):
+    """Up to the token that ends its turn: the prompt's tokens and these are those of the whole conversation."""
+    tokenizer = chat_tokenizer(family)
+    ends = [int(tokenizer.eos_token_id)]
+    asked = {"role": "user", "content": "2 + 2?"}
+    add = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+    calls = {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}],
+    }
+    told = {"role": "tool", "content": "4"}
+    for prompt, response in (
+        ((asked,), {"role": "assistant", "content": "4"}),
+        (WithTools((asked,), (add,)), calls),
+        (WithTools((asked, calls, told), (add,)), {"role": "assistant", "content": "The answer is 4."}),
+    ):
+        messages = [*map(dict, messages_of(prompt)), response]
+        tools = [add] if isinstance(prompt, WithTools) else None
+        whole = tokenizer.apply_chat_template(messages, tools=tools, return_dict=False)
+        found = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=True)
+        found += encode_response(tokenizer, prompt, response, ends)
+        assert found[-1] == ends[0] and found == whole[: len(found)]
+        assert not str(tokenizer.decode(whole[len(found) :])).strip()
+
+
+def test_a_response_that_the_template_hides_or_rewrites_is_refused():
+    response = {"role": "assistant", "content": "4", "tool_calls": [{"function": {"name": "add"}}]}
+    body = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"
+    calls = "{% for m in messages %}{{ m.tool_calls }}{% endfor %}"
+    for template, message in (
+        (body, "leaves out the response, or its calls of tools"),
+        ("{{ messages | length }}" + body + calls, "renders the prompt otherwise where a response follows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            encode_response(chat_tokenizer(template=template), "2 + 2?", response, [0])
+    told = {"role": "assistant", "content": "4"}
+    tokenizer = chat_tokenizer(template=body)
+    assert encode_response(tokenizer, "2 + 2?", told, [479]) == [*tokenizer.encode("4"), 479]
+    assert encode_response(tokenizer, "2 + 2?", "4", [479]) == [*tokenizer.encode("4"), 479]
 
 
 def test_what_tandem_sets_itself_are_the_parameters_of_transformers():

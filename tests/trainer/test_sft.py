@@ -21,6 +21,8 @@ from configs.schema.run import CountdownSftData, JsonlSftData, SftConfig, SftOpt
 from rollout.tasks.files import LONGEST_KEPT
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
+from tests.parallel.weights.test_hf_headers import TINY
+from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.megatron_workers import relative_difference, run_ranks, work_sft
 from trainer.batch.plan import packed_length
 from trainer.sft import Example, batches, load_examples, local_batch
@@ -139,6 +141,34 @@ def test_an_example_obeys_the_arguments_of_the_template(tmp_path):
     (found,) = load_examples(config.model_copy(update={"model": model}))
     assert load_tokenizer(tmp_path / "tiny").decode(found.token_ids) == "1+1=2<eos>"
     assert found.prompt_length == 4
+
+
+def test_an_example_of_messages_ends_where_its_turn_does(tmp_path):
+    """As ``messages`` and as ``prompt`` and ``completion``, with tools; the template's line break is not learned."""
+    chat_tokenizer("qwen3").save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps(TINY | {"max_position_embeddings": 1000}))
+    asked, told = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    found = []
+    for fields, record in (
+        ({"messages_field": "messages"}, {"messages": [asked, told]}),
+        ({"response_field": "completion"}, {"prompt": [asked], "completion": [told]}),
+    ):
+        path = tmp_path / "pairs.jsonl"
+        path.write_text(json.dumps({**record, "tools": tools}))
+        data = JsonlSftData(type="jsonl", path=path, tools_field="tools", **fields)
+        found += load_examples(sft_config(tmp_path / "model", data=data, token_budget=1000))
+    assert found[0] == found[1]
+    tokenizer, (example, _) = load_tokenizer(tmp_path / "model"), found
+    prompt, learned = (
+        str(tokenizer.decode(ids))
+        for ids in (
+            example.token_ids[: example.prompt_length],
+            example.token_ids[example.prompt_length :],
+        )
+    )
+    assert '"name": "add"' in prompt and prompt.endswith("2 + 2?<|im_end|>\n<|im_start|>assistant\n")
+    assert learned == "<think>\n\n</think>\n\n4<|im_end|>"
 
 
 @pytest.mark.parametrize(

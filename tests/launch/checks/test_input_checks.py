@@ -45,6 +45,8 @@ THINKS = (
 """A template with an argument, which adds nine tokens where it is false."""
 ASKED = {"role": "user", "content": "1 + 1"}
 CONVERSATION = {"prompt": [{"role": "system", "content": "Be brief."}, ASKED], "answer": "2"}
+ANSWERED = {"role": "assistant", "content": "2"}
+TOOL = {"type": "function", "function": {"name": "add"}}
 Damage = Callable[[], object]
 
 
@@ -316,6 +318,22 @@ CASES = {
         damage=lambda: write_jsonl("train.jsonl", CONVERSATION, CONVERSATION | {"prompt": [*CONVERSATION["prompt"][:1] * 9, ASKED]}),
         field="task.train_path", error="the longest prompt, train.jsonl:line 2, has",
     ),
+    "a conversation that ends with a question": Case(
+        damage=lambda: write_jsonl("pairs.jsonl", {"messages": [ASKED]}), overrides=("data.messages_field=messages",),
+        config="sft.yaml", field="data.path", error="pairs.jsonl:line 1: field `messages` is a conversation of user",
+        fix="end it with a message of the role assistant",
+    ),
+    "a response that the template rewrites": Case(
+        damage=lambda: (
+            template("{{ messages | length }}" + CHATML)(), write_jsonl("pairs.jsonl", {"prompt": "1", "completion": [ANSWERED]})
+        ), overrides=("data.response_field=completion",), config="sft.yaml", field="data.path",
+        error="pairs.jsonl:line 1: the chat template of model renders the prompt otherwise where a response follows", fix="as a text",
+    ),
+    "tools that the template leaves out": Case(
+        damage=lambda: write_jsonl("train.jsonl", {"prompt": "1", "answer": "1", "tools": [TOOL]}),
+        overrides=("task.tools_field=tools", "task.heldout_path=null"), field="task.train_path",
+        error="line 1: a conversation of user: the chat template of model leaves out the tools", fix="describe them in a message",
+    ),
     # ---- names of the hub
     "model of the hub": Case(
         overrides=("model.path=Qwen/Qwen2.5-0.5B",), field="model.path", error="no such folder",
@@ -427,6 +445,14 @@ def test_what_is_rarely_meant_is_said(capsys):
     assert "# task.train_path: 2 of 3 prompts of train.jsonl repeat an earlier one" in said
     assert "# task.heldout_path: 1 of the 2 held-out prompts are trained on too" in said
     assert "# task.train_path: its 3 prompts are fewer than rollout.prompts_per_step=5" in said
+
+
+def test_what_trl_does_and_a_warm_start_does_not_is_said(capsys):
+    write_jsonl("pairs.jsonl", {"messages": [ASKED, ANSWERED, ASKED, ANSWERED], "tools": [TOOL]})
+    assert problems("data.messages_field=messages", config="sft.yaml") == []
+    said = capsys.readouterr().out
+    assert "earlier ones of the assistant, such as in pairs.jsonl:line 1, are read alone" in said
+    assert "its records have `tools`, which no prompt shows; data.tools_field=tools gives them" in said
 
 
 # ----------------------------------------------------------------------------------------------------------
