@@ -405,6 +405,16 @@ def test_memory_is_that_of_the_fullest_ranks(folder):
     assert any(f"cache for {server.tokens:,} tokens" in line for line in lines)
 
 
+def test_a_limit_of_the_servers_cache_is_kept(folder):
+    asked = config(*["model.path=7b", "model.dtype=bfloat16", "rollout.max_total_tokens=65536"])
+    lines = "\n".join(memory_lines(asked, gpu(80), checks.EVALUATION))
+    assert "cache for 65,536 tokens" in lines and "unused, by rollout.max_total_tokens" in lines
+    small = config(*["model.path=7b", "model.dtype=bfloat16", "rollout.max_total_tokens=8"])
+    assert list(memory_problems(small, gpu(80), checks.EVALUATION)) == [], (
+        "a larger rollout.tp would not help"
+    )
+
+
 def test_on_cpu_all_processes_share_the_machine(folder):
     """Every rank of every stage, and each server rank with a cache of max_total_tokens."""
     asked = config(
