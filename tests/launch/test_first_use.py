@@ -289,12 +289,24 @@ sys.stdin.read()
     assert following.wait(timeout=300) == 0
 
 
-def test_logs_of_a_run_that_ended_are_shown_once(tmp_path, monkeypatch):
+def test_logs_of_a_run_that_ended_are_shown_once(tmp_path, capfdbinary):
     run = make_run(tmp_path / "run", rows=[])
-    executed = []
-    monkeypatch.setattr(os, "execvp", lambda program, arguments: executed.append(arguments))
-    show_logs(run, [run.logs / "learn.log"], lines=3, follow=True)
-    assert executed == [["tail", "--lines=3", str(run.logs / "learn.log")]]
+    run.logs.mkdir()
+    (run.logs / "learn.log").write_text("one\ntwo\nthree\nfour\n")
+    assert show_logs(run, [run.logs / "learn.log"], lines=3, follow=True) == 0
+    assert capfdbinary.readouterr().out == b"two\nthree\nfour\n"
+
+
+def test_logs_move_no_terminal(tmp_path, capfdbinary):
+    """Letters stay as they are, also where a read ends within one."""
+    run = make_run(tmp_path / "run", rows=[])
+    run.logs.mkdir()
+    text = "\x1b[2J\x1b]0;mine\x07 10%\r\tΔ\u202e\n" + "é" * 40_000 + "x" + "é" * 40_000 + "\n"
+    (run.logs / "learn.log").write_bytes(text.encode() + b"\x9b2J\n")
+    assert show_logs(run, [run.logs / "learn.log"], lines=3, follow=False) == 0
+    first, second, third, end = capfdbinary.readouterr().out.decode().split("\n")
+    assert first == "␛[2J␛]0;mine␇ 10%␍\tΔ\\u202e" and second == text.split("\n")[1]
+    assert (third, end) == ("\\x9b2J", "")
 
 
 def test_help_is_light_and_lists_the_new_commands():
