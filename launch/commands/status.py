@@ -153,7 +153,7 @@ def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
         ("held out", accuracy),
         ("result", result.get("result")),
     ]
-    return [(title, text) for title, text in lines if text]
+    return [(title, str(text)) for title, text in lines if text]
 
 
 def _progress_lines(rows: Sequence[dict], steps: int | None, ago: float | None) -> list[tuple[str, str]]:

@@ -245,6 +245,4 @@ class _Progress:
         metrics = None if folder is None else folder.path / "metrics.jsonl"
         if metrics is None or not metrics.is_file():
             return 0
-        return next(
-            (row["step"] for row in rows_from_the_end(metrics) if isinstance(row.get("step"), int)), 0
-        )
+        return next((row["step"] for row in rows_from_the_end(metrics)), 0)

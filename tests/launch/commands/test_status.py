@@ -87,6 +87,15 @@ def test_of_many_accuracies_the_newest_the_best_and_the_first_are_told(folder, a
     assert lines_of(folder)["held out"] == text
 
 
+def test_values_that_are_no_numbers_are_a_line(folder, caplog):
+    metrics = folder.path / "metrics.jsonl"
+    metrics.write_text(
+        '{"step": 1, "time/step": 2.0}\n{"step": 2, "time/step": "2.0", "eval/accuracy": {}}\n'
+    )
+    assert lines_of(folder)["step"] == "1 of 40 (2%), 2.0 s a step"
+    assert caplog.messages == [f"{metrics}: line 2 not readable as a step and numbers, left out"]
+
+
 def test_the_time_left_counts_what_is_between_steps(folder):
     """Evaluations and checkpoints, which are no part of time/step: here one of 8 s after every fourth step."""
     lines = [
