@@ -66,7 +66,7 @@ def _row_in(line: str) -> dict[str, Any] | None:
     return row if is_row else None
 
 
-def _is_value(value: object) -> bool:
+def _is_value(value: Any) -> bool:
     """A number that is finite as a float, or None. (Python's JSON has NaN and integers of any length.)"""
     return value is None or (
         type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max
