@@ -12,7 +12,7 @@ from types import MappingProxyType
 import torch.distributed as dist
 
 from configs.schema.learner import CheckpointConfig
-from parallel.checkpoints.checkpoint import newest_whole
+from parallel.checkpoints.checkpoint import DiskFull, newest_whole
 from parallel.checkpoints.files import (
     BEST,
     is_valid,
@@ -84,16 +84,21 @@ class Checkpointer:
         *,
         evaluation_owed: bool = False,
         evaluated: Mapping[str, float] = MappingProxyType({}),
-    ) -> None:
+    ) -> str | None:
         """Note that ``step`` is complete (weights, metrics and data position), and save it if it is due, or the best so
-        far by ``evaluated``, the metrics of its evaluation (on rank 0)."""
+        far by ``evaluated``, the metrics of its evaluation (on rank 0). A full disk does not end the run: returns the
+        warning of it, on all ranks."""
         self.complete, self._evaluation_owed = step, evaluation_owed
         self._position = (
             sampler.state()
         )  # the sampler's own moves on with the next groups, which may be dropped
-        is_best = self.is_best(step, evaluated)
-        if is_best or (self._config.every and step % self._config.every == 0):
-            self.save(step, learner)
+        best_before = self._best
+        is_due = self.is_best(step, evaluated) or (self._config.every and step % self._config.every == 0)
+        full = self._saved_or_full(step, learner) if is_due else None
+        if full is None:
+            return None
+        self._best = best_before
+        return f"step {step}: {full}; free space: the run goes on, and tries again with the next checkpoint"
 
     def after_owed_evaluation(self, learner: Learner, evaluated: Mapping[str, float]) -> None:
         """Note whether the step that a run was resumed from, and that has a checkpoint, is the best so far."""
@@ -126,6 +131,12 @@ class Checkpointer:
             self.save_last(learner)
 
     def save(self, step: int, learner: Learner) -> Path:
+        """Raises DiskFull."""
+        if (full := self._saved_or_full(step, learner)) is not None:
+            raise full
+        return step_folder(self._folder, step)
+
+    def _saved_or_full(self, step: int, learner: Learner) -> DiskFull | None:
         progress = Progress(
             step=step,
             version=learner.version,
@@ -134,20 +145,27 @@ class Checkpointer:
             evaluation_owed=self._evaluation_owed,
             best=self._best and asdict(self._best),
         )
-        target = step_folder(self._folder, step)
-        with self._turns.learner_there():
-            if learner.critic is not None:
-                learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
-            learner.engine.save(target, asdict(progress))
+        with self._turns.learner_there():  # which an error would leave without the servers' turn
+            try:
+                if learner.critic is not None:
+                    learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
+                learner.engine.save(step_folder(self._folder, step), asdict(progress))
+            except DiskFull as error:
+                if learner.is_first_rank:
+                    self._remove_lone_critics()
+                return error
             self._saved = step
             if learner.is_first_rank:
                 self._prune()
-        return target
+        return None
 
     def _prune(self) -> None:
         if self._best is not None:  # first, as it may name a step in the place of one that is removed
             write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode())
         prune(self._folder, keep=self._config.keep, also=self._best and self._best.step)
+        self._remove_lone_critics()
+
+    def _remove_lone_critics(self) -> None:
         kept = valid_checkpoints(self._folder)
         for step, folder in valid_checkpoints(self._critic_folder).items():
             if step not in kept:

@@ -145,9 +145,11 @@ def train(run: Run) -> None:
             run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
         with clock.time("checkpoint"):
             evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
-            run.checkpointer.after_step(
+            problem = run.checkpointer.after_step(
                 step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
             )
+            if run.tracker is not None and problem is not None:
+                run.tracker.warn_once(f"checkpoint of step {step}", problem)
         rest.release()
 
 

@@ -140,6 +140,7 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
             device.bytes or 0,
             static_share=static_share(config),
             quantization=rollout.quantization,
+            max_tokens=rollout.max_total_tokens,
         )
         num_server_ranks = rollout.replicas * rollout.tp
         cpu_cache = server.kv_bytes_per_token * (rollout.max_total_tokens or CPU_CACHE_TOKENS)
@@ -271,8 +272,8 @@ def _smaller_configs(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunCo
 def _server_findings(config: RunConfig, device: Device, server: RolloutMemory) -> Iterator[Finding]:
     """A server must hold one response of full length, with one token of a prompt."""
     rollout, size = config.rollout, memory.size_text
-    if server.tokens > rollout.max_new_tokens:
-        return
+    if server.tokens > rollout.max_new_tokens or server.unused:
+        return  # too small a limit of the cache is refused by ``prompt_room``
     left = f"leaves {size(server.reserved)} to SGLang's activations"
     room = f"the {device.text} have room for {server.tokens} tokens, and rollout.max_new_tokens={rollout.max_new_tokens} do not fit"
     error = f"with rollout.tp={rollout.tp} a server rank holds {size(server.weights)} of weights and {left}, so that {room}"
@@ -337,6 +338,8 @@ def _server_lines(server: RolloutMemory, cpu_cache: int, device: Device) -> list
     else:
         items.append((f"cache for {server.tokens:,} tokens", server.kv_cache))
         items.append(("left to SGLang's activations", server.reserved))
+        if server.unused:
+            items.append(("unused, by rollout.max_total_tokens", server.unused))
         title = f": all of the {device.text}"
     each = memory.size_text(server.kv_bytes_per_token)
     return [

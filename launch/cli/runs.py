@@ -62,7 +62,7 @@ def logs(
     from launch.commands.status import log_files, show_logs
 
     folder = run_folder(run)
-    show_logs(folder, log_files(folder, role), lines=lines, follow=follow)
+    raise typer.Exit(show_logs(folder, log_files(folder, role), lines=lines, follow=follow))
 
 
 @command()

@@ -303,11 +303,12 @@ def _sweep_held(folder: Path, *, apply: bool) -> Iterator[bool]:
         yield is_free
 
 
-def _sweep_items(folder: Path) -> Iterator[Item]:
+def _sweep_items(folder: Path) -> Iterator[Item | LeftAlone]:
     sweep = Sweep(folder)
     try:
         names = [*sweep.runs()]
-    except ValueError:
+    except ValueError as error:
+        yield LeftAlone(folder, str(error))
         return
     for name in names:
         run = sweep.run_folder(name)

@@ -37,6 +37,7 @@ from rollout.servers import kept_sets
 from rollout.servers.routing import bytes_per_token
 
 FREE_PORT = "a free port"
+NO_ERROR = "no error was found: all checks before a start have passed, and nothing was started"
 Row = tuple[str, ...]
 
 
@@ -62,6 +63,7 @@ def print_dry_run(
         )
     else:
         print(f"\n# the resolved config:\n{resolved_yaml(config)}")
+    print(f"{'' if sys.stdout.isatty() else '# '}{NO_ERROR}")
 
 
 def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: Device) -> Iterator[str]:

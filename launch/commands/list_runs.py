@@ -51,7 +51,8 @@ def _row(path: Path) -> tuple[str, str, str, str, str]:
     request = read_file(path / "request.json", {}, [])
     if request is not None or "accuracy" in summary:
         what = f"({(request or {}).get('study', 'evaluation')})"
-        held_out = f"{summary['accuracy']:.1%}" if "accuracy" in summary else "-"
+        accuracy = summary.get("accuracy")
+        held_out = f"{accuracy:.1%}" if isinstance(accuracy, float) else "-"
         return path.name, what if summary else f"{brief_state(RunFolder(path))} {what}", "-", held_out, "-"
     accuracy, last = _last_metrics(path / "metrics.jsonl")
     reward = last.get(REWARD)

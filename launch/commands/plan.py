@@ -202,4 +202,5 @@ def server_text(server: RolloutMemory) -> str:
     """The memory of a server rank as text."""
     size = memory.size_text
     cache = f"{size(server.kv_cache)} of cache for {server.tokens:,} tokens"
-    return f"{size(server.weights)} of weights, {cache}, {size(server.reserved)} left to SGLang's activations"
+    unused = f", {size(server.unused)} unused by rollout.max_total_tokens" if server.unused else ""
+    return f"{size(server.weights)} of weights, {cache}, {size(server.reserved)} left to SGLang's activations{unused}"

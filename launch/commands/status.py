@@ -4,14 +4,17 @@ They neither talk to a role nor take a lock. They never disturb the run, and wor
 folder.
 """
 
+import codecs
 import json
 import os
 import re
 import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from trainer.file_system import mount_of
 from trainer.metric_names import known
 from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.tracker import duration, read_metrics
+from trainer.tracking.transcripts import visible
 
 PACE_STEPS = 20
 SMOOTHED_STEPS = 10
@@ -149,7 +153,7 @@ def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
         ("held out", accuracy),
         ("result", result.get("result")),
     ]
-    return [(title, text) for title, text in lines if text]
+    return [(title, str(text)) for title, text in lines if text]
 
 
 def _progress_lines(rows: Sequence[dict], steps: int | None, ago: float | None) -> list[tuple[str, str]]:
@@ -328,11 +332,19 @@ def log_files(folder: RunFolder, role: str | None) -> list[Path]:
     return chosen
 
 
-def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: bool) -> None:
-    """Replace this process by coreutils' tail, which shows the ends of ``files``. With ``follow`` it shows new
-    lines too, until the run ends or Ctrl-C."""
+def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: bool) -> int:
+    """Show the ends of ``files``, by coreutils' tail, with control characters made visible: agents and rewards write what a
+    model may have written. With ``follow`` new lines too, until the run ends or Ctrl-C. Returns tail's exit status."""
     options = _follow_options(folder) if follow else []
-    os.execvp("tail", ["tail", f"--lines={lines}", *options, *map(str, files)])
+    command = ["tail", f"--lines={lines}", *options, *map(str, files)]
+    with suppress(KeyboardInterrupt), subprocess.Popen(command, stdout=subprocess.PIPE) as tail:
+        assert tail.stdout is not None
+        decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
+        while chunk := os.read(tail.stdout.fileno(), 65536):
+            sys.stdout.buffer.write(visible(decode(chunk)).encode())
+            sys.stdout.buffer.flush()
+        return tail.wait()
+    return 0
 
 
 def _follow_options(folder: RunFolder) -> list[str]:

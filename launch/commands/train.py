@@ -75,7 +75,7 @@ def train(
         raise RoleFailed(f"{failure}\n{_after_failure(folder, config)}") from failure
     except Interrupted:
         ended = "interrupted; every process of the run has ended"
-        raise Interrupted(f"{ended}. {_saved(folder, config)}; {way_on(folder, here=True)}") from None
+        raise Interrupted(f"{ended}. {_after_interruption(folder, config)}") from None
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_after_stop(folder, outcome))
     print_result(folder, config)
@@ -104,8 +104,21 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
 
 
 def _after_failure(folder: RunFolder, config: RunConfig) -> str:
-    """The newest checkpoint of a failed run, and the command that goes on from it."""
+    """The newest checkpoint of a failed run, and the command that goes on from it or, behind the last step, makes the report."""
+    if is_finished(folder, config):
+        return _without_report(folder)
     return f"{_saved(folder, config)}. When the cause is mended, {way_on(folder, here=True)}"
+
+
+def _after_interruption(folder: RunFolder, config: RunConfig) -> str:
+    if is_finished(folder, config):
+        return _without_report(folder)
+    return f"{_saved(folder, config)}; {way_on(folder, here=True)}"
+
+
+def _without_report(folder: RunFolder) -> str:
+    """For a run whose learner ended after it had written the model, so that no `tandem resume` goes on with it."""
+    return f"All steps are done, and the model is in {folder.hf}; `tandem report {folder.path}` makes the report again"
 
 
 def _saved(folder: RunFolder, config: RunConfig) -> str:

@@ -67,11 +67,16 @@ class Sweep:
         return self.folder / "sweep.json"
 
     def runs(self) -> dict[str, str]:
-        """The name of the newest run folder of each run that was begun. Raises ValueError where the file is damaged."""
+        """The name of the newest run folder of each run that was begun. Raises ValueError where the file is damaged, or names a
+        path elsewhere."""
         try:
-            return {
+            runs = {
                 str(name): str(folder) for name, folder in json.loads(self.memory.read_text())["runs"].items()
             }
+            for name in [*runs, *runs.values()]:
+                if name in ("", "..") or Path(name).name != name:
+                    raise ValueError(f"{name!r} is no name in a folder")
+            return runs
         except FileNotFoundError:
             return {}
         except (ValueError, KeyError, AttributeError, TypeError) as error:
@@ -245,6 +250,4 @@ class _Progress:
         metrics = None if folder is None else folder.path / "metrics.jsonl"
         if metrics is None or not metrics.is_file():
             return 0
-        return next(
-            (row["step"] for row in rows_from_the_end(metrics) if isinstance(row.get("step"), int)), 0
-        )
+        return next((row["step"] for row in rows_from_the_end(metrics)), 0)

@@ -7,7 +7,9 @@ are compared before anything is loaded. Any layout can read weights and optimize
 checkpoint is never run.
 """
 
+import errno
 import json
+import os
 import pickle
 import queue
 import random
@@ -50,6 +52,8 @@ from parallel.weights.hf_files import replace_folder
 T = TypeVar("T")
 
 EXTRA = "extra.json"
+NO_SPACE = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""In the text of an error alone: on its way through Megatron and between ranks its number is lost."""
 OF_CONFIG = ("max_lr", "min_lr", "betas", "eps")
 """Settings of an optimizer's groups that a checkpoint holds too, and that the running config decides."""
 CONTENT = {
@@ -65,6 +69,10 @@ CONTENT = {
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; earlier ones are unchanged."""
+
+
+class DiskFull(CheckpointError):
+    """A checkpoint found no space on its disk, or none left of the user's quota."""
 
 
 class DamagedCheckpoint(CheckpointError):
@@ -133,7 +141,7 @@ def save(
 
     ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is any JSON value. ``adapters`` names the
     model that the chunks' adapters belong to (``base_model.describe``); None for chunks without adapters. Raises
-    CheckpointError on every rank where the disk is full or a write fails on any rank; earlier checkpoints stay
+    DiskFull on every rank where any finds no space, CheckpointError where a write fails otherwise; earlier checkpoints stay
     valid, and no partial one remains. Raises ValueError for ``extra`` that is not JSON.
     """
     folder = Path(folder)
@@ -173,7 +181,7 @@ def save(
     except CheckpointError as error:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
+        raise type(error)(
             f"could not write checkpoint {folder}: {error}; earlier checkpoints are unchanged"
         ) from error
 
@@ -317,7 +325,10 @@ def _require_space(folder: Path, state: Any) -> None:
     needed = sum(tensor.numel() * tensor.element_size() for tensor in _find_tensors(state))
     free = shutil.disk_usage(folder).free
     if needed > free:
-        raise OSError(f"the disk has {free / 1e9:.2f} GB free, at least {needed / 1e9:.2f} GB are needed")
+        text = (
+            f"{NO_SPACE[0]}: the disk has {free / 1e9:.2f} GB free, at least {needed / 1e9:.2f} GB are needed"
+        )
+        raise OSError(errno.ENOSPC, text)
 
 
 def _find_tensors(state: Any) -> Iterator[Tensor]:
@@ -339,16 +350,20 @@ def _error_text(error: BaseException) -> str:
 
 def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T:
     """This rank's result of ``action``, which runs on every rank, or on rank 0 alone, where others have none. Raises CheckpointError on
-    all ranks if it failed on any."""
+    all ranks if it failed on any, DiskFull if one of them found no space."""
     result, failure = None, None
     if not only_rank_0 or dist.get_rank() == 0:
         try:
             result = action()
         except (Exception, CheckpointException) as error:  # any error must reach the waiting ranks
             failure = _error_text(error)
-    for rank, text in enumerate(_gather_objects(failure)):
-        if text is not None:
-            raise CheckpointError(f"rank {rank}: {text}")
+    failures = enumerate(_gather_objects(failure))
+    texts = [f"rank {rank}: {text}" for rank, text in failures if text is not None]
+    for text in texts:
+        if any(reason in text for reason in NO_SPACE):
+            raise DiskFull(text)
+    if texts:
+        raise CheckpointError(texts[0])
     return cast("T", result)
 
 

@@ -85,4 +85,11 @@ def _write_by_threads(
         list(pool.map(write, range(len(files)), files))
     by_number = dict(results.get_nowait() for _ in files)
     failed = next((result for result in by_number.values() if isinstance(result, Exception)), None)
-    outcome.put(by_number if failed is None else failed)
+    outcome.put(by_number if failed is None else _first_error(failed))
+
+
+def _first_error(error: BaseException) -> BaseException:
+    """The error that this one came of: torch, which closes its archive behind a failed write, tells of that alone."""
+    while (before := error.__cause__ or error.__context__) is not None:
+        error = before
+    return error

@@ -256,6 +256,7 @@ def _possible_servers(
         gpu_bytes=cluster.gpu_bytes,
         static_share=static_share(config),
         quantization=config.rollout.quantization,
+        max_tokens=config.rollout.max_total_tokens,
     )
     return [(tp, memory(tp)) for tp in rollout_sizes(architecture) if _within_node(tp, cluster)]
 
@@ -293,8 +294,9 @@ def _within_node(tp: int, cluster: Cluster) -> bool:
 
 
 def _longest_sequence(architecture: Architecture, config: RunConfig) -> int:
-    """Tokens of the learner's longest sequence."""
-    return min(config.learner.token_budget, architecture.max_positions)
+    """Tokens of the longest sequence that the limits of learner, model and servers allow."""
+    limits = (config.learner.token_budget, architecture.max_positions, config.rollout.max_total_tokens)
+    return min(limit for limit in limits if limit is not None)
 
 
 def _samples_at_once(config: RunConfig) -> int:

@@ -9,12 +9,14 @@ from parallel.planning.memory import BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMemory:
-    """Bytes of one rank of an SGLang server, which takes all that is left as ``kv_cache``."""
+    """Bytes of one rank of an SGLang server, which takes all that is left as ``kv_cache``, or what its limit allows."""
 
     weights: int
     reserved: int
     kv_cache: int
     kv_bytes_per_token: int
+    unused: int = 0
+    """Memory that a limit of the cache's tokens leaves free."""
 
     @property
     def tokens(self) -> int:
@@ -30,9 +32,10 @@ def rollout_memory(
     *,
     static_share: float | None = None,
     quantization: Quantization = "none",
+    max_tokens: int | None = None,
 ) -> RolloutMemory:
     """Memory of a server's rank: weights and cache share ``static_share`` of the GPU, SGLang's
-    --mem-fraction-static.
+    --mem-fraction-static. The cache has at most ``max_tokens``, SGLang's --max-total-tokens.
 
     By default SGLang 0.5.23 leaves ``left_by_sglang``.
     Weights: all matrices over t, norms and router whole, key/value heads copied if there are fewer than
@@ -59,11 +62,15 @@ def rollout_memory(
         channels = a.num_layers * (heads + 2 * a.hidden_size + 2 * a.intermediate_size // t)
         weights = matrices + 4 * channels + others * b
     reserved = left_by_sglang(gpu_bytes, t) if static_share is None else int((1 - static_share) * gpu_bytes)
+    of_token = 2 * a.num_layers * kv_heads * a.head_dim * b
+    room = max(0, gpu_bytes - reserved - weights)
+    kv_cache = room if max_tokens is None else min(room, max_tokens * of_token)
     return RolloutMemory(
         weights=weights,
         reserved=reserved,
-        kv_cache=max(0, gpu_bytes - reserved - weights),
-        kv_bytes_per_token=2 * a.num_layers * kv_heads * a.head_dim * b,
+        kv_cache=kv_cache,
+        kv_bytes_per_token=of_token,
+        unused=room - kv_cache,
     )
 
 

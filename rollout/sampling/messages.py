@@ -96,6 +96,9 @@ class SamplerState:
     """Groups handed out since the start, over all epochs, which is the number of the next one too."""
     num_prompts: int
     """Size of the training set, by which a resumed run notices another one."""
+    prompts: int | None = None
+    """``digest_of`` the training prompts, by which it notices others of the same size. None in the states of earlier
+    versions."""
 
 
 class NextGroups(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice
 
 from configs.schema.launch import EvaluationConfig
@@ -27,7 +28,7 @@ from rollout.rewards import Scorer
 from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
 from rollout.sampling.order import Order, epoch_order
 from rollout.sampling.pool import GroupPool, ScoredGroup
-from rollout.tasks import Task
+from rollout.tasks import Task, digest_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,19 +76,29 @@ class GroupSampler:
 
     @property
     def state(self) -> SamplerState:
-        return SamplerState(position=self._pool.first, num_prompts=len(self._task.train))
+        num_prompts = len(self._task.train)
+        return SamplerState(position=self._pool.first, num_prompts=num_prompts, prompts=self._digest)
+
+    @cached_property
+    def _digest(self) -> int:
+        return digest_of(self._task.train)
 
     async def load_state(self, state: SamplerState | None) -> None:
         """Continue from another sampler's state of the same seed and data; None: from the start of the data.
         Groups that are being sampled are given up.
 
         Raises:
-            ValueError: the size of the training set differs from the state's.
+            ValueError: the training set is not the state's.
         """
         if state is not None and state.num_prompts != len(self._task.train):
             raise ValueError(
                 f"the state to resume was taken with {state.num_prompts} training prompts, but task {self._task.name} now has "
                 f"{len(self._task.train)}; resume with the same data"
+            )
+        if state is not None and state.prompts not in (None, self._digest):
+            raise ValueError(
+                f"the state to resume was taken with other training prompts: task {self._task.name} still has {state.num_prompts}, but "
+                "some of them, their references or their order have changed; resume with the same data"
             )
         await self._pool.restart(0 if state is None else state.position)
 

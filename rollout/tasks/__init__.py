@@ -13,7 +13,7 @@ from rollout.tasks.files import (
     survey_pairs,
     survey_task_file,
 )
-from rollout.tasks.task import Problem, Task, longer_than, rows_of, without
+from rollout.tasks.task import Problem, Task, digest_of, longer_than, rows_of, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,6 +22,7 @@ __all__ = [
     "Problem",
     "Survey",
     "Task",
+    "digest_of",
     "first_problem",
     "generate_sft_examples",
     "load_task",

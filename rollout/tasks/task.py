@@ -4,6 +4,8 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, overload
 
+import xxhash
+
 from rollout.records import DataPrompt, Message, Messages, Prompt, WithTools
 from rollout.tasks.prompts import as_json, shape_of
 
@@ -106,6 +108,10 @@ class LazyPrompts(Sequence[Prompt]):
         """The records of the prompts, without tokenising any."""
         return [self._to_problem(item).row for item in self._items]
 
+    def ids(self) -> Iterator[str]:
+        """The ids of the prompts, without tokenising any."""
+        return (self._to_problem(item).prompt_id for item in self._items)
+
     def _of(self, items: Sequence) -> "LazyPrompts":
         return LazyPrompts(
             items, task=self._task, to_problem=self._to_problem, encode=self._encode, where=self._where
@@ -131,6 +137,14 @@ def longer_than(prompts: Sequence[Prompt], num_tokens: int) -> dict[int, Prompt]
 def rows_of(prompts: Sequence[Prompt]) -> list[Mapping[str, Any] | None]:
     """The records of the data file that the prompts come from, as far as they were kept."""
     return prompts.rows() if isinstance(prompts, LazyPrompts) else [prompt.row for prompt in prompts]
+
+
+def digest_of(prompts: Sequence[Prompt]) -> int:
+    """64 bits of XXH3 over the ids of the prompts in their order."""
+    digest = xxhash.xxh3_64()
+    for prompt_id in prompts.ids() if isinstance(prompts, LazyPrompts) else (p.prompt_id for p in prompts):
+        digest.update(f"{prompt_id}\n".encode())
+    return digest.intdigest()
 
 
 def without(prompts: Sequence[Prompt], indices: Collection[int]) -> Sequence[Prompt]:

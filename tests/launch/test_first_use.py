@@ -211,17 +211,20 @@ def test_the_list_of_runs(tmp_path):
         {"step": 2, "reward/mean": 0.75},
     ]
     stopped = make_run(tmp_path / "runs" / "a-1", rows=rows)
-    (stopped.path / "metrics.jsonl").open("a").write('{"step": 3, "rew')  # torn by a crash
+    damaged = '{"step": 3, "reward/mean": "high"}\n{"step": 3, "rew'  # edited, and torn by a crash
+    (stopped.path / "metrics.jsonl").open("a").write(damaged)
     (stopped.path / "roles").mkdir()
     (stopped.path / "roles" / "stopped.json").write_text('{"step": 2, "reason": "asked"}')
     running = make_run(tmp_path / "runs" / "a-2", rows=[])
     make_run(tmp_path / "runs" / "warm", rows=[], kind="sft")
     evaluated = make_run(tmp_path / "runs" / "a-eval", rows=[])
     evaluated.summary.write_text('{"accuracy": 0.5, "count": 4}')
+    edited = make_run(tmp_path / "runs" / "a-edited", rows=[])
+    edited.summary.write_text('{"accuracy": "half"}')
     broken = make_run(tmp_path / "runs" / "broken", rows=[])
     broken.config.write_text("[" * 100_000)
     (tmp_path / "runs" / "latest").symlink_to("a-1")
-    for age, name in enumerate(("a-2", "a-1", "warm", "a-eval", "broken")):
+    for age, name in enumerate(("a-2", "a-1", "warm", "a-eval", "a-edited", "broken")):
         for file in (tmp_path / "runs" / name).iterdir():
             os.utime(file, (1000.0 - 100 * age,) * 2)
     running.claim()
@@ -236,7 +239,8 @@ def test_the_list_of_runs(tmp_path):
         ["a-1", "stopped after step 2", "2/10", "25.0%", "0.750", "2m40s ago"],
         ["warm", "(sft)", "-", "-", "-", "4m20s ago"],
         ["a-eval", "(evaluation)", "-", "50.0%", "-", "6m00s ago"],
-        ["broken", "config.yaml is not readable", "-", "-", "-", "7m40s ago"],
+        ["a-edited", "(evaluation)", "-", "-", "-", "7m40s ago"],
+        ["broken", "config.yaml is not readable", "-", "-", "-", "9m20s ago"],
     ]
     with pytest.raises(BadInput, match="holds no runs"):
         run_table(tmp_path)
@@ -289,12 +293,24 @@ sys.stdin.read()
     assert following.wait(timeout=300) == 0
 
 
-def test_logs_of_a_run_that_ended_are_shown_once(tmp_path, monkeypatch):
+def test_logs_of_a_run_that_ended_are_shown_once(tmp_path, capfdbinary):
     run = make_run(tmp_path / "run", rows=[])
-    executed = []
-    monkeypatch.setattr(os, "execvp", lambda program, arguments: executed.append(arguments))
-    show_logs(run, [run.logs / "learn.log"], lines=3, follow=True)
-    assert executed == [["tail", "--lines=3", str(run.logs / "learn.log")]]
+    run.logs.mkdir()
+    (run.logs / "learn.log").write_text("one\ntwo\nthree\nfour\n")
+    assert show_logs(run, [run.logs / "learn.log"], lines=3, follow=True) == 0
+    assert capfdbinary.readouterr().out == b"two\nthree\nfour\n"
+
+
+def test_logs_move_no_terminal(tmp_path, capfdbinary):
+    """Letters stay as they are, also where a read ends within one."""
+    run = make_run(tmp_path / "run", rows=[])
+    run.logs.mkdir()
+    text = "\x1b[2J\x1b]0;mine\x07 10%\r\tΔ\u202e\n" + "é" * 40_000 + "x" + "é" * 40_000 + "\n"
+    (run.logs / "learn.log").write_bytes(text.encode() + b"\x9b2J\n")
+    assert show_logs(run, [run.logs / "learn.log"], lines=3, follow=False) == 0
+    first, second, third, end = capfdbinary.readouterr().out.decode().split("\n")
+    assert first == "␛[2J␛]0;mine␇ 10%␍\tΔ\\u202e" and second == text.split("\n")[1]
+    assert (third, end) == ("\\x9b2J", "")
 
 
 def test_help_is_light_and_lists_the_new_commands():

@@ -22,7 +22,7 @@ from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
 from launch.processes.run_folder import RunFolder
 from launch.roles import learn as learning
-from parallel.checkpoints.checkpoint import CheckpointError, WholeCheckpoint
+from parallel.checkpoints.checkpoint import CheckpointError, DiskFull, WholeCheckpoint
 from parallel.checkpoints.files import (
     is_valid,
     latest_valid,
@@ -47,6 +47,7 @@ from trainer.ranks.totals import alone
 from trainer.recording import Recorder, read_batch, write_batch
 from trainer.sampling import SharedSampler
 from trainer.tracking.samples import FOLDER, sample_file, sampled_steps
+from trainer.turns import SharedDevices, _Turn
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"
 ADAPTIVE = KLConfig(
@@ -270,6 +271,40 @@ def test_an_evaluation_that_a_resumed_run_made_up_for_can_be_the_best(tmp_path):
     checkpointer.after_owed_evaluation(run, {"eval/accuracy": 0.9})
     found = json.loads((tmp_path / "best.json").read_text())
     assert found == {"step": 3, "metric": "eval/accuracy", "value": 0.9}
+
+
+def test_a_full_disk_ends_no_run_and_costs_no_checkpoint(tmp_path):
+    """But at its end, where nothing comes after it. The critic's, which has no policy then, makes room."""
+    run, checkpointer = learner(critic=True), Checkpointer(tmp_path, CheckpointConfig(every=1, keep=1))
+    assert checkpointer.after_step(1, run, Data()) is None
+    save, run.engine.save = run.engine.save, Mock(side_effect=DiskFull("could not write step_000002"))
+    problem = checkpointer.after_step(2, run, Data())
+    assert problem.startswith(
+        "step 2: could not write step_000002; free space: the run goes on, and tries again"
+    )
+    assert steps_kept(tmp_path) == [1]
+    with pytest.raises(DiskFull, match="step_000002"):
+        checkpointer.save_last(run)
+    run.engine.save = save
+    assert checkpointer.after_step(3, run, Data()) is None and steps_kept(tmp_path) == [3]
+
+
+def test_a_best_step_that_found_no_space_is_not_the_best(tmp_path):
+    run = learner(critic=True)
+    checkpointer = best_steps(tmp_path, run, [0])
+    save, run.engine.save = run.engine.save, Mock(side_effect=DiskFull("full"))
+    assert checkpointer.after_step(1, run, Data(), evaluated={"eval/accuracy": 0.6}) is not None
+    run.engine.save = save
+    checkpointer.after_step(2, run, Data(), evaluated={"eval/accuracy": 0.5})
+    assert json.loads((tmp_path / "best.json").read_text())["step"] == 2 and steps_kept(tmp_path) == [2]
+
+
+def test_servers_get_their_turn_back_where_a_checkpoint_found_no_space(tmp_path):
+    run, turns = learner(critic=False), SharedDevices(Mock(), Mock())
+    turns._turn, turns.both, turns.servers = _Turn.SERVERS, Mock(), Mock()
+    run.engine.save = Mock(side_effect=DiskFull("full"))
+    assert Checkpointer(tmp_path, CheckpointConfig(every=1), turns).after_step(1, run, Data()) is not None
+    turns.servers.assert_called_once_with()
 
 
 def test_groups_that_were_dropped_before_an_update_are_sampled_again(tmp_path):

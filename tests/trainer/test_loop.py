@@ -66,7 +66,8 @@ def stepped(monkeypatch):
         owner = {"publish": calls.weight_sync, "score": learner, "update": learner}.get(name, calls.sampler)
         takes(getattr(owner, name), name)
 
-    def run(*overrides: str) -> Mock:
+    def run(*overrides: str, full: str | None = None) -> Mock:
+        calls.checkpointer.after_step.return_value = full
         parts = {
             name: getattr(calls, name)
             for name in (
@@ -102,6 +103,15 @@ def test_the_order_of_a_step(stepped):
         "step_metrics", "check_alarms", "tracker.log", "ledger.enter", "weight_sync.check_samples",
         "[checkpoint]", "checkpointer.after_step",
     ]  # fmt: skip
+
+
+def test_a_checkpoint_that_found_no_space_is_told_of_each_time(stepped):
+    calls = stepped("steps=2", full="no space")
+    told = [call.args for call in calls.tracker.warn_once.call_args_list]
+    assert [args for args in told if "checkpoint" in args[0]] == [
+        ("checkpoint of step 1", "no space"),
+        ("checkpoint of step 2", "no space"),
+    ]
 
 
 def test_every_part_hears_of_the_same_step_and_sampling_ends_with_the_run(stepped):

@@ -43,21 +43,34 @@ _RESERVED = ("step", "elapsed_s")
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; None stands for a value that was not finite.
 
-    Lines that are no JSON object with a step (torn by a crash) are left out, with a warning. Raises OSError.
+    Lines that are no JSON object of a step and numbers (torn by a crash, or edited) are left out, with a warning. Raises
+    OSError.
     """
     rows, torn = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if (row := _row_in(line)) is not None:
             rows.append(row)
         else:
             torn.append(str(number))
     if torn:
-        log.warning("%s: line %s not readable, left out", path, ", ".join(torn))
+        log.warning("%s: line %s not readable as a step and numbers, left out", path, ", ".join(torn))
     return rows
+
+
+def _row_in(line: str) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_row = isinstance(row, dict) and type(row.get("step")) is int and all(map(_is_value, row.values()))
+    return row if is_row else None
+
+
+def _is_value(value: Any) -> bool:
+    """A number that is finite as a float, or None. (Python's JSON has NaN and integers of any length.)"""
+    return value is None or (
+        type(value) in (int, float) and -sys.float_info.max <= value <= sys.float_info.max
+    )
 
 
 def rows_from_the_end(path: Path, *, with_metric: str = "") -> Iterator[dict[str, Any]]:
@@ -66,11 +79,8 @@ def rows_from_the_end(path: Path, *, with_metric: str = "") -> Iterator[dict[str
     newest = True
     for line in _lines_from_the_end(path):
         if newest or not with_metric or f'"{with_metric}"' in line:
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):  # torn by a crash
-                continue
-            if isinstance(row, dict):
+            row = _row_in(line)
+            if row is not None:
                 newest = False
                 yield row
 

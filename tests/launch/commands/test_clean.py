@@ -222,6 +222,23 @@ def test_a_sweeps_files_of_finished_runs_may_go(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", ["../../mine", "{folder}/mine", ".."])
+def test_a_sweep_that_names_paths_elsewhere_is_left_alone(tmp_path, name):
+    make_finished(make_run(tmp_path / "runs" / "one-1"))
+    sweep, mine = tmp_path / "runs" / "tiny-sweep", tmp_path / "mine.yaml"
+    sweep.mkdir()
+    for file in (mine, sweep / "lock"):
+        file.touch()
+    name = name.format(folder=tmp_path)
+    for runs in ({name: "one-1"}, {"one": name}):
+        write_json(sweep / "sweep.json", {"runs": runs})
+        done = tandem("clean", "--apply", cwd=tmp_path)
+        assert (
+            "left alone: runs/tiny-sweep: runs/tiny-sweep/sweep.json is no memory of a sweep" in done.stdout
+        )
+        assert f"{name!r} is no name in a folder" in done.stdout and mine.exists()
+
+
 def test_models_of_quickstarts_go_only_if_asked_and_not_needed(tmp_path):
     models = tmp_path / "runs" / "quickstart-20260101-000000"
     for name in ("random", "warm"):

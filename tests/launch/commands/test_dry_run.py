@@ -115,6 +115,7 @@ def test_the_output_is_the_resolved_config_and_says_what_would_be_started(
     assert not ended.value.code and sorted(folder.rglob("*")) == before
     Path("printed.yaml").write_text(printed)
     assert load_config("printed.yaml") == load_config(arguments[1], overrides)
+    assert printed.splitlines()[-1].startswith("# no error was found: ")
     assert [words for words in says if words not in printed] == []
     facts, _, _ = printed.partition("# the resolved config:")
     notes, _, facts = facts.partition("# processes that would be started:")
@@ -129,7 +130,8 @@ def test_a_terminal_shows_the_facts_alone(folder, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     training.train(Path("run.yaml"), ["layout.dp=1"], dry_run=True)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "# processes that would be started:" and "> FILE" in lines[-1] and len(lines) < 60
+    assert lines[0] == "# processes that would be started:" and "> FILE" in lines[-2] and len(lines) < 60
+    assert lines[-1] == "no error was found: all checks before a start have passed, and nothing was started"
 
 
 def test_what_the_data_hold(folder):
@@ -403,6 +405,16 @@ def test_memory_is_that_of_the_fullest_ranks(folder):
     itemised = dict(re.findall(r"^  (\w+) +(\d\S* \w+)$", "\n".join(lines), re.M))
     assert itemised.items() >= {name: size_text(size) for name, size in learner.items().items()}.items()
     assert any(f"cache for {server.tokens:,} tokens" in line for line in lines)
+
+
+def test_a_limit_of_the_servers_cache_is_kept(folder):
+    asked = config(*["model.path=7b", "model.dtype=bfloat16", "rollout.max_total_tokens=65536"])
+    lines = "\n".join(memory_lines(asked, gpu(80), checks.EVALUATION))
+    assert "cache for 65,536 tokens" in lines and "unused, by rollout.max_total_tokens" in lines
+    small = config(*["model.path=7b", "model.dtype=bfloat16", "rollout.max_total_tokens=8"])
+    assert list(memory_problems(small, gpu(80), checks.EVALUATION)) == [], (
+        "a larger rollout.tp would not help"
+    )
 
 
 def test_on_cpu_all_processes_share_the_machine(folder):

@@ -69,6 +69,13 @@ def test_without_a_description_there_are_no_seconds(config):
     assert "s a step" not in done.stdout and "estimated" not in done.stdout
 
 
+def test_a_cache_has_no_more_tokens_than_its_limit(config):
+    """A limit below the learner's token budget bounds the longest sequence too, so that the pair still fits."""
+    done = run(config, "--gpu-memory", "80", "--top", "1", "rollout.max_total_tokens=8192")
+    assert done.returncode == 0, done.stderr
+    assert "of cache for 8,192 tokens" in done.stdout and "unused by rollout.max_total_tokens" in done.stdout
+
+
 def test_the_memory_is_the_descriptions_unless_it_is_given(config):
     small = run(config, "--gpu", "h100", "--gpu-memory", "20")
     assert small.returncode == 2 and "nothing fits on 8 GPUs of 20.0 GiB" in small.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.commands import train as training
 from launch.commands.status import _kernel_name_of, brief_state, holders_of, lock_holders, log_files, status
@@ -85,6 +86,15 @@ def test_of_many_accuracies_the_newest_the_best_and_the_first_are_told(folder, a
     lines = [{"step": n, "time/step": 2.0, "eval/accuracy": value} for n, value in enumerate(accuracies)]
     (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert lines_of(folder)["held out"] == text
+
+
+def test_values_that_are_no_numbers_are_a_line(folder, caplog):
+    metrics = folder.path / "metrics.jsonl"
+    metrics.write_text(
+        '{"step": 1, "time/step": 2.0}\n{"step": 2, "time/step": "2.0", "eval/accuracy": {}}\n'
+    )
+    assert lines_of(folder)["step"] == "1 of 40 (2%), 2.0 s a step"
+    assert caplog.messages == [f"{metrics}: line 2 not readable as a step and numbers, left out"]
 
 
 def test_the_time_left_counts_what_is_between_steps(folder):
@@ -209,6 +219,18 @@ def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
         "none",
         "none yet",
     )
+
+
+@pytest.mark.parametrize("closing", [training._after_failure, training._after_interruption])
+def test_a_learner_that_ends_as_it_writes_the_report_leaves_the_command_for_it(folder, closing):
+    """`tandem resume` would have nothing to do."""
+    model, task = {"path": "m"}, {"type": "countdown"}
+    config = RunConfig.model_validate({"model": model, "task": task, "steps": 40})
+    assert "tandem report" not in closing(folder, config)
+    folder.hf.mkdir()
+    folder.summary.write_text('{"steps": 40}')
+    said = f"All steps are done, and the model is in {folder.hf}; `tandem report {folder.path}` makes the report again"
+    assert closing(folder, config) == said
 
 
 def test_a_finished_run_that_is_resumed_to_more_steps_is_not_finished(folder):

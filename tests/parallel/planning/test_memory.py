@@ -390,6 +390,9 @@ def test_a_server_by_hand():
     )  # copied heads
     assert rollout_memory(architecture, 4, "bfloat16", 80 * GIB, static_share=0.5).reserved == 40 * GIB
     assert rollout_memory(architecture, 1, "bfloat16", 10 * GIB).tokens == 0
+    limited = rollout_memory(architecture, 4, "bfloat16", 80 * GIB, max_tokens=1000)
+    assert (limited.tokens, limited.unused) == (1000, memory.kv_cache - 1000 * memory.kv_bytes_per_token)
+    assert rollout_memory(architecture, 4, "bfloat16", 80 * GIB, max_tokens=10**9) == memory
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from rollout.sampling.messages import (
 from tests.support.records import trajectory
 
 STATS = SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)
-STATE = SamplerState(position=5, num_prompts=9)
+STATE = SamplerState(position=5, num_prompts=9, prompts=2**64 - 1)
 
 
 def experts_of(number: int, n: int) -> dict:

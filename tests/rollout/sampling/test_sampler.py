@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +38,7 @@ from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
 from rollout.sampling.sampler import GroupSampler, choose_heldout, pass_at
-from rollout.tasks import Problem, Task, longer_than, without
+from rollout.tasks import Problem, Task, digest_of, longer_than, without
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
@@ -88,6 +88,12 @@ def make_prompts(count: int, name: str = "p") -> list[Prompt]:
         Prompt(prompt_id=f"{name}{i}", token_ids=ids[i], text=f"text {i}", task="toy", reference=str(i))
         for i in range(count)
     ]
+
+
+def state_at(position: int, num_prompts: int = 5) -> SamplerState:
+    return SamplerState(
+        position=position, num_prompts=num_prompts, prompts=digest_of(make_prompts(num_prompts))
+    )
 
 
 def make_sampler(
@@ -282,6 +288,17 @@ def test_any_resume_continues_the_same_groups(tokenizer, counts, split, seed):
 def test_a_state_of_other_data_is_refused(tokenizer):
     with pytest.raises(ValueError, match=r"9 training prompts.*now has 5"):
         asyncio.run(make_sampler(tokenizer).load_state(SamplerState(position=3, num_prompts=9)))
+    for others in (make_prompts(5, "q"), make_prompts(5)[::-1]):
+        with pytest.raises(
+            ValueError, match=r"other training prompts.*still has 5.*resume with the same data"
+        ):
+            asyncio.run(make_sampler(tokenizer).load_state(replace(state_at(3), prompts=digest_of(others))))
+
+
+def test_a_state_of_an_earlier_version_has_no_digest_and_is_loaded(tokenizer):
+    sampler = make_sampler(tokenizer)
+    asyncio.run(sampler.load_state(SamplerState(position=3, num_prompts=5)))
+    assert sampler.state == state_at(3)
 
 
 @pytest.mark.parametrize(
@@ -299,7 +316,7 @@ def test_tokens_of_a_wrong_version_are_an_error_and_the_position_stays(
         return
     with pytest.raises(SamplingError, match=rf"weight version {served}.*learner is at {newest}"):
         asyncio.run(request)
-    assert sampler.state == SamplerState(position=0, num_prompts=5)
+    assert sampler.state == state_at(0)
 
 
 def test_a_failed_completion_fails_the_request_and_the_position_stays(tokenizer):
@@ -404,7 +421,7 @@ def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_si
         expected, used = reference_step(plain, used, count, max_rounds)
         groups, stats = next_groups(sampler, count)
         assert groups == expected
-        assert sampler.state == SamplerState(position=used, num_prompts=5)
+        assert sampler.state == state_at(used)
         assert (stats.resampled_groups, stats.filled_groups) == (
             used - before - count,
             sum(not differs(group) for group in expected),
@@ -494,7 +511,7 @@ def test_a_failure_in_a_later_round_leaves_the_position_where_it_was(tokenizer):
     with pytest.raises(GenerationError, match="asked to fail"):
         next_groups(sampler, 3)
     assert len(engine.calls) > 6
-    assert sampler.state == SamplerState(position=0, num_prompts=9)
+    assert sampler.state == state_at(0, 9)
 
 
 def test_single_siblings_cannot_differ():
@@ -794,7 +811,8 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(m
     thread.start()
     assert ready.wait(60)
     with RemoteSampler(announced[0], timeout_s=20) as remote:
-        assert remote.state() == {"position": 0, "num_prompts": 3}
+        digest = digest_of(load_checked_task(config)[1].train)
+        assert remote.state() == {"position": 0, "num_prompts": 3, "prompts": digest}
         remote.stop()
     thread.join(20)
     assert not thread.is_alive()
@@ -922,7 +940,7 @@ def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
     groups, stats, state = remote.next_groups(3, newest=0, max_staleness=0)
     assert groups == expected
     assert stats.requests == expected_stats.requests == 9
-    assert state == remote.state() == {"position": 3, "num_prompts": 5}
+    assert state == remote.state() == asdict(state_at(3))
     again, *_ = remote.next_groups(2, newest=0, max_staleness=0)
     remote.load_state(state)
     assert remote.next_groups(2, newest=0, max_staleness=0)[0] == again == next_groups(local, 2)[0]
@@ -951,7 +969,7 @@ def test_a_learner_that_begins_anew_gets_the_first_groups_again(tokenizer, serve
     remote = served(make_sampler(tokenizer))
     first, *_ = remote.next_groups(3, newest=0, max_staleness=0)
     SharedSampler(remote).load_state(None)
-    assert remote.state() == {"position": 0, "num_prompts": 5}
+    assert remote.state() == asdict(state_at(0))
     assert remote.next_groups(3, newest=0, max_staleness=0)[0] == first
 
 
@@ -1066,7 +1084,7 @@ def test_groups_are_the_same_however_far_ahead_they_are_sampled(tokenizer, serve
     for step, left in enumerate((3, 2, 1, 0)):
         groups, stats, state = ask(remote, 3, newest=min(step, 2), ahead=min(ahead, left))
         assert groups == next_groups(local, 3)[0]
-        assert state == remote.state() == {"position": 3 * (step + 1), "num_prompts": 5}
+        assert state == remote.state() == asdict(state_at(3 * (step + 1)))
         assert stats.running_groups + stats.ready_groups == 3 * min(ahead, left)
         assert remote.evaluate().accuracy == asyncio.run(make_sampler(tokenizer).evaluate()).accuracy
 

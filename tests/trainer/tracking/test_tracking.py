@@ -372,9 +372,9 @@ def test_values_that_are_not_finite(tmp_path, caplog):
         st.one_of(
             st.integers(0, 999).map(lambda step: json.dumps({"step": step, "a/b": 0.5})),
             st.integers(0, 999).map(
-                lambda step: json.dumps({"step": step, "of": "ü" * (step % 40)}, ensure_ascii=False)
+                lambda step: json.dumps({"step": step, "ü" * (step % 40): 0.5}, ensure_ascii=False)
             ),
-            st.sampled_from(["", "{", "[1]"]),
+            st.sampled_from(["", "{", "[1]", "{}", '{"step": 1, "a/b": "0.5"}']),
         )
     ),
     st.integers(1, 200),
@@ -393,12 +393,23 @@ def test_rows_from_the_end_are_those_of_the_file_backwards(lines, block, ends):
 
 
 @pytest.mark.parametrize(
-    "line", ["[" * 100_000, "9" * 5000], ids=["deeper than Python reads", "longer than an int"]
+    "line",
+    [
+        "[" * 100_000,
+        "9" * 5000,
+        '{"step": 2, "elapsed_s": NaN}',
+        f'{{"step": {10**400}}}',
+        '{"step": 2.0}',
+        '{"step": 2, "reward/mean": "0.5"}',
+        '{"step": 2, "eval/accuracy": [1]}',
+    ],
+    ids=["deeper than Python reads", "longer than an int", "NaN", "no float", "no step", "text", "list"],
 )
-def test_a_line_that_python_does_not_read_is_left_out(tmp_path, line):
+def test_a_line_that_is_no_row_of_numbers_is_left_out(tmp_path, line, caplog):
     path = tmp_path / "metrics.jsonl"
-    path.write_text(f'{{"step": 1}}\n{line}\n')
-    assert read_metrics(path) == [*rows_from_the_end(path)] == [{"step": 1}]
+    path.write_text(f'{{"step": 1, "reward/mean": null}}\n{line}\n')
+    assert read_metrics(path) == [*rows_from_the_end(path)] == [{"step": 1, "reward/mean": None}]
+    assert [*caplog.messages] == [f"{path}: line 2 not readable as a step and numbers, left out"]
 
 
 def test_resume_drops_later_steps_and_the_torn_line_and_goes_on(tmp_path):
