@@ -53,7 +53,7 @@ def test_the_table_has_seconds_and_the_assumptions_follow(config):
     assert done.returncode == 0, done.stderr
     assert "s a step" in done.stdout and "sampling " in done.stdout
     for part in (
-        "h100: peaks of the data sheet; shares and overheads are assumptions, which were compared with no GPU",
+        "h100: peaks of the data sheet; the learner's shares were fitted",
         "prompts of 256 tokens; responses of 2,048 tokens in the mean",
         "rewards and environments take no time",
         "# a step of the first, in seconds: prefill ",
@@ -171,7 +171,7 @@ def test_a_page_with_pictures_is_written(config):
         assert part in step, part
     assert "responses" in running
     assert "same TP" in choices and "seconds of a step" in choices
-    assert "A plan for 16 GPUs" in page and "compared with no GPU" in page
+    assert "A plan for 16 GPUs" in page and "the rest are assumptions" in page
     assert "http" not in re.sub(r"base64,[^\"]*", "", page), "nothing is fetched"
     rows = page.split("<table>")[1].count("<tr>")
     assert rows > 5
