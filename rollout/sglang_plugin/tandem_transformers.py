@@ -2,8 +2,8 @@
 
 While it is imported, transformers
 
-- reads its 3000 files for the names that they export, line by line, and does so twice: the cache of its folders has room
-  for 128 of them, and there are more;
+- reads the 1600 files of its models for the names that they export, line by line, and does so twice: of their 500 folders
+  its cache holds 128;
 - reads the lists of files of all installed distributions, for those that are not called as their package is. Without the
   lists it asks a package itself for its version. It also takes flash-attn for missing then, which nothing here uses;
 - imports SciPy where it is installed, which losses of object detection need.
