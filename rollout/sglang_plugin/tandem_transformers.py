@@ -18,6 +18,7 @@ from contextlib import suppress
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
+from typing import Any
 
 MODULE = "transformers.utils.import_utils"
 
@@ -47,7 +48,7 @@ class _Loader(SourceFileLoader):
             _mend(module)
 
 
-def _mend(module: ModuleType) -> None:
+def _mend(module: Any) -> None:
     names_in, names_of_folder = module.fetch__all__, module.create_import_structure_from_path.__wrapped__
     module.create_import_structure_from_path = functools.cache(names_of_folder)
     # It looks at each line, and takes the last one that begins so.
