@@ -18,6 +18,8 @@ PEER_TIMEOUT_S = 60.0
 CONNECT_TIMEOUT_S = 10.0
 """Deadline of one attempt to connect."""
 CONNECT_AGAIN_S = 0.5
+REUSE_S = 4.0
+"""Idle connections to a server are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
 UNREACHABLE = {errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ETIMEDOUT}
 """Errors of a cut network. A host that is up and refuses answers with another error."""
 ROOT = 0

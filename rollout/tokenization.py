@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from configs.reading.named_files import TOKENIZERS
 from rollout.records import DataPrompt, Message, WithTools, messages_of
+from rollout.sglang_plugin.tandem_transformers import spare_work
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +51,7 @@ def import_transformers_without_torch() -> None:
     """
     if "torch" in sys.modules or "transformers" in sys.modules:
         return
+    spare_work()
     silent = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(silent)
     os.environ[silent] = "1"  # transformers would advise to install PyTorch

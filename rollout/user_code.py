@@ -9,10 +9,13 @@ import re
 import signal
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-from configs.schema.own_function import OwnFunction
 from rollout.environments.tandem_worker.failures import Failure
 from rollout.environments.tandem_worker.imports import imported
+
+if TYPE_CHECKING:  # the processes of rewards import this file, and need no config
+    from configs.schema.own_function import OwnFunction
 
 TELL_EVERY_S = 5.0
 """Between two words that a trial still waits."""
@@ -62,7 +65,7 @@ def further_parameters(function: Callable, names: Iterable[str]) -> list[str]:
 
 
 def call_problem(
-    own: OwnFunction, function: Callable, given: Sequence[str], further: Sequence[str]
+    own: "OwnFunction", function: Callable, given: Sequence[str], further: Sequence[str]
 ) -> str | None:
     """Why the function cannot be called with the arguments ``given``, its settings, and those of ``further`` that it has
     parameters of."""

@@ -72,18 +72,37 @@ LIGHT = (
     "launch.commands.clean", "launch.commands.simulate", "launch.commands.stop", "launch.commands.sweep", "launch.commands.trace",
     "launch.commands.watch", "parallel.planning.simulated",
     "parallel.planning.architecture", "parallel.planning.layout", "parallel.planning.memory", "parallel.planning.planner",
-    "rollout.environments.agent_template", "rollout.environments.processes", "rollout.rewards",
+    "rollout.environments.agent_template", "rollout.environments.processes", "rollout.rewards.scorer",
     "rollout.servers.fleet", "rollout.tasks", "tracing",
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("module", LIGHT)
-def test_checking_a_config_loads_no_torch(module):
+def test_checking_a_config_loads_no_torch():
     """Bad input must be answered within seconds, so nothing on its way may import an engine or torch."""
-    code = f"import sys, {module}; print(sorted(sys.modules.keys() & {{'torch', 'sglang', 'megatron', 'mlflow', 'transformers'}}))"
+    code = f"""
+import importlib, sys
+for module in {LIGHT}:
+    importlib.import_module(module)
+    if heavy := sys.modules.keys() & {{'torch', 'sglang', 'megatron', 'mlflow', 'transformers'}}:
+        sys.exit(f"{{module}} imports {{heavy}}")
+"""
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("module", "unneeded"),
+    [
+        ("rollout.rewards.worker", {"configs", "pydantic", "aiohttp"}),
+        ("launch.commands.train", {"aiohttp"}),
+        ("rollout.servers.control", {"aiohttp"}),
+    ],
+)
+def test_what_many_processes_import_is_no_more_than_they_use(module, unneeded):
+    """A reward that is a function has many processes; each command is one, and each rank of the learner."""
+    code = f"import sys, {module}; print(sorted(sys.modules.keys() & {unneeded}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 def test_an_installation_holds_every_file_of_the_packages(tmp_path):

@@ -276,7 +276,7 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
 
         yield from finding_of("rollout.router", check_is_installed)
     if config.reward_type.type not in ("countdown", "gsm8k"):
-        from rollout.rewards import check_reward
+        from rollout.rewards.scorer import check_reward
 
         field = "reward.function" if config.reward_type.type == "function" else "reward"
         first_problem = partial(_first_problem, config.task)

@@ -1,7 +1,9 @@
-"""Tries a user's objective, advantage, weight and order of the prompts before anything starts, in a process of their own:
+"""Tries a user's objective, advantage, weight and order of the prompts before anything starts, in processes of their own:
 this one imports no torch, and cannot hang."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from functools import cache
 
 from configs.loader import Finding
 from configs.schema import RunConfig
@@ -25,38 +27,47 @@ def check_own_parts(
         "correction.weight": config.correction.weight,
         "sampler": config.sampler,
     }
-    for field, own in chosen.items():
-        if isinstance(own, OwnFunction) and own.check != "none":
-            row = first_row() if field == "sampler" else None
-            if error := _problem_of(field, own, row, tell):
+    with ExitStack() as processes:
+
+        @cache
+        def process_of(module: str) -> TrialProcess:
+            """One for all functions that the module tries: another one would import torch again."""
+            process = processes.enter_context(TrialProcess(module, tell=tell))
+            starting, fix = "starting the trial of the user's functions", "try again on a quieter machine"
+            process.reply(starting, "its limit", START_TIMEOUT_S, fix)
+            return process
+
+        for field, own in chosen.items():
+            if not isinstance(own, OwnFunction) or own.check == "none":
+                continue
+            key = field, own.model_dump_json()
+            if key not in _PROBLEMS:
+                row = first_row() if field == "sampler" else None
+                try:
+                    _PROBLEMS[key] = _try(field.rpartition(".")[2], own, row, process_of)
+                except ValueError as error:  # of a process that is late or gone
+                    _PROBLEMS[key] = str(error)
+                    processes.close()
+                    process_of.cache_clear()
+            if error := _PROBLEMS[key]:
                 yield f"{field}.function", f"{field}.function: {error}"
-
-
-def _problem_of(field: str, own: OwnFunction, row: Mapping | None, tell: Callable[[str], None]) -> str | None:
-    key = field, own.model_dump_json()
-    if key not in _PROBLEMS:
-        try:
-            _PROBLEMS[key] = _try(field.rpartition(".")[2], own, row, tell)
-        except ValueError as error:  # of a process that is late or gone
-            _PROBLEMS[key] = str(error)
-    return _PROBLEMS[key]
 
 
 _PROBLEMS: dict[tuple[str, str], str | None] = {}
 """Results of past trials: a study of layouts loads its config once per layout."""
 
 
-def _try(part: str, own: OwnFunction, row: Mapping | None, tell: Callable[[str], None]) -> str | None:
+def _try(
+    part: str, own: OwnFunction, row: Mapping | None, process_of: Callable[[str], TrialProcess]
+) -> str | None:
     module = own.function.partition(":")[0]
     limit = "check_timeout_s", own.check_timeout_s
     fields = own.model_dump(include=set(OwnFunction.model_fields))
     serves, job = (ORDER, (fields, row)) if part == "sampler" else (LOSS, (part, fields))
-    with TrialProcess(serves, tell=tell) as process:
-        starting, fix = "starting the trial of the user's functions", "try again on a quieter machine"
-        process.reply(starting, "its limit", START_TIMEOUT_S, fix)
-        fix = "do slow work in the function's first call, or raise its check_timeout_s"
-        error = process.ask(("import", *job), f"importing {module}", *limit, fix)
-        if error is None and own.check == "call":
-            fix = "make it faster, or raise its check_timeout_s"
-            error = process.ask(("call", *job), f"trying {own.function} on made data", *limit, fix)
-        return error
+    process = process_of(serves)
+    fix = "do slow work in the function's first call, or raise its check_timeout_s"
+    error = process.ask(("import", *job), f"importing {module}", *limit, fix)
+    if error is None and own.check == "call":
+        fix = "make it faster, or raise its check_timeout_s"
+        error = process.ask(("call", *job), f"trying {own.function} on made data", *limit, fix)
+    return error

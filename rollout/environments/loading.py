@@ -27,7 +27,7 @@ from rollout.environments.processes import ProcessPool, max_processes
 from rollout.environments.protocol import Environment
 from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ParserProcess, ToolCallParser, Tools
-from rollout.rewards import Scorer
+from rollout.rewards.scorer import Scorer
 from rollout.sampling.prompt_room import PromptsOf, sequence_limits
 from rollout.user_code import import_named
 

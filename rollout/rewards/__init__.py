@@ -1,15 +1,8 @@
-"""Rewards of responses. ``Scorer`` is the one entrance; rule-based rewards are pure functions."""
+"""Rewards of responses. ``Scorer`` (``scorer.py``) is the one entrance; rule-based rewards are pure functions.
+
+No more is imported here: the processes of rewards import this package too, and need neither the config's schema nor
+HTTP."""
 
 from rollout.rewards.arithmetic import countdown_reward
-from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
-from rollout.rewards.served import RewardModelError
-from rollout.rewards.worker import WorkerStartError
 
-__all__ = [
-    "RewardModelError",
-    "Scorer",
-    "WorkerStartError",
-    "check_reward",
-    "countdown_reward",
-    "may_read_rows",
-]
+__all__ = ["countdown_reward"]

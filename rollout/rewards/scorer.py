@@ -27,16 +27,14 @@ from configs.schema.task import (
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards.arithmetic import countdown_reward
 from rollout.rewards.code import SANDBOXES, ProgramTests, choose_sandbox
-from rollout.rewards.judge import Judge
 from rollout.rewards.length import overlong_penalty
 from rollout.rewards.math_answers import gsm8k_reward
-from rollout.rewards.model import RewardModel
-from rollout.rewards.served import ServedReward, key_of
 from rollout.rewards.trial import try_function
 from rollout.rewards.worker import MATH_VERIFY, START_TIMEOUT_S, Job, WorkerPool
 from tracing import span
 
 if TYPE_CHECKING:
+    from rollout.rewards.served import ServedReward
     from rollout.tasks.task import Problem
 
 logger = logging.getLogger(__name__)
@@ -65,6 +63,8 @@ def check_reward(
     """
     for name, part in _parts(config).items():
         if isinstance(part, ModelReward | JudgeReward):
+            from rollout.rewards.served import key_of
+
             key_of(part.api_key_variable, name)
         if part.type == "function":
             _check_function(name, part, sample, tell)
@@ -199,6 +199,10 @@ class Scorer:
                 await programs.start()
                 return lambda prompt, response: programs.score(prompt, response.text)
             case "model" | "judge":
+                # Not above: a check before a start needs no HTTP.
+                from rollout.rewards.judge import Judge
+                from rollout.rewards.model import RewardModel
+
                 model = Judge(part, name=field) if part.type == "judge" else RewardModel(part, name=field)
                 self._models.append(model)
                 self._exits.push_async_callback(model.close)

@@ -29,7 +29,9 @@ from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
 from rollout.environments.loading import sample_makers
 from rollout.records import Prompt
-from rollout.rewards import RewardModelError, Scorer, WorkerStartError, may_read_rows
+from rollout.rewards.scorer import Scorer, may_read_rows
+from rollout.rewards.served import RewardModelError
+from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import RunKey
 from rollout.sampling.messages import (
     Done,

@@ -13,7 +13,6 @@ import numpy as np
 import orjson
 
 from rollout.client import GenerationError
-from rollout.http_replicas import AttemptFailed
 from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
 from rollout.servers.kept_sets import Truncation, decode_kept
 from rollout.servers.routing import Experts, decode_experts
@@ -73,6 +72,8 @@ def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Comple
     for reply in replies:
         finish = reply["meta_info"]["finish_reason"]
         if finish["type"] == "abort":
+            from rollout.http_replicas import AttemptFailed  # with aiohttp, which a learner has no use for
+
             raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
     try:
         return [parse_completion(reply, sent) for reply in replies]

@@ -14,7 +14,7 @@ import aiohttp
 import orjson
 
 from rollout.client import ClientStats, GenerationError, Session
-from rollout.connections import PEER_TIMEOUT_S, is_unreachable
+from rollout.connections import PEER_TIMEOUT_S, REUSE_S, is_unreachable
 from rollout.gathering import all_or_first_error
 from rollout.http_replicas import (
     AttemptFailed,
@@ -42,8 +42,6 @@ from tracing import span
 
 logger = logging.getLogger(__name__)
 
-REUSE_S = 4.0
-"""Idle connections are dropped after this time. SGLang would drop them later, and the next attempt would fail."""
 BACKOFF_S = (0.1, 2.0)
 LOOK_S = 2.0
 """Deadline of the question whether a lost server has the weights again."""

@@ -15,10 +15,9 @@ from urllib.parse import urlsplit
 import orjson
 
 from rollout.client import RolloutError
-from rollout.connections import PEER_TIMEOUT_S, connect
+from rollout.connections import PEER_TIMEOUT_S, REUSE_S, connect
 from rollout.run_key import RunKey
 from rollout.servers.answers import server_message
-from rollout.servers.client import REUSE_S
 
 
 class ControlError(RolloutError):

@@ -19,7 +19,7 @@ from configs.loader import load_config
 from rollout.environments.episodes import Sample
 from rollout.environments.loading import sample_makers
 from rollout.records import FinishReason, Prompt, Status
-from rollout.rewards import Scorer
+from rollout.rewards.scorer import Scorer
 from rollout.tasks import load_task
 from rollout.tokenization import load_tokenizer
 from tests.docs.conftest import RECORDED_STEP

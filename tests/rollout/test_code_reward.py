@@ -18,7 +18,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from configs.schema.task import AnyReward, CodeReward, MathVerifyReward, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards import Scorer, check_reward, code, may_read_rows
+from rollout.rewards import code
 from rollout.rewards.code import (
     SANDBOXES,
     check_tests,
@@ -27,6 +27,7 @@ from rollout.rewards.code import (
     parse_tests,
     run_program,
 )
+from rollout.rewards.scorer import Scorer, check_reward, may_read_rows
 from rollout.tasks.files import check_field
 
 ROOT = Path(__file__).resolve().parents[2]

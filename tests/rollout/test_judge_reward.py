@@ -15,7 +15,9 @@ from pydantic import TypeAdapter, ValidationError
 from configs.schema.task import AnyReward, CountdownReward, JudgeReward, WeightedReward
 from rollout import http_replicas
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards import RewardModelError, Scorer, check_reward, served
+from rollout.rewards import served
+from rollout.rewards.scorer import Scorer, check_reward
+from rollout.rewards.served import RewardModelError
 
 KEY = "sk-very-secret"
 TEMPLATE = "Q {prompt} A <answer>{response}</answer> R {reference} {{}}"

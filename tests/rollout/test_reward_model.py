@@ -32,9 +32,10 @@ from transformers import (
 
 from configs.schema.task import ChatText, CountdownReward, ModelReward, PlainText, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards import RewardModelError, Scorer, check_reward, served
+from rollout.rewards import served
 from rollout.rewards.model import RewardModel
-from rollout.rewards.served import MAX_FAILED_IN_A_ROW
+from rollout.rewards.scorer import Scorer, check_reward
+from rollout.rewards.served import MAX_FAILED_IN_A_ROW, RewardModelError
 from rollout.servers.command import choose_ports, server_command, server_environment
 from rollout.servers.share import on_one_machine
 from rollout.servers.watched_process import end_watched, log_tail, start_watched

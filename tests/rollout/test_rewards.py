@@ -27,13 +27,7 @@ from configs.schema.task import (
     WeightedReward,
 )
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards import (
-    Scorer,
-    WorkerStartError,
-    check_reward,
-    countdown_reward,
-    may_read_rows,
-)
+from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import (
     MAX_CHARACTERS,
     MAX_DEPTH,
@@ -52,7 +46,8 @@ from rollout.rewards.math_answers import (
     gsm8k_reward,
     math_verify_reward,
 )
-from rollout.rewards.scorer import default_num_workers
+from rollout.rewards.scorer import Scorer, check_reward, default_num_workers, may_read_rows
+from rollout.rewards.worker import WorkerStartError
 from rollout.tasks import Problem
 
 # --- the evaluator
@@ -516,7 +511,7 @@ def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):
     script = (
         "import asyncio, os, signal, sys; sys.path.insert(0, {root!r})\n"
         "from configs.schema.task import FunctionReward; from rollout.records import FinishReason, Prompt\n"
-        "from rollout.rewards import Scorer\n"
+        "from rollout.rewards.scorer import Scorer\n"
         "p = Prompt(prompt_id='i', token_ids=[1], text='p', task='t', reference='r')\n"
         "async def main():\n"
         "    async with Scorer(FunctionReward(function={function!r}), max_new_tokens=9, num_workers=1) as scorer:\n"

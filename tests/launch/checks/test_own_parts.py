@@ -13,6 +13,7 @@ import yaml
 from configs.schema import RunConfig
 from launch.checks import own_parts
 from launch.checks.own_parts import check_own_parts
+from rollout.rewards.trial_process import TrialProcess
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.whole_runs import ROOT
 
@@ -46,9 +47,11 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def problems(function: str, field: str = "objective", **more) -> list[tuple[str, str]]:
-    own = {"type": "function", "function": function, **more}
-    config = RunConfig.model_validate({"model": {"path": "m"}, "task": {"type": "countdown"}, field: own})
+def problems(
+    function: str, field: str = "objective", others: dict | None = None, **more
+) -> list[tuple[str, str]]:
+    own = {field: {"type": "function", "function": function, **more}} | (others or {})
+    config = RunConfig.model_validate({"model": {"path": "m"}, "task": {"type": "countdown"}, **own})
     before = psutil.Process().children(recursive=True)
     found = list(check_own_parts(config, lambda told: None))
     assert psutil.Process().children(recursive=True) == before
@@ -56,25 +59,38 @@ def problems(function: str, field: str = "objective", **more) -> list[tuple[str,
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("import sys\nsys.exit(0)", r"importing broken ends the process: SystemExit: 0 \(broken.py:2 in <module>\); put a script's"),
-        ("import os\nos._exit(3)", "importing broken: its process ended with exit code 3; correct the module"),
-        ("import time\ntime.sleep(600)",
+    ("field", "content", "message"),
+    [  # the process of a sampler imports no torch
+        ("objective", "import sys\nsys.exit(0)",
+         r"importing broken ends the process: SystemExit: 0 \(broken.py:2 in <module>\); put a script's"),
+        ("sampler", "import os\nos._exit(3)", "importing broken: its process ended with exit code 3; correct the module"),
+        ("sampler", "import time\ntime.sleep(600)",
          r"importing broken took longer than check_timeout_s=3, at broken.py:2 in <module>; .* raise its check_timeout_s"),
-        ("def wrong(): pass", "objective function 'broken:f': broken has no 'f'; define it, or correct the name"),
+        ("sampler", "def wrong(): pass", "sampler function 'broken:f': broken has no 'f'; define it, or correct the name"),
     ],
 )  # fmt: skip
-def test_a_module_that_cannot_be_used_is_refused(folder, content, message, capfd):
+def test_a_module_that_cannot_be_used_is_refused(folder, field, content, message, capfd):
     (folder / "broken.py").write_text(content)
-    ((field, error),) = problems("broken:f", check_timeout_s=3.0 if "sleep" in content else 60.0)
-    assert field == "objective.function"
-    assert re.match(rf"objective.function: .*{message}", error)
+    ((name, error),) = problems("broken:f", field, check_timeout_s=3.0 if "sleep" in content else 60.0)
+    assert name == f"{field}.function"
+    assert re.match(rf"{name}: .*{message}", error)
     assert capfd.readouterr() == ("", "") and not (folder / "__pycache__").exists()
 
 
-def test_a_function_that_hangs_is_killed_and_its_line_named():
-    ((_, error),) = problems("good:hangs", check_timeout_s=4.0)
+def test_a_function_that_hangs_is_killed_and_its_line_named_and_one_process_tries_the_others(monkeypatch):
+    started = []
+
+    def start(module, **more):
+        started.append(module)
+        return TrialProcess(module, **more)
+
+    monkeypatch.setattr(own_parts, "TrialProcess", start)
+    others = {
+        "advantage": {"type": "function", "function": "good:advantage"},
+        "correction": {"weight": {"level": "function", "function": "good:weight"}},
+    }
+    ((field, error),) = problems("good:hangs", others=others, check_timeout_s=4.0)
+    assert field == "objective.function" and started == [own_parts.LOSS] * 2
     assert "trying good:hangs on made data took longer than check_timeout_s=4, at good.py:" in error
     assert "in hangs; make it faster" in error
 

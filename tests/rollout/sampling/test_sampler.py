@@ -24,7 +24,8 @@ from configs.schema.rollout import ResampleGroups, RolloutConfig
 from configs.schema.task import ModelReward
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, Status
-from rollout.rewards import RewardModelError, WorkerStartError
+from rollout.rewards.served import RewardModelError
+from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import run_key
 from rollout.sampling.messages import (
     Evaluated,

@@ -31,3 +31,67 @@ def test_sglang_finds_it_on_its_path():
         [sys.executable, "-c", code], cwd=PLUGIN, capture_output=True, text=True, timeout=60
     )
     assert "'tandem_sglang'" in done.stdout, done.stderr
+
+
+def test_servers_do_not_import_megatron():
+    code = """
+import sys
+from types import SimpleNamespace
+sys.modules["tandem_routed_experts"] = sys.modules["tandem_weight_receiver"] = SimpleNamespace(register=lambda **_: None)
+import tandem_sglang
+tandem_sglang.register()
+try:
+    import megatron.core
+except ImportError:
+    print("left out")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PLUGIN, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "left out", done.stderr
+
+
+def test_transformers_is_imported_with_the_same_names_and_versions_by_less_work():
+    code = """
+import importlib.util, sys
+import tandem_transformers
+tandem_transformers.spare_work()
+from transformers.utils import import_utils as spared, is_scipy_available
+import transformers
+spec = importlib.util.spec_from_file_location("transformers.utils.as_it_is", spared.__file__)
+own = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(own)
+folder = transformers.__path__[0] + "/models"
+read = spared.create_import_structure_from_path.cache_info().misses
+names = spared.define_import_structure(folder + "/__init__.py", prefix="models")
+assert names == own.define_import_structure(folder, prefix="models") and len(names) > 5
+again = spared.create_import_structure_from_path.cache_info().misses - read
+assert again <= 1, again  # the folders of the models, which the import has read, are not read again
+assert spared.PACKAGE_DISTRIBUTION_MAPPING == {} != own.PACKAGE_DISTRIBUTION_MAPPING
+for package in ("torch", "numpy", "huggingface_hub", "gguf", "PIL"):
+    versions = [module._is_package_available(package, return_version=True) for module in (spared, own)]
+    assert versions[0] == versions[1], versions
+assert not is_scipy_available() and "scipy" not in sys.modules
+import importlib.metadata
+assert importlib.metadata.packages_distributions is not dict
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PLUGIN, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_transformers_is_imported_as_it_is(tmp_path):
+    module = tmp_path / "transformers" / "utils" / "import_utils.py"
+    module.parent.mkdir(parents=True)
+    for package in module.parents[:2]:
+        (package / "__init__.py").touch()
+    module.write_text("def fetch__all__(text): return [text]\n")
+    code = (
+        f"import sys; sys.path.insert(1, {str(tmp_path)!r}); import tandem_transformers; tandem_transformers.spare_work()\n"
+        "from transformers.utils import import_utils; print(import_utils.fetch__all__('all\\n__all__ = []'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PLUGIN, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "['all\\n__all__ = []']", done.stderr
