@@ -776,6 +776,9 @@ def test_metrics_of_samples_by_hand():
     first, fork, unscored, plain = group.trajectories
     unscored = replace(unscored, reward=None, turns=[], response_mask=np.zeros(4, dtype=bool))
     parts = {"reward_parts": {"a": 1.0}}
+    plain = replace(
+        plain, turns=[*plain.turns[:-1], replace(plain.turns[-1], finish_reason=FinishReason.LENGTH)]
+    )
     found = sample_metrics(
         [replace(group, trajectories=[replace(first, **parts), replace(fork, **parts), unscored, plain])]
     )
@@ -785,6 +788,9 @@ def test_metrics_of_samples_by_hand():
     assert found["response/length_mean"] == pytest.approx(sum(lengths) / 3)
     assert (found["response/tokens"], found["response/length_max"]) == (sum(lengths), max(lengths))
     assert found["episode/not_scored_fraction"] == pytest.approx(1 / 3)
+    assert found["response/truncated_fraction"] == pytest.approx(1 / 3)
+    one_scored = sample_metrics([replace(group, trajectories=[first, unscored])])
+    assert one_scored["groups/no_signal_fraction"] == 1.0
     nothing = sample_metrics([replace(group, trajectories=[unscored])])
     assert not {"reward/mean", "response/length_mean"} & nothing.keys() and nothing["response/tokens"] == 0
     assert nothing["groups/no_signal_fraction"] == 1.0
@@ -811,6 +817,21 @@ def test_rewards_under_the_learners_policy_count_an_episode_once(ranks):
                 sum(rewards[key] for key in weights) / len(weights)
             )
             assert found["reward/importance_weighted"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_episode_whose_first_sequence_has_no_tokens_counts_by_those_of_its_fork():
+    """Likelihood ratios 2 of the episode with reward 1, and 1 of the other, each from a single token."""
+    mask_T = torch.tensor([False, False, True, False, False, True])
+    packed = replace(random_batch([2, 2, 2], seed=1, mask_T=mask_T), sequence_ids_S=torch.arange(3))
+    log_ratio_T = torch.tensor([5.0, 5.0, math.log(2), 5.0, 5.0, 0.0])
+    batch = StepBatch(
+        packed=packed.with_fields(old_logprobs_T=packed.rollout_logprobs_T + log_ratio_T), rows=[[[0, 1, 2]]],
+        rewards_S=torch.tensor([1.0, 1.0, 0.0]), group_ids_S=torch.zeros(3, dtype=torch.int64),
+        episode_ids_S=torch.tensor([0, 0, 1]),
+    )  # fmt: skip
+    found = values(reward_metrics_of(batch, [], "decoupled", alone))
+    assert found["reward/as_sampled"] == 0.5
+    assert found["reward/importance_weighted"] == pytest.approx(2 / 3, rel=1e-6)
 
 
 def reward_metrics_on_rank(share: Share, group: dist.ProcessGroup) -> dict[str, float]:
