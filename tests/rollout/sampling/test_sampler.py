@@ -26,7 +26,9 @@ from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from rollout.rewards import RewardModelError, WorkerStartError
 from rollout.run_key import run_key
+from rollout.sampling import remote as remote_module
 from rollout.sampling.messages import (
+    Done,
     Evaluated,
     SampleRoleLost,
     SamplerState,
@@ -981,6 +983,30 @@ def test_a_role_that_is_replaced_is_noticed_and_its_successor_followed(tokenizer
     assert not first.follow(within_s=20), "it was not told where to look"
 
 
+def test_a_successor_at_the_same_address_is_told_by_its_process(monkeypatch):
+    monkeypatch.setattr(remote_module, "FIND_EVERY_S", 0.0)
+    monkeypatch.setattr(remote_module, "LOOK_UP_EVERY_S", 0.01)
+    announced, looks = {"address": "tcp://127.0.0.1:1", "pid": 1}, []
+    with RemoteSampler("tcp://127.0.0.1:1", timeout_s=1, find=lambda: announced) as remote:
+        remote._look_for_successor()
+        announced = None
+        remote._look_for_successor()  # one that starts is none yet
+        announced = {"address": "tcp://127.0.0.1:1", "pid": 2}
+        with pytest.raises(SampleRoleLost, match="another has taken its place"):
+            remote._look_for_successor()
+        assert remote.follow(within_s=20)
+        remote._look_for_successor()  # it is the present one now
+        assert not remote.follow(within_s=0.03, meanwhile=lambda: looks.append("look")) and looks
+
+
+def test_an_answer_to_another_request_is_no_answer(tokenizer, served, monkeypatch):
+    remote = served(make_sampler(tokenizer))
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_module, "decode_reply", lambda content: Done())
+        with pytest.raises(SamplingError, match="answered GetState with Done; are both of one version"):
+            remote.state()
+
+
 def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):
     engine = FakeEngine(fail=lambda prompt_ids, seed: True)
     remote = served(make_sampler(tokenizer, engine=engine))
@@ -1022,6 +1048,7 @@ def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
     for ask in (
         lambda: remote.next_groups(2, newest=0, max_staleness=0, meanwhile=give_up),
         lambda: remote.evaluate(meanwhile=give_up),
+        lambda: remote.drain(0.0, meanwhile=give_up),
     ):
         with pytest.raises(ValueError, match="enough"):
             ask()
