@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -450,19 +452,36 @@ def test_all_stages_are_counted_and_any_that_failed_ends_the_update(make_sync, m
     assert control.calls == ["open_update"]
 
 
-def test_a_server_that_is_gone_at_the_end_need_not_be_told(make_sync):
+def test_a_server_that_is_gone_at_the_end_need_not_be_told(make_sync, monkeypatch):
     sync, control = make_sync()
-    sync.publish()
-    leave, asked = control.leave_group, []
+    leave, close, asked = control.leave_group, control.close, []
 
-    def refuse_once() -> None:
+    def refuse_once() -> Pending:
         asked.append("leave")
-        control.leave_group = leave
-        raise ControlError("it is gone")
+        if len(asked) == 1:
+            raise ControlError("it is gone")
+        return leave()
 
-    control.leave_group = refuse_once
+    monkeypatch.setattr(control, "leave_group", refuse_once)
+    monkeypatch.setattr(control, "close", lambda: asked.append("close"))
     sync.close()
-    assert asked
+    close()
+    assert asked[:3] == ["leave", "leave", "close"], "the others are told, and the control is closed"
+
+
+@pytest.mark.parametrize(("stage", "version"), [(0, None), (1, 3)])
+def test_only_the_last_stage_names_the_version(make_sync, monkeypatch, stage, version):
+    sync, _ = make_sync()
+    sync.close()
+    monkeypatch.setattr(weight_sync, "in_turn", nullcontext)
+    monkeypatch.setattr(weight_sync, "make_buckets", lambda *exported: iter(["first", "second"]))
+    sync._learner = SimpleNamespace(groups=SimpleNamespace(pp_rank=stage, pp_size=2))
+    sync._sender, sync._buffers = Mock(), Mock()
+    sync._sender.send.return_value = 7
+    assert sync._send_as_sender(iter(()), 3, None) == SentByRank(bytes=7)
+    buckets, _, named_version, _ = sync._sender.send.call_args.args
+    assert [*buckets] == ["first", "second"] and named_version == version
+    sync._buffers.release.assert_called_once_with()
 
 
 def test_a_stop_ends_the_wait_for_servers(make_sync):
@@ -481,16 +500,22 @@ def test_groups_that_could_not_be_made_are_made_with_those_that_are_left(make_sy
     left = FakeControl(folder, 1)
 
     class Gone(FakeControl):
+        is_closed = False
+
         def take_over(self) -> bool:
             del lives["replica 1"]
             raise ControlError("connection refused")
+
+        def close(self) -> None:
+            self.is_closed = True
+            super().close()
 
     second = Gone(folder, 2)
     controls = {("replica 0", "replica 1"): second, ("replica 0",): left}
     sync._control_of = lambda urls: controls[tuple(urls)]
     del lives["replica 2"]
     try:
-        assert sync.publish().servers == 1 and left.versions() == [1]
+        assert sync.publish().servers == 1 and left.versions() == [1] and second.is_closed
     finally:
         left.close()
         second.close()
