@@ -35,7 +35,7 @@ from parallel.megatron import platform
 from parallel.weights.hf_files import hidden_folder
 from tests.support.megatron_workers import run_ranks
 from tests.support.packed_batches import random_batch
-from tests.trainer.studies.test_replay import recorded, same
+from tests.trainer.studies.test_replay import recorded, same, with_random_experts
 from trainer import checkpointing as resume
 from trainer import learner as trainer_learner
 from trainer.algorithm.kl_reward import KLInReward
@@ -459,7 +459,7 @@ def test_what_is_recorded_is_the_learners_own_log_probs(tmp_path, mode, scored):
 
 def test_the_first_rank_records_what_all_ranks_have(tmp_path, monkeypatch):
     packed = recorded(seed=5).packed
-    packed = packed.with_fields(values_T=torch.rand(packed.num_tokens))
+    packed = with_random_experts(packed.with_fields(values_T=torch.rand(packed.num_tokens)))
     shares = [packed.select([2, 0]), packed.select([3, 1])]
     monkeypatch.setattr(dist, "all_gather_object", lambda out, mine, group: out.__setitem__(slice(2), shares))
     of_step = {
