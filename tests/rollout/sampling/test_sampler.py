@@ -986,8 +986,13 @@ def test_a_role_that_is_replaced_is_noticed_and_its_successor_followed(tokenizer
 def test_a_successor_at_the_same_address_is_told_by_its_process(monkeypatch):
     monkeypatch.setattr(remote_module, "FIND_EVERY_S", 0.0)
     monkeypatch.setattr(remote_module, "LOOK_UP_EVERY_S", 0.01)
-    announced, looks = {"address": "tcp://127.0.0.1:1", "pid": 1}, []
-    with RemoteSampler("tcp://127.0.0.1:1", timeout_s=1, find=lambda: announced) as remote:
+    announced, looks, found = {"address": "tcp://127.0.0.1:1", "pid": 1}, [], []
+
+    def find():
+        found.append(announced)
+        return announced
+
+    with RemoteSampler("tcp://127.0.0.1:1", timeout_s=1, find=find) as remote:
         remote._look_for_successor()
         announced = None
         remote._look_for_successor()  # one that starts is none yet
@@ -997,6 +1002,12 @@ def test_a_successor_at_the_same_address_is_told_by_its_process(monkeypatch):
         assert remote.follow(within_s=20)
         remote._look_for_successor()  # it is the present one now
         assert not remote.follow(within_s=0.03, meanwhile=lambda: looks.append("look")) and looks
+        monkeypatch.setattr(remote_module, "FIND_EVERY_S", 100.0)
+        remote._found_at -= 100.0
+        found.clear()
+        remote._look_for_successor()
+        remote._look_for_successor()
+        assert len(found) == 1
 
 
 def test_an_answer_to_another_request_is_no_answer(tokenizer, served, monkeypatch):
@@ -1149,6 +1160,8 @@ def test_a_drain_ends_before_the_update_and_the_next_request_opens_again(tokeniz
 
 
 def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():
+    began = time.monotonic()
     with RemoteSampler("tcp://127.0.0.1:9", timeout_s=0.2) as remote:
         with pytest.raises(SamplingError, match=r"tcp://127.0.0.1:9 did not answer GetState in 0.2 s"):
             remote.state()
+    assert time.monotonic() - began < 20
