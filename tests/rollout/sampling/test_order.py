@@ -67,6 +67,13 @@ def test_built_in_orders_take_each_prompt_once(num, seed, epoch):
     )
 
 
+def test_each_seed_and_each_epoch_has_an_order_that_stays():
+    """A run that another version of Tandem resumes must find it."""
+    orders = {tuple(epoch_order(40, seed=seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(orders) == 4
+    assert epoch_order(6, seed=0, epoch=1) == [3, 2, 4, 5, 1, 0]
+
+
 def test_a_function_gets_the_records_if_it_wants_them():
     rows = [{"difficulty": 5}, {"difficulty": 1}, {"difficulty": 3}]
     assert prompt_order(own("easy_first"), 3, seed=0, rows=lambda: rows)(0) == [1, 2, 0]
