@@ -52,7 +52,8 @@ from rollout.rewards.math_answers import (
     gsm8k_reward,
     math_verify_reward,
 )
-from rollout.rewards.scorer import default_num_workers
+from rollout.rewards.scorer import _worker_pool, default_num_workers
+from rollout.rewards.worker import START_TIMEOUT_S
 from rollout.tasks import Problem
 
 # --- the evaluator
@@ -826,6 +827,14 @@ def test_a_slow_import_is_told_meanwhile(trial, monkeypatch):
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (16, 8), (64, 32), (256, 32)])
 def test_the_number_of_workers_follows_the_cores(cores, workers):
     assert default_num_workers(cores) == workers
+
+
+@pytest.mark.parametrize(("import_timeout_s", "start_timeout_s"), [(5.0, START_TIMEOUT_S), (300.0, 300.0)])
+def test_a_config_may_give_more_time_for_a_start(import_timeout_s, start_timeout_s):
+    config = FunctionReward(function="a:b", import_timeout_s=import_timeout_s)
+    pool = _worker_pool(config, 1)
+    assert [worker._start_timeout_s for worker in pool._workers] == [start_timeout_s]
+    pool.close()
 
 
 def test_the_number_of_workers_can_be_said(user_module):
