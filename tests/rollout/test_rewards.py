@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from configs.schema.task import (
     AnyReward,
+    CodeReward,
     CountdownReward,
     FunctionReward,
     Gsm8kReward,
@@ -597,6 +598,7 @@ def test_rows_are_kept_only_for_a_reward_that_may_ask_for_them(user_module):
     function = function_config(user_module)
     assert may_read_rows(function)
     assert may_read_rows(WeightedReward(parts={"right": CountdownReward(), "mine": function}))
+    assert may_read_rows(CodeReward(type="code"))
     assert not may_read_rows(WeightedReward(parts={"right": CountdownReward()}))
 
 
