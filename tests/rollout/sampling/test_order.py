@@ -26,6 +26,9 @@ def weighted(num_prompts, seed, epoch, **weights):
 def forgetful(num_prompts, seed, epoch):
     return [next(calls) % num_prompts] * num_prompts
 
+def told(num_prompts, seed, epoch):
+    return [seed, epoch, num_prompts - 1]
+
 def short(num_prompts, seed, epoch):
     return range(num_prompts // 2)
 
@@ -84,6 +87,13 @@ def test_a_function_gets_the_records_if_it_wants_them():
         prompt_order(other, 3, seed=0, rows=lambda: rows)(0)
     repeated = prompt_order(own("weighted"), 50, seed=0, rows=list)
     assert repeated(1) == repeated(1) != repeated(2) and len({*repeated(1)}) < 50
+
+
+def test_a_function_is_told_seed_and_epoch_and_gives_as_many_indices_as_there_are_prompts():
+    assert prompt_order(own("told"), 3, seed=2, rows=list)(1) == [2, 1, 2]
+    for num_prompts in (2, 4):
+        with pytest.raises(ValueError, match=f"for {num_prompts} prompts in epoch 0, it returned 3 indices"):
+            prompt_order(own("told"), num_prompts, seed=0, rows=list)(0)
 
 
 @pytest.mark.parametrize(

@@ -742,6 +742,19 @@ def test_turns_are_averaged_each_by_itself_whatever_is_rejected_or_forked(forks)
     torch.testing.assert_close(found, torch.tensor([0, 1 / 6, 0, 1 / 6, 0, 1 / 3, 1 / 3]))
 
 
+@pytest.mark.parametrize(("denominator", "share"), [("kept", 1 / 3), ("all", 1 / 4)])
+def test_rejected_tokens_have_no_weight_and_count_where_the_denominator_is_all(denominator, share):
+    mask_T, keep_T = (
+        torch.tensor([False, True, True, True, True]),
+        torch.tensor([False, True, False, True, True]),
+    )
+    packed = replace(random_batch([5], seed=1, mask_T=mask_T), sequence_ids_S=torch.arange(1))
+    batch = StepBatch(packed=packed, rows=[[[0]]], rewards_S=torch.zeros(1), group_ids_S=torch.zeros(1))
+    correction = replace(correct(packed, CorrectionConfig()), keep_T=keep_T)
+    found = batch.with_loss_weights(correction, AggregationConfig(), denominator, alone).packed.aggregation_T
+    torch.testing.assert_close(found, share * keep_T)
+
+
 def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
     """Each count is a collective of the whole step."""
     (share,) = split_groups(
