@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ from rollout.rewards.math_answers import (
     math_verify_reward,
 )
 from rollout.rewards.scorer import _worker_pool, default_num_workers
-from rollout.rewards.worker import START_TIMEOUT_S
+from rollout.rewards.worker import START_TIMEOUT_S, Job, _Worker, kill_tree
 from rollout.tasks import Problem
 
 # --- the evaluator
@@ -512,6 +513,31 @@ def test_close_ends_what_is_under_way(user_module):
     done, pending = asyncio.run(close_early())
     assert not pending and all(future.cancelled() for future in done)
     assert children() == before
+
+
+def test_a_worker_that_ended_between_two_jobs_is_started_anew_and_none_after_the_close(tmp_path, monkeypatch):
+    (tmp_path / "worker_reward.py").write_text(
+        "import time\ndef score(prompt, response, reference):\n    return 1.0 if response == 'fine' else time.sleep(600)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    worker = _Worker("worker_reward:score", 20.0, START_TIMEOUT_S)
+    job = Job(prompt_text="p", response_text="fine", reference="r")
+    try:
+        assert worker.call(job) == Score(value=1.0)
+        kill_tree(worker._process)
+        assert worker.call(job) == Score(value=1.0)
+        with ThreadPoolExecutor(1) as threads:
+            late = threads.submit(worker.call, replace(job, response_text="hang"))
+            while not worker._asking.locked():
+                time.sleep(0.01)
+            worker.close()
+            with pytest.raises(CancelledError):
+                late.result(20)
+        with pytest.raises(CancelledError):
+            worker.call(job)
+        assert worker.pid is None
+    finally:
+        worker.close()
 
 
 def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):

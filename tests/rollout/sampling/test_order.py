@@ -32,6 +32,16 @@ def told(num_prompts, seed, epoch):
 def short(num_prompts, seed, epoch):
     return range(num_prompts // 2)
 
+def several(num_prompts, seed, epoch):
+    return range(1, 2) if num_prompts == 1 else range(num_prompts)
+
+def later(num_prompts, seed, epoch):
+    return [next(calls) % num_prompts if epoch else 0] * num_prompts
+
+def sized(num_prompts, seed, epoch, rows):
+    assert len(rows) == num_prompts
+    return range(num_prompts)
+
 def beyond(num_prompts, seed, epoch):
     return range(1, num_prompts + 1)
 
@@ -118,6 +128,19 @@ def test_a_function_that_breaks_its_contract_is_refused_before_a_start(name, mes
             None,
         )
         assert re.search(message, process.ask(job, "trying", "limit", 60.0, "wait"))
+
+
+def test_the_trial_calls_for_several_epochs_and_for_a_single_prompt():
+    def attempt(what: str, name: str, row: dict | None = None) -> None:
+        fields = own(name).model_dump(include={"function", "settings", "check", "check_timeout_s"})
+        order_module._attempt(what, fields, row)
+
+    with pytest.raises(ValueError, match="two calls for epoch 1 gave different orders"):
+        attempt("call", "later")
+    with pytest.raises(ValueError, match="for 1 prompts in epoch 0, it returned the index 1; return 0 to 0"):
+        attempt("call", "several")
+    attempt("call", "sized", {})
+    attempt("import", "leaves")
 
 
 def test_the_trial_accepts_functions_that_keep_to_it():
