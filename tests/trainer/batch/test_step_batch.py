@@ -703,6 +703,14 @@ def test_what_fills_up_a_minibatch_has_neither_experts_nor_kept_sets():
             assert one.is_replayed_T.any() != is_filling and one.num_kept_T.sum() == one.response_mask_T.sum()
 
 
+def test_lags_and_shared_prompts_are_packed_where_the_step_asks_for_them():
+    groups = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
+    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=20)
+    plain, packed = step_batch(share).packed, step_batch(share, newest=3, share_prompts=True).packed
+    assert plain.lag_T is None is plain.prompt_ids_S and packed.prompt_ids_S is not None
+    assert (packed.lag_T[packed.response_mask_T] == 3).all(), "sampled by version 0"
+
+
 def test_groups_of_which_all_scored_samples_have_one_reward_are_packed_apart():
     groups = make_groups([[5, 5]] * 4, [[1.0, 1.0], [0.0, 1.0], [1.0, None], [None, None]], seed=1)
     (share,) = split_groups(
