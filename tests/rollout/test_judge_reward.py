@@ -151,7 +151,7 @@ def test_the_last_match_of_the_judges_own_answer_counts(answer, value):
         ("I think …", "answer, cut off after max_tokens=1024"),
         ("Score: 11", r"score 11 is outside of reward.score_range=\[0, 10\]"),
         ("Score: -1", "score -1 is outside"),
-        ("400", "refused it with HTTP 400"),
+        *((status, f"refused it with HTTP {status}") for status in ("400", "413", "422")),
     ],
 )
 def test_a_sample_without_a_score_fails_alone(answer, message):
