@@ -110,12 +110,12 @@ def run(server: Server, *responses: str, **fields) -> tuple[list[Score], int]:
 def test_a_request_and_its_score():
     server = Server()
     [score], retries = run(
-        server, "five", system_prompt="Be {strict}.", extra_body={"seed": 1}, max_tokens=None, temperature=0.5
+        server, "five", system_prompt="Be {strict}.", extra_body={"seed": 1}, max_tokens=None, temperature=0.0
     )
     assert (score, retries) == (Score(value=0.8, parts={"judge_score": 8.0}), 0)
     text = "Q 2+3= A <answer>five</answer> R 5 {}"
     messages = [{"role": "system", "content": "Be {strict}."}, {"role": "user", "content": text}]
-    assert server.bodies == [{"model": "m", "messages": messages, "temperature": 0.5, "seed": 1}]
+    assert server.bodies == [{"model": "m", "messages": messages, "temperature": 0.0, "seed": 1}]
     assert server.keys == [None, None]
 
 
@@ -159,6 +159,11 @@ def test_a_sample_without_a_score_fails_alone(answer, message):
     assert [score.value for score in scores] == [0.5, 0.0, 0.8] and retries == 0
     assert scores[1].parts == {} and not scores[1].correct
     assert re.search(message, scores[1].error)
+
+
+def test_a_score_is_its_share_of_the_range():
+    [score], _ = run(Server(["Score: 4"]), "a", score_range=(2, 10))
+    assert score == Score(value=0.25, parts={"judge_score": 4.0})
 
 
 def test_a_score_that_is_no_number():

@@ -55,7 +55,7 @@ from rollout.rewards.math_answers import (
     math_verify_reward,
 )
 from rollout.rewards.scorer import _worker_pool, default_num_workers
-from rollout.rewards.worker import START_TIMEOUT_S, Job, _Worker, kill_tree
+from rollout.rewards.worker import START_TIMEOUT_S, Job, _math_verify, _Worker, kill_tree
 from rollout.tasks import Problem
 
 # --- the evaluator
@@ -308,6 +308,11 @@ def test_math_verify(reference, response, correct):
     assert math_verify_reward(reference, response).value == float(correct)
 
 
+def test_a_worker_of_math_verify_reads_the_response_and_not_the_reference():
+    assert _math_verify("p", "no idea", "12") == (0.0, {"found": 0.0})
+    assert _math_verify("p", "the answer is 12", "12") == (1.0, {"found": 1.0})
+
+
 def test_math_verify_names_a_reference_it_cannot_read():
     with pytest.raises(ValueError, match="cannot read the reference"):
         math_verify_reward("$$", "1")
@@ -494,6 +499,15 @@ def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
     [score] = scores_of(function_config(user_module, timeout_s=5.0), f"leave {tmp_path}/child")
     assert "TimeoutError" in score.error
     assert ends(int((tmp_path / "child").read_text()))
+
+
+def test_what_its_children_started_ends_too():
+    shells = "sh -c 'sleep 600 & echo $!; wait' & wait"
+    process = subprocess.Popen(["sh", "-c", shells], stdout=subprocess.PIPE, text=True)
+    with process:
+        grandchild = int(process.stdout.readline())
+        kill_tree(process)
+    assert ends(grandchild)
 
 
 def test_close_ends_what_is_under_way(user_module):
