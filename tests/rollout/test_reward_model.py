@@ -135,7 +135,7 @@ class Server:
         if any(self.refuses(text) for text in texts):
             return web.json_response({"error": {"message": "too long for the context"}}, status=400)
         scores = [self.score(text) for text in texts]
-        return self._reply(scores[:-1] if act == "short" else scores)
+        return self._reply({"short": scores[:-1], "long": scores * 2}.get(act, scores))
 
     def _reply(self, scores: list[object]) -> web.Response:
         if self.protocol == "json":
@@ -412,6 +412,7 @@ def test_a_model_that_stays_away_is_one_clear_error_for_all_who_wait(act, messag
     [
         ("sglang", "short", r"was asked for 2 scores as \[\{.embedding.*\] and sent 1 of them"),
         ("json", "short", r"was asked for 2 scores as \{.scores.*\} and sent 1 of them"),
+        ("json", "long", r"was asked for 2 scores as \{.scores.*\} and sent 4 of them"),
         ("sglang", "garbage", "<html>busy"),
         ("json", "garbage", "<html>busy"),
         ("sglang", "object", "and sent b'{"),
@@ -427,12 +428,13 @@ def test_an_answer_of_another_form_ends_the_run_at_once(protocol, act, message):
     assert len(server.requests) == 1
 
 
-def test_a_model_with_several_labels_is_no_reward_model():
+@pytest.mark.parametrize("logits", [[0.3, 0.7], [0.1, 0.2, 0.7]])
+def test_a_model_with_several_labels_is_no_reward_model(logits):
     with pytest.raises(
         RewardModelError,
-        match="sent 3 numbers for a text, not one score; serve a reward model with a single label",
+        match=f"sent {len(logits)} numbers for a text, not one score; serve a reward model with a single label",
     ):
-        run(Server(score=lambda text: [0.1, 0.2, 0.7]), "a")
+        run(Server(score=lambda text: logits), "a")
 
 
 # --- single samples
