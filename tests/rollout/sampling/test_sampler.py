@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -39,7 +40,7 @@ from rollout.sampling.messages import (
 from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
-from rollout.sampling.sampler import GroupSampler, choose_heldout, pass_at
+from rollout.sampling.sampler import GroupSampler, _has_signal, accuracy_error, choose_heldout, pass_at
 from rollout.tasks import Problem, Task, longer_than, without
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
@@ -354,6 +355,16 @@ def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what):
     assert sampler.state.position == 0
 
 
+def test_an_evaluation_of_which_a_reward_fails_counts_it_as_wrong(tokenizer):
+    class OneFails(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            score = await super().score(prompt, response_text, **length)
+            return Score(value=0.0, error="lost") if prompt.prompt_id == "h0" else score
+
+    found = asyncio.run(make_sampler(tokenizer, scorer=OneFails()).evaluate())
+    assert found.count == asyncio.run(make_sampler(tokenizer).evaluate()).count
+
+
 # --- dynamic sampling
 # --------------------------------------------------------------------------------------------------------------
 
@@ -411,7 +422,9 @@ def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_si
             used - before - count,
             sum(not differs(group) for group in expected),
         )
-        assert stats.requests == (used - before) * size and len(engine.calls) == used * size
+        assert stats.requests == stats.scored == (used - before) * size and len(engine.calls) == used * size
+        assert (stats.first_group, stats.prompts) == (before, [g.prompt_id for g in plain[before:used]])
+        assert stats.without_signal == sorted({*range(before, used)} - {g.group_id for g in groups})
 
 
 class ByPrompt:
@@ -432,6 +445,21 @@ class ByPrompt:
             value=float(first and prompt.prompt_id in self.values),
             correct=first and prompt.prompt_id in self.right,
         )
+
+
+@pytest.mark.parametrize("compare", ["reward", "correct"])
+def test_a_sample_without_a_score_is_no_signal(compare):
+    def sample(value: float | None) -> SimpleNamespace:
+        return SimpleNamespace(reward=value, correct=value == 1.0)
+
+    for values, signal in (((1.0, 1.0, None), False), ((1.0, 0.0, None), True), ((None, None), False)):
+        assert _has_signal([sample(value) for value in values], resample(2, compare)) == signal
+
+
+def test_the_standard_error_of_an_accuracy_is_over_problems():
+    """Shares 1 and 1/2: a standard deviation of 1 / sqrt(8), over sqrt(2)."""
+    assert accuracy_error([[True, True], [False, True]]) == pytest.approx(1 / 4)
+    assert accuracy_error([[True, False]]) is None
 
 
 def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
