@@ -21,6 +21,7 @@ from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import Scorer, check_reward, code, may_read_rows
 from rollout.rewards.code import (
     SANDBOXES,
+    ProgramTests,
     check_tests,
     choose_sandbox,
     find_program,
@@ -377,6 +378,16 @@ def test_all_tests_or_their_share(score, half):
     assert right == Score(value=1.0, parts={"no_code": 0.0, "passed": 1.0, "timed_out": 0.0}, correct=True)
     assert some == Score(value=half, parts={"no_code": 0.0, "passed": 0.5, "timed_out": 0.0})
     assert none == Score(value=0.0, parts={"no_code": 1.0, "passed": 0.0, "timed_out": 0.0})
+
+
+def test_tests_that_were_not_run_did_not_pass(monkeypatch):
+    async def stop_at_the_second(*job) -> list[str]:
+        return ["passed", "timed_out"]
+
+    monkeypatch.setattr(code, "run_program", stop_at_the_second)
+    programs = ProgramTests(CodeReward(type="code", score="fraction"), num_workers=1)
+    found = asyncio.run(programs._score(RIGHT, [{"code": "assert True"}] * 4))
+    assert found == Score(value=0.25, parts={"no_code": 0.0, "passed": 0.25, "timed_out": 1.0})
 
 
 def test_a_part_of_a_sum_reads_nested_tests_and_decides():

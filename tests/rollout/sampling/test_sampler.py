@@ -40,7 +40,7 @@ from rollout.sampling.messages import (
 from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
-from rollout.sampling.sampler import GroupSampler, _has_signal, accuracy_error, choose_heldout, pass_at
+from rollout.sampling.sampler import GroupSampler, _has_signal, _summarise_samples, choose_heldout, pass_at
 from rollout.tasks import Problem, Task, longer_than, without
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
@@ -456,10 +456,13 @@ def test_a_sample_without_a_score_is_no_signal(compare):
         assert _has_signal([sample(value) for value in values], resample(2, compare)) == signal
 
 
-def test_the_standard_error_of_an_accuracy_is_over_problems():
-    """Shares 1 and 1/2: a standard deviation of 1 / sqrt(8), over sqrt(2)."""
-    assert accuracy_error([[True, True], [False, True]]) == pytest.approx(1 / 4)
-    assert accuracy_error([[True, False]]) is None
+def test_an_evaluation_counts_a_sample_without_a_score_as_zero():
+    right, unscored = (
+        SimpleNamespace(reward=reward, correct=bool(reward), is_truncated=False, num_sampled=2)
+        for reward in (1.0, None)
+    )
+    found = _summarise_samples([[right, unscored]])
+    assert (found.accuracy, found.reward_mean, found.count) == (0.5, 0.5, 2)
 
 
 def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
