@@ -350,7 +350,7 @@ def test_bubblewrap_is_refused_where_it_does_not_work(monkeypatch, tmp_path):
 # --- the reward
 # ----------------------------------------------------------------------------------------------------------------------
 
-RIGHT, HALF = "```python\ndef f(x): return x + 1\n```", "```python\ndef f(x): return 2\n```"
+RIGHT, HALF = "```python\ndef f(x): return x + 1\n```", "```python\ndef f(x): return 3\n```"
 
 
 def prompt_of(**row: object) -> Prompt:
@@ -374,9 +374,10 @@ def scores_of(config: AnyReward, *responses: str, prompt: Prompt | None = None) 
 
 @pytest.mark.parametrize(("score", "half"), [("all", 0.0), ("fraction", 0.5)])
 def test_all_tests_or_their_share(score, half):
+    """``HALF`` fails the first test and passes the second, which runs only where shares count."""
     right, some, none = scores_of(config_of(score=score, sandbox="none"), RIGHT, HALF, "I cannot.")
     assert right == Score(value=1.0, parts={"no_code": 0.0, "passed": 1.0, "timed_out": 0.0}, correct=True)
-    assert some == Score(value=half, parts={"no_code": 0.0, "passed": 0.5, "timed_out": 0.0})
+    assert some == Score(value=half, parts={"no_code": 0.0, "passed": half, "timed_out": 0.0})
     assert none == Score(value=0.0, parts={"no_code": 1.0, "passed": 0.0, "timed_out": 0.0})
 
 
