@@ -186,8 +186,13 @@ def test_a_program_that_ends_before_its_assertions_fails(program):
     assert outcomes("none", program, "assert False") == ["failed"]
 
 
-def test_a_right_output_does_not_excuse_a_crash():
-    assert outcomes("none", "print(1)\n1 / 0", {"input": "", "output": "1"}) == ["failed"]
+@pytest.mark.parametrize("crash", ["1 / 0", "import os; os.kill(os.getpid(), 9)"])
+def test_a_right_output_does_not_excuse_a_crash(crash):
+    assert outcomes("none", f"print(1, flush=True)\n{crash}", {"input": "", "output": "1"}) == ["failed"]
+
+
+def test_blanks_before_an_output_count():
+    assert outcomes("none", "print(' 1')", {"input": "", "output": "1"}) == ["failed"]
 
 
 # --- limits
