@@ -288,6 +288,10 @@ def test_the_last_number_of_a_long_response_is_found_at_its_end():
     assert min(seconds() for _ in range(3)) < (time.process_time() - began) / 20
 
 
+def test_gsm8k_finds_a_zero():
+    assert gsm8k_reward("1", "#### 0") == Score(value=0.0, parts={"found": 1.0})
+
+
 def test_gsm8k_needs_a_number_to_compare_with():
     with pytest.raises(ValueError, match="holds no number"):
         gsm8k_reward("eleven", "11")
@@ -311,6 +315,7 @@ def test_math_verify(reference, response, correct):
 def test_a_worker_of_math_verify_reads_the_response_and_not_the_reference():
     assert _math_verify("p", "no idea", "12") == (0.0, {"found": 0.0})
     assert _math_verify("p", "the answer is 12", "12") == (1.0, {"found": 1.0})
+    assert _math_verify("p", "the answer is 13", "12") == (0.0, {"found": 1.0})
 
 
 def test_math_verify_names_a_reference_it_cannot_read():
