@@ -33,6 +33,7 @@ from transformers import (
 from configs.schema.task import ChatText, CountdownReward, ModelReward, PlainText, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import RewardModelError, Scorer, check_reward, served
+from rollout.rewards import model as model_module
 from rollout.rewards.model import RewardModel
 from rollout.rewards.served import MAX_FAILED_IN_A_ROW
 from rollout.servers.command import choose_ports, server_command, server_environment
@@ -339,6 +340,22 @@ def test_close_ends_what_is_under_way():
             await model.close()
             done, pending = await asyncio.wait(late, timeout=5)
             assert not pending and all(future.cancelled() for future in done)
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
+def test_close_ends_what_waits_for_a_full_batch(monkeypatch):
+    monkeypatch.setattr(model_module, "LINGER_S", 60.0)
+
+    async def go():
+        async with Server() as server:
+            model = RewardModel(config_of(server, batch_size=4))
+            await model.start()
+            late = asyncio.ensure_future(model.score(prompt(), "a"))
+            await asyncio.sleep(0)
+            await model.close()
+            await asyncio.wait([late], timeout=5)
+            assert late.cancelled()
 
     asyncio.run(asyncio.wait_for(go(), 20))
 
