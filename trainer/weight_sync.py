@@ -139,8 +139,7 @@ class WeightSync:
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
         both_are_float32 = self._dtype == learner.engine.dtype == torch.float32
-        as_sent = rollout.quantization == "none" and rollout.precision is None
-        self._exact = are_aligned or (both_are_float32 and as_sent)
+        self._exact = are_aligned or (both_are_float32 and rollout.precision is None)
         self._tolerance, self._unlikely_tolerance = EXACT_TOLERANCE, UNLIKELY_TOLERANCE
         self._engines = "float32 on both sides"
         if are_aligned:

@@ -21,6 +21,7 @@ from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import code
 from rollout.rewards.code import (
     SANDBOXES,
+    ProgramTests,
     check_tests,
     choose_sandbox,
     find_program,
@@ -186,8 +187,13 @@ def test_a_program_that_ends_before_its_assertions_fails(program):
     assert outcomes("none", program, "assert False") == ["failed"]
 
 
-def test_a_right_output_does_not_excuse_a_crash():
-    assert outcomes("none", "print(1)\n1 / 0", {"input": "", "output": "1"}) == ["failed"]
+@pytest.mark.parametrize("crash", ["1 / 0", "import os; os.kill(os.getpid(), 9)"])
+def test_a_right_output_does_not_excuse_a_crash(crash):
+    assert outcomes("none", f"print(1, flush=True)\n{crash}", {"input": "", "output": "1"}) == ["failed"]
+
+
+def test_blanks_before_an_output_count():
+    assert outcomes("none", "print(' 1')", {"input": "", "output": "1"}) == ["failed"]
 
 
 # --- limits
@@ -350,7 +356,7 @@ def test_bubblewrap_is_refused_where_it_does_not_work(monkeypatch, tmp_path):
 # --- the reward
 # ----------------------------------------------------------------------------------------------------------------------
 
-RIGHT, HALF = "```python\ndef f(x): return x + 1\n```", "```python\ndef f(x): return 2\n```"
+RIGHT, HALF = "```python\ndef f(x): return x + 1\n```", "```python\ndef f(x): return 3\n```"
 
 
 def prompt_of(**row: object) -> Prompt:
@@ -374,10 +380,21 @@ def scores_of(config: AnyReward, *responses: str, prompt: Prompt | None = None) 
 
 @pytest.mark.parametrize(("score", "half"), [("all", 0.0), ("fraction", 0.5)])
 def test_all_tests_or_their_share(score, half):
+    """``HALF`` fails the first test and passes the second, which runs only where shares count."""
     right, some, none = scores_of(config_of(score=score, sandbox="none"), RIGHT, HALF, "I cannot.")
     assert right == Score(value=1.0, parts={"no_code": 0.0, "passed": 1.0, "timed_out": 0.0}, correct=True)
-    assert some == Score(value=half, parts={"no_code": 0.0, "passed": 0.5, "timed_out": 0.0})
+    assert some == Score(value=half, parts={"no_code": 0.0, "passed": half, "timed_out": 0.0})
     assert none == Score(value=0.0, parts={"no_code": 1.0, "passed": 0.0, "timed_out": 0.0})
+
+
+def test_tests_that_were_not_run_did_not_pass(monkeypatch):
+    async def stop_at_the_second(*job) -> list[str]:
+        return ["passed", "timed_out"]
+
+    monkeypatch.setattr(code, "run_program", stop_at_the_second)
+    programs = ProgramTests(CodeReward(type="code", score="fraction"), num_workers=1)
+    found = asyncio.run(programs._score(RIGHT, [{"code": "assert True"}] * 4))
+    assert found == Score(value=0.25, parts={"no_code": 0.0, "passed": 0.25, "timed_out": 1.0})
 
 
 def test_a_part_of_a_sum_reads_nested_tests_and_decides():

@@ -112,12 +112,12 @@ def run(server: Server, *responses: str, **fields) -> tuple[list[Score], int]:
 def test_a_request_and_its_score():
     server = Server()
     [score], retries = run(
-        server, "five", system_prompt="Be {strict}.", extra_body={"seed": 1}, max_tokens=None, temperature=0.5
+        server, "five", system_prompt="Be {strict}.", extra_body={"seed": 1}, max_tokens=None, temperature=0.0
     )
     assert (score, retries) == (Score(value=0.8, parts={"judge_score": 8.0}), 0)
     text = "Q 2+3= A <answer>five</answer> R 5 {}"
     messages = [{"role": "system", "content": "Be {strict}."}, {"role": "user", "content": text}]
-    assert server.bodies == [{"model": "m", "messages": messages, "temperature": 0.5, "seed": 1}]
+    assert server.bodies == [{"model": "m", "messages": messages, "temperature": 0.0, "seed": 1}]
     assert server.keys == [None, None]
 
 
@@ -153,7 +153,7 @@ def test_the_last_match_of_the_judges_own_answer_counts(answer, value):
         ("I think …", "answer, cut off after max_tokens=1024"),
         ("Score: 11", r"score 11 is outside of reward.score_range=\[0, 10\]"),
         ("Score: -1", "score -1 is outside"),
-        ("400", "refused it with HTTP 400"),
+        *((status, f"refused it with HTTP {status}") for status in ("400", "413", "422")),
     ],
 )
 def test_a_sample_without_a_score_fails_alone(answer, message):
@@ -161,6 +161,11 @@ def test_a_sample_without_a_score_fails_alone(answer, message):
     assert [score.value for score in scores] == [0.5, 0.0, 0.8] and retries == 0
     assert scores[1].parts == {} and not scores[1].correct
     assert re.search(message, scores[1].error)
+
+
+def test_a_score_is_its_share_of_the_range():
+    [score], _ = run(Server(["Score: 4"]), "a", score_range=(2, 10))
+    assert score == Score(value=0.25, parts={"judge_score": 4.0})
 
 
 def test_a_score_that_is_no_number():

@@ -32,6 +32,7 @@ from transformers import (
 
 from configs.schema.task import ChatText, CountdownReward, ModelReward, PlainText, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
+from rollout.rewards import model as model_module
 from rollout.rewards import served
 from rollout.rewards.model import RewardModel
 from rollout.rewards.scorer import Scorer, check_reward
@@ -136,7 +137,7 @@ class Server:
         if any(self.refuses(text) for text in texts):
             return web.json_response({"error": {"message": "too long for the context"}}, status=400)
         scores = [self.score(text) for text in texts]
-        return self._reply(scores[:-1] if act == "short" else scores)
+        return self._reply({"short": scores[:-1], "long": scores * 2}.get(act, scores))
 
     def _reply(self, scores: list[object]) -> web.Response:
         if self.protocol == "json":
@@ -344,6 +345,22 @@ def test_close_ends_what_is_under_way():
     asyncio.run(asyncio.wait_for(go(), 20))
 
 
+def test_close_ends_what_waits_for_a_full_batch(monkeypatch):
+    monkeypatch.setattr(model_module, "LINGER_S", 60.0)
+
+    async def go():
+        async with Server() as server:
+            model = RewardModel(config_of(server, batch_size=4))
+            await model.start()
+            late = asyncio.ensure_future(model.score(prompt(), "a"))
+            await asyncio.sleep(0)
+            await model.close()
+            await asyncio.wait([late], timeout=5)
+            assert late.cancelled()
+
+    asyncio.run(asyncio.wait_for(go(), 20))
+
+
 # --- what fails for a while
 # --------------------------------------------------------------------------------------------------------
 
@@ -413,6 +430,7 @@ def test_a_model_that_stays_away_is_one_clear_error_for_all_who_wait(act, messag
     [
         ("sglang", "short", r"was asked for 2 scores as \[\{.embedding.*\] and sent 1 of them"),
         ("json", "short", r"was asked for 2 scores as \{.scores.*\} and sent 1 of them"),
+        ("json", "long", r"was asked for 2 scores as \{.scores.*\} and sent 4 of them"),
         ("sglang", "garbage", "<html>busy"),
         ("json", "garbage", "<html>busy"),
         ("sglang", "object", "and sent b'{"),
@@ -428,12 +446,13 @@ def test_an_answer_of_another_form_ends_the_run_at_once(protocol, act, message):
     assert len(server.requests) == 1
 
 
-def test_a_model_with_several_labels_is_no_reward_model():
+@pytest.mark.parametrize("logits", [[0.3, 0.7], [0.1, 0.2, 0.7]])
+def test_a_model_with_several_labels_is_no_reward_model(logits):
     with pytest.raises(
         RewardModelError,
-        match="sent 3 numbers for a text, not one score; serve a reward model with a single label",
+        match=f"sent {len(logits)} numbers for a text, not one score; serve a reward model with a single label",
     ):
-        run(Server(score=lambda text: [0.1, 0.2, 0.7]), "a")
+        run(Server(score=lambda text: logits), "a")
 
 
 # --- single samples

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from configs.schema.task import (
     AnyReward,
+    CodeReward,
     CountdownReward,
     FunctionReward,
     Gsm8kReward,
@@ -46,8 +48,8 @@ from rollout.rewards.math_answers import (
     gsm8k_reward,
     math_verify_reward,
 )
-from rollout.rewards.scorer import Scorer, check_reward, default_num_workers, may_read_rows
-from rollout.rewards.worker import WorkerStartError
+from rollout.rewards.scorer import Scorer, _worker_pool, check_reward, default_num_workers, may_read_rows
+from rollout.rewards.worker import START_TIMEOUT_S, Job, WorkerStartError, _math_verify, _Worker, kill_tree
 from rollout.tasks import Problem
 
 # --- the evaluator
@@ -280,6 +282,10 @@ def test_the_last_number_of_a_long_response_is_found_at_its_end():
     assert min(seconds() for _ in range(3)) < (time.process_time() - began) / 20
 
 
+def test_gsm8k_finds_a_zero():
+    assert gsm8k_reward("1", "#### 0") == Score(value=0.0, parts={"found": 1.0})
+
+
 def test_gsm8k_needs_a_number_to_compare_with():
     with pytest.raises(ValueError, match="holds no number"):
         gsm8k_reward("eleven", "11")
@@ -298,6 +304,12 @@ def test_gsm8k_needs_a_number_to_compare_with():
 )
 def test_math_verify(reference, response, correct):
     assert math_verify_reward(reference, response).value == float(correct)
+
+
+def test_a_worker_of_math_verify_reads_the_response_and_not_the_reference():
+    assert _math_verify("p", "no idea", "12") == (0.0, {"found": 0.0})
+    assert _math_verify("p", "the answer is 12", "12") == (1.0, {"found": 1.0})
+    assert _math_verify("p", "the answer is 13", "12") == (0.0, {"found": 1.0})
 
 
 def test_math_verify_names_a_reference_it_cannot_read():
@@ -488,6 +500,15 @@ def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
     assert ends(int((tmp_path / "child").read_text()))
 
 
+def test_what_its_children_started_ends_too():
+    shells = "sh -c 'sleep 600 & echo $!; wait' & wait"
+    process = subprocess.Popen(["sh", "-c", shells], stdout=subprocess.PIPE, text=True)
+    with process:
+        grandchild = int(process.stdout.readline())
+        kill_tree(process)
+    assert ends(grandchild)
+
+
 def test_close_ends_what_is_under_way(user_module):
     async def close_early():
         async with make_scorer(function_config(user_module, timeout_s=300)) as scorer:
@@ -505,6 +526,31 @@ def test_close_ends_what_is_under_way(user_module):
     done, pending = asyncio.run(close_early())
     assert not pending and all(future.cancelled() for future in done)
     assert children() == before
+
+
+def test_a_worker_that_ended_between_two_jobs_is_started_anew_and_none_after_the_close(tmp_path, monkeypatch):
+    (tmp_path / "worker_reward.py").write_text(
+        "import time\ndef score(prompt, response, reference):\n    return 1.0 if response == 'fine' else time.sleep(600)\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    worker = _Worker("worker_reward:score", 20.0, START_TIMEOUT_S)
+    job = Job(prompt_text="p", response_text="fine", reference="r")
+    try:
+        assert worker.call(job) == Score(value=1.0)
+        kill_tree(worker._process)
+        assert worker.call(job) == Score(value=1.0)
+        with ThreadPoolExecutor(1) as threads:
+            late = threads.submit(worker.call, replace(job, response_text="hang"))
+            while not worker._asking.locked():
+                time.sleep(0.01)
+            worker.close()
+            with pytest.raises(CancelledError):
+                late.result(20)
+        with pytest.raises(CancelledError):
+            worker.call(job)
+        assert worker.pid is None
+    finally:
+        worker.close()
 
 
 def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):
@@ -591,6 +637,7 @@ def test_rows_are_kept_only_for_a_reward_that_may_ask_for_them(user_module):
     function = function_config(user_module)
     assert may_read_rows(function)
     assert may_read_rows(WeightedReward(parts={"right": CountdownReward(), "mine": function}))
+    assert may_read_rows(CodeReward(type="code"))
     assert not may_read_rows(WeightedReward(parts={"right": CountdownReward()}))
 
 
@@ -821,6 +868,14 @@ def test_a_slow_import_is_told_meanwhile(trial, monkeypatch):
 @pytest.mark.parametrize(("cores", "workers"), [(1, 1), (2, 1), (16, 8), (64, 32), (256, 32)])
 def test_the_number_of_workers_follows_the_cores(cores, workers):
     assert default_num_workers(cores) == workers
+
+
+@pytest.mark.parametrize(("import_timeout_s", "start_timeout_s"), [(5.0, START_TIMEOUT_S), (300.0, 300.0)])
+def test_a_config_may_give_more_time_for_a_start(import_timeout_s, start_timeout_s):
+    config = FunctionReward(function="a:b", import_timeout_s=import_timeout_s)
+    pool = _worker_pool(config, 1)
+    assert [worker._start_timeout_s for worker in pool._workers] == [start_timeout_s]
+    pool.close()
 
 
 def test_the_number_of_workers_can_be_said(user_module):

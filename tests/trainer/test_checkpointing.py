@@ -35,7 +35,7 @@ from parallel.megatron import platform
 from parallel.weights.hf_files import hidden_folder
 from tests.support.megatron_workers import run_ranks
 from tests.support.packed_batches import random_batch
-from tests.trainer.studies.test_replay import recorded
+from tests.trainer.studies.test_replay import recorded, same, with_random_experts
 from trainer import checkpointing as resume
 from trainer import learner as trainer_learner
 from trainer.algorithm.kl_reward import KLInReward
@@ -490,6 +490,27 @@ def test_what_is_recorded_is_the_learners_own_log_probs(tmp_path, mode, scored):
     assert f"{file}: the batch of step 6 cannot be recorded (No space left on device)" in recorder.record(
         6, batch, run
     )
+
+
+def test_the_first_rank_records_what_all_ranks_have(tmp_path, monkeypatch):
+    packed = recorded(seed=5).packed
+    packed = with_random_experts(packed.with_fields(values_T=torch.rand(packed.num_tokens)))
+    shares = [packed.select([2, 0]), packed.select([3, 1])]
+    monkeypatch.setattr(dist, "all_gather_object", lambda out, mine, group: out.__setitem__(slice(2), shares))
+    of_step = {
+        "rewards_S": torch.rand(4), "group_ids_S": torch.tensor([0, 0, 1, 1]), "episode_ids_S": torch.tensor([0, 0, 1, 2])
+    }  # fmt: skip
+    batch, groups = (
+        StepBatch(packed=shares[1], rows=[[[0, 1]]], **of_step),
+        SimpleNamespace(dp_size=2, dp_group=None),
+    )
+    for folder, is_first in ((tmp_path / "second", False), (tmp_path / "first", True)):
+        run = SimpleNamespace(correction_mode="decoupled", groups=groups, is_first_rank=is_first, version=4)
+        Recorder(folder, "all", recorded().correction).record(1, batch, run)
+    assert not (tmp_path / "second").exists()
+    again = read_batch(batch_file(tmp_path / "first", 1))
+    assert same(again.packed, packed)
+    assert all(torch.equal(getattr(again, name), value) for name, value in of_step.items())
 
 
 def test_nothing_is_recorded_unless_asked(tmp_path):

@@ -1,7 +1,7 @@
 """The table of metrics against a step that records all of them: names, reductions, and that none is left over."""
 
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -33,7 +33,14 @@ from trainer.ranks.metrics import Metric, Reduction, per_minibatch, values
 from trainer.ranks.totals import alone
 from trainer.report.pictures import Lines, Picture
 from trainer.sampling import Sampled
-from trainer.step_metrics import StepMetrics, step_metrics
+from trainer.step_metrics import (
+    StepMetrics,
+    evaluation_metrics,
+    first_and_sign,
+    sampling_metrics,
+    step_metrics,
+    what_came_along,
+)
 from trainer.tracking.alarms import _Rule
 from trainer.tracking.tracker import Column
 from trainer.weight_sync import SyncResult
@@ -107,7 +114,7 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
     return step, [kl, advantages.metrics, correction.metrics, own], updates
 
 
-def whole_step() -> StepMetrics:
+def whole_step(**changes) -> StepMetrics:
     step, measured, updates = measured_parts()
     sample = trajectory(
         group_id=0,
@@ -123,17 +130,20 @@ def whole_step() -> StepMetrics:
     )
     group = Group(group_id=0, prompt_id="p", trajectories=[sample])
     evaluated = replace(EVALUATION, pass_at={2: 0.7}, greedy=EVALUATION)
-    return step_metrics(
-        sampled=Sampled(groups=[group], stats=SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)),
-        batch=step,
-        measured=measured,
-        updates=[Update(metrics=per_minibatch(metrics)) for metrics in updates],
-        sync=SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
-        evaluation=replace(evaluated, sets={"hard": evaluated}),
-        seconds=dict.fromkeys(("step", *TIME_PARTS), 1.0),
-        mode="decoupled",
-        group=None,
-    )  # fmt: skip
+    step_of = {
+        "sampled": Sampled(
+            groups=[group], stats=SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)
+        ),
+        "batch": step,
+        "measured": measured,
+        "updates": [Update(metrics=per_minibatch(metrics)) for metrics in updates],
+        "sync": SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
+        "evaluation": replace(evaluated, sets={"hard": evaluated}),
+        "seconds": dict.fromkeys(("step", *TIME_PARTS), 1.0),
+        "mode": "decoupled",
+        "group": None,
+    }
+    return step_metrics(**step_of | changes)
 
 
 def test_a_step_records_what_the_table_has_and_nothing_else():
@@ -170,6 +180,63 @@ def test_the_gap_that_may_end_a_run_is_the_steps_own():
         step.recorded["staleness/by_lag/le_0/abs_prob_max"],
         step.recorded["staleness/by_lag/le_0/logprob_gap_max"],
     )
+
+
+def test_so_is_that_of_log_probs_that_only_the_update_has():
+    _, (*others, own), updates = measured_parts()
+    found = whole_step(
+        measured=[*others[:-1], own],
+        updates=[Update(metrics=per_minibatch(metrics | others[-1])) for metrics in updates],
+    )
+    assert found.sampled_gap == whole_step().sampled_gap is not None
+
+
+def test_tokens_are_counted_by_the_time_of_the_step_and_a_gap_of_zero_is_a_gap():
+    seconds = {**dict.fromkeys(TIME_PARTS, 1.0), "step": 2.0}
+    sync = SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=0.0)
+    found = whole_step(seconds=seconds, sync=sync).recorded
+    assert found["throughput/tokens_per_s"] == 3 / 2 and found["sync/max_logprob_gap"] == 0.0
+
+
+def test_what_the_sampler_and_an_evaluation_say_is_recorded_under_its_name():
+    names = [f.name for f in fields(SamplingStats) if f.type in ("int", "float", int, float)]
+    stats = SamplingStats(**{name: 2 + number for number, name in enumerate(names)})
+    found = sampling_metrics(stats)
+    for name in (n.removeprefix("sampling/") for n in found if n.startswith("sampling/")):
+        assert found[f"sampling/{name}"] == getattr(stats, name)
+    assert found["reward/failed"] == stats.failed_rewards
+    assert found["reward/failed_fraction"] == stats.failed_rewards / stats.scored
+    result = EvaluationResult(accuracy=0.1, reward_mean=0.2, count=3, length_mean=4.0, truncated_fraction=0.5)
+    found = evaluation_metrics(replace(result, greedy=replace(result, accuracy=0.6)))
+    for name in ("accuracy", "reward_mean", "count", "length_mean", "truncated_fraction"):
+        assert found[f"eval/{name}"] == getattr(result, name)
+    assert found["eval/greedy/accuracy"] == 0.6
+
+
+def test_what_came_along_is_counted_on_response_tokens_alone():
+    packed = random_batch([5], seed=0, mask_T=torch.tensor([False, True, True, True, True]))
+    is_replayed_T, num_kept_T = torch.tensor([True, True, False, False, False]), torch.tensor([9, 1, 2, 3, 4])
+    assert what_came_along(packed) == {}
+    packed = packed.with_fields(
+        experts_TLK=torch.zeros(5, 1, 1, dtype=torch.uint8), is_replayed_T=is_replayed_T,
+        num_kept_T=num_kept_T.int(), kept_ids_M=torch.zeros(19, dtype=torch.int32),
+    )  # fmt: skip
+    assert values(what_came_along(packed)) == {"mismatch/replayed_fraction": 0.25, "mismatch/kept_ids": 2.5}
+
+
+def test_the_ratio_of_the_first_minibatch_and_the_share_of_negative_estimates():
+    updates = [
+        Update(metrics={
+            "policy/ppo_kl": Metric.quotient(kl, 1),
+            "policy/ratio_min": Metric.min(torch.tensor([low])), "policy/ratio_max": Metric.max(torch.tensor([high])),
+        })
+        for kl, low, high in ((0.0, 1.0, 1.0), (-0.1, 0.5, 1.5), (-0.2, 0.25, 2.0))
+    ]  # fmt: skip
+    share = {"policy/ppo_kl_negative_fraction": 2 / 3}
+    first = {"policy/first_ratio_min": 1.0, "policy/first_ratio_max": 1.0}
+    assert first_and_sign(updates, "decoupled") == first | share
+    assert first_and_sign(updates, "bypass") == share
+    assert first_and_sign([Update(metrics={})], "decoupled") == {}
 
 
 def test_stars_stand_for_rules_and_parts_and_a_typo_is_told_what_is_near():

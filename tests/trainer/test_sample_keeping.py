@@ -159,7 +159,7 @@ def test_the_number_of_groups_is_the_configs_and_0_is_none(tmp_path):
         folder, told = tmp_path / str(number), ToldOf()
         alone(folder, config_of(tracking={"sample_groups": number}), 3, told)
         kept = {s.group for s in read_samples(sample_file(folder, 3))} if folder.exists() else set()
-        assert kept == set(range(min(number, len(LENGTHS))))
+        assert kept == set(range(min(number, len(LENGTHS)))) and folder.exists() == (number > 0)
         assert told == ToldOf()
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from configs.schema.launch import LaunchConfig
 from configs.schema.objective import AggregationConfig, KLConfig
@@ -272,13 +273,40 @@ def test_where_the_servers_are_gone_the_learner_is_there(learner, control):
     sync = sync_of(learner, control, turns, probes=False)
     sync.restore()
     served = {name: tensor.clone() for name, tensor in control.replicas[0].tensors.items()}
-    control.is_gone = True
+    control.is_gone, written = True, []
     with pytest.raises(RolloutError, match="connection refused"), turns.learner_there():
-        assert all(torch.equal(served[name], tensor) for name, tensor in weights_of(learner.engine).items())
+        written.append({name: tensor.clone() for name, tensor in weights_of(learner.engine).items()})
+    assert all(torch.equal(served[name], tensor) for name, tensor in written[0].items())
     with turns.learner_there():  # again, after what failed: nobody is asked any more
         assert learner_bytes(learner) > 0
     with pytest.raises(RolloutError, match="connection refused"):
         turns.both()
+
+
+def test_servers_that_fail_as_their_turn_begins_find_the_learner_there_too(learner, control):
+    turns = SharedDevices(learner, control)
+    turns.both()
+    control.is_gone, there = True, []
+    with pytest.raises(RolloutError, match="connection refused"):
+        turns.servers()
+    with pytest.raises(RolloutError, match="connection refused"), turns.learner_there():
+        there.append(learner_bytes(learner) > 0)
+    assert there == [True]
+
+
+def test_a_checkpoint_leaves_the_turn_of_both_which_the_learners_turn_may_follow(
+    learner, control, monkeypatch
+):
+    """As after an update that broke off. Servers take memory only when every rank has returned its own."""
+    monkeypatch.setattr(platform, "return_free_memory", lambda: control.calls.append("return"))
+    monkeypatch.setattr(dist, "barrier", lambda: control.calls.append("meet"))
+    turns = SharedDevices(learner, control)
+    turns.both()
+    with turns.learner_there():
+        assert said(control) == ["return", "meet", "take weights"]
+    assert said(control) == [] and learner_bytes(learner) > 0
+    turns.learners()
+    assert said(control) == ["release weights"] and control.held == set()
 
 
 def test_only_servers_on_a_gpu_need_the_flag():

@@ -6,13 +6,16 @@ model.
 """
 
 import itertools
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, nullcontext
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -43,7 +46,7 @@ from trainer import stage_sender, weight_sync
 from trainer.algorithm.mismatch import SampledGap
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
-from trainer.weight_sync import PROBE_TOKENS, ForeignSamplesError, WeightSync, WeightSyncError
+from trainer.weight_sync import PROBE_TOKENS, ForeignSamplesError, SentByRank, WeightSync, WeightSyncError
 
 TEMPERATURE = 0.7
 GROUPS = itertools.count()
@@ -293,6 +296,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         plugin: bool = True,
         weight_transfer: str = "auto",
         lives: Callable[[], dict[str, int]] | None = None,
+        max_staleness: int = 0,
         **samples: bool,
     ):
         control = FakeControl(folder, num_replicas)
@@ -307,6 +311,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
                 precision=precision,
                 sglang_plugin=plugin,
                 weight_transfer=weight_transfer,
+                max_staleness=max_staleness,
             ),
             LaunchConfig(collective_timeout_s=TIMEOUT_S),
             lives=lives,
@@ -417,19 +422,66 @@ def test_a_single_server_that_is_started_again_is_waited_for_and_gets_the_weight
         third.close()
 
 
-def test_a_server_that_is_gone_at_the_end_need_not_be_told(make_sync):
+def test_others_are_needed_only_where_no_server_has_the_weights_and_one_could(make_sync):
+    lives = {"replica 0": 1, "replica 1": 1}
+    sync, _ = make_sync(2, lives=lambda: dict(lives))
+    for found, needed in (({"replica 0": 1, "replica 1": 2}, False), ({}, False), ({"replica 0": 2}, True)):
+        lives = found
+        assert sync.are_needed() == needed
+
+
+def test_a_report_from_another_node_is_waited_for_longer(make_sync, monkeypatch):
+    sync, waits = make_sync()[0], []
+    monkeypatch.setattr(sync, "_have_servers_changed", lambda *, within_s: waits.append(within_s))
+    for nodes in (None, NodesConfig()):
+        sync._launch = LaunchConfig(nodes=nodes)
+        sync._changes_after_failure()
+    assert waits == [20.0, 80.0]
+
+
+def test_all_stages_are_counted_and_any_that_failed_ends_the_update(make_sync, monkeypatch):
+    sync, control = make_sync(samples_are_probes=True)
+    monkeypatch.setattr(sync, "_send_stage", lambda version, opening: SentByRank(bytes=3))
+    monkeypatch.setattr(weight_sync, "from_all_ranks", lambda mine, group: [mine, SentByRank(bytes=5)])
+    assert sync.restore().bytes == 8
+    control.calls.clear()
+    failed = SentByRank(failure=ControlError("it is gone"))
+    monkeypatch.setattr(weight_sync, "from_all_ranks", lambda mine, group: [failed, mine])
+    with pytest.raises(ControlError, match="it is gone"):
+        sync.restore()
+    assert control.calls == ["open_update"]
+
+
+def test_a_server_that_is_gone_at_the_end_need_not_be_told(make_sync, monkeypatch):
     sync, control = make_sync()
-    sync.publish()
-    leave, asked = control.leave_group, []
+    leave, close, asked = control.leave_group, control.close, []
 
-    def refuse_once() -> None:
+    def refuse_once() -> Pending:
         asked.append("leave")
-        control.leave_group = leave
-        raise ControlError("it is gone")
+        if len(asked) == 1:
+            raise ControlError("it is gone")
+        return leave()
 
-    control.leave_group = refuse_once
+    monkeypatch.setattr(control, "leave_group", refuse_once)
+    monkeypatch.setattr(control, "close", lambda: asked.append("close"))
     sync.close()
-    assert asked
+    close()
+    assert asked[:3] == ["leave", "leave", "close"], "the others are told, and the control is closed"
+
+
+@pytest.mark.parametrize(("stage", "version"), [(0, None), (1, 3)])
+def test_only_the_last_stage_names_the_version(make_sync, monkeypatch, stage, version):
+    sync, _ = make_sync()
+    sync.close()
+    monkeypatch.setattr(weight_sync, "in_turn", nullcontext)
+    monkeypatch.setattr(weight_sync, "make_buckets", lambda *exported: iter(["first", "second"]))
+    sync._learner = SimpleNamespace(groups=SimpleNamespace(pp_rank=stage, pp_size=2))
+    sync._sender, sync._buffers = Mock(), Mock()
+    sync._sender.send.return_value = 7
+    assert sync._send_as_sender(iter(()), 3, None) == SentByRank(bytes=7)
+    buckets, _, named_version, _ = sync._sender.send.call_args.args
+    assert [*buckets] == ["first", "second"] and named_version == version
+    sync._buffers.release.assert_called_once_with()
 
 
 def test_a_stop_ends_the_wait_for_servers(make_sync):
@@ -448,19 +500,43 @@ def test_groups_that_could_not_be_made_are_made_with_those_that_are_left(make_sy
     left = FakeControl(folder, 1)
 
     class Gone(FakeControl):
+        is_closed = False
+
         def take_over(self) -> bool:
             del lives["replica 1"]
             raise ControlError("connection refused")
+
+        def close(self) -> None:
+            self.is_closed = True
+            super().close()
 
     second = Gone(folder, 2)
     controls = {("replica 0", "replica 1"): second, ("replica 0",): left}
     sync._control_of = lambda urls: controls[tuple(urls)]
     del lives["replica 2"]
     try:
-        assert sync.publish().servers == 1 and left.versions() == [1]
+        assert sync.publish().servers == 1 and left.versions() == [1] and second.is_closed
     finally:
         left.close()
         second.close()
+
+
+def test_groups_that_could_not_be_made_at_first_are_made_with_the_same_servers(
+    make_sync, folder, monkeypatch
+):
+    make, left = weight_sync.StageSender, FakeControl(folder, 1)
+
+    def refuse_once(*arguments, **named):
+        monkeypatch.setattr(weight_sync, "StageSender", make)
+        raise ControlError("connection refused")
+
+    monkeypatch.setattr(weight_sync, "StageSender", refuse_once)
+    monkeypatch.setattr(WeightSync, "_control_of", lambda sync, urls: left)
+    sync, _ = make_sync(lives=lambda: {"replica 0": 1}, samples_are_probes=True)
+    try:
+        assert sync.publish().version == 1 and left.versions() == [1]
+    finally:
+        left.close()
 
 
 @pytest.mark.parametrize("ended", ["before the learner looks", "while they join", "before the probe"])
@@ -636,6 +712,37 @@ def test_with_aligned_numerics_a_last_bit_is_an_error(make_sync):
     )
     with pytest.raises(ForeignSamplesError, match=message):
         aligned.check_samples(SampledGap(probability=0.0, nats=2.0**-30), named)
+
+    with pytest.raises(ForeignSamplesError, match="abs_prob_max"):
+        aligned.check_samples(SampledGap(probability=2.0**-30, nats=0.0), named)
+
+
+def test_in_float32_samples_may_differ_by_rounding_which_an_unlikely_token_shows_most(make_sync, learner):
+    sync, _ = make_sync(samples_are_probes=True)
+    learner.version = 4
+    sync.check_samples(SampledGap(probability=0.9e-4, nats=0.9e-3), named)
+    sync.check_samples(None, named)
+    for probability, nats, measure in (
+        (2e-4, 0.0, "abs_prob_max"), (math.nan, 0.0, "abs_prob_max"),
+        (0.0, 2e-3, "logprob_gap_max"), (0.0, math.nan, "logprob_gap_max"),
+    ):  # fmt: skip
+        with pytest.raises(ForeignSamplesError, match=rf"sampled with version 3 \({measure}"):
+            sync.check_samples(SampledGap(probability=probability, nats=nats), named)
+    without_plugin, _ = make_sync(samples_are_probes=True, plugin=False)
+    without_plugin.check_samples(SampledGap(probability=0.5, nats=0.5), named)  # the probe has looked
+
+
+@pytest.mark.parametrize(
+    ("plugin", "samples_are_probes", "max_staleness", "is_probed"),
+    [(True, True, 0, False), (True, False, 1, False), (False, True, 1, True)],
+)
+def test_an_update_is_probed_unless_samples_are_the_probe_or_would_be_before_it(
+    make_sync, plugin, samples_are_probes, max_staleness, is_probed
+):
+    sync, control = make_sync(
+        plugin=plugin, samples_are_probes=samples_are_probes, max_staleness=max_staleness
+    )
+    assert (sync.publish().max_logprob_gap is not None) == ("probe" in control.calls) == is_probed
 
 
 def named(measure: str) -> str:

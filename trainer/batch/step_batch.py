@@ -59,9 +59,8 @@ class StepBatch:
         return numbers if self.episode_ids_S is None else self.episode_ids_S[numbers]
 
     def first_sequences(self) -> Tensor:
-        """The number of each episode's first sequence. [E]"""
-        if self.episode_ids_S is None:
-            return torch.arange(len(self.rewards_S))
+        """The number of each episode's first sequence, in a step with forks. [E]"""
+        assert self.episode_ids_S is not None
         numbers_S = torch.arange(len(self.episode_ids_S))
         return torch.zeros(self.num_episodes, dtype=torch.int64).scatter_reduce(
             0, self.episode_ids_S, numbers_S, "amin", include_self=False

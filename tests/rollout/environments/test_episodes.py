@@ -548,7 +548,12 @@ def test_metrics_of_turns_by_hand():
     forked = turn_metrics([samples[0], of(0, [([], [7], 0)], 1.0, branch=1), samples[1]])
     assert forked["episode/turns_checked"] == 5 and forked["episode/turns_max"] == 4
     assert forked["episode/turns_mean"] == 2.5 and forked["episode/sequences_mean"] == 1.5
-    assert forked["episode/not_scored_fraction"] == 0.5  # of samples
+    assert forked["episode/not_scored_fraction"] == forked["episode/time_limit_fraction"] == 0.5  # of samples
+    turns = [replace(turn, num_retractions=n) for turn, n in zip(samples[0].turns, (2, 0, 1), strict=True)]
+    of_two_groups = turn_metrics(
+        [replace(samples[0], turns=turns), replace(samples[1], group_id=1, sibling_id=0)]
+    )
+    assert of_two_groups["episode/turns_max"] == 3 and of_two_groups["episode/retracted_turns"] == 2
     assert found["episode/cached_fraction"] == (4 + 6) / (6 + 9)  # of turns after the first
     assert found["episode/not_scored_fraction"] == found["episode/time_limit_fraction"] == 0.5
     assert found["episode/failed_fraction"] == found["episode/turn_limit_fraction"] == 0.0

@@ -26,8 +26,21 @@ def weighted(num_prompts, seed, epoch, **weights):
 def forgetful(num_prompts, seed, epoch):
     return [next(calls) % num_prompts] * num_prompts
 
+def told(num_prompts, seed, epoch):
+    return [seed, epoch, num_prompts - 1]
+
 def short(num_prompts, seed, epoch):
     return range(num_prompts // 2)
+
+def several(num_prompts, seed, epoch):
+    return range(1, 2) if num_prompts == 1 else range(num_prompts)
+
+def later(num_prompts, seed, epoch):
+    return [next(calls) % num_prompts if epoch else 0] * num_prompts
+
+def sized(num_prompts, seed, epoch, rows):
+    assert len(rows) == num_prompts
+    return range(num_prompts)
 
 def beyond(num_prompts, seed, epoch):
     return range(1, num_prompts + 1)
@@ -67,6 +80,13 @@ def test_built_in_orders_take_each_prompt_once(num, seed, epoch):
     )
 
 
+def test_each_seed_and_each_epoch_has_an_order_that_stays():
+    """A run that another version of Tandem resumes must find it."""
+    orders = {tuple(epoch_order(40, seed=seed, epoch=epoch)) for seed in (0, 1) for epoch in (0, 1)}
+    assert len(orders) == 4
+    assert epoch_order(6, seed=0, epoch=1) == [3, 2, 4, 5, 1, 0]
+
+
 def test_a_function_gets_the_records_if_it_wants_them():
     rows = [{"difficulty": 5}, {"difficulty": 1}, {"difficulty": 3}]
     assert prompt_order(own("easy_first"), 3, seed=0, rows=lambda: rows)(0) == [1, 2, 0]
@@ -77,6 +97,13 @@ def test_a_function_gets_the_records_if_it_wants_them():
         prompt_order(other, 3, seed=0, rows=lambda: rows)(0)
     repeated = prompt_order(own("weighted"), 50, seed=0, rows=list)
     assert repeated(1) == repeated(1) != repeated(2) and len({*repeated(1)}) < 50
+
+
+def test_a_function_is_told_seed_and_epoch_and_gives_as_many_indices_as_there_are_prompts():
+    assert prompt_order(own("told"), 3, seed=2, rows=list)(1) == [2, 1, 2]
+    for num_prompts in (2, 4):
+        with pytest.raises(ValueError, match=f"for {num_prompts} prompts in epoch 0, it returned 3 indices"):
+            prompt_order(own("told"), num_prompts, seed=0, rows=list)(0)
 
 
 @pytest.mark.parametrize(
@@ -101,6 +128,19 @@ def test_a_function_that_breaks_its_contract_is_refused_before_a_start(name, mes
             None,
         )
         assert re.search(message, process.ask(job, "trying", "limit", 60.0, "wait"))
+
+
+def test_the_trial_calls_for_several_epochs_and_for_a_single_prompt():
+    def attempt(what: str, name: str, row: dict | None = None) -> None:
+        fields = own(name).model_dump(include={"function", "settings", "check", "check_timeout_s"})
+        order_module._attempt(what, fields, row)
+
+    with pytest.raises(ValueError, match="two calls for epoch 1 gave different orders"):
+        attempt("call", "later")
+    with pytest.raises(ValueError, match="for 1 prompts in epoch 0, it returned the index 1; return 0 to 0"):
+        attempt("call", "several")
+    attempt("call", "sized", {})
+    attempt("import", "leaves")
 
 
 def test_the_trial_accepts_functions_that_keep_to_it():

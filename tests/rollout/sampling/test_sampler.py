@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,9 @@ from rollout.records import FinishReason, Group, Prompt, Score, Status
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import run_key
+from rollout.sampling import remote as remote_module
 from rollout.sampling.messages import (
+    Done,
     Evaluated,
     SampleRoleLost,
     SamplerState,
@@ -38,7 +41,7 @@ from rollout.sampling.messages import (
 from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
-from rollout.sampling.sampler import GroupSampler, choose_heldout, pass_at
+from rollout.sampling.sampler import GroupSampler, _has_signal, _summarise_samples, choose_heldout, pass_at
 from rollout.tasks import Problem, Task, digest_of, longer_than, without
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
@@ -370,6 +373,16 @@ def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what):
     assert sampler.state.position == 0
 
 
+def test_an_evaluation_of_which_a_reward_fails_counts_it_as_wrong(tokenizer):
+    class OneFails(LengthScorer):
+        async def score(self, prompt, response_text, **length):
+            score = await super().score(prompt, response_text, **length)
+            return Score(value=0.0, error="lost") if prompt.prompt_id == "h0" else score
+
+    found = asyncio.run(make_sampler(tokenizer, scorer=OneFails()).evaluate())
+    assert found.count == asyncio.run(make_sampler(tokenizer).evaluate()).count
+
+
 # --- dynamic sampling
 # --------------------------------------------------------------------------------------------------------------
 
@@ -427,7 +440,9 @@ def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_si
             used - before - count,
             sum(not differs(group) for group in expected),
         )
-        assert stats.requests == (used - before) * size and len(engine.calls) == used * size
+        assert stats.requests == stats.scored == (used - before) * size and len(engine.calls) == used * size
+        assert (stats.first_group, stats.prompts) == (before, [g.prompt_id for g in plain[before:used]])
+        assert stats.without_signal == sorted({*range(before, used)} - {g.group_id for g in groups})
 
 
 class ByPrompt:
@@ -448,6 +463,24 @@ class ByPrompt:
             value=float(first and prompt.prompt_id in self.values),
             correct=first and prompt.prompt_id in self.right,
         )
+
+
+@pytest.mark.parametrize("compare", ["reward", "correct"])
+def test_a_sample_without_a_score_is_no_signal(compare):
+    def sample(value: float | None) -> SimpleNamespace:
+        return SimpleNamespace(reward=value, correct=value == 1.0)
+
+    for values, signal in (((1.0, 1.0, None), False), ((1.0, 0.0, None), True), ((None, None), False)):
+        assert _has_signal([sample(value) for value in values], resample(2, compare)) == signal
+
+
+def test_an_evaluation_counts_a_sample_without_a_score_as_zero():
+    right, unscored = (
+        SimpleNamespace(reward=reward, correct=bool(reward), is_truncated=False, num_sampled=2)
+        for reward in (1.0, None)
+    )
+    found = _summarise_samples([[right, unscored]])
+    assert (found.accuracy, found.reward_mean, found.count) == (0.5, 0.5, 2)
 
 
 def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
@@ -1000,6 +1033,41 @@ def test_a_role_that_is_replaced_is_noticed_and_its_successor_followed(tokenizer
     assert not first.follow(within_s=20), "it was not told where to look"
 
 
+def test_a_successor_at_the_same_address_is_told_by_its_process(monkeypatch):
+    monkeypatch.setattr(remote_module, "FIND_EVERY_S", 0.0)
+    monkeypatch.setattr(remote_module, "LOOK_UP_EVERY_S", 0.01)
+    announced, looks, found = {"address": "tcp://127.0.0.1:1", "pid": 1}, [], []
+
+    def find():
+        found.append(announced)
+        return announced
+
+    with RemoteSampler("tcp://127.0.0.1:1", timeout_s=1, find=find) as remote:
+        remote._look_for_successor()
+        announced = None
+        remote._look_for_successor()  # one that starts is none yet
+        announced = {"address": "tcp://127.0.0.1:1", "pid": 2}
+        with pytest.raises(SampleRoleLost, match="another has taken its place"):
+            remote._look_for_successor()
+        assert remote.follow(within_s=20)
+        remote._look_for_successor()  # it is the present one now
+        assert not remote.follow(within_s=0.03, meanwhile=lambda: looks.append("look")) and looks
+        monkeypatch.setattr(remote_module, "FIND_EVERY_S", 100.0)
+        remote._found_at -= 100.0
+        found.clear()
+        remote._look_for_successor()
+        remote._look_for_successor()
+        assert len(found) == 1
+
+
+def test_an_answer_to_another_request_is_no_answer(tokenizer, served, monkeypatch):
+    remote = served(make_sampler(tokenizer))
+    with monkeypatch.context() as patched:
+        patched.setattr(remote_module, "decode_reply", lambda content: Done())
+        with pytest.raises(SamplingError, match="answered GetState with Done; are both of one version"):
+            remote.state()
+
+
 def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):
     engine = FakeEngine(fail=lambda prompt_ids, seed: True)
     remote = served(make_sampler(tokenizer, engine=engine))
@@ -1041,6 +1109,7 @@ def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
     for ask in (
         lambda: remote.next_groups(2, newest=0, max_staleness=0, meanwhile=give_up),
         lambda: remote.evaluate(meanwhile=give_up),
+        lambda: remote.drain(0.0, meanwhile=give_up),
     ):
         with pytest.raises(ValueError, match="enough"):
             ask()
@@ -1141,6 +1210,8 @@ def test_a_drain_ends_before_the_update_and_the_next_request_opens_again(tokeniz
 
 
 def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():
+    began = time.monotonic()
     with RemoteSampler("tcp://127.0.0.1:9", timeout_s=0.2) as remote:
         with pytest.raises(SamplingError, match=r"tcp://127.0.0.1:9 did not answer GetState in 0.2 s"):
             remote.state()
+    assert time.monotonic() - began < 20

@@ -703,6 +703,14 @@ def test_what_fills_up_a_minibatch_has_neither_experts_nor_kept_sets():
             assert one.is_replayed_T.any() != is_filling and one.num_kept_T.sum() == one.response_mask_T.sum()
 
 
+def test_lags_and_shared_prompts_are_packed_where_the_step_asks_for_them():
+    groups = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
+    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=20)
+    plain, packed = step_batch(share).packed, step_batch(share, newest=3, share_prompts=True).packed
+    assert plain.lag_T is None is plain.prompt_ids_S and packed.prompt_ids_S is not None
+    assert (packed.lag_T[packed.response_mask_T] == 3).all(), "sampled by version 0"
+
+
 def test_groups_of_which_all_scored_samples_have_one_reward_are_packed_apart():
     groups = make_groups([[5, 5]] * 4, [[1.0, 1.0], [0.0, 1.0], [1.0, None], [None, None]], seed=1)
     (share,) = split_groups(
@@ -742,6 +750,19 @@ def test_turns_are_averaged_each_by_itself_whatever_is_rejected_or_forked(forks)
     torch.testing.assert_close(found, torch.tensor([0, 1 / 6, 0, 1 / 6, 0, 1 / 3, 1 / 3]))
 
 
+@pytest.mark.parametrize(("denominator", "share"), [("kept", 1 / 3), ("all", 1 / 4)])
+def test_rejected_tokens_have_no_weight_and_count_where_the_denominator_is_all(denominator, share):
+    mask_T, keep_T = (
+        torch.tensor([False, True, True, True, True]),
+        torch.tensor([False, True, False, True, True]),
+    )
+    packed = replace(random_batch([5], seed=1, mask_T=mask_T), sequence_ids_S=torch.arange(1))
+    batch = StepBatch(packed=packed, rows=[[[0]]], rewards_S=torch.zeros(1), group_ids_S=torch.zeros(1))
+    correction = replace(correct(packed, CorrectionConfig()), keep_T=keep_T)
+    found = batch.with_loss_weights(correction, AggregationConfig(), denominator, alone).packed.aggregation_T
+    torch.testing.assert_close(found, share * keep_T)
+
+
 def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
     """Each count is a collective of the whole step."""
     (share,) = split_groups(
@@ -776,6 +797,9 @@ def test_metrics_of_samples_by_hand():
     first, fork, unscored, plain = group.trajectories
     unscored = replace(unscored, reward=None, turns=[], response_mask=np.zeros(4, dtype=bool))
     parts = {"reward_parts": {"a": 1.0}}
+    plain = replace(
+        plain, turns=[*plain.turns[:-1], replace(plain.turns[-1], finish_reason=FinishReason.LENGTH)]
+    )
     found = sample_metrics(
         [replace(group, trajectories=[replace(first, **parts), replace(fork, **parts), unscored, plain])]
     )
@@ -785,6 +809,9 @@ def test_metrics_of_samples_by_hand():
     assert found["response/length_mean"] == pytest.approx(sum(lengths) / 3)
     assert (found["response/tokens"], found["response/length_max"]) == (sum(lengths), max(lengths))
     assert found["episode/not_scored_fraction"] == pytest.approx(1 / 3)
+    assert found["response/truncated_fraction"] == pytest.approx(1 / 3)
+    one_scored = sample_metrics([replace(group, trajectories=[first, unscored])])
+    assert one_scored["groups/no_signal_fraction"] == 1.0
     nothing = sample_metrics([replace(group, trajectories=[unscored])])
     assert not {"reward/mean", "response/length_mean"} & nothing.keys() and nothing["response/tokens"] == 0
     assert nothing["groups/no_signal_fraction"] == 1.0
@@ -811,6 +838,21 @@ def test_rewards_under_the_learners_policy_count_an_episode_once(ranks):
                 sum(rewards[key] for key in weights) / len(weights)
             )
             assert found["reward/importance_weighted"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_an_episode_whose_first_sequence_has_no_tokens_counts_by_those_of_its_fork():
+    """Likelihood ratios 2 of the episode with reward 1, and 1 of the other, each from a single token."""
+    mask_T = torch.tensor([False, False, True, False, False, True])
+    packed = replace(random_batch([2, 2, 2], seed=1, mask_T=mask_T), sequence_ids_S=torch.arange(3))
+    log_ratio_T = torch.tensor([5.0, 5.0, math.log(2), 5.0, 5.0, 0.0])
+    batch = StepBatch(
+        packed=packed.with_fields(old_logprobs_T=packed.rollout_logprobs_T + log_ratio_T), rows=[[[0, 1, 2]]],
+        rewards_S=torch.tensor([1.0, 1.0, 0.0]), group_ids_S=torch.zeros(3, dtype=torch.int64),
+        episode_ids_S=torch.tensor([0, 0, 1]),
+    )  # fmt: skip
+    found = values(reward_metrics_of(batch, [], "decoupled", alone))
+    assert found["reward/as_sampled"] == 0.5
+    assert found["reward/importance_weighted"] == pytest.approx(2 / 3, rel=1e-6)
 
 
 def reward_metrics_on_rank(share: Share, group: dist.ProcessGroup) -> dict[str, float]:
