@@ -7,8 +7,10 @@ peak that arithmetic attains.
 
 Of the model config.json is enough: its weights are drawn at random. Each case has a process of its own, one micro-batch in an
 update and in the pass before it, and sequences of equal length, of which the first eighth is prompt. Seconds are of the
-whole call, with the host's part. They are split by three figures that do not depend on the case: the update's last part,
-AdamW, is timed alone.
+whole call, with the host's part; AdamW, the last part of an update, is also timed alone.
+
+At the end three figures of a description (``configs/hardware/``) are fitted to the passes in bfloat16 without adapters: what
+products with weights and attention attain, and the seconds of a pass that do not depend on FLOPs.
 """
 
 import json
@@ -17,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +30,7 @@ from benchmarks.common import announce, in_own_process, parser, spread, table_he
 
 RECIPE = ROOT / "configs/recipes/qwen3_0_6b.yaml"
 TITLES = (
-    "tokens", "of", "dtype", "recompute", "score, s", "attained", "update, s", "attained", "estimated, s", "optimizer, s",
+    "sequences", "tokens", "dtype", "recompute", "score, s", "attained", "update, s", "attained", "estimated, s", "optimizer, s",
     "estimated, s", "peak", "planned", "peak / planned",
 )  # fmt: skip
 
@@ -84,6 +86,8 @@ def main() -> None:
             own = ["--model", str(weights), "--gpu", given.gpu, "--rounds", str(rounds)]
             rows.append(row := in_own_process(__file__, "--case", asked, *own))
             print(table_row(cells(row)), flush=True)
+    if fitted := [row for row in rows if row["dtype"] == "bfloat16" and not row["lora"]]:
+        print(*(f"{name}: {value:.3g}" for name, value in fit(fitted).items()), sep="\n")
     write(about | {"rows": rows}, given.json)
 
 
@@ -174,6 +178,7 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
     return {
         **{name: getattr(case, name) for name in Case.__slots__},
         "tokens": tokens,
+        "peak_flops": peak_flops,
         "score": spread(score),
         "score_attained": of_score.total / statistics.median(score) / peak_flops,
         "update": spread(update),
@@ -197,6 +202,29 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
         "planned": {"lasting": planned.lasting, **planned.items()},
         "planned_bytes": planned.total,
     }
+
+
+def fit(rows: Sequence[dict]) -> dict[str, float]:
+    """The figures whose estimates are nearest to the measured passes, by the squares of relative errors.
+
+    Seconds of a pass = matrices / (matmul x peak) + attention / (attention x peak) + passes x pass_s.
+    """
+    import numpy as np
+    from scipy.optimize import nnls
+
+    columns = []
+    for row in rows:
+        update = row["update"]["median"] - row["optimizer"]["median"]
+        passes = 3 if row["recompute"] == "full" else 2
+        for flops, seconds, count in (
+            (row["score_flops"], row["score"]["median"], 1),
+            (row["update_flops"], update, passes),
+        ):
+            matrices = flops["matrices"] + flops["output"]
+            parts = (matrices / row["peak_flops"], flops["attention"] / row["peak_flops"], count)
+            columns.append([part / seconds for part in parts])
+    (of_matrices, of_attention, pass_s), _ = nnls(np.array(columns), np.ones(len(columns)))
+    return {"train_matmul": 1 / of_matrices, "train_attention": 1 / of_attention, "pass_s": pass_s}
 
 
 def cells(row: dict) -> list[str]:

@@ -8,6 +8,7 @@ from statistics import NormalDist
 import pytest
 import yaml
 
+from benchmarks import learner_on_gpu
 from benchmarks.plan_time import (
     CALIBRATION,
     PARTS,
@@ -161,3 +162,29 @@ def test_the_table_and_the_verdict(folder):
     assert len(lines) == 3 and "**1.50**" in lines[2]  # a row for each run, here of one name
     assert table(near).splitlines()[2].count(", 1.20") == len(near) - 1
     assert {row["part"] for row in near} == {"step", "sampling", "update", "transfer", "rest"}
+
+
+@pytest.mark.parametrize(("matmul", "attention", "pass_s"), [(0.37, 0.65, 0.05), (0.6, 0.2, 0.001)])
+def test_shares_of_a_gpu_are_found_again_from_passes_that_take_them(matmul, attention, pass_s):
+    """benchmarks/learner_on_gpu.py"""
+    rows = []
+    for recompute, tokens, pairs in (("none", 1.0, 1.0), ("none", 1.0, 9.0), ("full", 4.0, 2.0)):
+        passes = 3 if recompute == "full" else 2
+        score = {"matrices": 2e14 * tokens, "output": 1e14 * tokens, "attention": 1e14 * pairs}
+        update = {name: 3 * flops for name, flops in score.items()}
+
+        def seconds(flops, count):
+            products = (flops["matrices"] + flops["output"]) / (1e15 * matmul)
+            return products + flops["attention"] / (1e15 * attention) + count * pass_s
+
+        rows.append(
+            {
+                "recompute": recompute, "peak_flops": 1e15, "score_flops": score, "update_flops": update,
+                "score": {"median": seconds(score, 1)}, "update": {"median": seconds(update, passes) + 0.03},
+                "optimizer": {"median": 0.03},
+            }
+        )  # fmt: skip
+    found = learner_on_gpu.fit(rows)
+    assert found == pytest.approx(
+        {"train_matmul": matmul, "train_attention": attention, "pass_s": pass_s}, rel=1e-6
+    )
