@@ -112,9 +112,7 @@ def train(run: Run) -> None:
                 correction, config.aggregation, config.correction.denominator, learner.total
             )
         with span("record batch"):
-            problem = run.recorder.record(step, batch, learner)
-            if run.tracker is not None and problem is not None:
-                run.tracker.warn_once("recorded batches", problem)
+            tell_once(run, "recorded batches", run.recorder.record(step, batch, learner))
         with clock.time("update"):
             updates = [learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()]
         with span("keep samples"):
@@ -148,8 +146,7 @@ def train(run: Run) -> None:
             problem = run.checkpointer.after_step(
                 step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
             )
-            if run.tracker is not None and problem is not None:
-                run.tracker.warn_once(f"checkpoint of step {step}", problem)
+            tell_once(run, f"checkpoint of step {step}", problem)
         rest.release()
 
 
@@ -157,6 +154,12 @@ def _farthest_token(run: Run, batch: StepBatch, updates: Sequence[Update], measu
     scores_T = learner_logprobs(batch, updates, run.config.correction.mode)
     assert scores_T is not None  # a gap was measured
     return farthest_token(batch, scores_T, run.learner.groups.dp_group, measure)
+
+
+def tell_once(run: Run, about: str, problem: str | None) -> None:
+    """Say on the console what went wrong and does not end the run; nothing where ``problem`` is None."""
+    if run.tracker is not None and problem is not None:
+        run.tracker.warn_once(about, problem)
 
 
 def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
