@@ -15,13 +15,16 @@ products with weights and attention attain, and the seconds of a pass that do no
 
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from configs.schema import RunConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -42,6 +45,15 @@ class Case:
     dtype: str = "bfloat16"
     recompute: str = "none"
     lora: bool = False
+
+    @property
+    def tokens(self) -> int:
+        """The last one of a sequence is no input."""
+        return self.sequences * (self.length - 1)
+
+    @property
+    def prompt(self) -> int:
+        return self.length // 8
 
 
 CASES = (
@@ -82,7 +94,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         weights = make_weights(given.model, Path(folder) / given.model.name)
         for case in cases:
-            asked = json.dumps({name: getattr(case, name) for name in Case.__slots__})
+            asked = json.dumps(asdict(case))
             own = ["--model", str(weights), "--gpu", given.gpu, "--rounds", str(rounds)]
             rows.append(row := in_own_process(__file__, "--case", asked, *own))
             print(table_row(cells(row)), flush=True)
@@ -104,42 +116,29 @@ def make_weights(model: Path, folder: Path) -> Path:
 
 
 def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
+    """The passes of a learner in this process, beside their estimates."""
     import torch
 
     import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
     from configs.loader import load_config
-    from configs.reading.hardware import read_hardware
     from parallel.megatron import platform
-    from parallel.planning.architecture import read_architecture, read_hf_config
-    from parallel.planning.flops import Load, forward_flops, update_flops
-    from parallel.planning.machine import Machine
-    from parallel.planning.memory import learner_memory, work_of
-    from parallel.planning.training_time import optimizer_seconds
     from trainer.batch.plan import pack_prompted
     from trainer.learner import Learner
 
-    tokens = case.sequences * (case.length - 1)
     lora = ["learner.lora={rank: 16, alpha: 32}"] if case.lora else []
     config = load_config(
         RECIPE,
         [
-            f"model.path={model}", f"model.dtype={case.dtype}", "layout.dp=1", f"learner.recompute={case.recompute}",
-            "rollout.max_new_tokens=32",
-            f"learner.token_budget={tokens}", "rollout.replicas=1", "launch.placement=colocated", *lora,
+            f"model.path={model}", f"model.dtype={case.dtype}", f"learner.recompute={case.recompute}",
+            f"learner.token_budget={case.tokens}", "layout.dp=1", "rollout.replicas=1", "rollout.max_new_tokens=32",
+            "launch.placement=colocated", *lora,
         ],
     )  # fmt: skip
-    architecture = read_architecture(read_hf_config(model))
-    draw = torch.Generator().manual_seed(0)
-    ids = [
-        torch.randint(0, architecture.vocab_size, (case.length,), generator=draw).tolist()
-        for _ in range(case.sequences)
-    ]
-    prompt = case.length // 8
-    batch = pack_prompted(ids, [prompt] * len(ids), range(len(ids)))
     platform.init_distributed(600.0)
     engine = Learner.of_policy_alone(config).engine
-    if platform.has_cuda():
-        torch.cuda.reset_peak_memory_stats()
+    draw, shape = torch.Generator().manual_seed(0), (case.sequences, case.length)
+    ids = torch.randint(0, engine.architecture.vocab_size, shape, generator=draw).tolist()
+    batch = pack_prompted(ids, [case.prompt] * case.sequences, range(case.sequences))
 
     def timed(call: Callable[[], object]) -> list[float]:
         seconds = []
@@ -152,56 +151,71 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
         return seconds[1:]  # the first makes the optimizer's state, and chooses kernels
 
     def loss(batch, logprobs_T, entropy_T):
-        return -logprobs_T.sum() / tokens, None
+        return -logprobs_T.sum() / case.tokens, None
 
+    if platform.has_cuda():
+        torch.cuda.reset_peak_memory_stats()
     update = timed(lambda: engine.update([batch], loss, temperature=1.0))
     peak = torch.cuda.max_memory_allocated() if platform.has_cuda() else 0
-    score = timed(lambda: engine.logprobs([batch], temperature=1.0, with_entropy=True))
-    optimizer = timed(lambda: engine._optimizer.step())
-    load = Load(
-        tokens=tokens,
-        pairs=case.sequences * (case.length - 1) * case.length // 2,
-        predicted=case.sequences * (case.length - prompt),
-    )
-    of_update = update_flops(
-        architecture, config.layout, 0, load, recompute=case.recompute, lora=config.learner.lora
-    )
-    of_score = forward_flops(architecture, config.layout, 0, load)
-    machine = Machine(hardware=read_hardware(gpu), gpus_per_node=8)
-    peak_flops = 1e12 * getattr(machine.hardware.peak_tflops, case.dtype)
-    passes = 3 if case.recompute == "full" else 2
-    kind = "cuda" if platform.has_cuda() else "cpu"
-    work = replace(work_of(config, kind), num_microbatches=1, transfers_weights=False)
-    planned = learner_memory(architecture, config.layout, work, stage=0)
-    estimated = optimizer_seconds(architecture, config, machine, config.layout, 0)
-    computing = statistics.median(update) - statistics.median(optimizer)
-    return {
-        **{name: getattr(case, name) for name in Case.__slots__},
-        "tokens": tokens,
-        "peak_flops": peak_flops,
-        "score": spread(score),
-        "score_attained": of_score.total / statistics.median(score) / peak_flops,
+    measured = {
         "update": spread(update),
-        "update_attained": of_update.total / computing / peak_flops,
-        "update_flops": {
-            "matrices": of_update.matrices,
-            "attention": of_update.attention,
-            "output": of_update.output,
-        },
-        "score_flops": {
-            "matrices": of_score.matrices,
-            "attention": of_score.attention,
-            "output": of_score.output,
-        },
-        "estimated": machine.training_seconds(of_update, case.dtype)
-        + passes * machine.hardware.overheads.pass_s
-        + estimated,
-        "optimizer": spread(optimizer),
-        "optimizer_estimated": estimated,
         "peak_bytes": peak,
-        "planned": {"lasting": planned.lasting, **planned.items()},
+        "score": spread(timed(lambda: engine.logprobs([batch], temperature=1.0, with_entropy=True))),
+        "optimizer": spread(timed(lambda: engine._optimizer.step())),
+    }
+    return asdict(case) | measured | beside(config, case, gpu, measured)
+
+
+def beside(config: "RunConfig", case: Case, gpu: str, measured: dict) -> dict:
+    """What a plan says of the same passes, and the shares of the peak that were attained."""
+    from configs.reading.hardware import read_hardware
+    from parallel.megatron import platform
+    from parallel.planning.architecture import read_architecture, read_hf_config
+    from parallel.planning.flops import Load, forward_flops, update_flops
+    from parallel.planning.machine import Machine
+    from parallel.planning.memory import learner_memory, work_of
+    from parallel.planning.training_time import optimizer_seconds
+
+    architecture, layout = read_architecture(read_hf_config(config.model.path)), config.layout
+    machine = Machine(hardware=read_hardware(gpu), gpus_per_node=8)
+    load = Load(
+        tokens=case.tokens,
+        pairs=case.tokens * case.length // 2,
+        predicted=case.sequences * (case.length - case.prompt),
+    )
+    of_score = forward_flops(architecture, layout, 0, load)
+    of_update = update_flops(
+        architecture, layout, 0, load, recompute=case.recompute, lora=config.learner.lora
+    )
+    work = replace(
+        work_of(config, "cuda" if platform.has_cuda() else "cpu"), num_microbatches=1, transfers_weights=False
+    )
+    planned = learner_memory(architecture, layout, work, stage=0)
+    optimizer = optimizer_seconds(architecture, config, machine, layout, 0)
+    score, computing = measured["score"]["median"], without_optimizer(measured)
+    peak = 1e12 * getattr(machine.hardware.peak_tflops, case.dtype)
+    host = passes(case.recompute) * machine.hardware.overheads.pass_s
+    return {
+        "tokens": case.tokens,
+        "peak_flops": peak,
+        "score_flops": asdict(of_score),
+        "score_attained": of_score.total / score / peak,
+        "update_flops": asdict(of_update),
+        "update_attained": of_update.total / computing / peak,
+        "estimated": machine.training_seconds(of_update, case.dtype) + host + optimizer,
+        "optimizer_estimated": optimizer,
+        "planned": planned.items(),
         "planned_bytes": planned.total,
     }
+
+
+def passes(recompute: str) -> int:
+    """Of an update: forward, backward, and layers that are computed again."""
+    return 3 if recompute == "full" else 2
+
+
+def without_optimizer(row: dict) -> float:
+    return row["update"]["median"] - row["optimizer"]["median"]
 
 
 def fit(rows: Sequence[dict]) -> dict[str, float]:
@@ -214,11 +228,9 @@ def fit(rows: Sequence[dict]) -> dict[str, float]:
 
     columns = []
     for row in rows:
-        update = row["update"]["median"] - row["optimizer"]["median"]
-        passes = 3 if row["recompute"] == "full" else 2
         for flops, seconds, count in (
             (row["score_flops"], row["score"]["median"], 1),
-            (row["update_flops"], update, passes),
+            (row["update_flops"], without_optimizer(row), passes(row["recompute"])),
         ):
             matrices = flops["matrices"] + flops["output"]
             parts = (matrices / row["peak_flops"], flops["attention"] / row["peak_flops"], count)
