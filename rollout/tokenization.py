@@ -124,7 +124,9 @@ def encode_response(
     """
     if isinstance(response, str):
         return [*tokenizer.encode(response, add_special_tokens=False), ends[0]]
-    _, _, token_ids = _write_response(tokenizer, prompt, response, ends, chat_template_kwargs)
+    _, written, token_ids = _write_response(tokenizer, prompt, response, ends, chat_template_kwargs)
+    if (turn := _until_end(tokenizer, written, ends)) is not None:
+        token_ids = list(tokenizer.encode(turn, add_special_tokens=False))
     last = max((place for place, token_id in enumerate(token_ids) if token_id in ends), default=None)
     return [*token_ids, ends[0]] if last is None else token_ids[: last + 1]
 
@@ -200,11 +202,8 @@ def _find_turn(
 ) -> tuple[int, int]:
     """Start and end in ``text``, a whole conversation, of a response within it. Raises ValueError, see ``find_turns``."""
     before, written, _ = _write_response(tokenizer, prompt, response, ends, arguments)
-    end_texts = _texts_of(tokenizer, ends)
-    either = "|".join(map(re.escape, end_texts))
-    # Behind the turn's own end some templates write another where nothing follows (Phi-3).
-    closed = re.search(rf"({either})(?:\s|{either})*\Z", written)
-    sampled = before + (written[: closed.end(1)] if closed else written)
+    turn = _until_end(tokenizer, written, ends)
+    sampled = before + (written if turn is None else turn)
     if not text.startswith(sampled):
         pairs = zip(sampled, text, strict=False)
         first = next((place for place, (was, now) in enumerate(pairs) if was != now), len(text))
@@ -214,9 +213,18 @@ def _find_turn(
             f"{text[shown]!r} where others follow, so its tokens are not those that the model samples; use a template that keeps "
             "earlier turns"
         )
-    if closed is None:
-        sampled += next((end for end in end_texts if text.startswith(end, len(sampled))), "")
+    if turn is None:
+        followers = (end for end in _texts_of(tokenizer, ends) if text.startswith(end, len(sampled)))
+        sampled += next(followers, "")
     return len(before), len(sampled)
+
+
+def _until_end(tokenizer: "Tokenizer", written: str, ends: Sequence[int]) -> str | None:
+    """A response up to and with the token that closes it; None: the template writes none. Behind it some templates write
+    another, of the whole conversation (Phi-3)."""
+    either = "|".join(map(re.escape, _texts_of(tokenizer, ends))) or "(?!)"
+    closed = re.search(rf"({either})(?:\s|{either})*\Z", written)
+    return written[: closed.end(1)] if closed else None
 
 
 def _texts_of(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[str]:

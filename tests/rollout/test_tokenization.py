@@ -238,24 +238,26 @@ def test_turns_are_those_that_a_template_marks():
 
 
 @pytest.mark.parametrize(
-    ("template", "first", "second"),
+    ("template", "last_end"),
     [
         # An end of the whole conversation, which is an end token too (Phi-3).
         ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-         "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|endoftext|>' }}", "4<|im_end|>", "5<|im_end|>"),
+         "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|endoftext|>' }}", "<|im_end|>"),
         # No end: the next message's header is what the model samples (GLM).
         ("{% for m in messages %}{{ {'user': '<|im_end|>', 'assistant': '<|im_start|>'}[m.role] }}{{ m.content }}{% endfor %}"
-         "{{ '<|im_start|>' if add_generation_prompt }}", "4<|im_end|>", "5<|im_end|>"),
+         "{{ '<|im_start|>' if add_generation_prompt }}", "<|endoftext|>"),
     ],
     ids=["phi3", "glm"],
 )  # fmt: skip
-def test_turns_of_templates_with_another_end(template, first, second):
+def test_turns_of_templates_with_another_end(template, last_end):
     tokenizer = chat_tokenizer(template=template)
     ends = [tokenizer.convert_tokens_to_ids(text) for text in ("<|endoftext|>", "<|im_end|>")]
     prompt = in_turn("2 + 2?", "4", "2 + 3?", "5", "?")
     ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=True)
     turns = find_turns(tokenizer, prompt, ids, ends)
-    assert [tokenizer.decode(ids[turn.start : turn.stop]) for turn in turns] == [first, second]
+    assert [tokenizer.decode(ids[turn.start : turn.stop]) for turn in turns] == ["4<|im_end|>", "5<|im_end|>"]
+    last = encode_response(tokenizer, prompt, said("assistant", "6"), ends)
+    assert tokenizer.decode(last) == f"6{last_end}"
 
 
 CHATML_TOKENS = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
