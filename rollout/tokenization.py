@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 
     Tokenizer = TokenizerFiles | PreTrainedTokenizerBase
 
+_SHOWN = 30
+"""Characters on either side of a difference that an error shows."""
+
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
     """The tokenizer of a local Hugging Face folder; nothing is downloaded. Raises ValueError: the folder or its
@@ -188,10 +191,6 @@ def find_turns(
     return turns
 
 
-_SHOWN = 30
-"""Characters on either side of a difference that an error shows."""
-
-
 def _find_turn(
     tokenizer: "Tokenizer",
     text: str,
@@ -223,7 +222,7 @@ def _until_end(tokenizer: "Tokenizer", written: str, ends: Sequence[int]) -> str
     """A response up to and with the token that closes it; None: the template writes none. Behind it some templates write
     another, of the whole conversation (Phi-3)."""
     either = "|".join(map(re.escape, _texts_of(tokenizer, ends))) or "(?!)"
-    closed = re.search(rf"({either})(?:\s|{either})*\Z", written)
+    closed = re.search(rf"({either})(?:{either}|\s)*+\Z", written)  # *+: an end may be a blank
     return written[: closed.end(1)] if closed else None
 
 
