@@ -2,13 +2,14 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.reading.named_files import TOKENIZERS
-from rollout.records import DataPrompt, Message, WithTools, messages_of
+from rollout.records import DataPrompt, Message, Messages, WithTools, messages_of
 from rollout.sglang_plugin.tandem_transformers import spare_work
 
 if TYPE_CHECKING:
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rollout.tokenizer_files import TokenizerFiles
 
     Tokenizer = TokenizerFiles | PreTrainedTokenizerBase
+
+_SHOWN = 30
+"""Characters on either side of a difference that an error shows."""
 
 
 def load_tokenizer(model_dir: Path) -> "PreTrainedTokenizerBase":
@@ -123,14 +127,125 @@ def encode_response(
     """
     if isinstance(response, str):
         return [*tokenizer.encode(response, add_special_tokens=False), ends[0]]
-    before = _render_chat(
+    _, written, token_ids = _write_response(tokenizer, prompt, response, ends, chat_template_kwargs)
+    if (turn := _until_end(tokenizer, written, ends)) is not None:
+        token_ids = list(tokenizer.encode(turn, add_special_tokens=False))
+    last = max((place for place, token_id in enumerate(token_ids) if token_id in ends), default=None)
+    return [*token_ids, ends[0]] if last is None else token_ids[: last + 1]
+
+
+def find_turns(
+    tokenizer: "Tokenizer",
+    prompt: DataPrompt,
+    token_ids: Sequence[int],
+    ends: Sequence[int],
+    *,
+    chat_template_kwargs: Mapping[str, Any] = {},
+) -> list[range]:
+    """Places of the assistant's turns in ``token_ids``, those that ``encode_prompt`` makes of the prompt::
+
+        <|im_start|>user\\n?<|im_end|>\\n<|im_start|>assistant\\nAnswer<|im_end|>\\n<|im_start|>user\\n...
+                                                         [---- turn ---]
+
+    A turn is what the model samples after the messages before it: the message as the chat template writes it where it is
+    the last one, up to and with the token of ``ends`` that closes it. It must stand so in the prompt, in text and tokens.
+    Where the template closes no turn (GLM), the next message's first token does.
+
+    Raises ValueError, naming the message: the template writes it, or what is before it, otherwise once messages follow; none
+    of ``ends`` closes it; or it and the text around it become other tokens together. Also as ``encode_response``.
+    """
+    messages = messages_of(prompt)
+    text = _render_chat(
         tokenizer, prompt, None, chat_template_kwargs, add_generation_prompt=True, tokenize=False
     )
-    messages = (*messages_of(prompt), response)
-    whole = WithTools(messages, prompt.tools) if isinstance(prompt, WithTools) else messages
-    text = _render_chat(
-        tokenizer, whole, None, chat_template_kwargs, add_generation_prompt=False, tokenize=False
-    )
+    turns: list[range] = []
+    text_done = tokens_done = 0
+    for number, message in enumerate(messages, start=1):
+        if message["role"] != "assistant":
+            continue
+        earlier = _with_messages(prompt, messages[: number - 1])
+        try:
+            start, stop = _find_turn(tokenizer, text, earlier, message, ends, chat_template_kwargs)
+            before, turn = (
+                list(tokenizer.encode(part, add_special_tokens=False))
+                for part in (text[text_done:start], text[start:stop])
+            )
+            place = range(tokens_done + len(before), tokens_done + len(before) + len(turn))
+            if token_ids[tokens_done : place.stop] != before + turn:
+                around = text[max(start - _SHOWN, 0) : start], text[start : min(start + _SHOWN, stop)]
+                raise ValueError(
+                    f"{around[0]!r} and {around[1]!r} become other tokens together than apart, so they are not those that the model "
+                    "samples; begin the message otherwise"
+                )
+            if turn[-1] not in ends:
+                raise ValueError(
+                    f"the chat template of {tokenizer.name_or_path or 'this model'} closes it with none of the model's end tokens "
+                    f"({', '.join(_texts_of(tokenizer, ends))}); add its own to eos_token_id of generation_config.json"
+                )
+        except ValueError as error:
+            raise ValueError(
+                f"message {number}, of the assistant: {error}, or set data.learned_turns=last"
+            ) from error
+        turns.append(place)
+        text_done, tokens_done = stop, place.stop
+    return turns
+
+
+def _find_turn(
+    tokenizer: "Tokenizer",
+    text: str,
+    prompt: DataPrompt,
+    response: Message,
+    ends: Sequence[int],
+    arguments: Mapping[str, Any],
+) -> tuple[int, int]:
+    """Start and end in ``text``, a whole conversation, of a response within it. Raises ValueError, see ``find_turns``."""
+    before, written, _ = _write_response(tokenizer, prompt, response, ends, arguments)
+    turn = _until_end(tokenizer, written, ends)
+    sampled = before + (written if turn is None else turn)
+    if not text.startswith(sampled):
+        pairs = zip(sampled, text, strict=False)
+        first = next((place for place, (was, now) in enumerate(pairs) if was != now), len(text))
+        shown = slice(max(first - _SHOWN, 0), first + _SHOWN)
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'this model'} writes {sampled[shown]!r} where it is the last one, and "
+            f"{text[shown]!r} where others follow, so its tokens are not those that the model samples; use a template that keeps "
+            "earlier turns"
+        )
+    if turn is None:
+        followers = (end for end in _texts_of(tokenizer, ends) if text.startswith(end, len(sampled)))
+        sampled += next(followers, "")
+    return len(before), len(sampled)
+
+
+def _until_end(tokenizer: "Tokenizer", written: str, ends: Sequence[int]) -> str | None:
+    """A response up to and with the token that closes it; None: the template writes none. Behind it some templates write
+    another, of the whole conversation (Phi-3)."""
+    either = "|".join(map(re.escape, _texts_of(tokenizer, ends))) or "(?!)"
+    closed = re.search(rf"({either})(?:{either}|\s)*+\Z", written)  # *+: an end may be a blank
+    return written[: closed.end(1)] if closed else None
+
+
+def _texts_of(tokenizer: "Tokenizer", ids: Sequence[int]) -> list[str]:
+    return [text for token_id in ids if (text := str(tokenizer.decode([token_id])))]
+
+
+def _with_messages(prompt: DataPrompt, messages: Messages) -> DataPrompt:
+    return WithTools(messages, prompt.tools) if isinstance(prompt, WithTools) else messages
+
+
+def _write_response(
+    tokenizer: "Tokenizer",
+    prompt: DataPrompt,
+    response: Message,
+    ends: Sequence[int],
+    arguments: Mapping[str, Any],
+) -> tuple[str, str, list[int]]:
+    """What the chat template writes for a prompt with the header of the assistant's turn, and for the response after it,
+    with the response's tokens. Raises ValueError, see ``encode_response``."""
+    before = _render_chat(tokenizer, prompt, None, arguments, add_generation_prompt=True, tokenize=False)
+    whole = _with_messages(prompt, (*messages_of(prompt), response))
+    text = _render_chat(tokenizer, whole, None, arguments, add_generation_prompt=False, tokenize=False)
     if not text.startswith(before):
         raise ValueError(
             f"the chat template of {tokenizer.name_or_path or 'this model'} renders the prompt otherwise where a response follows, so "
@@ -147,8 +262,7 @@ def encode_response(
             f"the chat template of {tokenizer.name_or_path or 'this model'} leaves out the response, or its calls of tools; give the "
             "response as a text"
         )
-    last = max((place for place, token_id in enumerate(token_ids) if token_id in ends), default=None)
-    return [*token_ids, ends[0]] if last is None else token_ids[: last + 1]
+    return before, written, token_ids
 
 
 def _encode_chat(

@@ -1,4 +1,4 @@
-"""The supervised warm start: next-token loss on the answer alone, by the same engine as the RL update.
+"""The supervised warm start: next-token loss on the answers alone, by the same engine as the RL update.
 
 loss = -(1 / N) sum over answer tokens of log pi(token | preceding tokens),   N answer tokens in the batch of all ranks
 """
@@ -18,8 +18,14 @@ from parallel.packing import PackedBatch
 from parallel.planning.architecture import read_architecture, read_hf_config
 from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
-from rollout.tokenization import encode_prompt, encode_response, end_token_ids, load_tokenizer
-from trainer.batch.plan import pack_prompted, packed_length, plan_batches
+from rollout.tokenization import (
+    encode_prompt,
+    encode_response,
+    end_token_ids,
+    find_turns,
+    load_tokenizer,
+)
+from trainer.batch.plan import pack_responses, packed_length, plan_batches
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 from trainer.ranks.objects import from_first_rank
 
@@ -29,7 +35,12 @@ REPORT_EVERY_S = 5.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     token_ids: list[int]
-    prompt_length: int
+    answers: list[range]
+    """Places of the answers to learn, in order. The last one ends the example."""
+
+    @property
+    def num_answer_tokens(self) -> int:
+        return sum(map(len, self.answers))
 
 
 def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
@@ -81,10 +92,11 @@ def _loss(scale: float) -> Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor,
 
 
 def load_examples(config: SftConfig) -> list[Example]:
-    """Tokenised prompt and answer, which ends with an end token, in the order of the file or the generator.
+    """Tokenised prompt and answer, which ends with an end token, in the order of the file or the generator. The tokens are
+    the same whether earlier turns of the assistant are learned too or not.
 
-    Raises ValueError as ``read_pairs`` does, and for an example that is too long for a micro-batch or for the
-    model, naming its line.
+    Raises ValueError as ``read_pairs`` and ``find_turns`` do, and for an example that is too long for a micro-batch or for
+    the model, naming its line.
     """
     tokenizer = load_tokenizer(config.model.path)
     ends, arguments = end_token_ids(tokenizer, config.model.path), config.model.chat_template_kwargs
@@ -108,9 +120,15 @@ def load_examples(config: SftConfig) -> list[Example]:
                 chat_template_kwargs=arguments,
             )
             answer_ids = encode_response(tokenizer, prompt, answer, ends, chat_template_kwargs=arguments)
+            earlier = (
+                find_turns(tokenizer, prompt, prompt_ids, ends, chat_template_kwargs=arguments)
+                if config.learns_all_turns
+                else []
+            )
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        example = Example(token_ids=[*prompt_ids, *answer_ids], prompt_length=len(prompt_ids))
+        token_ids = [*prompt_ids, *answer_ids]
+        example = Example(token_ids=token_ids, answers=[*earlier, range(len(prompt_ids), len(token_ids))])
         check_example_length(
             where,
             packed_length(example.token_ids),
@@ -143,6 +161,6 @@ def local_batch(examples: list[Example], config: SftConfig, *, dp_rank: int) -> 
     )
     ids = plan.sequence_ids(dp_rank)
     mine = [examples[i] for i in ids]
-    packed = pack_prompted([e.token_ids for e in mine], [e.prompt_length for e in mine], ids)
-    counted = sum(len(e.token_ids) - e.prompt_length for e in examples)
+    packed = pack_responses([e.token_ids for e in mine], [e.answers for e in mine], ids)
+    counted = sum(e.num_answer_tokens for e in examples)
     return [packed.select(rows) for rows in plan.rows(dp_rank)[0]], counted

@@ -243,6 +243,9 @@ class JsonlSftData(Schema):
     messages_field: str | None = None
     """The name of a field with a whole conversation, as TRL's ``messages``. The last message is the response, those before
     it are the prompt; ``prompt_field`` and ``response_field`` are not read."""
+    learned_turns: Literal["last", "all"] = "last"
+    """The turns of ``messages_field`` that are learned: the last message alone, or all of the assistant's. ``all`` needs a
+    chat template that keeps earlier turns as they are once others follow; a record of which it does not is refused."""
     tools_field: str | None = None
     """The name of a field with tools for the chat template, as ``task.tools_field``."""
     apply_chat_template: bool = True
@@ -258,6 +261,12 @@ class JsonlSftData(Schema):
                     f"{field} needs a chat template, but apply_chat_template=false",
                     f"set it to true, or remove {field}",
                 )
+        if self.learned_turns == "all" and self.messages_field is None:
+            raise Contradiction(
+                ("learned_turns", "messages_field"),
+                "learned_turns=all is of the turns of messages_field, which names no field",
+                "name the field of the conversations, or remove learned_turns",
+            )
         return self
 
 
@@ -299,6 +308,11 @@ class SftConfig(Schema):
     """Tokens whose float32 logits exist at once."""
     optimizer: SftOptimizerConfig = SftOptimizerConfig()
     launch: LaunchConfig = LaunchConfig()
+
+    @property
+    def learns_all_turns(self) -> bool:
+        """Whether earlier turns of the assistant are learned too."""
+        return isinstance(self.data, JsonlSftData) and self.data.learned_turns == "all"
 
     @model_validator(mode="after")
     def _has_no_servers(self):

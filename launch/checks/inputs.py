@@ -278,7 +278,7 @@ def _check_conversations(
                     tokenizer, prompt, arguments, "; use roles that the template takes"
                 )
             )
-            or (error := _response_error(tokenizer, prompt, response, ends, arguments))
+            or (error := _response_error(tokenizer, prompt, response, ends, config))
         )
         yield from ((field, text) for text in islice(found, 1))
     for part in _reward_parts(config) if isinstance(config, RunConfig) else ():
@@ -332,15 +332,26 @@ def _response_error(
     prompt: "DataPrompt",
     response: "str | Message",
     ends: Sequence[int],
-    arguments: Mapping[str, Any],
+    config: RunConfig | SftConfig,
 ) -> str | None:
-    """Why the template cannot render the assistant's message after the prompt."""
-    from rollout.tokenization import encode_response
+    """Why the template cannot render the assistant's message after the prompt, or its earlier ones so that they can be
+    learned."""
+    from rollout.tokenization import encode_prompt, encode_response, find_turns
 
     if isinstance(response, str) or not ends:
         return None
+    arguments = config.model.chat_template_kwargs
     try:
         encode_response(tokenizer, prompt, response, ends, chat_template_kwargs=arguments)
+        if isinstance(config, SftConfig) and config.learns_all_turns:
+            ids = encode_prompt(
+                tokenizer,
+                prompt,
+                system_prompt=None,
+                apply_chat_template=True,
+                chat_template_kwargs=arguments,
+            )
+            find_turns(tokenizer, prompt, ids, ends, chat_template_kwargs=arguments)
     except ValueError as error:
         return str(error)
     return None
@@ -473,10 +484,10 @@ def _example_notes(data: JsonlSftData, survey: "Survey") -> Iterator[str]:
         for where, prompt, _ in survey.conversations
         if any(message["role"] == "assistant" for message in messages_of(prompt))
     )
-    if data.messages_field is not None and (where := next(told, None)):
+    if data.messages_field and data.learned_turns == "last" and (where := next(told, None)):
         yield (
             f"data.path: the last message of a conversation is learned; earlier ones of the assistant, such as in {where}, are read "
-            "alone. A record for each turn teaches them too"
+            "alone. data.learned_turns=all teaches them too"
         )
     if (
         data.tools_field is None

@@ -89,6 +89,8 @@ class _Form:
     """Makes a reference of an answer; None: it is the response of a supervised pair."""
     has_template: bool
     has_system_prompt: bool = False
+    learns_all_turns: bool = False
+    """Of a whole conversation, all of the assistant's messages are responses to learn, not the last one alone."""
 
 
 def _form_of(config: Gsm8kTask | JsonlTask) -> _Form:
@@ -104,7 +106,12 @@ def _form_of(config: Gsm8kTask | JsonlTask) -> _Form:
 
 def _form_of_pairs(data: JsonlSftData) -> _Form:
     fields = (data.messages_field,) if data.messages_field else (data.prompt_field, data.response_field)
-    return _Form(fields=fields, tools_field=data.tools_field, has_template=data.apply_chat_template)
+    return _Form(
+        fields=fields,
+        tools_field=data.tools_field,
+        has_template=data.apply_chat_template,
+        learns_all_turns=data.learned_turns == "all",
+    )
 
 
 def _build_problems(path: Path, task: str, form: _Form, keep_rows: bool) -> list[Problem]:
@@ -295,7 +302,8 @@ def _is_plain(value: object) -> bool:
 def _form_fields(record: dict, form: _Form) -> tuple[DataPrompt, str | Message]:
     """Prompt, and answer or response. Raises ValueError."""
     if len(form.fields) == 1:
-        prompt, second = turns_of(_field_value(record, form.fields[0]), form.fields[0])
+        field = form.fields[0]
+        prompt, second = turns_of(_field_value(record, field), field, learns_all=form.learns_all_turns)
     else:
         first_field, second_field = form.fields
         prompt = prompt_of(

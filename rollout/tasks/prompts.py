@@ -104,8 +104,9 @@ def _response_message(given: dict[str, Any], field: str) -> Message:
     return message
 
 
-def turns_of(value: Any, field: str) -> tuple[str | Messages, Message]:
-    """Prompt and response of a whole conversation, which ends with the response. Raises ValueError."""
+def turns_of(value: Any, field: str, *, learns_all: bool = False) -> tuple[str | Messages, Message]:
+    """Prompt and response of a whole conversation, which ends with the response. ``learns_all``: the assistant's messages in
+    the prompt are responses to learn too. Raises ValueError."""
     if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
         raise ValueError(
             f"field `{field}` must be messages {_FORM}, of which the last is the response to learn"
@@ -116,12 +117,17 @@ def turns_of(value: Any, field: str) -> tuple[str | Messages, Message]:
         raise ValueError(
             f"{named}; end it with a message of the role assistant, the response to learn, or drop the record"
         )
-    if len(roles) < 2 or roles[-2] not in (*ANSWERED, None):
-        raise ValueError(
-            f"{named}; the last message, the response to learn, must follow one of the role {' or '.join(ANSWERED)}"
-        )
+    last = len(roles) - 1
+    learned = [place for place, role in enumerate(roles) if role == "assistant"] if learns_all else [last]
+    for place in learned:
+        if place == 0 or roles[place - 1] not in (*ANSWERED, None):
+            which = "the last message, the" if place == last else f"message {place + 1}, a"
+            raise ValueError(
+                f"{named}; {which} response to learn, must follow one of the role {' or '.join(ANSWERED)}"
+            )
     prompt = prompt_of(value[:-1], field, has_template=True, has_system_prompt=False)
-    return prompt, _response_message(value[-1], f"{field}[{len(value) - 1}].content")
+    *_, response = (_response_message(value[place], f"{field}[{place}].content") for place in learned)
+    return prompt, response
 
 
 def with_tools(prompt: str | Messages, value: Any, field: str) -> DataPrompt:

@@ -547,6 +547,11 @@ TABLE = {
         command="sft", text=SFT, options="data={type: jsonl, path: empty.jsonl}", field="data.path", value="empty.jsonl",
         error="holds no records", fix="write one per line, with the fields `prompt` and `response`",
     ),
+    "turns of no conversation": Broken(
+        command="sft", text=SFT, options="data={type: jsonl, path: empty.jsonl, learned_turns: all}",
+        field="data.learned_turns, data.messages_field", value="data.messages_field: null (default)",
+        error="is of the turns of messages_field, which names no field", fix="name the field of the conversations",
+    ),
     "existing output": Broken(
         command="sft", text=SFT, options="output=dense",
         field="output", value="dense", error="dense exists already", fix="name a new folder, or remove it first",

@@ -636,6 +636,7 @@ def test_read_pairs(tmp_path):
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 CALLS = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": {}}}]}
 TOLD = {"role": "tool", "content": "4"}
+ALL = {"learned_turns": "all"}
 
 
 def test_pairs_of_trl(tmp_path):
@@ -672,6 +673,10 @@ def test_pairs_of_trl(tmp_path):
         ({"messages": [ASKED, ANSWERED, ANSWERED]}, {}, r"of user, assistant, assistant; the last message, .* must follow"),
         ({"messages": [ASKED, ANSWERED | {"content": " "}]}, {}, r"field `messages\[1\]\.content` is empty"),
         ({"messages": [{"from": "human"}, ANSWERED]}, {}, r"field `messages\[0\]\.role` is missing"),
+        ({"messages": [SYSTEM, ANSWERED, ASKED, ANSWERED]}, ALL, r"message 2, a response to learn, must follow one of the role"),
+        ({"messages": [ANSWERED, ASKED, ANSWERED]}, ALL, r"message 1, a response to learn, must follow one of the role"),
+        ({"messages": [ASKED, ANSWERED, ANSWERED, ASKED, ANSWERED]}, ALL, r"message 3, a response to learn, must follow one"),
+        ({"messages": [ASKED, ANSWERED | {"content": ""}, ASKED, ANSWERED]}, ALL, r"field `messages\[1\]\.content` is empty"),
         ({"prompt": "1", "completion": [CALLS, TOLD, ANSWERED]}, {}, r"field `completion` is a list, .*each turn to learn into a record"),
         ({"prompt": "1", "completion": [ASKED]}, {}, r"field `completion` is a list, but not of one message of the role assistant"),
         ({"prompt": "1", "completion": [ANSWERED]}, {"apply_chat_template": False}, r"field `completion` is a message, which a chat"),

@@ -1,6 +1,7 @@
 """The tiny model's tokenizer and weights, and how prompts become ids."""
 
 import inspect
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 from configs.schema.model import SET_BY_TANDEM
 from rollout.records import WithTools, messages_of
 from rollout.tiny_model import CHARACTERS, make_tiny_countdown_model
-from rollout.tokenization import encode_prompt, encode_response, end_token_ids, load_tokenizer
+from rollout.tokenization import encode_prompt, encode_response, end_token_ids, find_turns, load_tokenizer
 from rollout.tokenizer_files import _jinja_environment, check_template_arguments
 from tests.support.chat_tokenizer import chat_tokenizer, template_of
 
@@ -164,6 +165,124 @@ def test_a_response_that_the_template_hides_or_rewrites_is_refused():
     tokenizer = chat_tokenizer(template=body)
     assert encode_response(tokenizer, "2 + 2?", told, [479]) == [*tokenizer.encode("4"), 479]
     assert encode_response(tokenizer, "2 + 2?", "4", [479]) == [*tokenizer.encode("4"), 479]
+
+
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Says itself which tokens are the assistant's."""
+ADD = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {}}}
+
+
+def turns_in(tokenizer, prompt) -> tuple[list[int], list[range]]:
+    """The tokens of a prompt, and the places of the assistant's turns."""
+    ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=True)
+    return ids, find_turns(tokenizer, prompt, ids, [int(tokenizer.eos_token_id)])
+
+
+def said(role: str, content: str, **fields) -> dict:
+    return {"role": role, "content": content, **fields}
+
+
+def in_turn(*contents: str) -> tuple[dict, ...]:
+    """A conversation of the user and the assistant."""
+    return tuple(said(("user", "assistant")[place % 2], content) for place, content in enumerate(contents))
+
+
+def test_turns_of_a_conversation_by_hand(tokenizer):
+    """A character a token; a question ends with the header of the answer, and each answer with <eos>."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else eos_token }}{% endfor %}"
+    )
+    ids, turns = turns_in(tokenizer, in_turn("1+1", "2", "5*4", "20", "1"))
+    assert tokenizer.decode(ids) == "1+1=2<eos>5*4=20<eos>1="
+    assert turns == [range(4, 6), range(10, 13)]
+
+
+texts = st.text("4 a.\n<é", max_size=6).map("x{}".format)
+CALLS = [{"function": {"name": "add", "arguments": {"a": 2}}}]
+rounds = st.one_of(
+    st.builds(lambda answer, reply: [said("assistant", answer), said("user", reply)], texts, texts),
+    st.builds(lambda answer, reply: [said("assistant", answer, tool_calls=CALLS), said("tool", reply)], texts, texts),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "llama3_1"])
+@settings(deadline=None, max_examples=40)
+@given(asked=texts, later=st.lists(rounds, max_size=4))
+def test_a_turn_of_a_conversation_is_the_response_of_a_shorter_one(family, asked, later):
+    """In its tokens, and in those before it."""
+    tokenizer, messages = chat_tokenizer(family), (said("user", asked), *itertools.chain(*later))
+    ids, turns = turns_in(tokenizer, WithTools(messages, (ADD,)))
+    places = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    for place, turn in zip(places, turns, strict=True):
+        shorter = WithTools(messages[:place], (ADD,))
+        before = encode_prompt(tokenizer, shorter, system_prompt=None, apply_chat_template=True)
+        response = encode_response(tokenizer, shorter, messages[place], [int(tokenizer.eos_token_id)])
+        assert ids[: turn.start] == before and ids[turn.start : turn.stop] == response
+
+
+def test_turns_are_those_that_a_template_marks():
+    tokenizer = chat_tokenizer(template=MARKED)
+    messages = in_turn("2 + 2?", "4 ", "Are you\nsure?", "Yes.\n", "?")
+    _, turns = turns_in(tokenizer, messages)
+    marked = tokenizer.apply_chat_template(
+        list(messages), return_dict=True, return_assistant_tokens_mask=True, add_generation_prompt=True
+    )["assistant_masks"]
+    assert len(turns) == 2
+    assert [place for turn in turns for place in turn] == [
+        place for place, is_on in enumerate(marked) if is_on
+    ]
+
+
+@pytest.mark.parametrize(
+    ("template", "last_end"),
+    [
+        # An end of the whole conversation, which is an end token too (Phi-3).
+        ("{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+         "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|endoftext|>' }}", "<|im_end|>"),
+        # No end: the next message's header is what the model samples (GLM).
+        ("{% for m in messages %}{{ {'user': '<|im_end|>', 'assistant': '<|im_start|>'}[m.role] }}{{ m.content }}{% endfor %}"
+         "{{ '<|im_start|>' if add_generation_prompt }}", "<|endoftext|>"),
+    ],
+    ids=["phi3", "glm"],
+)  # fmt: skip
+def test_turns_of_templates_with_another_end(template, last_end):
+    tokenizer = chat_tokenizer(template=template)
+    ends = [tokenizer.convert_tokens_to_ids(text) for text in ("<|endoftext|>", "<|im_end|>")]
+    prompt = in_turn("2 + 2?", "4", "2 + 3?", "5", "?")
+    ids = encode_prompt(tokenizer, prompt, system_prompt=None, apply_chat_template=True)
+    turns = find_turns(tokenizer, prompt, ids, ends)
+    assert [tokenizer.decode(ids[turn.start : turn.stop]) for turn in turns] == ["4<|im_end|>", "5<|im_end|>"]
+    last = encode_response(tokenizer, prompt, said("assistant", "6"), ends)
+    assert tokenizer.decode(last) == f"6{last_end}"
+
+
+CHATML_TOKENS = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "message"),
+    [
+        (template_of("qwen3"), "4", r"writes '.*assistant\\n<think>.*' where it is the last one, and '.*assistant\\n4<.*' where others"),
+        (template_of("qwen3"), "<think>\nTwo.\n</think>\n\n4", r"assistant\\n4<\|im_end\|>.*; use a template that keeps earlier turns"),
+        ("{{ messages[-1].role }}" + CHATML_TOKENS, "4", "renders the prompt otherwise where a response follows"),
+        ("{{ messages | length > 2 }}" + CHATML_TOKENS, "4", r"writes 'False.*' where it is the last one, and 'True"),
+        (CHATML_TOKENS.replace("m.content }}", "m.content | trim if loop.last else m.content }}"), "4 ", "writes '.*4<.*4 <"),
+        (CHATML_TOKENS, "\n4", r"assistant\\n' and '\\n4<\|im_end\|>' become other tokens together than apart"),
+        (CHATML_TOKENS.replace("<|im_end|>", "</s>"), "4", r"none of the model's end tokens \(<\|im_end\|>\); add its own to eos"),
+    ],
+    ids=["empty thinking", "thinking", "the end", "the start", "a blank", "a line break", "no end token"],
+)  # fmt: skip
+def test_a_turn_that_the_model_would_not_sample_so_is_refused(template, answer, message):
+    prompt = in_turn("2 + 2?", answer, "Sure?")
+    with pytest.raises(
+        ValueError,
+        match=f"(?s)^message 2, of the assistant: .*{message}.*, or set data.learned_turns=last$",
+    ):
+        turns_in(chat_tokenizer(template=template), prompt)
 
 
 def test_what_tandem_sets_itself_are_the_parameters_of_transformers():

@@ -4,6 +4,7 @@ model that others load."""
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -53,13 +54,22 @@ def examples(draw):
     """(a batch of examples of distinct tokens, data-parallel ranks)"""
     data_parallel = draw(st.integers(1, 3))
     count = data_parallel * draw(st.integers(1, 6))
-    sizes = draw(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 12)), min_size=count, max_size=count))
-    starts = range(0, 1000 * len(sizes), 1000)
-    made = [
-        Example(token_ids=[start + i for i in range(p + a)], prompt_length=p)
-        for start, (p, a) in zip(starts, sizes, strict=True)
-    ]
-    return made, data_parallel
+    rounds = st.tuples(st.integers(1, 9), st.integers(1, 12))
+    sizes = draw(st.lists(st.lists(rounds, min_size=1, max_size=3), min_size=count, max_size=count))
+    return [example_of(1000 * i, rounds) for i, rounds in enumerate(sizes)], data_parallel
+
+
+def example_of(first: int, rounds: list[tuple[int, int]]) -> Example:
+    """Tokens from ``first`` on, of rounds of (what is read, an answer)."""
+    places, length = [], 0
+    for read, answered in rounds:
+        places.append(range(length + read, length + read + answered))
+        length += read + answered
+    return Example(token_ids=list(range(first, first + length)), answers=places)
+
+
+def learned_ids(example: Example) -> list[int]:
+    return [example.token_ids[place] for answer in example.answers for place in answer]
 
 
 @settings(max_examples=80, deadline=None)
@@ -71,9 +81,7 @@ def test_ranks_share_a_batch_without_loss_or_repeat(problem, slack):
     targets, num_microbatches = [], set()
     for dp_rank in range(data_parallel):
         microbatches, counted = local_batch(made, config, dp_rank=dp_rank)
-        assert counted == sum(len(e.token_ids) - e.prompt_length for e in made), (
-            "not the answer tokens of the whole batch"
-        )
+        assert counted == sum(len(learned_ids(e)) for e in made), "not the answer tokens of the whole batch"
         num_microbatches.add(len(microbatches))
         for microbatch in microbatches:
             assert microbatch.num_tokens <= budget
@@ -82,7 +90,7 @@ def test_ranks_share_a_batch_without_loss_or_repeat(problem, slack):
                 microbatch.sequence_ids_S.tolist(), microbatch.tokens_T.split(microbatch.lengths), strict=True
             )
             assert all(tokens.tolist() == made[row].token_ids[:-1] for row, tokens in rows)
-    assert sorted(targets) == [token for e in made for token in e.token_ids[e.prompt_length :]], (
+    assert sorted(targets) == [token for e in made for token in learned_ids(e)], (
         "not every answer token exactly once"
     )
     assert len(num_microbatches) == 1, "ranks would wait for each other for ever"
@@ -127,8 +135,8 @@ def test_an_example_is_prompt_answer_and_end(model, tmp_path):
     )
     found = load_examples(sft_config(model, data=data))
     tokenizer = load_tokenizer(model)
-    assert [tokenizer.decode(e.token_ids[: e.prompt_length]) for e in found] == ["1 2 3: 6", "9:"]
-    assert [tokenizer.decode(e.token_ids[e.prompt_length :]) for e in found] == [" 1+2+3<eos>", "(9)<eos>"]
+    assert [tokenizer.decode(e.token_ids) for e in found] == ["1 2 3: 6 1+2+3<eos>", "9:(9)<eos>"]
+    assert [tokenizer.decode(learned_ids(e)) for e in found] == [" 1+2+3<eos>", "(9)<eos>"]
 
 
 def test_an_example_obeys_the_arguments_of_the_template(tmp_path):
@@ -140,7 +148,7 @@ def test_an_example_obeys_the_arguments_of_the_template(tmp_path):
     model = config.model.model_copy(update={"chat_template_kwargs": {"ending": "="}})
     (found,) = load_examples(config.model_copy(update={"model": model}))
     assert load_tokenizer(tmp_path / "tiny").decode(found.token_ids) == "1+1=2<eos>"
-    assert found.prompt_length == 4
+    assert found.answers == [range(4, 6)]
 
 
 def test_an_example_of_messages_ends_where_its_turn_does(tmp_path):
@@ -160,15 +168,58 @@ def test_an_example_of_messages_ends_where_its_turn_does(tmp_path):
         found += load_examples(sft_config(tmp_path / "model", data=data, token_budget=1000))
     assert found[0] == found[1]
     tokenizer, (example, _) = load_tokenizer(tmp_path / "model"), found
-    prompt, learned = (
-        str(tokenizer.decode(ids))
-        for ids in (
-            example.token_ids[: example.prompt_length],
-            example.token_ids[example.prompt_length :],
-        )
-    )
+    (answer,) = example.answers
+    prompt = str(tokenizer.decode(example.token_ids[: answer.start]))
     assert '"name": "add"' in prompt and prompt.endswith("2 + 2?<|im_end|>\n<|im_start|>assistant\n")
-    assert learned == "<think>\n\n</think>\n\n4<|im_end|>"
+    assert tokenizer.decode(learned_ids(example)) == "<think>\n\n</think>\n\n4<|im_end|>"
+
+
+def with_template(model: Path, folder: Path) -> Path:
+    """A copy of the tiny model that takes conversations: a question ends with ``=``, an answer with the end token."""
+    shutil.copytree(model, folder)
+    template = (
+        "{% for m in messages %}{{ m.content }}{{ '=' if m.role == 'user' else eos_token }}{% endfor %}"
+    )
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def conversations(path: Path, *records: list[str], **changes) -> JsonlSftData:
+    """A file of conversations, each a question, an answer, a question, ..."""
+    rows = [
+        [{"role": ("user", "assistant")[place % 2], "content": text} for place, text in enumerate(record)]
+        for record in records
+    ]
+    path.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return JsonlSftData(type="jsonl", path=path, messages_field="messages", **changes)
+
+
+def test_all_turns_of_a_conversation_are_learned_in_the_tokens_of_the_last(model, tmp_path):
+    folder = with_template(model, tmp_path / "model")
+    data = conversations(tmp_path / "a.jsonl", ["1+1", "2"], ["1+1", "2", "5*4", "20"])
+    last, every = (
+        load_examples(sft_config(folder, data=data.model_copy(update={"learned_turns": turns})))
+        for turns in ("last", "all")
+    )
+    assert [e.token_ids for e in last] == [e.token_ids for e in every]
+    assert last[0] == every[0], "one answer is the last and all of them"
+    assert [e.answers for e in last] == [[range(4, 6)], [range(10, 13)]]
+    assert every[1].answers == [range(4, 6), range(10, 13)]
+
+
+def test_a_conversation_of_which_the_template_rewrites_a_turn_is_named(model, tmp_path):
+    folder = with_template(model, tmp_path / "model")
+    template = folder / "chat_template.jinja"
+    rewrites = "{{ m.content if loop.last or m.content != '20' else '2' }}"
+    template.write_text(template.read_text().replace("{{ m.content }}", rewrites))
+    answers = [["5*4", "2", "1", "1"], ["5*4", "20"], ["5*4", "20", "1", "1"]]
+    data = conversations(tmp_path / "a.jsonl", *answers, learned_turns="all")
+    with pytest.raises(
+        ValueError,
+        match=r"a\.jsonl:line 3: message 2, .* writes '5\*4=20<eos>' where it is the last one, and '5\*4=2<eos>",
+    ):
+        load_examples(sft_config(folder, data=data))
+    assert len(load_examples(sft_config(folder, data=conversations(tmp_path / "a.jsonl", *answers)))) == 3
 
 
 @pytest.mark.parametrize(
@@ -201,9 +252,7 @@ def test_generated_examples_are_countdown_answers(model):
     for example in found:
         assert tokenizer.unk_token_id not in example.token_ids
         assert tokenizer.decode(example.token_ids).endswith("<eos>")
-        assert re.search(r"[-+*]", tokenizer.decode(example.token_ids[example.prompt_length :])), (
-            "the answer is no expression"
-        )
+        assert re.search(r"[-+*]", tokenizer.decode(learned_ids(example))), "the answer is no expression"
 
 
 def answer_loss(folder: Path, made: list[Example]) -> float:
@@ -213,9 +262,7 @@ def answer_loss(folder: Path, made: list[Example]) -> float:
     with torch.no_grad():
         for e in made:
             log_LV = network(torch.tensor([e.token_ids])).logits[0].log_softmax(-1)
-            losses += [
-                -log_LV[i - 1, e.token_ids[i]].item() for i in range(e.prompt_length, len(e.token_ids))
-            ]
+            losses += [-log_LV[i - 1, e.token_ids[i]].item() for answer in e.answers for i in answer]
     return sum(losses) / len(losses)
 
 
@@ -248,6 +295,44 @@ def test_a_run_learns_the_same_on_one_rank_and_on_two(model, tmp_path):
     assert relative_difference(after_one, start) > 1e-2
     text = load_tokenizer(one.output).decode(made[0].token_ids)
     assert text == load_tokenizer(model).decode(made[0].token_ids)
+
+
+@pytest.mark.engines
+def test_a_step_of_all_turns_is_that_of_a_slow_reference(model, tmp_path):
+    """One step of AdamW by transformers and torch, a conversation at a time. Its eps is far above any gradient, so that the
+    step is as long as the gradient."""
+    folder = with_template(model, tmp_path / "model")
+    made = [
+        ["1+1", "2"],
+        ["1+1", "2", "5*4", "20"],
+        ["7", "7", "8", "8", "10+20", "30"],
+        ["3-2", "1", "1", "1"],
+    ]
+    config = sft_config(
+        folder,
+        data=conversations(tmp_path / "a.jsonl", *made, learned_turns="all"),
+        output=tmp_path / "out",
+        steps=1,
+        batch_size=len(made),
+        token_budget=20,  # several micro-batches, which share the mean over all answer tokens
+        optimizer=SftOptimizerConfig(lr=1.0, schedule="constant", eps=10.0, clip_grad=1e9),
+        layout=LayoutConfig(dp=1),
+    )
+    lines, examples = work_sft(config), load_examples(config)
+    assert [len(e.answers) for e in examples] == [1, 2, 3, 2]
+    assert reported_losses(lines) == [pytest.approx(answer_loss(folder, examples), abs=1e-4)]
+
+    network = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+    start = weights_in(folder)
+    total = sum(len(learned_ids(e)) for e in examples)
+    for e in examples:
+        log_LV = network(torch.tensor([e.token_ids])).logits[0].log_softmax(-1)
+        for place in (place for answer in e.answers for place in answer):
+            (-log_LV[place - 1, e.token_ids[place]] / total).backward(retain_graph=True)
+    torch.optim.AdamW(network.parameters(), lr=1.0, eps=10.0, betas=(0.9, 0.98), weight_decay=0.0).step()
+    wanted = {name: (after - start[name]).float() for name, after in network.state_dict().items()}
+    found = {name: after - start[name] for name, after in weights_in(config.output).items()}
+    assert relative_difference(found, wanted) < 1e-5
 
 
 @pytest.mark.engines

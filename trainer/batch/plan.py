@@ -194,10 +194,21 @@ def pack_prompted(
     token_ids: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sequence_ids: Sequence[int]
 ) -> PackedBatch:
     """Sequences end to end that no server has scored: all tokens behind the prompt are the response's."""
-    lengths = [(prompt, len(ids) - prompt) for prompt, ids in zip(prompt_lengths, token_ids, strict=True)]
+    responses = [[range(p, len(ids))] for p, ids in zip(prompt_lengths, token_ids, strict=True)]
+    return pack_responses(token_ids, responses, sequence_ids)
+
+
+def pack_responses(
+    token_ids: Sequence[Sequence[int]], responses: Sequence[Sequence[range]], sequence_ids: Sequence[int]
+) -> PackedBatch:
+    """Sequences end to end that no server has scored. responses: places of each sequence's response tokens."""
+    masks = [np.zeros(len(ids), dtype=MASK) for ids in token_ids]
+    for mask, places in zip(masks, responses, strict=True):
+        for turn in places:
+            mask[turn.start : turn.stop] = True
     return pack_sequences(
         token_ids=token_ids,
-        response_masks=[[False] * prompt + [True] * response for prompt, response in lengths],
+        response_masks=masks,
         rollout_logprobs=[[0.0] * len(ids) for ids in token_ids],
         sequence_ids=sequence_ids,
     )

@@ -329,6 +329,14 @@ CASES = {
         ), overrides=("data.response_field=completion",), config="sft.yaml", field="data.path",
         error="pairs.jsonl:line 1: the chat template of model renders the prompt otherwise where a response follows", fix="as a text",
     ),
+    "an earlier turn that the template rewrites": Case(
+        damage=lambda: (
+            template("{% for m in messages %}{{ m.content if loop.last or m.role != 'assistant' else '1' }}{{ eos_token }}{% endfor %}")(),
+            write_jsonl("pairs.jsonl", {"messages": [ASKED, ANSWERED]}, {"messages": [ASKED, ANSWERED, ASKED, ANSWERED]}),
+        ), overrides=("data.messages_field=messages", "data.learned_turns=all"), config="sft.yaml", field="data.learned_turns",
+        error="pairs.jsonl:line 2: message 2, of the assistant: the chat template of model writes '1 + 1<eos>2<eos>' where it is the last",
+        fix="use a template that keeps earlier turns, or set data.learned_turns=last, or drop such records",
+    ),
     "tools that the template leaves out": Case(
         damage=lambda: write_jsonl("train.jsonl", {"prompt": "1", "answer": "1", "tools": [TOOL]}),
         overrides=("task.tools_field=tools", "task.heldout_path=null"), field="task.train_path",
@@ -451,8 +459,14 @@ def test_what_trl_does_and_a_warm_start_does_not_is_said(capsys):
     write_jsonl("pairs.jsonl", {"messages": [ASKED, ANSWERED, ASKED, ANSWERED], "tools": [TOOL]})
     assert problems("data.messages_field=messages", config="sft.yaml") == []
     said = capsys.readouterr().out
-    assert "earlier ones of the assistant, such as in pairs.jsonl:line 1, are read alone" in said
+    assert (
+        "earlier ones of the assistant, such as in pairs.jsonl:line 1, are read alone. data.learned_turns=all"
+        in said
+    )
     assert "its records have `tools`, which no prompt shows; data.tools_field=tools gives them" in said
+    template("{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}")()
+    assert problems("data.messages_field=messages", "data.learned_turns=all", config="sft.yaml") == []
+    assert "are read alone" not in capsys.readouterr().out
 
 
 # ----------------------------------------------------------------------------------------------------------
