@@ -11,8 +11,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -25,6 +29,20 @@ from tests.support.layout_workers import work_layout
 from tests.support.megatron_workers import VOCAB, make_engine, weighted_loss
 
 EXPERTS = 4
+GROUPED_FIELDS = {
+    "n_routed_experts": EXPERTS, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+LATENT_FIELDS = {
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+}  # fmt: skip
+GROUPED = {
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {"use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT_FIELDS | {"n_group": 2, "topk_group": 1}),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, LATENT_FIELDS | {"rms_norm_eps": 1e-6}),
+}
+"""Families whose experts are read by DeepSeek-V3's fields: config class, model class, and the fields of the family alone."""
 
 
 def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, **changes) -> Path:
@@ -37,20 +55,9 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
     torch.manual_seed(seed)
     if kind == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**{**fields, "num_local_experts": EXPERTS, **changes}))
-    elif kind == "glm4_moe":
-        fields |= {
-            "n_routed_experts": EXPERTS,
-            "moe_intermediate_size": 24,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-        }
-        fields |= {
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "num_nextn_predict_layers": 0,
-        }
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**fields, **changes}))
+    elif kind in GROUPED:
+        config_class, model_class, own = GROUPED[kind]
+        model = model_class(config_class(**{**fields, **GROUPED_FIELDS, **own, **changes}))
     else:
         fields |= {"num_experts": EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**fields, **changes}))

@@ -179,10 +179,16 @@ def test_names_of_experts():
 # --- one process against transformers
 # ------------------------------------------------------------------------------------------------
 
+YARN = dict(
+    rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1, mscale=0.7,
+    mscale_all_dim=1.0,
+)  # fmt: skip
 SHAPES = [
     ("qwen3_moe", {}), ("qwen3_moe", dict(norm_topk_prob=False, tied=True)), ("qwen3_moe", MIXED), ("mixtral", {}),
     ("mixtral", dict(tied=True, num_experts_per_tok=3)), ("glm4_moe", dict(num_hidden_layers=3)),
     ("glm4_moe", dict(norm_topk_prob=False, first_k_dense_replace=0, use_qk_norm=False, attention_bias=False, routed_scaling_factor=1.0)),
+    ("deepseek_v3", dict(num_hidden_layers=3)), ("deepseek_v3", dict(rope_parameters=YARN, n_group=1, v_head_dim=24)),
+    ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False)), ("glm4_moe_lite", {}),
 ]  # fmt: skip
 
 
