@@ -70,10 +70,17 @@ class LatentAttention(MegatronModule):
         self.parts = [latent.query_rank or 0, latent.rank, a.rotary_size]
         plain = a.head_dim - a.rotary_size
         of_latent = {"config": config, "eps": config.layernorm_epsilon}
-        split = {"config": config, "init_method": config.init_method, "bias": False, "tp_group": self.tp_group}
+        split = {
+            "config": config,
+            "init_method": config.init_method,
+            "bias": False,
+            "tp_group": self.tp_group,
+        }
         self.linear_down = WholeLinear(a.hidden_size, sum(self.parts), config)
         if latent.query_rank is None:
-            self.linear_q = ColumnParallelLinear(a.hidden_size, a.num_heads * a.head_dim, gather_output=False, **split)
+            self.linear_q = ColumnParallelLinear(
+                a.hidden_size, a.num_heads * a.head_dim, gather_output=False, **split
+            )
         else:
             self.q_layernorm = norm(hidden_size=latent.query_rank, **of_latent)
             self.linear_q_up = ColumnParallelLinear(
@@ -106,7 +113,9 @@ class LatentAttention(MegatronModule):
         both = self.linear_kv_up(self.kv_layernorm(latent))[0]
         query_TAD = query.squeeze(1).unflatten(-1, (-1, self.head_dim))
         plain = self.head_dim - self.rotary_size
-        key, value = both.squeeze(1).unflatten(-1, (-1, plain + self.value_dim)).split([plain, self.value_dim], -1)
+        key, value = (
+            both.squeeze(1).unflatten(-1, (-1, plain + self.value_dim)).split([plain, self.value_dim], -1)
+        )
         # Each rank's heads have a part of the gradient of what all heads share.
         if self.config.sequence_parallel:
             key_R = gather_from_sequence_parallel_region(

@@ -182,7 +182,9 @@ def _transformer_engine_layer(architecture: Architecture, experts: Experts | Non
     if architecture.latent:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer.input_layernorm = TENorm  # otherwise it is part of the product that gives queries, keys and values
+        layer.input_layernorm = (
+            TENorm  # otherwise it is part of the product that gives queries, keys and values
+        )
         layer.self_attention = _latent_attention(architecture)
     else:
         # Transformer Engine's own context parallelism pads every sequence to a multiple of 2 cp tokens.

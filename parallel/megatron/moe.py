@@ -168,7 +168,6 @@ class Router(TopKRouter):
         weights_TE = torch.zeros_like(p_TE).scatter(1, chosen_TK, weights_TK)
         return weights_TE, torch.zeros_like(p_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
 
-
     def _within_best_groups(self, chosen_by_TE: Tensor) -> Tensor:
         """The scores, and -inf for experts of other groups."""
         if self.num_groups == 1:

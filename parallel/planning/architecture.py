@@ -269,7 +269,12 @@ def _read_grouped_experts(hf_config: Mapping[str, Any], kind: str, num_layers: i
     """Of DeepSeek-V3 and of GLM-4.5 and later, which name their fields alike."""
     count, chosen = _read_counts(hf_config, "n_routed_experts", kind)
     groups, best = (_read_size(hf_config, name, kind, default=1) for name in ("n_group", "topk_group"))
-    if count % groups or best > groups or chosen > best * count // groups or (groups > 1 and count < 2 * groups):
+    if (
+        count % groups
+        or best > groups
+        or chosen > best * count // groups
+        or (groups > 1 and count < 2 * groups)
+    ):
         raise ValueError(
             f"config.json has n_group={groups} and topk_group={best}, which do not fit n_routed_experts={count} and "
             f"num_experts_per_tok={chosen}; restore it"

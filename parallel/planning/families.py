@@ -36,7 +36,9 @@ class Family:
     """By whose fields of config.json its experts are read, and by whose names their tensors. None: it has none."""
 
 
-_LATENT = "latent attention (MLA): keys and values of every head are products of one short vector of each token"
+_LATENT = (
+    "latent attention (MLA): keys and values of every head are products of one short vector of each token"
+)
 _GROUPED = (
     "first layers dense, then experts by sigmoid with a frozen correction bias, within the best groups where there are groups, and "
     "a shared expert; MTP layers are left out"

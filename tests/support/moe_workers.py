@@ -108,7 +108,12 @@ def give_experts(model, experts_TLK: Tensor, is_replayed_T: Tensor) -> None:
             logits_TE = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
             bias_E = getattr(gate, "e_score_correction_bias", None)
             p_TE = logits_TE.float().softmax(-1) if bias_E is None else logits_TE.float().sigmoid()
-            scores_TE = p_TE if bias_E is None else p_TE + bias_E
+            scores_TE = p_TE.detach() if bias_E is None else p_TE.detach() + bias_E
+            groups = getattr(config, "n_group", None) or 1
+            for scores_E in scores_TE if groups > 1 else []:
+                sums = [float(part.topk(2).values.sum()) for part in scores_E.chunk(groups)]
+                for group in sorted(range(groups), key=lambda g: sums[g])[: groups - config.topk_group]:
+                    scores_E.chunk(groups)[group].fill_(-torch.inf)
             own_TK = scores_TE.topk(config.num_experts_per_tok).indices
             ids_TK = torch.stack(
                 [experts_TLK[t, number].long() if is_replayed_T[t] else own_TK[t] for t in range(len(own_TK))]

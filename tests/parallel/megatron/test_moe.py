@@ -1,4 +1,4 @@
-"""Qwen3-MoE, Mixtral and GLM-4.5: the learner against transformers, expert parallelism against one process, and a real
+"""Qwen3-MoE, Mixtral, GLM-4.5 and DeepSeek-V3: the learner against transformers, expert parallelism against one process, and a real
 SGLang server."""
 
 import asyncio
@@ -26,7 +26,7 @@ from parallel.megatron.attention import plan_packing
 from parallel.megatron.context_parallel import split_context
 from parallel.megatron.model import _recording
 from parallel.packing import PackedBatch, pack_sequences
-from parallel.planning.architecture import Experts, read_architecture, read_hf_config
+from parallel.planning.architecture import Experts, Latent, read_architecture, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
 from parallel.planning.traffic import bytes_to_send
 from parallel.weights.hf_headers import weight_problems
@@ -45,7 +45,13 @@ from tests.support.megatron_workers import (
     run_ranks,
     weighted_loss,
 )
-from tests.support.moe_workers import assert_same_choice, by_transformers, make_moe_model, work_layouts
+from tests.support.moe_workers import (
+    LATENT_FIELDS,
+    assert_same_choice,
+    by_transformers,
+    make_moe_model,
+    work_layouts,
+)
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
 
 MIXED = dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2)
@@ -80,6 +86,11 @@ def glm_config(**changes) -> dict:
     return config | changes
 
 
+def deepseek_config(**changes) -> dict:
+    config = glm_config(model_type="deepseek_v3", head_dim=8, num_key_value_heads=4)
+    return config | LATENT_FIELDS | {"attention_bias": False, "n_group": 4, "topk_group": 2} | changes
+
+
 def test_experts_of_a_config():
     found = read_architecture(moe_config(mlp_only_layers=[3], decoder_sparse_step=2, norm_topk_prob=False))
     assert found.qk_norm and not found.qkv_bias and found.intermediate_size == 48
@@ -107,6 +118,24 @@ def test_experts_of_a_config():
     assert found.qk_norm and not found.qkv_bias and found.rotary_size == 4
 
 
+def test_heads_of_latent_attention():
+    """YaRN's factor of DeepSeek-V3 is 40, of which 0.1 log(40) + 1 = 1.36888."""
+    found = read_architecture(deepseek_config())
+    latent = Latent(query_rank=20, rank=24, value_dim=12, is_interleaved=True, scale=24**-0.5)
+    assert found.latent == latent and (found.head_dim, found.rotary_size, found.value_dim) == (24, 8, 12)
+    assert (found.num_kv_heads, found.qk_norm, found.qkv_bias, found.further_layers) == (4, False, False, 1)
+    assert (found.experts.num_groups, found.experts.top_groups) == (4, 2)
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    found = read_architecture(deepseek_config(rope_scaling=yarn, q_lora_rank=None, rope_interleave=False))
+    assert found.latent.scale == pytest.approx(24**-0.5 * 1.3688879**2)
+    assert (found.latent.query_rank, found.latent.is_interleaved) == (None, False)
+    for plain in (
+        {"type": "yarn", "factor": 40},
+        {"rope_type": "default", "mscale_all_dim": 1.0, "factor": 40},
+    ):
+        assert read_architecture(deepseek_config(rope_scaling=plain)).latent == latent
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
@@ -124,7 +153,32 @@ def test_experts_of_a_config():
         ),
         (mixtral_config(sliding_window=4096), "sliding_window=4096, which the learner does not compute"),
         (moe_config(n_shared_experts=1), "n_shared_experts=1, which the learner does not compute"),
-        (glm_config(n_group=8), "n_group=8, which the learner does not compute"),
+        (glm_config(n_group=3), "n_group=3 and topk_group=1, which do not fit n_routed_experts=8"),
+        (glm_config(n_group=4, topk_group=5), "n_group=4 and topk_group=5, which do not fit"),
+        (glm_config(n_group=8, topk_group=2), "n_group=8 and topk_group=2, which do not fit"),
+        (
+            glm_config(n_group=4, num_experts_per_tok=3),
+            "topk_group=1, which do not fit .*num_experts_per_tok=3",
+        ),
+        (glm_config(mlp_layer_types=["dense"] * 6), "which first_k_dense_replace=1 contradicts"),
+        (
+            deepseek_config(scoring_func="softmax"),
+            "scoring_func='softmax', which the learner does not compute",
+        ),
+        (deepseek_config(topk_method="greedy"), "topk_method='greedy', which the learner does not compute"),
+        (deepseek_config(moe_layer_freq=2), "moe_layer_freq=2, which the learner does not compute"),
+        (
+            {name: value for name, value in deepseek_config().items() if name != "topk_method"},
+            "deepseek_v3 model lacks 'topk_method'; restore",
+        ),
+        (deepseek_config(attention_bias=True), "attention_bias=True, which the learner does not compute"),
+        (deepseek_config(kv_lora_rank=None), "kv_lora_rank=None; it must be"),
+        (deepseek_config(qk_rope_head_dim=7), "qk_rope_head_dim=7 and v_head_dim=12; the first must be even"),
+        (deepseek_config(v_head_dim=25), "v_head_dim=25; the first must be even, and the second at most 24"),
+        (
+            deepseek_config(rope_scaling={"type": "yarn", "factor": 4, "mscale_all_dim": "1"}),
+            "mscale_all_dim='1' and factor=4 in its rope parameters",
+        ),
         (glm_config(first_k_dense_replace=6), "first_k_dense_replace=6, which leaves none of the 6 layers"),
         (glm_config(n_shared_experts=0), "n_shared_experts=0; it must be"),
         (glm_config(routed_scaling_factor=None), "routed_scaling_factor=None; it must be"),
@@ -392,8 +446,12 @@ def test_float16_is_refused_for_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, changes", [("qwen3_moe", MIXED), ("mixtral", dict(tied=True)), ("glm4_moe", {})]
-)
+    "kind, changes",
+    [
+        ("qwen3_moe", MIXED), ("mixtral", dict(tied=True)), ("glm4_moe", {}), ("deepseek_v3", {}),
+        ("glm4_moe_lite", dict(q_lora_rank=None)),
+    ],
+)  # fmt: skip
 def test_round_trip_is_bit_identical(tmp_path, kind, changes):
     folder = make_moe_model(tmp_path / "m", kind, **changes)
     make_engine(folder).save_hf(tmp_path / "out")
@@ -464,7 +522,7 @@ def test_wrong_tensors_are_named(tmp_path, damage, message):
         make_engine(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite"])
 def test_tiny_models(tmp_path, family):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_countdown_model(tmp_path / folder, seed=seed, family=family)
@@ -474,7 +532,7 @@ def test_tiny_models(tmp_path, family):
     config = read_hf_config(tmp_path / "a")
     experts = read_architecture(config).experts
     assert (experts.num_experts, experts.experts_per_token) == (8, 2)
-    assert experts.is_sparse == (family != "glm4_moe", True, True, True)
+    assert experts.is_sparse == (family in ("qwen3_moe", "mixtral"), True, True, True)
     validate_rollout_layout(config, 2)
     assert json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())["eos_token"] == "<eos>"
 
@@ -527,6 +585,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "mixtral": {},
         "tied": dict(tied=True),
         "glm4_moe": dict(num_hidden_layers=4),
+        "deepseek_v3": dict(num_hidden_layers=4, rope_parameters=YARN),
     }
     kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
     made = {
@@ -539,9 +598,12 @@ def models(tmp_path_factory) -> dict[str, Path]:
 REPLAYED = "mixed, with experts that are given"
 TWO_RANKS = {
     "ep2": (dict(ep=2, dp=2), ["mixed", "tied", "glm4_moe", REPLAYED]),
-    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral", "glm4_moe", REPLAYED]),
+    "ep2 tp2 sp": (
+        dict(ep=2, tp=2, sp=True),
+        ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", REPLAYED],
+    ),
     "tp2 sp": (dict(tp=2, sp=True), ["qwen3_moe"]),  # all experts on both ranks, which see different tokens
-    "ep2 cp2": (dict(ep=2, cp=2), ["mixed"]),
+    "ep2 cp2": (dict(ep=2, cp=2), ["mixed", "deepseek_v3"]),
 }
 
 
@@ -612,7 +674,7 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process,
     one of a plain optimizer."""
-    names = ["mixed", "tied", "glm4_moe", REPLAYED]
+    names = ["mixed", "tied", "deepseek_v3", REPLAYED]
     saves = saves_of(models, names, tmp_path)
     job = dict(kind="policy", folder=models["mixed"])
     plain = job | {"distributed": False, "checkpoint": tmp_path / "plain" / "step_000001"}
@@ -624,7 +686,7 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     }
     cases = {"pp2": (dict(ep=2, dp=2, pp=2), jobs, saves)}
     # Beside it, in the same processes: experts over ranks that split matrices and sequences.
-    cases["tp2 cp2"] = (dict(ep=4, tp=2, sp=True, cp=2), step_jobs(models, ["qwen3_moe"]), {})
+    cases["tp2 cp2"] = (dict(ep=4, tp=2, sp=True, cp=2), step_jobs(models, ["qwen3_moe", "deepseek_v3"]), {})
     ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=900)
     for name in names:
         assert_same_step([found["pp2"][name] for found in ranks], alone[name])
@@ -632,7 +694,8 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
         assert_same_weights(model, out)
     for name in ("saved", "loaded", "saved plain", "loaded plain"):
         assert_same_step([found["pp2"][name] for found in ranks], alone["saved"])
-    assert_same_step([found["tp2 cp2"]["qwen3_moe"] for found in ranks], alone["qwen3_moe"])
+    for name in ("qwen3_moe", "deepseek_v3"):
+        assert_same_step([found["tp2 cp2"][name] for found in ranks], alone[name])
     loaded = work_layout(
         LayoutConfig(), {"loaded": ("load", job | {"checkpoint": tmp_path / "step_000001"})}
     )["loaded"]
