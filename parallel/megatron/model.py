@@ -123,10 +123,7 @@ class PackedGPTModel(GPTModel):
                 f"a sequence of {longest} tokens exceeds max_position_embeddings={self.architecture.max_positions}"
             )
         positions_T = plan.to_model_order(positions_T)
-        a = self.architecture
-        dtype = platform.rotary_dtype(
-            self.config.params_dtype, a.head_dim if a.latent is None else a.rotary_size
-        )
+        dtype = platform.rotary_dtype(self.config.params_dtype, self.architecture.rotated_head)
         cos_T1F, sin_T1F = rotary_tables(self.inv_freq_F, self.attention_factor, positions_T, dtype)
         bounds = plan.cu_seqlens.to(device)
         return PackedSequences(

@@ -43,6 +43,11 @@ def adapter_parameters(architecture: Architecture, layout: LayoutConfig, lora: L
 
 def check_lora(lora: LoraConfig, architecture: Architecture) -> None:
     """Raises ValueError for adapters that the model cannot have."""
+    if architecture.latent:
+        raise ValueError(
+            f"learner.lora: adapters of latent attention are not built, and this {architecture.model_type} has it; train every weight "
+            "(learner.lora=null)"
+        )
     if architecture.experts and {"fc1", "fc2"} & set(lora.targets):
         raise ValueError(
             f"learner.lora.targets={list(lora.targets)}: adapters of experts are not built, and this {architecture.model_type} has "

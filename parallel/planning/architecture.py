@@ -99,6 +99,33 @@ class Architecture:
         """Numbers of a value's head."""
         return self.head_dim if self.latent is None else self.latent.value_dim
 
+    @property
+    def rotated_head(self) -> int:
+        """Numbers of what is rotated by itself: a head, or of ``latent`` its rotated part."""
+        return self.head_dim if self.latent is None else self.rotary_size
+
+    @property
+    def attention_numbers(self) -> tuple[int, int]:
+        """Numbers of a layer's attention matrices: (those that tensor-parallel ranks split, those that each has whole).
+
+        H (A + 2 K) D and A D H; of latent attention, with a query rank q (H where there is none), rank r and values of V,
+        q A D, r A (D - R + V) and A V H, and whole H (q + r + R).
+        """
+        heads, h = self.num_heads, self.hidden_size
+        if self.latent is None:
+            return h * (heads + 2 * self.num_kv_heads) * self.head_dim + heads * self.head_dim * h, 0
+        latent, of_queries = self.latent, self.latent.query_rank or 0
+        both = self.head_dim - self.rotary_size + latent.value_dim
+        split = (of_queries or h) * heads * self.head_dim + latent.rank * heads * both
+        return split + heads * latent.value_dim * h, h * (of_queries + latent.rank + self.rotary_size)
+
+    @property
+    def attention_norms(self) -> int:
+        """Numbers of the norms inside a layer's attention."""
+        if self.latent is not None:
+            return (self.latent.query_rank or 0) + self.latent.rank
+        return 2 * self.head_dim if self.qk_norm else 0
+
 
 MOST_LAYERS = 10_000
 """Far above any model. A larger number comes from a damaged file, whose checks would not end."""
@@ -136,7 +163,10 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it"
         )
-    kv_heads = _read_size(hf_config, "num_key_value_heads", kind, default=heads)
+    # Of latent attention every head has keys and values of its own.
+    kv_heads = heads
+    if not family.is_latent:
+        kv_heads = _read_size(hf_config, "num_key_value_heads", kind, default=heads)
     if heads % kv_heads:
         raise ValueError(
             f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it"

@@ -30,7 +30,7 @@ from parallel.planning.memory import (
 from parallel.planning.server_memory import left_by_sglang, rollout_memory
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.memory_workers import work_memory
-from tests.support.moe_workers import make_moe_model
+from tests.support.moe_workers import LATENT_FIELDS, make_moe_model
 
 LENGTHS = [80, 80, 40, 61, 33, 50]
 SIZES = dict(
@@ -41,6 +41,10 @@ GLM = dict(
     n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, n_shared_experts=2, first_k_dense_replace=1,
     routed_scaling_factor=1.5, attention_bias=True, use_qk_norm=True,
 )  # fmt: skip
+LATENT = {name: GLM[name] for name in GLM if name not in ("attention_bias", "use_qk_norm")} | LATENT_FIELDS | {
+    "q_lora_rank": 48, "kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 24,
+    "n_group": 1,
+}  # fmt: skip
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "intermediate_size": 18944, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
@@ -84,6 +88,7 @@ ONE_RANK = [
     Case({"dp": 1}, lora=("proj", "fc2"), distributed=False), Case({"dp": 1}, kind="qwen3_moe", lora=("qkv", "proj")),
     Case({"dp": 1}, kind="glm4_moe"), Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe"),
     Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe", lora=("qkv", "proj")), Case({"dp": 1}, kind="phi3"),
+    Case({"dp": 1}, kind="deepseek_v3"), Case({"dp": 1}, dtype="bfloat16", kind="deepseek_v3"),
 ]  # fmt: skip
 TWO_RANKS = [
     Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
@@ -94,7 +99,8 @@ TWO_RANKS = [
     Case({"cp": 2}, dtype="bfloat16", recompute="full"), Case({"cp": 2}, kind="qwen3_moe"),
     Case({"tp": 2}, lora=ALL), Case({"tp": 2, "sp": True}, dtype="bfloat16", lora=ALL), Case({"dp": 2}, dtype="bfloat16", lora=ALL),
     Case({"pp": 2}, lora=ALL, forward="factored"), Case({"cp": 2}, lora=ALL),
-    Case({"tp": 2, "sp": True, "ep": 2}, kind="glm4_moe"),
+    Case({"tp": 2, "sp": True, "ep": 2}, kind="glm4_moe"), Case({"tp": 2, "sp": True}, kind="deepseek_v3"),
+    Case({"tp": 2, "sp": True}, dtype="bfloat16", kind="deepseek_v3"), Case({"cp": 2}, kind="deepseek_v3"),
     Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 
@@ -114,6 +120,7 @@ def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     for kind in ("qwen2", "qwen3", "phi3"):
         make_hf_model(folder / kind, kind, **SIZES)
     make_moe_model(folder / "glm4_moe", "glm4_moe", **SIZES, **GLM)
+    make_moe_model(folder / "deepseek_v3", "deepseek_v3", **{**SIZES, **LATENT})
     make_moe_model(folder / "qwen3_moe", "qwen3_moe", **SIZES, **EXPERTS)
     found = {}
     for cases in (ONE_RANK, TWO_RANKS):
@@ -132,7 +139,7 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 256,
         **SIZES,
-        **(GLM if case.kind == "glm4_moe" else EXPERTS),
+        **{"glm4_moe": GLM, "deepseek_v3": LATENT}.get(case.kind, EXPERTS),
     }
     for rank, held in enumerate(measured[str(case)]):
         work = Work(
