@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
@@ -60,6 +62,11 @@ FAMILIES = {
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
         _GROUPED | {"use_qk_norm": True, "attention_bias": True},
+    ),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        _LATENT | {"q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
     ),
     "deepseek_v3": (
         DeepseekV3Config,

@@ -188,6 +188,7 @@ def make_tiny_model(
             "qwen3_moe",
             "mixtral",
             "glm4_moe",
+            "deepseek_v2",
             "deepseek_v3",
             "glm4_moe_lite",
             "qwen2",

@@ -118,8 +118,9 @@ def _places_of_rank(own_TK: Tensor, group: dist.ProcessGroup | None) -> slice:
 class Router(TopKRouter):
     """The routing of transformers and SGLang: p_TE = softmax_E(x_TH W_EH^T), of which the K largest are the
     weights, with ``norm_topk`` divided by their sum; or p_TE = sigmoid(x_TH W_EH^T), of which those of the K largest
-    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``. With groups they are the largest of those in the
-    token's ``top_groups`` groups, whose sums of the two largest p_TE + b_E are the largest.
+    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``. Where experts have
+    groups they are of the token's ``top_groups`` best ones, by the largest of p_TE in each (DeepSeek-V2, arXiv 2405.04434,
+    2.2.2) or, of a sigmoid, by the sum of the two largest p_TE + b_E.
 
     The logits of a softmax are in the model's dtype, as in transformers and SGLang, so that a bfloat16 learner and
     server choose alike; from the softmax on numbers are float32. Those of a sigmoid are float32 in all of them. The
@@ -173,7 +174,8 @@ class Router(TopKRouter):
         if self.num_groups == 1:
             return chosen_by_TE
         by_group = chosen_by_TE.unflatten(1, (self.num_groups, -1))
-        best = by_group.topk(2, -1).values.sum(-1).topk(self.top_groups, -1).indices
+        of_group = by_group.topk(2 if self.score == "sigmoid" else 1, -1).values.sum(-1)
+        best = of_group.topk(self.top_groups, -1).indices
         is_other = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
         return by_group.masked_fill(is_other[..., None], -torch.inf).flatten(1)
 

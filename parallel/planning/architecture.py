@@ -37,8 +37,8 @@ class Experts:
     shared_size: int = 0
     """Intermediate size of the MLP that every token goes through beside its experts; 0: there is none."""
     num_groups: int = 1
-    """Groups of equally many experts, in their order. A token's experts are of its ``top_groups`` best groups, by the sum of
-    the two best of each."""
+    """Groups of equally many experts, in their order. A token's experts are of its ``top_groups`` best groups, by the best
+    expert of each, or with a sigmoid by the sum of the two best."""
     top_groups: int = 1
 
 
@@ -267,8 +267,8 @@ def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
 
 
 def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
-    if family.experts == "deepseek_v3":
-        return _read_grouped_experts(hf_config, kind, num_layers)
+    if family.experts in _BY_GROUPS:
+        return _read_grouped_experts(hf_config, kind, family, num_layers)
     if family.experts == "mixtral":
         size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
     elif family.experts == "qwen3_moe":
@@ -295,10 +295,21 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_l
     )
 
 
-def _read_grouped_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Experts:
-    """Of DeepSeek-V3 and of GLM-4.5 and later, which name their fields alike."""
+_BY_GROUPS: dict[str, tuple[Literal["softmax", "sigmoid"], tuple[str, ...]]] = {
+    "deepseek_v2": ("softmax", ("greedy", "group_limited_greedy")),
+    "deepseek_v3": ("sigmoid", ("noaux_tc",)),
+}
+"""By ``Family.experts``: the score of experts, and the ``topk_method`` that may choose among them."""
+
+
+def _read_grouped_experts(
+    hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int
+) -> Experts:
+    """Of DeepSeek's models and of GLM-4.5 and later, which name their fields alike."""
     count, chosen = _read_counts(hf_config, "n_routed_experts", kind)
     groups, best = (_read_size(hf_config, name, kind, default=1) for name in ("n_group", "topk_group"))
+    if hf_config.get("topk_method") == "greedy":
+        groups = best = 1
     if (
         count % groups
         or best > groups
@@ -321,18 +332,19 @@ def _read_grouped_experts(hf_config: Mapping[str, Any], kind: str, num_layers: i
         raise ValueError(
             f"config.json has mlp_layer_types={kinds!r}, which first_k_dense_replace={dense} contradicts; restore it"
         )
-    if kind == "deepseek_v3":  # SGLang has no defaults for them
+    if kind in _BY_GROUPS:  # SGLang has no defaults for them
         for name in ("topk_method", "scoring_func", "moe_layer_freq"):
             _read_field(hf_config, name, kind)
     size = _read_size(hf_config, "moe_intermediate_size", kind)
+    score = _BY_GROUPS[family.experts or ""][0]
     return Experts(
         num_experts=count,
         experts_per_token=chosen,
         intermediate_size=size,
-        norm_topk=bool(hf_config.get("norm_topk_prob", True)),
+        norm_topk=bool(hf_config.get("norm_topk_prob", score == "sigmoid")),
         is_sparse=is_sparse,
-        score="sigmoid",
-        has_bias=True,
+        score=score,
+        has_bias=score == "sigmoid",
         scale=_read_positive_number(hf_config, "routed_scaling_factor", kind),
         shared_size=size * _read_size(hf_config, "n_shared_experts", kind),
         num_groups=groups,
@@ -380,7 +392,8 @@ def _read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
 
 def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
     check_rope_type(_rope_type(hf_config), kind)
-    grouped = family.experts == "deepseek_v3"
+    score, methods = _BY_GROUPS.get(family.experts or "", ("", ()))
+    grouped = bool(methods)
     refused = {
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
         # Mixtral has no use_sliding_window.
@@ -395,8 +408,9 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         "router_bias": bool(hf_config.get("router_bias")),
         "shared_expert_intermediate_size": bool(hf_config.get("shared_expert_intermediate_size")),
         "n_shared_experts": not grouped and bool(hf_config.get("n_shared_experts")),
-        "scoring_func": grouped and hf_config.get("scoring_func", "sigmoid") != "sigmoid",
-        "topk_method": grouped and hf_config.get("topk_method", "noaux_tc") != "noaux_tc",
+        "scoring_func": grouped and hf_config.get("scoring_func", score) != score,
+        "topk_method": grouped and hf_config.get("topk_method", methods[0]) not in methods,
+        "norm_topk_prob": score == "softmax" and bool(hf_config.get("norm_topk_prob")),
         "moe_layer_freq": grouped and hf_config.get("moe_layer_freq", 1) != 1,
     }
     for name, is_set in refused.items():

@@ -32,17 +32,15 @@ class Family:
     rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
     is_latent: bool = False
     """Whether keys and values are products of one short vector of each token (MLA)."""
-    experts: Literal["qwen3_moe", "mixtral", "deepseek_v3"] | None = None
+    experts: Literal["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"] | None = None
     """By whose fields of config.json its experts are read, and by whose names their tensors. None: it has none."""
 
 
 _LATENT = (
     "latent attention (MLA): keys and values of every head are products of one short vector of each token"
 )
-_GROUPED = (
-    "first layers dense, then experts by sigmoid with a frozen correction bias, within the best groups where there are groups, and "
-    "a shared expert; MTP layers are left out"
-)
+_IN_GROUPS = "within the best groups where there are groups, and a shared expert"
+_GROUPED = f"first layers dense, then experts by sigmoid with a frozen correction bias, {_IN_GROUPS}; MTP layers are left out"
 SUPPORTED: dict[str, Family] = {
     "qwen2": Family(
         title="Qwen2 and Qwen2.5, dense",
@@ -82,6 +80,13 @@ SUPPORTED: dict[str, Family] = {
         rope_types=("default",),
         experts="deepseek_v3",
     ),
+    "deepseek_v2": Family(
+        title="DeepSeek-V2, V2-Lite and Coder-V2",
+        layers=f"{_LATENT}; first layers dense, then experts by softmax, {_IN_GROUPS}",
+        is_latent=True,
+        rope_types=("default", "yarn"),
+        experts="deepseek_v2",
+    ),
     "deepseek_v3": Family(
         title="DeepSeek-V3, V3.1 and R1, in bfloat16",
         layers=f"{_LATENT}; {_GROUPED}",
@@ -98,7 +103,6 @@ SUPPORTED: dict[str, Family] = {
     ),
 }
 
-_SOFTMAX_GROUPS = "it chooses its experts by softmax within groups, which the learner does not compute"
 _OWN_TOKENIZER = (
     "its tokenizer is a program in the model's folder, which is not run; save the model with a tokenizer of transformers and model_type "
     "deepseek_v3"
@@ -118,7 +122,6 @@ _PARALLEL = (
 _OLD = "its layers have LayerNorm or an MLP without a gate, which the learner does not compute"
 
 REFUSED: dict[str, str] = {
-    "deepseek_v2": _SOFTMAX_GROUPS,
     "kimi_k2": _OWN_TOKENIZER,
     **dict.fromkeys(("minicpm3", "longcat_flash", "mistral4", "youtu"), _MLA),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),

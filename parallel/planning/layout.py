@@ -292,6 +292,15 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
         )
 
 
+def check_served_on_cpu(architecture: Architecture, has_plugin: bool) -> None:
+    """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU: one of latent attention."""
+    if architecture.latent and not has_plugin:
+        raise ValueError(
+            f"rollout.sglang_plugin=false: SGLang's own attention on CPU computes prompts of a {architecture.model_type} wrongly; leave it "
+            "out, so that servers use Tandem's"
+        )
+
+
 def rollout_sizes(architecture: Architecture) -> list[int]:
     """The tensor-parallel sizes that SGLang can serve the model with."""
     return [n for n in range(1, architecture.num_heads + 1) if _rollout_misfit(architecture, n) is None]

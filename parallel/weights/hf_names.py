@@ -65,6 +65,7 @@ _EXPERT_MLP["deepseek_v3"] = _EXPERT_MLP["qwen3_moe"] | {
     _SHARED[0]: ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     _SHARED[1]: ("mlp.shared_experts.down_proj.weight",),
 }
+_EXPERT_MLP["deepseek_v2"] = _EXPERT_MLP["deepseek_v3"]  # without the bias
 _KEPT = re.compile(r"\.e_score_correction_bias$|\.router\.correction_bias$")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+(?=\.)")
 # Transformer Engine's grouped experts are numbered at the end.

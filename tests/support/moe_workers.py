@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Glm4MoeConfig,
@@ -39,6 +41,11 @@ LATENT_FIELDS = {
 }  # fmt: skip
 GROUPED = {
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {"use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        LATENT_FIELDS | {"topk_method": "greedy", "scoring_func": "softmax"},
+    ),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT_FIELDS | {"n_group": 2, "topk_group": 1}),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, LATENT_FIELDS | {"rms_norm_eps": 1e-6}),
 }
@@ -108,10 +115,11 @@ def give_experts(model, experts_TLK: Tensor, is_replayed_T: Tensor) -> None:
             logits_TE = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
             bias_E = getattr(gate, "e_score_correction_bias", None)
             p_TE = logits_TE.float().softmax(-1) if bias_E is None else logits_TE.float().sigmoid()
-            scores_TE = p_TE.detach() if bias_E is None else p_TE.detach() + bias_E
+            scores_TE = p_TE.detach() + (0.0 if bias_E is None else bias_E)
             groups = getattr(config, "n_group", None) or 1
             for scores_E in scores_TE if groups > 1 else []:
-                sums = [float(part.topk(2).values.sum()) for part in scores_E.chunk(groups)]
+                count = 1 if bias_E is None else 2
+                sums = [float(part.topk(count).values.sum()) for part in scores_E.chunk(groups)]
                 for group in sorted(range(groups), key=lambda g: sums[g])[: groups - config.topk_group]:
                     scores_E.chunk(groups)[group].fill_(-torch.inf)
             own_TK = scores_TE.topk(config.num_experts_per_tok).indices

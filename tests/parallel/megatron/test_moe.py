@@ -166,6 +166,14 @@ def test_heads_of_latent_attention():
             "scoring_func='softmax', which the learner does not compute",
         ),
         (deepseek_config(topk_method="greedy"), "topk_method='greedy', which the learner does not compute"),
+        (
+            deepseek_config(model_type="deepseek_v2"),
+            "scoring_func='sigmoid', which the learner does not compute; use a deepseek_v2",
+        ),
+        (
+            deepseek_config(model_type="deepseek_v2", scoring_func="softmax", topk_method="greedy"),
+            "norm_topk_prob=True, which the learner does not compute; use a deepseek_v2",
+        ),
         (deepseek_config(moe_layer_freq=2), "moe_layer_freq=2, which the learner does not compute"),
         (
             {name: value for name, value in deepseek_config().items() if name != "topk_method"},
@@ -242,7 +250,8 @@ SHAPES = [
     ("mixtral", dict(tied=True, num_experts_per_tok=3)), ("glm4_moe", dict(num_hidden_layers=3)),
     ("glm4_moe", dict(norm_topk_prob=False, first_k_dense_replace=0, use_qk_norm=False, attention_bias=False, routed_scaling_factor=1.0)),
     ("deepseek_v3", dict(num_hidden_layers=3)), ("deepseek_v3", dict(rope_parameters=YARN, n_group=1, v_head_dim=24)),
-    ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False)), ("glm4_moe_lite", {}),
+    ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False)), ("glm4_moe_lite", {}), ("deepseek_v2", {}),
+    ("deepseek_v2", dict(topk_method="group_limited_greedy", n_group=2, topk_group=1, q_lora_rank=None, rope_parameters=YARN)),
 ]  # fmt: skip
 
 
@@ -522,7 +531,9 @@ def test_wrong_tensors_are_named(tmp_path, damage, message):
         make_engine(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "glm4_moe_lite"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+)
 def test_tiny_models(tmp_path, family):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_countdown_model(tmp_path / folder, seed=seed, family=family)
