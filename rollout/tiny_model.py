@@ -66,7 +66,10 @@ FAMILIES = {
     "deepseek_v2": (
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
-        _LATENT | {"q_lora_rank": None, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1},
+        _LATENT
+        | {
+            "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1,
+        },
     ),
     "deepseek_v3": (
         DeepseekV3Config,

@@ -307,9 +307,12 @@ def _read_grouped_experts(
 ) -> Experts:
     """Of DeepSeek's models and of GLM-4.5 and later, which name their fields alike."""
     count, chosen = _read_counts(hf_config, "n_routed_experts", kind)
-    groups, best = (_read_size(hf_config, name, kind, default=1) for name in ("n_group", "topk_group"))
-    if hf_config.get("topk_method") == "greedy":
-        groups = best = 1
+    default = None if kind in _BY_GROUPS else 1  # SGLang has none for DeepSeek's models
+    groups, best = (_read_size(hf_config, name, kind, default=default) for name in ("n_group", "topk_group"))
+    if hf_config.get("topk_method") == "greedy" and groups > 1:
+        raise ValueError(
+            f"config.json has n_group={groups}, which topk_method='greedy' contradicts; restore it"
+        )
     if (
         count % groups
         or best > groups
@@ -332,7 +335,7 @@ def _read_grouped_experts(
         raise ValueError(
             f"config.json has mlp_layer_types={kinds!r}, which first_k_dense_replace={dense} contradicts; restore it"
         )
-    if kind in _BY_GROUPS:  # SGLang has no defaults for them
+    if kind in _BY_GROUPS:
         for name in ("topk_method", "scoring_func", "moe_layer_freq"):
             _read_field(hf_config, name, kind)
     size = _read_size(hf_config, "moe_intermediate_size", kind)

@@ -44,7 +44,7 @@ GROUPED = {
     "deepseek_v2": (
         DeepseekV2Config,
         DeepseekV2ForCausalLM,
-        LATENT_FIELDS | {"topk_method": "greedy", "scoring_func": "softmax"},
+        LATENT_FIELDS | {"topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1},
     ),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT_FIELDS | {"n_group": 2, "topk_group": 1}),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, LATENT_FIELDS | {"rms_norm_eps": 1e-6}),
