@@ -14,6 +14,8 @@ each token; the learner computes keys and values, whose attention is that of any
 W_down is whole on every tensor-parallel rank, as in SGLang. W_q and W_kv are split by heads.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,6 +51,9 @@ class WholeLinear(nn.Module):
 
 class LatentAttention(MegatronModule):
     """Megatron's ``self_attention`` slot: [T, 1, H] -> ([T, 1, H], None); under sequence parallelism a part of T each."""
+
+    core_attention: Any
+    """``PackedCoreAttention``."""
 
     def __init__(
         self,
