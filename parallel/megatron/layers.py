@@ -33,7 +33,7 @@ from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.planning.architecture import Architecture, Experts
+from parallel.planning.architecture import Architecture, Experts, last_stage_layers
 
 
 @dataclass(kw_only=True)
@@ -265,10 +265,13 @@ def transformer_config(
     Megatron's own, also where Transformer Engine is installed."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    last = last_stage_layers(architecture.num_layers, pipeline_parallel, virtual or 1)
+    is_even = architecture.num_layers % pipeline_parallel == 0
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         **_ALWAYS,
         num_layers=architecture.num_layers,
+        num_layers_in_last_pipeline_stage=None if is_even else last,
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_heads,
         num_query_groups=architecture.num_kv_heads,

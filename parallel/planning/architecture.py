@@ -453,6 +453,16 @@ def check_rope_type(rope_type: Any, model_type: str) -> None:
         )
 
 
+def last_stage_layers(num_layers: int, stages: int, chunks: int = 1) -> int | None:
+    """Layers of the last of ``stages`` pipeline stages: as many as every other one has, or, where they do not divide and no
+    stage has several ``chunks``, those that are left when every other one has its equal share, rounded up. None: none is left,
+    or chunks would be unequal."""
+    if num_layers % (stages * chunks) == 0:
+        return num_layers // stages
+    left = num_layers - -(-num_layers // stages) * (stages - 1)
+    return left if chunks == 1 and left > 0 else None
+
+
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:
     """The vocabulary with as many padding rows as it takes to divide by the tensor-parallel size."""
     return -(-vocab_size // tensor_parallel) * tensor_parallel

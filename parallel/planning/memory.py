@@ -244,10 +244,11 @@ def stage_parameters(
 
 def stage_layers(architecture: Architecture, layout: LayoutConfig, stage: int) -> list[int]:
     """The numbers of a stage's layers. All chunks have equally many; chunk v of stage p is the model's chunk
-    v pp + p."""
-    depth = architecture.num_layers // (layout.pp * layout.vpp)
+    v pp + p. Without chunks the last stage may have fewer (``last_stage_layers``)."""
+    depth = -(-architecture.num_layers // (layout.pp * layout.vpp))
     chunks = range(stage, layout.pp * layout.vpp, layout.pp)
-    return [chunk * depth + i for chunk in chunks for i in range(depth)]
+    layers = [chunk * depth + i for chunk in chunks for i in range(depth)]
+    return [layer for layer in layers if layer < architecture.num_layers]
 
 
 def in_flight(layout: LayoutConfig, stage: int, num_microbatches: int | None) -> int:

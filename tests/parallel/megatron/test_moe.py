@@ -603,7 +603,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "mixtral": {},
         "tied": dict(tied=True),
         "glm4_moe": dict(num_hidden_layers=4),
-        "deepseek_v3": dict(num_hidden_layers=4, rope_parameters=YARN),
+        "deepseek_v3": dict(
+            num_hidden_layers=3, rope_parameters=YARN
+        ),  # two layers and one in a pipeline of two
     }
     kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
     made = {
@@ -640,8 +642,12 @@ def saves_of(models, names, folder: Path) -> dict[Path, Path]:
 def alone(models, tmp_path_factory) -> dict[str, dict]:
     """One process: a step of each model, and the step after a checkpoint, which is at "folder"."""
     checkpoint = tmp_path_factory.mktemp("alone") / "step_000001"
-    job = ("save", dict(kind="policy", folder=models["mixed"], checkpoint=checkpoint))
-    return work_layout(LayoutConfig(), step_jobs(models, models) | {"saved": job}) | {"folder": checkpoint}
+    job = dict(kind="policy", folder=models["mixed"], checkpoint=checkpoint)
+    uneven = dict(
+        kind="policy", folder=models["deepseek_v3"], checkpoint=checkpoint.parent / "uneven" / checkpoint.name
+    )
+    jobs = step_jobs(models, models) | {"saved": ("save", job), "saved uneven": ("save", uneven)}
+    return work_layout(LayoutConfig(), jobs) | {"folder": checkpoint, "uneven": uneven["checkpoint"]}
 
 
 @pytest.fixture(scope="module")
@@ -691,7 +697,7 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 @pytest.mark.engines
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process,
-    one of a plain optimizer."""
+    one of a plain optimizer. Another model has more layers in the first stage than in the last."""
     names = ["mixed", "tied", "deepseek_v3", REPLAYED]
     saves = saves_of(models, names, tmp_path)
     job = dict(kind="policy", folder=models["mixed"])
@@ -699,6 +705,10 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     jobs = step_jobs(models, names) | {
         "saved": ("save", job | {"checkpoint": tmp_path / "step_000001"}),
         "loaded": ("load", job | {"checkpoint": alone["folder"]}),
+        "loaded uneven": (
+            "load",
+            dict(kind="policy", folder=models["deepseek_v3"], checkpoint=alone["uneven"]),
+        ),
         "saved plain": ("save", plain),
         "loaded plain": ("load", plain),
     }
@@ -712,6 +722,7 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
         assert_same_weights(model, out)
     for name in ("saved", "loaded", "saved plain", "loaded plain"):
         assert_same_step([found["pp2"][name] for found in ranks], alone["saved"])
+    assert_same_step([found["pp2"]["loaded uneven"] for found in ranks], alone["saved uneven"])
     for name in ("qwen3_moe", "deepseek_v3"):
         assert_same_step([found["tp2 cp2"][name] for found in ranks], alone[name])
     loaded = work_layout(

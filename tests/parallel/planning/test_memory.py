@@ -11,7 +11,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import last_stage_layers, read_architecture, read_hf_config
 from parallel.planning.memory import (
     GIB,
     Work,
@@ -213,8 +213,32 @@ def test_layers_of_interleaved_stages():
     assert [stage_layers(architecture, layout, stage) for stage in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages", "depths"),
+    [
+        (94, 4, [24, 24, 24, 22]),  # Qwen3-235B
+        (61, 8, [8] * 7 + [5]),  # DeepSeek-V3
+        (47, 2, [24, 23]),  # GLM-4.7-Flash
+        (28, 4, [7, 7, 7, 7]),
+        (10, 4, [3, 3, 3, 1]),
+    ],
+)
+def test_the_last_stage_has_what_is_left(layers, stages, depths):
+    architecture = read_architecture(QWEN2 | {"num_hidden_layers": layers})
+    found = [stage_layers(architecture, LayoutConfig(pp=stages, dp=1), stage) for stage in range(stages)]
+    assert [len(stage) for stage in found] == depths
+    assert [layer for stage in found for layer in stage] == list(range(layers))
+    assert last_stage_layers(layers, stages) == depths[-1]
+
+
+@pytest.mark.parametrize(("layers", "stages", "chunks"), [(10, 6, 1), (9, 8, 1), (10, 4, 2), (9, 2, 2)])
+def test_some_numbers_of_layers_do_not_split(layers, stages, chunks):
+    """Into 2, 2, 2, 2, 2 and none, and chunks are equal."""
+    assert last_stage_layers(layers, stages, chunks) is None
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2, 3])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_parameters_of_all_ranks_are_the_models(tied, pp, tp):
     """Qwen2.5-7B's published 7,615,616,512: every rank of a stage has a t-th of what is split; a tied table
