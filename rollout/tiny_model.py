@@ -7,8 +7,14 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -31,6 +37,13 @@ from rollout.tasks.countdown import CHARACTERS
 
 # SGLang's models with experts never share the embedding's weight with the output layer.
 _EXPERTS = {"num_experts_per_tok": 2, "tie_word_embeddings": False}
+_GROUPED = _EXPERTS | {
+    "intermediate_size": 384, "moe_intermediate_size": 96, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+_LATENT = _GROUPED | {
+    "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
 _DENSE = {"intermediate_size": 384, "tie_word_embeddings": True}
 FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, _DENSE),
@@ -48,12 +61,30 @@ FAMILIES = {
     "glm4_moe": (
         Glm4MoeConfig,
         Glm4MoeForCausalLM,
-        _EXPERTS
+        _GROUPED | {"use_qk_norm": True, "attention_bias": True},
+    ),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        _LATENT
         | {
-            "intermediate_size": 384, "moe_intermediate_size": 96, "n_routed_experts": 8, "n_shared_experts": 1,
-            "first_k_dense_replace": 1, "routed_scaling_factor": 1.5, "use_qk_norm": True, "attention_bias": True,
-            "num_nextn_predict_layers": 0,
+            "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1,
         },
+    ),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        DeepseekV3ForCausalLM,
+        _LATENT
+        | {
+            "q_lora_rank": 48, "n_group": 4, "topk_group": 2,
+            # What published folders have beside the fields of transformers' class, and SGLang reads.
+            "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+        },
+    ),
+    "glm4_moe_lite": (
+        Glm4MoeLiteConfig,
+        Glm4MoeLiteForCausalLM,
+        _LATENT | {"q_lora_rank": 48, "rms_norm_eps": 1e-6},
     ),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, _DENSE),
     "llama": (LlamaConfig, LlamaForCausalLM, _DENSE),
@@ -75,8 +106,8 @@ def make_tiny_countdown_model(
 ) -> None:
     """Write a Hugging Face folder of a randomly initialised model (float32) for the Countdown task.
 
-    ``family`` is one of ``FAMILIES``. Dense ones have 0.8 M parameters. Those with experts have 8 in every layer, GLM-4.5
-    in all but the first, and 1.4 M parameters, of which a token uses 0.5 M. The folder appears under its name only when complete.
+    ``family`` is one of ``FAMILIES``. Dense ones have 0.8 M parameters. Those with experts have 8 in every layer, GLM and
+    DeepSeek in all but the first, and 1.4 M parameters, of which a token uses 0.5 M. The folder appears under its name only when complete.
     The same ``seed`` gives the same weights. ``initializer_range`` is their standard deviation: from about 0.1 on the
     untrained model's answers depend on the prompt.
 
@@ -137,9 +168,7 @@ def _random_model(
         hidden_size=128,
         num_hidden_layers=4,
         num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        **own,
+        **({"num_key_value_heads": 2, "head_dim": 32} | own),
         max_position_embeddings=256,
         initializer_range=initializer_range,
         bos_token_id=None,

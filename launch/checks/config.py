@@ -29,6 +29,7 @@ from parallel.planning.layout import (
     check_critic_positions,
     check_critic_vocabulary,
     check_numerics,
+    check_served_on_cpu,
     check_trainable,
     layout_problems,
     validate_rollout_layout,
@@ -377,6 +378,10 @@ def _check_devices(
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
     if fits_model and _has_model_config(config):
         yield from memory_problems(config, device, runs)
+        if isinstance(config, RunConfig) and "serve" in runs and device.kind == "cpu":
+            architecture = read_architecture(read_hf_config(config.model.path))
+            has_plugin = config.rollout.sglang_plugin
+            yield from finding_of("rollout.sglang_plugin", check_served_on_cpu, architecture, has_plugin)
 
 
 def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Finding]:

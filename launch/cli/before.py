@@ -183,7 +183,19 @@ def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
     family: Annotated[
-        Literal["qwen3", "qwen3_moe", "mixtral", "glm4_moe", "qwen2", "llama", "mistral", "phi3"],
+        Literal[
+            "qwen3",
+            "qwen3_moe",
+            "mixtral",
+            "glm4_moe",
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "qwen2",
+            "llama",
+            "mistral",
+            "phi3",
+        ],
         typer.Option(help="The family of the model."),
     ] = "qwen3",
 ) -> None:

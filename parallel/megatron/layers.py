@@ -29,10 +29,11 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention
+from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.planning.architecture import Architecture, Experts
+from parallel.planning.architecture import Architecture, Experts, last_stage_layers
 
 
 @dataclass(kw_only=True)
@@ -79,14 +80,18 @@ class PackedCoreAttention(nn.Module):
     def forward(
         self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused
     ) -> Tensor:
-        packed, plan = packed_seq_params, packed_seq_params.plan
+        packed = packed_seq_params
         query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
+        return self.attend(query_TAD, key_TKD, value_TKD, packed.plan).flatten(1)
+
+    def attend(self, query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, plan: PackedPlan) -> Tensor:
+        """[T, A, D] of rotated queries and keys."""
         settings = {"scale": self.scale, "dtype": self.dtype}
         if isinstance(plan, SplitPlan):
-            return split_attention(query_TAD, key_TKD, value_TKD, plan, **settings).flatten(1)
+            return split_attention(query_TAD, key_TKD, value_TKD, plan, **settings)
         if isinstance(plan, SharedPlan):
-            return shared_attention(query_TAD, key_TKD, value_TKD, plan, **settings).flatten(1)
-        return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, **settings).flatten(1)
+            return shared_attention(query_TAD, key_TKD, value_TKD, plan, **settings)
+        return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, **settings)
 
 
 def block_spec(
@@ -131,13 +136,21 @@ def _local_layer(
     )
     layer: Any = spec.submodules
     layer.input_layernorm = layer.pre_mlp_layernorm = norm
-    parts = layer.self_attention.submodules
-    parts.core_attention = attention
-    if architecture.qk_norm:
-        parts.q_layernorm = parts.k_layernorm = norm
+    if architecture.latent:
+        layer.self_attention = _latent_attention(architecture)
+    else:
+        parts = layer.self_attention.submodules
+        parts.core_attention = attention
+        if architecture.qk_norm:
+            parts.q_layernorm = parts.k_layernorm = norm
     if experts:
         moe.use_router(spec, experts)
     return spec
+
+
+def _latent_attention(architecture: Architecture) -> ModuleSpec:
+    settings = {"architecture": architecture, "norm": RMSNorm, "core_attention": PackedCoreAttention}
+    return ModuleSpec(LatentAttention, settings)
 
 
 def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
@@ -166,10 +179,18 @@ def _transformer_engine_layer(architecture: Architecture, experts: Experts | Non
         qk_layernorm=architecture.qk_norm,
     )
     layer: Any = spec.submodules
-    # Transformer Engine's own context parallelism pads every sequence to a multiple of 2 cp tokens.
-    is_split = parallel_state.get_context_parallel_world_size() > 1
-    attention = PackedCoreAttention if is_split else _transformer_engine_attention()
-    layer.self_attention.submodules.core_attention = attention
+    if architecture.latent:
+        from megatron.core.extensions.transformer_engine import TENorm
+
+        layer.input_layernorm = (
+            TENorm  # otherwise it is part of the product that gives queries, keys and values
+        )
+        layer.self_attention = _latent_attention(architecture)
+    else:
+        # Transformer Engine's own context parallelism pads every sequence to a multiple of 2 cp tokens.
+        is_split = parallel_state.get_context_parallel_world_size() > 1
+        attention = PackedCoreAttention if is_split else _transformer_engine_attention()
+        layer.self_attention.submodules.core_attention = attention
     if experts:
         moe.use_router(spec, experts)
     return spec
@@ -244,10 +265,13 @@ def transformer_config(
     Megatron's own, also where Transformer Engine is installed."""
     pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
     virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
+    last = last_stage_layers(architecture.num_layers, pipeline_parallel, virtual or 1)
+    is_even = architecture.num_layers % pipeline_parallel == 0
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
         **_ALWAYS,
         num_layers=architecture.num_layers,
+        num_layers_in_last_pipeline_stage=None if is_even else last,
         hidden_size=architecture.hidden_size,
         num_attention_heads=architecture.num_heads,
         num_query_groups=architecture.num_kv_heads,

@@ -73,7 +73,8 @@ class PackedGPTModel(GPTModel):
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor
         # Attention of Transformer Engine and of context parallelism, and that of ``numerics``, take whole sequences.
-        self.uses_transformer_engine = platform.uses_transformer_engine(config.params_dtype)
+        has_transformer_engine = platform.uses_transformer_engine(config.params_dtype)
+        self.uses_transformer_engine = has_transformer_engine and architecture.latent is None
         is_whole = self.uses_transformer_engine or config.context_parallel_size > 1
         self.shares_prompts = not is_whole and backbone.pieces is None
         self.lora = backbone.lora
@@ -122,7 +123,7 @@ class PackedGPTModel(GPTModel):
                 f"a sequence of {longest} tokens exceeds max_position_embeddings={self.architecture.max_positions}"
             )
         positions_T = plan.to_model_order(positions_T)
-        dtype = platform.rotary_dtype(self.config.params_dtype, self.architecture.head_dim)
+        dtype = platform.rotary_dtype(self.config.params_dtype, self.architecture.rotated_head)
         cos_T1F, sin_T1F = rotary_tables(self.inv_freq_F, self.attention_factor, positions_T, dtype)
         bounds = plan.cu_seqlens.to(device)
         return PackedSequences(

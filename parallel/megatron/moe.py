@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of Qwen3-MoE, Mixtral and GLM-4.5 in Megatron-Core: configuration, layer specification and
+"""Mixture-of-experts layers of Qwen3-MoE, Mixtral, GLM-4.5 and DeepSeek-V3 in Megatron-Core: configuration, layer specification and
 router.
 
 Legend: T tokens of this rank, E experts, K experts per token, H hidden size, L layers with experts.
@@ -118,7 +118,9 @@ def _places_of_rank(own_TK: Tensor, group: dist.ProcessGroup | None) -> slice:
 class Router(TopKRouter):
     """The routing of transformers and SGLang: p_TE = softmax_E(x_TH W_EH^T), of which the K largest are the
     weights, with ``norm_topk`` divided by their sum; or p_TE = sigmoid(x_TH W_EH^T), of which those of the K largest
-    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``.
+    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``. Where experts have
+    groups they are of the token's ``top_groups`` best ones, by the largest of p_TE in each (DeepSeek-V2, arXiv 2405.04434,
+    2.2.2) or, of a sigmoid, by the sum of the two largest p_TE + b_E.
 
     The logits of a softmax are in the model's dtype, as in transformers and SGLang, so that a bfloat16 learner and
     server choose alike; from the softmax on numbers are float32. Those of a sigmoid are float32 in all of them. The
@@ -136,6 +138,7 @@ class Router(TopKRouter):
         super().__init__(config, pg_collection)
         self.norm_topk, self._is_sparse = experts.norm_topk, experts.is_sparse
         self.score, self.scale = experts.score, experts.scale
+        self.num_groups, self.top_groups = experts.num_groups, experts.top_groups
         bias_E = torch.zeros(experts.num_experts, device=platform.device()) if experts.has_bias else None
         self.register_buffer("correction_bias", bias_E)
 
@@ -151,7 +154,7 @@ class Router(TopKRouter):
             raise ValueError("packed batches hold no padding: the router takes no padding mask")
         p_TE = self.scores(hidden)
         chosen_by_TE = p_TE.detach() if self.correction_bias is None else p_TE.detach() + self.correction_bias
-        chosen_TK = chosen_by_TE.topk(self.topk, -1).indices
+        chosen_TK = self._within_best_groups(chosen_by_TE).topk(self.topk, -1).indices
         if self.routing is not None:
             assert self.layer_number is not None  # from 1, over all stages
             layer = sum(self._is_sparse[: self.layer_number - 1])
@@ -165,6 +168,16 @@ class Router(TopKRouter):
             weights_TK = weights_TK * self.scale
         weights_TE = torch.zeros_like(p_TE).scatter(1, chosen_TK, weights_TK)
         return weights_TE, torch.zeros_like(p_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
+
+    def _within_best_groups(self, chosen_by_TE: Tensor) -> Tensor:
+        """The scores, and -inf for experts of other groups."""
+        if self.num_groups == 1:
+            return chosen_by_TE
+        by_group = chosen_by_TE.unflatten(1, (self.num_groups, -1))
+        of_group = by_group.topk(2 if self.score == "sigmoid" else 1, -1).values.sum(-1)
+        best = of_group.topk(self.top_groups, -1).indices
+        is_other = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
+        return by_group.masked_fill(is_other[..., None], -torch.inf).flatten(1)
 
 
 class RoutedLayer(TransformerLayer):

@@ -36,13 +36,13 @@ def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
     known = {"rope_type", "rope_theta", "partial_rotary_factor"}
     is_plain = rope.keys() <= known and rope.get("rope_type", "default") == "default"
     share = rotated_share(hf_config, family)
-    head_dim = hf_config.get("head_dim")
+    head_dim = hf_config.get("qk_rope_head_dim" if family.is_latent else "head_dim")
     if head_dim is None and hf_config.get("model_type") in ("llama", "qwen2", "mistral", "phi3"):
         head_dim = hf_config["hidden_size"] // hf_config["num_attention_heads"]
-    is_whole = share == 1.0 or family.rotated_share is not None
+    is_whole = family.is_latent or share == 1.0 or family.rotated_share is not None
     if len(thetas) != 1 or not is_plain or not is_whole or not isinstance(head_dim, int):
         return None
-    return thetas.pop(), int(head_dim * share)
+    return thetas.pop(), head_dim if family.is_latent else int(head_dim * share)
 
 
 def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[Tensor, float]:

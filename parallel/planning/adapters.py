@@ -28,7 +28,7 @@ def target_sizes(architecture: Architecture) -> dict[LoraTarget, tuple[int, int]
 
 
 def adapter_parameters(architecture: Architecture, layout: LayoutConfig, lora: LoraConfig) -> int:
-    """Numbers in the adapters on one rank. All pipeline stages have equally many layers."""
+    """Numbers in the adapters on one rank of the pipeline stage that has most layers."""
     sizes = target_sizes(architecture)
     each = 0
     for target in lora.targets:
@@ -38,11 +38,16 @@ def adapter_parameters(architecture: Architecture, layout: LayoutConfig, lora: L
         else:
             inputs //= layout.tp
         each += lora.rank * (inputs + outputs)
-    return each * (architecture.num_layers // layout.pp)
+    return each * -(-architecture.num_layers // layout.pp)
 
 
 def check_lora(lora: LoraConfig, architecture: Architecture) -> None:
     """Raises ValueError for adapters that the model cannot have."""
+    if architecture.latent:
+        raise ValueError(
+            f"learner.lora: adapters of latent attention are not built, and this {architecture.model_type} has it; train every weight "
+            "(learner.lora=null)"
+        )
     if architecture.experts and {"fc1", "fc2"} & set(lora.targets):
         raise ValueError(
             f"learner.lora.targets={list(lora.targets)}: adapters of experts are not built, and this {architecture.model_type} has "

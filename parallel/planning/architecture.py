@@ -36,6 +36,31 @@ class Experts:
     """By which the weights are multiplied at last."""
     shared_size: int = 0
     """Intermediate size of the MLP that every token goes through beside its experts; 0: there is none."""
+    num_groups: int = 1
+    """Groups of equally many experts, in their order. A token's experts are of its ``top_groups`` best groups, by the best
+    expert of each, or with a sigmoid by the sum of the two best."""
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Latent:
+    """Attention whose keys and values are products of one short vector of each token (multi-head latent attention, MLA;
+    DeepSeek-V2, arXiv 2405.04434, 2.1).
+
+    A head of a query or a key has ``head_dim`` numbers, of which ``rotary_size`` are rotated. These are the same in all
+    keys of a token.
+    """
+
+    query_rank: int | None
+    """Numbers of the vector that queries are products of. None: they are products of the hidden state."""
+    rank: int
+    """Numbers of the vector that keys and values are products of."""
+    value_dim: int
+    """Numbers of a value's head."""
+    is_interleaved: bool
+    """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves."""
+    scale: float
+    """Of the scores of attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +77,7 @@ class Architecture:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    """Of queries and keys, and of values where they are not ``latent``."""
     intermediate_size: int
     norm_eps: float
     max_positions: int
@@ -60,11 +86,45 @@ class Architecture:
     qk_norm: bool
     rotary_size: int
     """Numbers of each head, from the first, that are rotated."""
+    latent: Latent | None = None
+    """None: keys and values are products of the hidden state."""
     experts: Experts | None = None
     """None for a dense model."""
     further_layers: int = 0
     """Layers behind the last one of a published folder that predict further tokens (multi-token prediction). They are
     neither loaded nor exported."""
+
+    @property
+    def value_dim(self) -> int:
+        """Numbers of a value's head."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotated_head(self) -> int:
+        """Numbers of what is rotated by itself: a head, or of ``latent`` its rotated part."""
+        return self.head_dim if self.latent is None else self.rotary_size
+
+    @property
+    def attention_numbers(self) -> tuple[int, int]:
+        """Numbers of a layer's attention matrices: (those that tensor-parallel ranks split, those that each has whole).
+
+        H (A + 2 K) D and A D H; of latent attention, with a query rank q (H where there is none), rank r and values of V,
+        q A D, r A (D - R + V) and A V H, and whole H (q + r + R).
+        """
+        heads, h = self.num_heads, self.hidden_size
+        if self.latent is None:
+            return h * (heads + 2 * self.num_kv_heads) * self.head_dim + heads * self.head_dim * h, 0
+        latent, of_queries = self.latent, self.latent.query_rank or 0
+        both = self.head_dim - self.rotary_size + latent.value_dim
+        split = (of_queries or h) * heads * self.head_dim + latent.rank * heads * both
+        return split + heads * latent.value_dim * h, h * (of_queries + latent.rank + self.rotary_size)
+
+    @property
+    def attention_norms(self) -> int:
+        """Numbers of the norms inside a layer's attention."""
+        if self.latent is not None:
+            return (self.latent.query_rank or 0) + self.latent.rank
+        return 2 * self.head_dim if self.qk_norm else 0
 
 
 MOST_LAYERS = 10_000
@@ -103,16 +163,19 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it"
         )
-    kv_heads = _read_size(hf_config, "num_key_value_heads", kind, default=heads)
+    # Of latent attention every head has keys and values of its own.
+    kv_heads = heads
+    if not family.is_latent:
+        kv_heads = _read_size(hf_config, "num_key_value_heads", kind, default=heads)
     if heads % kv_heads:
         raise ValueError(
             f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it"
         )
-    if hf_config.get("head_dim") is None and hidden_size % heads:
+    if not family.is_latent and hf_config.get("head_dim") is None and hidden_size % heads:
         raise ValueError(
             f"config.json has hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
         )
-    head_dim = _read_size(hf_config, "head_dim", kind, default=hidden_size // heads)
+    latent, head_dim, rotary_size = _read_heads(hf_config, kind, family, hidden_size // heads)
     return Architecture(
         model_type=kind,
         vocab_size=_read_size(hf_config, "vocab_size", kind),
@@ -127,10 +190,53 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         tied=bool(hf_config.get("tie_word_embeddings", False)),
         qkv_bias=_has(hf_config, family.qkv_bias),
         qk_norm=_has(hf_config, family.qk_norm),
-        rotary_size=_rotary_size(hf_config, family, head_dim),
+        rotary_size=rotary_size,
+        latent=latent,
         experts=_read_experts(hf_config, kind, family, num_layers),
-        further_layers=int(hf_config.get("num_nextn_predict_layers") or 0) if kind == "glm4_moe" else 0,
+        further_layers=int(hf_config.get("num_nextn_predict_layers") or 0)
+        if family.experts == "deepseek_v3"
+        else 0,
     )
+
+
+def _read_heads(
+    hf_config: Mapping[str, Any], kind: str, family: Family, default: int
+) -> tuple[Latent | None, int, int]:
+    """(latent, head_dim, rotary_size). default: head_dim where config.json does not say."""
+    if not family.is_latent:
+        head_dim = _read_size(hf_config, "head_dim", kind, default=default)
+        return None, head_dim, _rotary_size(hf_config, family, head_dim)
+    # head_dim is the size of the rotated part here, where transformers writes it.
+    rotary_size = _read_size(hf_config, "qk_rope_head_dim", kind)
+    head_dim = rotary_size + _read_size(hf_config, "qk_nope_head_dim", kind)
+    value_dim = _read_size(hf_config, "v_head_dim", kind)
+    if rotary_size % 2 or value_dim > head_dim:
+        raise ValueError(
+            f"config.json has qk_rope_head_dim={rotary_size} and v_head_dim={value_dim}; the first must be even, and the second at "
+            f"most {head_dim} (qk_nope_head_dim + qk_rope_head_dim)"
+        )
+    has_query_rank = hf_config.get("q_lora_rank") is not None
+    latent = Latent(
+        query_rank=_read_size(hf_config, "q_lora_rank", kind) if has_query_rank else None,
+        rank=_read_size(hf_config, "kv_lora_rank", kind),
+        value_dim=value_dim,
+        is_interleaved=bool(hf_config.get("rope_interleave", True)),
+        scale=head_dim**-0.5 * _yarn_scale(hf_config) ** 2,
+    )
+    return latent, head_dim, rotary_size
+
+
+def _yarn_scale(hf_config: Mapping[str, Any]) -> float:
+    """0.1 m log(factor) + 1 of YaRN (arXiv 2309.00071) with m = ``mscale_all_dim``, by which DeepSeek's models multiply
+    queries and keys; 1 without it."""
+    rope = _rope(hf_config)
+    share, factor = rope.get("mscale_all_dim") or 0, rope.get("factor") or 1
+    if not all(type(number) in (int, float) and 0 <= number < math.inf for number in (share, factor)):
+        raise ValueError(
+            f"config.json has mscale_all_dim={share!r} and factor={factor!r} in its rope parameters; they must be numbers of at least 0"
+        )
+    is_longer = _rope_type(hf_config) != "default" and factor > 1
+    return 0.1 * share * math.log(factor) + 1.0 if is_longer else 1.0
 
 
 def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
@@ -161,8 +267,8 @@ def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
 
 
 def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
-    if family.experts == "glm4_moe":
-        return _read_glm_experts(hf_config, kind, num_layers)
+    if family.experts in _BY_GROUPS:
+        return _read_grouped_experts(hf_config, kind, family, num_layers)
     if family.experts == "mixtral":
         size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
     elif family.experts == "qwen3_moe":
@@ -189,25 +295,63 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_l
     )
 
 
-def _read_glm_experts(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Experts:
+_BY_GROUPS: dict[str, tuple[Literal["softmax", "sigmoid"], tuple[str, ...]]] = {
+    "deepseek_v2": ("softmax", ("greedy", "group_limited_greedy")),
+    "deepseek_v3": ("sigmoid", ("noaux_tc",)),
+}
+"""By ``Family.experts``: the score of experts, and the ``topk_method`` that may choose among them."""
+
+
+def _read_grouped_experts(
+    hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int
+) -> Experts:
+    """Of DeepSeek's models and of GLM-4.5 and later, which name their fields alike."""
     count, chosen = _read_counts(hf_config, "n_routed_experts", kind)
+    default = None if kind in _BY_GROUPS else 1  # SGLang has none for DeepSeek's models
+    groups, best = (_read_size(hf_config, name, kind, default=default) for name in ("n_group", "topk_group"))
+    if hf_config.get("topk_method") == "greedy" and groups > 1:
+        raise ValueError(
+            f"config.json has n_group={groups}, which topk_method='greedy' contradicts; restore it"
+        )
+    if (
+        count % groups
+        or best > groups
+        or chosen > best * count // groups
+        or (groups > 1 and count < 2 * groups)
+    ):
+        raise ValueError(
+            f"config.json has n_group={groups} and topk_group={best}, which do not fit n_routed_experts={count} and "
+            f"num_experts_per_tok={chosen}; restore it"
+        )
     dense = _read_field(hf_config, "first_k_dense_replace", kind)
     if type(dense) is not int or not 0 <= dense < num_layers:
         raise ValueError(
             f"config.json has first_k_dense_replace={dense!r}, which leaves none of the {num_layers} layers with experts, or is no "
             "number of layers; restore it, or use a dense model"
         )
+    is_sparse = tuple(layer >= dense for layer in range(num_layers))
+    kinds = hf_config.get("mlp_layer_types")
+    if kinds is not None and list(kinds) != ["sparse" if sparse else "dense" for sparse in is_sparse]:
+        raise ValueError(
+            f"config.json has mlp_layer_types={kinds!r}, which first_k_dense_replace={dense} contradicts; restore it"
+        )
+    if kind in _BY_GROUPS:
+        for name in ("topk_method", "scoring_func", "moe_layer_freq"):
+            _read_field(hf_config, name, kind)
     size = _read_size(hf_config, "moe_intermediate_size", kind)
+    score = _BY_GROUPS[family.experts or ""][0]
     return Experts(
         num_experts=count,
         experts_per_token=chosen,
         intermediate_size=size,
-        norm_topk=bool(hf_config.get("norm_topk_prob", True)),
-        is_sparse=tuple(layer >= dense for layer in range(num_layers)),
-        score="sigmoid",
-        has_bias=True,
+        norm_topk=bool(hf_config.get("norm_topk_prob", score == "sigmoid")),
+        is_sparse=is_sparse,
+        score=score,
+        has_bias=score == "sigmoid",
         scale=_read_positive_number(hf_config, "routed_scaling_factor", kind),
         shared_size=size * _read_size(hf_config, "n_shared_experts", kind),
+        num_groups=groups,
+        top_groups=best,
     )
 
 
@@ -251,7 +395,8 @@ def _read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
 
 def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
     check_rope_type(_rope_type(hf_config), kind)
-    grouped = family.experts == "glm4_moe"
+    score, methods = _BY_GROUPS.get(family.experts or "", ("", ()))
+    grouped = bool(methods)
     refused = {
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
         # Mixtral has no use_sliding_window.
@@ -266,7 +411,10 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         "router_bias": bool(hf_config.get("router_bias")),
         "shared_expert_intermediate_size": bool(hf_config.get("shared_expert_intermediate_size")),
         "n_shared_experts": not grouped and bool(hf_config.get("n_shared_experts")),
-        "n_group": grouped and hf_config.get("n_group", 1) != 1,
+        "scoring_func": grouped and hf_config.get("scoring_func", score) != score,
+        "topk_method": grouped and hf_config.get("topk_method", methods[0]) not in methods,
+        "norm_topk_prob": score == "softmax" and bool(hf_config.get("norm_topk_prob")),
+        "moe_layer_freq": grouped and hf_config.get("moe_layer_freq", 1) != 1,
     }
     for name, is_set in refused.items():
         if is_set:
@@ -284,10 +432,15 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
 
 def _rope_type(hf_config: Mapping[str, Any]) -> Any:
     """The rope_type under ``rope_parameters``, or in older files under ``rope_scaling``, also as ``type``."""
+    rope = _rope(hf_config)
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _rope(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
-    return rope.get("rope_type") or rope.get("type") or "default"
+    return rope
 
 
 def check_rope_type(rope_type: Any, model_type: str) -> None:
@@ -298,6 +451,16 @@ def check_rope_type(rope_type: Any, model_type: str) -> None:
         raise ValueError(
             f"rope_type {rope_type!r} of this {model_type} model is not supported; supported are {', '.join(supported)}"
         )
+
+
+def last_stage_layers(num_layers: int, stages: int, chunks: int = 1) -> int | None:
+    """Layers of the last of ``stages`` pipeline stages: as many as every other one has, or, where they do not divide and no
+    stage has several ``chunks``, those that are left when every other one has its equal share, rounded up. None: none is left,
+    or chunks would be unequal."""
+    if num_layers % (stages * chunks) == 0:
+        return num_layers // stages
+    left = num_layers - -(-num_layers // stages) * (stages - 1)
+    return left if chunks == 1 and left > 0 else None
 
 
 def padded_vocab_size(vocab_size: int, tensor_parallel: int) -> int:

@@ -30,10 +30,17 @@ class Family:
     rotated_share: float | None = None
     """The share of a head that is rotated where config.json does not say. None: config.json may not ask for less than 1."""
     rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
-    experts: Literal["qwen3_moe", "mixtral", "glm4_moe"] | None = None
-    """By whose fields of config.json its experts are read. None: it has none."""
+    is_latent: bool = False
+    """Whether keys and values are products of one short vector of each token (MLA)."""
+    experts: Literal["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"] | None = None
+    """By whose fields of config.json its experts are read, and by whose names their tensors. None: it has none."""
 
 
+_LATENT = (
+    "latent attention (MLA): keys and values of every head are products of one short vector of each token"
+)
+_IN_GROUPS = "within the best groups where there are groups, and a shared expert"
+_GROUPED = f"first layers dense, then experts by sigmoid with a frozen correction bias, {_IN_GROUPS}; MTP layers are left out"
 SUPPORTED: dict[str, Family] = {
     "qwen2": Family(
         title="Qwen2 and Qwen2.5, dense",
@@ -71,11 +78,36 @@ SUPPORTED: dict[str, Family] = {
         qk_norm="use_qk_norm",
         rotated_share=0.5,
         rope_types=("default",),
-        experts="glm4_moe",
+        experts="deepseek_v3",
+    ),
+    "deepseek_v2": Family(
+        title="DeepSeek-V2, V2-Lite and Coder-V2",
+        layers=f"{_LATENT}; first layers dense, then experts by softmax, {_IN_GROUPS}",
+        is_latent=True,
+        rope_types=("default", "yarn"),
+        experts="deepseek_v2",
+    ),
+    "deepseek_v3": Family(
+        title="DeepSeek-V3, V3.1 and R1, in bfloat16",
+        layers=f"{_LATENT}; {_GROUPED}",
+        is_latent=True,
+        rope_types=("default", "yarn"),
+        experts="deepseek_v3",
+    ),
+    "glm4_moe_lite": Family(
+        title="GLM-4.7-Flash",
+        layers=f"{_LATENT}; {_GROUPED}",
+        is_latent=True,
+        rope_types=("default", "yarn"),
+        experts="deepseek_v3",
     ),
 }
 
-_MLA = "its attention has compressed keys and values (MLA), which the learner's packed attention does not compute"
+_OWN_TOKENIZER = (
+    "its tokenizer is a program in the model's folder, which is not run; save the model with a tokenizer of transformers and model_type "
+    "deepseek_v3"
+)
+_MLA = "its latent attention (MLA) differs from DeepSeek-V3's, which alone the learner computes"
 _SPARSE = "it chooses the tokens that a token sees (sparse attention), which the learner's packed attention does not compute"
 _HYBRID = "layers of it are recurrent (state space or linear attention), and their state would run over the borders of packed sequences"
 _POST_NORMS = "it has norms behind attention and MLP, which Megatron-Core's layer does not have"
@@ -90,12 +122,8 @@ _PARALLEL = (
 _OLD = "its layers have LayerNorm or an MLP without a gate, which the learner does not compute"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "deepseek_v2", "deepseek_v3", "kimi_k2", "minicpm3", "glm4_moe_lite", "longcat_flash", "mistral4", "youtu",
-        ),
-        _MLA,
-    ),
+    "kimi_k2": _OWN_TOKENIZER,
+    **dict.fromkeys(("minicpm3", "longcat_flash", "mistral4", "youtu"), _MLA),
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
     **dict.fromkeys(
         (

@@ -57,7 +57,8 @@ def forward_flops(
 ) -> Flops:
     """FLOPs of a forward pass of a stage on its fullest rank. ``output=False``: a critic, without logits.
 
-    A layer: qkv and projection 2 T (H (A + 2 K) D + A D H) / t; an MLP 2 T 3 H I / t, or, of the rank's own rows, a
+    A layer: qkv and projection 2 T (H (A + 2 K) D + A D H) / t (of latent attention ``Architecture.attention_numbers``, what
+    is whole of the rank's own rows); an MLP 2 T 3 H I / t, or, of the rank's own rows, a
     router 2 T H E and 2 T k 3 H I of the chosen experts, spread evenly over the ranks, so that it does as much for
     others as they do for it, and beside them 2 T 3 H S / t of a shared expert of size S. Attention: two products of 2 D
     for each pair and query head, 4 D A / t. Logits: 2 R H V / t.
@@ -65,11 +66,10 @@ def forward_flops(
     """
     a, t = architecture, layout.tp
     rows, tokens = row_counts(layout, load.tokens)
-    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    projections = (a.hidden_size * heads + a.num_heads * a.head_dim * a.hidden_size) // t
+    split, whole = a.attention_numbers
     layers = stage_layers(a, layout, stage)
     sparse = sum(a.experts.is_sparse[layer] for layer in layers) if a.experts else 0
-    matrices = 2 * tokens * len(layers) * projections
+    matrices = 2 * len(layers) * (tokens * (split // t) + rows * whole)
     matrices += 2 * tokens * (len(layers) - sparse) * (3 * a.hidden_size * a.intermediate_size // t)
     if a.experts and sparse:
         chosen = a.experts.experts_per_token * 3 * a.hidden_size * a.experts.intermediate_size

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from configs.schema.layout import LayoutConfig, layout_text
-from parallel.planning.architecture import Architecture, read_architecture
+from parallel.planning.architecture import Architecture, last_stage_layers, read_architecture
 
 
 def validate_layout(
@@ -17,7 +17,7 @@ def validate_layout(
     - tp must divide the query heads and the intermediate size of dense layers and of a shared expert. It must
       divide the key/value heads, or they divide it: Megatron then copies each head to several ranks. Vocabulary and, under sp, the
       tokens of a micro-batch are padded, so that any number of them fits.
-    - pp * vpp must divide the layers; all chunks are equally deep.
+    - pp * vpp must divide the layers, since all chunks are equally deep; without vpp the last stage may have fewer.
     - ep must divide the experts, of which a dense model has none; an expert is never split, whatever tp.
       Layers with experts and tp > 1 need sp, since tokens travel to experts from where they are split.
     - cp splits sequences of any length, of any model.
@@ -88,9 +88,12 @@ def _find_misfits(a: Architecture, layout: LayoutConfig, num_processes: int | No
     misfits = {}
     if numbers := _tp_misfits(a, layout.tp):
         misfits["tp"] = f"layout.tp={layout.tp} does not divide the model's {' and '.join(numbers)}"
-    if a.num_layers % (layout.pp * layout.vpp):
-        chunks = f"layout.pp={layout.pp}" + (f" times layout.vpp={layout.vpp}" if layout.vpp > 1 else "")
-        misfits["pp"] = f"{chunks} does not divide the model's num_hidden_layers={a.num_layers}"
+    if last_stage_layers(a.num_layers, layout.pp, layout.vpp) is None:
+        if layout.vpp > 1:
+            reason = f"layout.pp={layout.pp} times layout.vpp={layout.vpp} does not divide"
+        else:
+            reason = f"layout.pp={layout.pp} leaves its last stage none of"
+        misfits["pp"] = f"{reason} the model's num_hidden_layers={a.num_layers}"
     if layout.ep > 1 and a.experts is None:
         misfits["ep"] = f"layout.ep={layout.ep} splits experts, of which this {a.model_type} model has none"
     elif a.experts is not None and a.experts.num_experts % layout.ep:
@@ -212,9 +215,15 @@ def fitting_layouts(
     a: Architecture, world: int | None, *, chunks: Sequence[int] = (1,), context: Sequence[int] = (1,)
 ) -> Iterator[LayoutConfig]:
     """Every layout of ``world`` processes (None: of any number, with dp auto) in which the learner can compute
-    the model. ``chunks`` and ``context``: the values of vpp and cp to try."""
+    the model; of pipelines with a shorter last stage those of a power of two. ``chunks`` and ``context``: the values of vpp and
+    cp to try."""
     num_experts = a.experts.num_experts if a.experts else 1
-    model_sizes = (divisors(a.num_heads), divisors(a.num_layers), divisors(num_experts))
+    stages = [
+        n
+        for n in range(1, a.num_layers + 1)
+        if a.num_layers % n == 0 or (n.bit_count() == 1 and last_stage_layers(a.num_layers, n) is not None)
+    ]
+    model_sizes = (divisors(a.num_heads), stages, divisors(num_experts))
     for tp, pp, ep, cp in itertools.product(*model_sizes, context):
         if _tp_misfits(a, tp):
             continue
@@ -226,7 +235,7 @@ def fitting_layouts(
         # sp needs tp > 1, and layers with experts need sp there.
         sp_values = [False] if tp == 1 else [True] if a.experts else [False, True]
         for vpp, sp in itertools.product(chunks, sp_values):
-            if a.num_layers % (pp * vpp) == 0 and (vpp == 1 or pp > 1):
+            if last_stage_layers(a.num_layers, pp, vpp) is not None and (vpp == 1 or pp > 1):
                 yield LayoutConfig(tp=tp, pp=pp, vpp=vpp, cp=cp, ep=ep, dp=dp, sp=sp)
 
 
@@ -289,6 +298,15 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
         sizes = rollout_sizes(architecture)
         raise ValueError(
             f"rollout.tp={tensor_parallel} does not fit the model's {misfit}; use one of {sizes} (or another model)"
+        )
+
+
+def check_served_on_cpu(architecture: Architecture, has_plugin: bool) -> None:
+    """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU: one of latent attention."""
+    if architecture.latent and not has_plugin:
+        raise ValueError(
+            f"rollout.sglang_plugin=false: SGLang's own attention on CPU computes prompts of a {architecture.model_type} wrongly; leave it "
+            "out, so that servers use Tandem's"
         )
 
 

@@ -18,7 +18,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import ROTATED_IN_FLOAT32, Architecture, padded_vocab_size
+from parallel.planning.architecture import ROTATED_IN_FLOAT32, Architecture, Latent, padded_vocab_size
 
 GIB = 2**30
 Device = Literal["cpu", "cuda"]
@@ -213,19 +213,18 @@ def stage_parameters(
 ) -> tuple[int, int]:
     """Parameters on one rank of a stage: (those of no expert, the experts').
 
-    A layer: qkv H (A + 2 K) D / t, with a bias (A + 2 K) D / t in Qwen2; projection A D H / t; two norms 2 H;
-    norms of queries and keys 2 D in Qwen3; an MLP 3 H I / t, or a router H E and E / ep whole experts of 3 H
+    A layer: qkv and projection (``Architecture.attention_numbers``), with a bias (A + 2 K) D / t in Qwen2; two norms 2 H;
+    those inside attention, such as 2 D of queries and keys in Qwen3; an MLP 3 H I / t, or a router H E and E / ep whole experts of 3 H
     I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not counted. The
     first stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied
     model shares with the embedding if both are on one stage. ``output=False``: a critic, whose output layer is a
     head of H.
     """
     a, t = architecture, layout.tp
-    heads = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim
-    attention = (
-        a.hidden_size * heads + (heads if a.qkv_bias else 0) + a.num_heads * a.head_dim * a.hidden_size
-    ) // t
-    norms = 2 * a.hidden_size + (2 * a.head_dim if a.qk_norm else 0)
+    split, whole = a.attention_numbers
+    bias = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim if a.qkv_bias else 0
+    attention = (split + bias) // t + whole
+    norms = 2 * a.hidden_size + a.attention_norms
     shared = expert = 0
     for layer in stage_layers(a, layout, stage):
         shared += attention + norms
@@ -245,10 +244,11 @@ def stage_parameters(
 
 def stage_layers(architecture: Architecture, layout: LayoutConfig, stage: int) -> list[int]:
     """The numbers of a stage's layers. All chunks have equally many; chunk v of stage p is the model's chunk
-    v pp + p."""
-    depth = architecture.num_layers // (layout.pp * layout.vpp)
+    v pp + p. Without chunks the last stage may have fewer (``last_stage_layers``)."""
+    depth = -(-architecture.num_layers // (layout.pp * layout.vpp))
     chunks = range(stage, layout.pp * layout.vpp, layout.pp)
-    return [chunk * depth + i for chunk in chunks for i in range(depth)]
+    layers = [chunk * depth + i for chunk in chunks for i in range(depth)]
+    return [layer for layer in layers if layer < architecture.num_layers]
 
 
 def in_flight(layout: LayoutConfig, stage: int, num_microbatches: int | None) -> int:
@@ -276,7 +276,7 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     whole = _whole_layers(architecture, layout, work, stage)
     rows, tokens = row_counts(layout, work.token_budget)
     per_chunk = len(layers) // layout.vpp
-    in_float32 = work.device == "cuda" and architecture.head_dim in ROTATED_IN_FLOAT32
+    in_float32 = work.device == "cuda" and architecture.rotated_head in ROTATED_IN_FLOAT32
     tables = passes * tokens * architecture.rotary_size * (4 if in_float32 else work.dtype_bytes)
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
     end = _end_bytes(architecture, layout, work) if stage == layout.pp - 1 else 0
@@ -326,9 +326,10 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
 
     Two norms, each with its output: ``_norm_row`` and b H a token, of T / t tokens under sequence parallelism.
     Attention on T tokens, A / t and K / t heads (at least one key/value head): rotated queries and the output,
-    2 c D A; keys and values, see ``_keys_and_values``; the sums of the softmax, 4 A; the packed output for the
-    projection, b D A. Norms of queries and keys: see ``_qk_norm_token``. MLP on T tokens: the halves of gate and
-    up, 2 I, silu(gate), up, and their product: 5 b I / t.
+    2 c D A; keys and values, see ``_keys_and_values``, or of latent attention 2 c D A and, of T / t tokens, ``_latent_row``;
+    the sums of the softmax, 4 A; the packed output for the projection, b D A, or b V A of values of another size. Norms of
+    queries and keys: see ``_qk_norm_token``. MLP on T tokens: the halves of gate and up, 2 I,
+    silu(gate), up, and their product: 5 b I / t.
     Experts on the rank's own T tokens (T / t under sequence parallelism), if the router spreads tokens evenly
     over ranks: for each chosen expert the token b H, 5 b I, and b I for the product times the router's weight;
     8 bytes an expert for the router's probabilities and choice; a sigmoid's float32 copy of a 2-byte input, 4 H. A shared
@@ -344,9 +345,13 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
     # With fewer key/value heads than ranks Megatron gathers all ranks' product and takes this rank's heads.
     product = a.num_heads + 2 * a.num_kv_heads if layout.tp > a.num_kv_heads else heads + 2 * kv_heads
-    kept += _keys_and_values(
-        a, layout, work, tokens, product=b * a.head_dim * product, head=c * a.head_dim * kv_heads
-    )
+    if a.latent is None:
+        kept += _keys_and_values(
+            a, layout, work, tokens, product=b * a.head_dim * product, head=c * a.head_dim * kv_heads
+        )
+    else:
+        kept += rows * _latent_row(a.latent, a.rotary_size, work)
+        kept += 2 * layout.cp * tokens * c * a.head_dim * heads
     kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
     if a.qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
@@ -368,7 +373,7 @@ def _inputs(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: boo
     b, (rows, tokens) = work.dtype_bytes, row_counts(layout, work.token_budget)
     sizes = {
         "qkv": rows * b * a.hidden_size,
-        "proj": tokens * b * a.head_dim * (a.num_heads // layout.tp),
+        "proj": tokens * b * a.value_dim * (a.num_heads // layout.tp),
         "fc1": rows * b * a.hidden_size,
         "fc2": 0 if is_sparse else tokens * b * a.intermediate_size // layout.tp,
     }
@@ -391,6 +396,14 @@ def _keys_and_values(
         has_product = a.qk_norm and work.device == "cuda"
         return tokens * (2 * layout.cp * head + (product if has_product else 0))
     return tokens * (head + (product if work.dtype_bytes == work.attention_bytes else head))
+
+
+def _latent_row(latent: Latent, rotary_size: int, work: Work) -> int:
+    """The norms of a row's short vectors, each with its output. On CUDA they are kept inside the product, whose rotated part
+    is kept with them."""
+    sizes = [size for size in (latent.query_rank, latent.rank) if size]
+    kept = sum(_norm_row(size, work) + work.dtype_bytes * size for size in sizes)
+    return kept + (work.dtype_bytes * rotary_size if work.device == "cuda" else 0)
 
 
 def row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:

@@ -102,6 +102,9 @@ def decoder_of(
     untied model's output layer is another table."""
     a, over, rollout = architecture, machine.hardware.overheads, config.rollout
     of_token = server_flops(a, tp)
+    if a.latent is not None:  # scores and sums in the space of the cache
+        of_pair = 2 * (2 * a.latent.rank + a.rotary_size) * a.num_layers * (a.num_heads // tp)
+        of_token = replace(of_token, attention=of_pair)
     matmul, attention = _server_rates(config, machine)
     size = BYTES[rollout.dtype]
     table = 0 if a.tied else padded_vocab_size(a.vocab_size, tp) // tp * a.hidden_size * size

@@ -40,14 +40,19 @@ def rollout_memory(
     By default SGLang 0.5.23 leaves ``left_by_sglang``.
     Weights: all matrices over t, norms and router whole, key/value heads copied if there are fewer than
     ranks. A token of the cache: a key and a value per layer, 2 L max(1, K / t) D numbers of the server's
-    dtype. FP8 (of dense models): the layers' matrices have 1 byte a number and 4 an output channel; while it
+    dtype. Of latent attention a token has L (r + R) on every rank, and beside the weights there is a copy of the factor of
+    keys and values. FP8 (of dense models): the layers' matrices have 1 byte a number and 4 an output channel; while it
     starts, a server holds them in its dtype, before there is a cache.
     """
     a, t, b = architecture, tensor_parallel, BYTES[dtype]
     kv_heads = max(1, a.num_kv_heads // t)
     heads = (a.num_heads // t + 2 * kv_heads) * a.head_dim
-    matrices = a.num_layers * (a.hidden_size * heads + a.num_heads * a.head_dim * a.hidden_size // t)
-    others = (heads if a.qkv_bias else 0) + 2 * a.hidden_size + (2 * a.head_dim if a.qk_norm else 0)
+    split, whole = a.attention_numbers
+    copied = 2 * a.hidden_size * a.head_dim * (kv_heads * t - a.num_kv_heads) // t
+    if a.latent is not None:
+        copied = a.latent.rank * a.num_heads * (a.head_dim - a.rotary_size + a.value_dim) // t
+    matrices = a.num_layers * (split // t + copied + whole)
+    others = (heads if a.qkv_bias else 0) + 2 * a.hidden_size + a.attention_norms
     others = a.num_layers * others + a.hidden_size
     for layer in range(a.num_layers):
         if a.experts and a.experts.is_sparse[layer]:
@@ -62,7 +67,8 @@ def rollout_memory(
         channels = a.num_layers * (heads + 2 * a.hidden_size + 2 * a.intermediate_size // t)
         weights = matrices + 4 * channels + others * b
     reserved = left_by_sglang(gpu_bytes, t) if static_share is None else int((1 - static_share) * gpu_bytes)
-    of_token = 2 * a.num_layers * kv_heads * a.head_dim * b
+    of_layer = 2 * kv_heads * a.head_dim if a.latent is None else a.latent.rank + a.rotary_size
+    of_token = a.num_layers * of_layer * b
     room = max(0, gpu_bytes - reserved - weights)
     kv_cache = room if max_tokens is None else min(room, max_tokens * of_token)
     return RolloutMemory(

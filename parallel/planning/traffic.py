@@ -33,7 +33,8 @@ def forward_sent(
     """What a rank sends in a forward pass of a stage over ``tokens`` tokens of its own (N).
 
     - tensor: two all-reduces of b H N per dense layer, one per layer with experts, two beside a shared expert. Sequence
-      parallelism sends as much in two halves each.
+      parallelism sends as much in two halves each; of latent attention it gathers the short vectors in place of the hidden
+      states.
     - context: keys and values of all C N tokens gathered, 2 b D K / t each (at least one head), per layer.
     - pipeline: b H N / (t under sequence parallelism) to the next stage.
     - expert: tokens there and back, 2 k b H N / (t under sequence parallelism), per layer with experts. A third call has
@@ -49,10 +50,15 @@ def forward_sent(
     rank_hidden = hidden // t if layout.sp else hidden
     without_mlp = 0 if a.experts and a.experts.shared_size else sparse
     reduced = 2 * len(layers) - without_mlp
+    sent, calls = reduced * 2 * hidden, reduced * (1 + layout.sp)
+    if a.latent is not None and layout.sp:
+        short = (a.latent.query_rank or a.hidden_size) + a.latent.rank + a.rotary_size
+        sent += len(layers) * (b * short * tokens - hidden)
+        calls += len(layers) * 2
     keys_values = 2 * b * a.head_dim * max(1, a.num_kv_heads // t) * tokens * layout.cp
     exchanged = 2 * sparse * chosen * rank_hidden * (layout.ep - 1) // layout.ep
     return {
-        "tensor": Sent(bytes=reduced * 2 * hidden * (t - 1) // t, calls=_calls(t, reduced * (1 + layout.sp))),
+        "tensor": Sent(bytes=sent * (t - 1) // t, calls=_calls(t, calls)),
         "context": Sent(
             bytes=len(layers) * keys_values * (layout.cp - 1) // layout.cp,
             calls=_calls(layout.cp, len(layers)),
@@ -162,7 +168,7 @@ def matrix_parameters(architecture: Architecture, layout: LayoutConfig, stage: i
     """Numbers of a stage's matrices that ``rollout.precision`` rounds, whole: attention's and the MLPs' of all experts."""
     a, count = architecture, 0
     for layer in stage_layers(a, layout, stage):
-        count += 2 * a.hidden_size * (a.num_heads + a.num_kv_heads) * a.head_dim
+        count += sum(a.attention_numbers)
         if a.experts and a.experts.is_sparse[layer]:
             widths = a.experts.num_experts * a.experts.intermediate_size + a.experts.shared_size
         else:

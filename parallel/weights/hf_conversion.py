@@ -37,6 +37,7 @@ from parallel.weights.hf_files import (
 )
 from parallel.weights.hf_headers import IGNORED
 from parallel.weights.hf_names import (
+    DOWN,
     EMBEDDING,
     OUTPUT,
     TOP,
@@ -155,6 +156,9 @@ def _split_whole(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor
         return list(joined) if num_parts == 3 else [fused]
     if name in (EMBEDDING, OUTPUT):
         return [whole[: a.vocab_size]]
+    if num_parts == 2 and a.latent is not None and name.endswith(DOWN):
+        rows = a.latent.query_rank or 0
+        return list(whole.split([rows, len(whole) - rows]))
     return list(whole.chunk(num_parts))
 
 

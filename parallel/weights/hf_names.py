@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from functools import cache
 
 from parallel.planning.architecture import Architecture
 from parallel.planning.families import SUPPORTED
@@ -25,6 +26,19 @@ _LAYER = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
+_OF_QKV = re.compile(r"self_attention\.(linear_qkv|[qk]_layernorm)\.")
+DOWN = "self_attention.linear_down.weight"
+_LATENT = {
+    DOWN: ("self_attn.kv_a_proj_with_mqa.weight",),
+    "self_attention.kv_layernorm.weight": ("self_attn.kv_a_layernorm.weight",),
+    "self_attention.linear_kv_up.weight": ("self_attn.kv_b_proj.weight",),
+}
+_LATENT_QUERIES = {
+    DOWN: ("self_attn.q_a_proj.weight", "self_attn.kv_a_proj_with_mqa.weight"),
+    "self_attention.q_layernorm.weight": ("self_attn.q_a_layernorm.weight",),
+    "self_attention.linear_q_up.weight": ("self_attn.q_b_proj.weight",),
+}
+"""Where queries come from a short vector too. Otherwise they come from ``linear_q``."""
 _FUSED = {
     "self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
@@ -46,11 +60,12 @@ _EXPERT_MLP = {
         _FC2: ("block_sparse_moe.experts.{}.w2.weight",),
     },
 }
-_EXPERT_MLP["glm4_moe"] = _EXPERT_MLP["qwen3_moe"] | {
+_EXPERT_MLP["deepseek_v3"] = _EXPERT_MLP["qwen3_moe"] | {
     _BIAS: ("mlp.gate.e_score_correction_bias",),
     _SHARED[0]: ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     _SHARED[1]: ("mlp.shared_experts.down_proj.weight",),
 }
+_EXPERT_MLP["deepseek_v2"] = _EXPERT_MLP["deepseek_v3"]  # without the bias
 _KEPT = re.compile(r"\.e_score_correction_bias$|\.router\.correction_bias$")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+(?=\.)")
 # Transformer Engine's grouped experts are numbered at the end.
@@ -92,9 +107,22 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
     if name in TOP:
         return (TOP[name],)
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.LAYER.REST
-    layers = _LAYER | _FUSED if SUPPORTED[architecture.model_type].is_fused else _LAYER
-    suffixes = layers.get(rest) or _EXPERT_MLP[architecture.model_type][_EXPERT.sub("{}", rest)]
+    experts = SUPPORTED[architecture.model_type].experts
+    suffixes = _layer_parts(architecture).get(rest) or _EXPERT_MLP[experts or ""][_EXPERT.sub("{}", rest)]
     return tuple(f"model.layers.{layer}.{suffix.format(expert_of(rest))}" for suffix in suffixes)
+
+
+@cache
+def _layer_parts(architecture: Architecture) -> dict[str, tuple[str, ...]]:
+    """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. Of experts: none."""
+    if SUPPORTED[architecture.model_type].is_fused:
+        return _LAYER | _FUSED
+    if architecture.latent is None:
+        return _LAYER
+    others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
+    if architecture.latent.query_rank is None:
+        return others | _LATENT | {"self_attention.linear_q.weight": ("self_attn.q_proj.weight",)}
+    return others | _LATENT | _LATENT_QUERIES
 
 
 def all_hf_names(architecture: Architecture) -> set[str]:
@@ -121,7 +149,15 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     }
     rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size}
     rows |= {"gate": a.experts.num_experts if a.experts else 0}
-    columns = {"o_proj": heads}
+    columns = {"o_proj": a.num_heads * a.value_dim}
+    if a.latent is not None:
+        of_queries = a.latent.query_rank or 0
+        rows |= {
+            "q_a_proj": of_queries, "q_a_layernorm": of_queries, "q_b_proj": heads,
+            "kv_a_proj_with_mqa": a.latent.rank + a.rotary_size, "kv_a_layernorm": a.latent.rank,
+            "kv_b_proj": a.num_heads * (a.head_dim - a.rotary_size + a.value_dim),
+        }  # fmt: skip
+        columns |= {"q_b_proj": of_queries, "kv_b_proj": a.latent.rank}
     shapes = {}
     for name in all_hf_names(a):
         module, kind = name.split(".")[-2:]
@@ -147,10 +183,10 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
     """A layer's names in Megatron, with and without Transformer Engine."""
     experts = architecture.experts
     is_sparse = experts is not None and experts.is_sparse[layer]
-    for rest in _LAYER:
+    for rest in _layer_parts(architecture):
         is_absent = (
             (rest.endswith(".bias") and not architecture.qkv_bias)
-            or (re.search(r"[qk]_layernorm", rest) and not architecture.qk_norm)
+            or (re.search(r"[qk]_layernorm", rest) and not (architecture.qk_norm or architecture.latent))
             or (rest.startswith("mlp.") and is_sparse)
         )
         if not is_absent:

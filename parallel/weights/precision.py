@@ -22,7 +22,9 @@ from configs.schema.rollout import Precision
 from numerics.grids import GRIDS, Packed
 from parallel.weights.hf_names import is_kept_float32
 
-MATRIX = re.compile(r"\.(q|k|v|qkv|o|gate|up|gate_up|down)_proj\.weight$|\.experts\.\d+\.w[123]\.weight$")
+MATRIX = re.compile(
+    r"\.(q|k|v|qkv|o|q_a|q_b|kv_b|gate|up|gate_up|down)_proj\.weight$|\.kv_a_proj_with_mqa\.weight$|\.experts\.\d+\.w[123]\.weight$"
+)
 """Hugging Face names of the matrices that quantised kernels multiply with. Embeddings, output head, router, norms and
 biases stay as they are."""
 WHOLE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

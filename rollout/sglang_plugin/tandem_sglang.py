@@ -16,6 +16,7 @@ On CPU servers alone:
 - The server process imports without garbage collections (``tandem_launch_server.py``), and the forked processes
   leave its objects out of theirs: modules stay, and collections would look at all of them again and again.
 - Batched attention: ``tandem_batched_attention.py``.
+- Latent attention (MLA), which SGLang computes wrongly there: ``tandem_latent_attention.py``.
 - Equal prompts of one prefill are computed once: ``tandem_shared_prompts.py``.
 - With ``model.numerics: aligned`` the learner's operations: ``tandem_aligned.py``.
 - A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
@@ -47,6 +48,7 @@ def register() -> None:
 
 
 def register_for_cpu() -> None:
+    import tandem_latent_attention
     import tandem_shared_prompts
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -56,6 +58,7 @@ def register_for_cpu() -> None:
 
         tandem_aligned.register(pieces)
     register_attention_backend("torch_native")(batched_attention)
+    tandem_latent_attention.register()
     tandem_shared_prompts.register()
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", fork_processes, HookType.AFTER
@@ -71,6 +74,10 @@ def batched_attention(runner):
     from tandem_batched_attention import make_backend
 
     logger.info(BATCHED)
+    if runner.use_mla_backend:
+        from tandem_latent_attention import compute_in_latent_space
+
+        compute_in_latent_space()
     if aligned_pieces() is not None:
         from tandem_aligned import attention
 

@@ -186,14 +186,26 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.filled: list[Tensor] = []
+        self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By its memory: a tensor that others were joined to, row after row, and these."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is aten.copy_.default and args[1].device.type == "meta" and args[0].device.type != "meta":
-            self.copies.append((args[0], args[1]))
+            self._add(args[0], args[1])
             return args[0]
         if func in (aten.fill_.Scalar, aten.zero_.default) and args[0].device.type != "meta":
             self.filled.append(args[0])
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func is aten.cat.default and result.device.type == "meta" and args[1:] in ((), (0,)):
+            self._joined[result.untyped_storage()._cdata] = (result, list(args[0]))
+        return result
+
+    def _add(self, part: Tensor, source: Tensor) -> None:
+        whole, joined = self._joined.get(source.untyped_storage()._cdata, (None, []))
+        if whole is not None and part.shape == source.shape == whole.shape:
+            self.copies += zip(part.split([len(tensor) for tensor in joined]), joined, strict=True)
+        else:
+            self.copies.append((part, source))
 
 
 def record(load_weights: Callable, tensors: Sequence[Sent]) -> Places:

@@ -323,6 +323,9 @@ class Receiver:
         if failure is not None:
             return failure
         self._received = received | {sent.name for sent in tensors}
+        if announced.is_whole and hasattr(self._model, "post_load_weights"):
+            # What SGLang's loader computes of weights at its end, such as the factors of latent attention's keys and values.
+            self._model.post_load_weights()
         return self._left_out() if announced.is_whole else None
 
     def _look_up(self, tensors: Sequence[Sent]) -> str | None:

@@ -51,6 +51,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "latent": COMMON | {
+        "model_type": "deepseek_v3", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+        "intermediate_size": 128, "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+        "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+        "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
+    },
     "7b": COMMON | {
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "intermediate_size": 18944,
@@ -684,6 +691,14 @@ TABLE = {
     "adapters of experts": Broken(
         options="model.path=experts learner.lora={rank: 2}", field="learner.lora.targets", value="[qkv, proj, fc1, fc2]",
         error="adapters of experts are not built, and this qwen3_moe has experts", fix="set learner.lora.targets=[qkv, proj]",
+    ),
+    "adapters of latent attention": Broken(
+        options="model.path=latent learner.lora={rank: 2, targets: [qkv, proj]}", field="learner.lora", value="{rank: 2",
+        error="adapters of latent attention are not built, and this deepseek_v3 has it", fix="train every weight (learner.lora=null)",
+    ),
+    "latent attention without the plugin": Broken(
+        options="--dry-run model.path=latent rollout.sglang_plugin=false", field="rollout.sglang_plugin", value="false",
+        error="computes prompts of a deepseek_v3 wrongly", fix="leave it out",
     ),
     "adapters that are no smaller": Broken(
         options="learner.lora={rank: 100000}", field="learner.lora.rank", value="100000", error="learner.lora.rank=100000 is above",

@@ -30,6 +30,7 @@ from tests.parallel.test_layout_parity import (
 )
 from tests.support import pretend_gpu
 from tests.support.layout_workers import work_layout
+from tests.support.moe_workers import make_moe_model
 from tests.support.whole_runs import ROOT
 
 HAS_GPU = torch.cuda.is_available() or pretend_gpu.VARIABLE in os.environ
@@ -67,6 +68,8 @@ def jobs_in(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     jobs = {name: ("step", job) for name, job in runs.jobs.items() if name != ALIGNED}  # of the CPU's kernels
     jobs[RECOMPUTED] = ("step", runs.jobs[UNTIED] | {"recompute": "full"})
     jobs[f"{REPLAYED}, kept"] = ("step", runs.jobs[REPLAYED] | {"recompute": "none"})
+    latent = make_moe_model(root / "latent", "deepseek_v3", num_hidden_layers=3)
+    jobs["latent attention"] = ("step", {"kind": "policy", "folder": latent, "recompute": "full"})
     jobs[LEARNER] = ("learner", runs.learner)
     jobs[FEW_TOKENS] = ("step_of_lengths", runs.few_tokens)
     jobs[BAD_LOSS] = ("bad_loss", runs.jobs[UNTIED])

@@ -11,8 +11,14 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -25,6 +31,25 @@ from tests.support.layout_workers import work_layout
 from tests.support.megatron_workers import VOCAB, make_engine, weighted_loss
 
 EXPERTS = 4
+GROUPED_FIELDS = {
+    "n_routed_experts": EXPERTS, "moe_intermediate_size": 24, "n_shared_experts": 2, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5, "num_nextn_predict_layers": 0,
+}  # fmt: skip
+LATENT_FIELDS = {
+    "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 20, "kv_lora_rank": 24, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 12, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+}  # fmt: skip
+GROUPED = {
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM, {"use_qk_norm": True, "attention_bias": True}),
+    "deepseek_v2": (
+        DeepseekV2Config,
+        DeepseekV2ForCausalLM,
+        LATENT_FIELDS | {"topk_method": "greedy", "scoring_func": "softmax", "n_group": 1, "topk_group": 1},
+    ),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM, LATENT_FIELDS | {"n_group": 2, "topk_group": 1}),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, LATENT_FIELDS | {"rms_norm_eps": 1e-6}),
+}
+"""Families whose experts are read by DeepSeek-V3's fields: config class, model class, and the fields of the family alone."""
 
 
 def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, **changes) -> Path:
@@ -37,20 +62,9 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
     torch.manual_seed(seed)
     if kind == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**{**fields, "num_local_experts": EXPERTS, **changes}))
-    elif kind == "glm4_moe":
-        fields |= {
-            "n_routed_experts": EXPERTS,
-            "moe_intermediate_size": 24,
-            "n_shared_experts": 2,
-            "first_k_dense_replace": 1,
-        }
-        fields |= {
-            "routed_scaling_factor": 1.5,
-            "use_qk_norm": True,
-            "attention_bias": True,
-            "num_nextn_predict_layers": 0,
-        }
-        model = Glm4MoeForCausalLM(Glm4MoeConfig(**{**fields, **changes}))
+    elif kind in GROUPED:
+        config_class, model_class, own = GROUPED[kind]
+        model = model_class(config_class(**{**fields, **GROUPED_FIELDS, **own, **changes}))
     else:
         fields |= {"num_experts": EXPERTS, "moe_intermediate_size": 24, "norm_topk_prob": True}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**fields, **changes}))
@@ -101,7 +115,13 @@ def give_experts(model, experts_TLK: Tensor, is_replayed_T: Tensor) -> None:
             logits_TE = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
             bias_E = getattr(gate, "e_score_correction_bias", None)
             p_TE = logits_TE.float().softmax(-1) if bias_E is None else logits_TE.float().sigmoid()
-            scores_TE = p_TE if bias_E is None else p_TE + bias_E
+            scores_TE = p_TE.detach() + (0.0 if bias_E is None else bias_E)
+            groups = getattr(config, "n_group", None) or 1
+            for scores_E in scores_TE if groups > 1 else []:
+                count = 1 if bias_E is None else 2
+                sums = [float(part.topk(count).values.sum()) for part in scores_E.chunk(groups)]
+                for group in sorted(range(groups), key=lambda g: sums[g])[: groups - config.topk_group]:
+                    scores_E.chunk(groups)[group].fill_(-torch.inf)
             own_TK = scores_TE.topk(config.num_experts_per_tok).indices
             ids_TK = torch.stack(
                 [experts_TLK[t, number].long() if is_replayed_T[t] else own_TK[t] for t in range(len(own_TK))]

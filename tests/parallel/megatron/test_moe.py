@@ -1,4 +1,4 @@
-"""Qwen3-MoE, Mixtral and GLM-4.5: the learner against transformers, expert parallelism against one process, and a real
+"""Qwen3-MoE, Mixtral, GLM-4.5 and DeepSeek-V3: the learner against transformers, expert parallelism against one process, and a real
 SGLang server."""
 
 import asyncio
@@ -26,7 +26,7 @@ from parallel.megatron.attention import plan_packing
 from parallel.megatron.context_parallel import split_context
 from parallel.megatron.model import _recording
 from parallel.packing import PackedBatch, pack_sequences
-from parallel.planning.architecture import Experts, read_architecture, read_hf_config
+from parallel.planning.architecture import Experts, Latent, read_architecture, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
 from parallel.planning.traffic import bytes_to_send
 from parallel.weights.hf_headers import weight_problems
@@ -45,7 +45,13 @@ from tests.support.megatron_workers import (
     run_ranks,
     weighted_loss,
 )
-from tests.support.moe_workers import assert_same_choice, by_transformers, make_moe_model, work_layouts
+from tests.support.moe_workers import (
+    LATENT_FIELDS,
+    assert_same_choice,
+    by_transformers,
+    make_moe_model,
+    work_layouts,
+)
 from tests.support.real_servers import EXACT, make_fleet, send, sharpen
 
 MIXED = dict(num_hidden_layers=4, mlp_only_layers=[1], decoder_sparse_step=2)
@@ -80,6 +86,11 @@ def glm_config(**changes) -> dict:
     return config | changes
 
 
+def deepseek_config(**changes) -> dict:
+    config = glm_config(model_type="deepseek_v3", head_dim=8, num_key_value_heads=4)
+    return config | LATENT_FIELDS | {"attention_bias": False, "n_group": 4, "topk_group": 2} | changes
+
+
 def test_experts_of_a_config():
     found = read_architecture(moe_config(mlp_only_layers=[3], decoder_sparse_step=2, norm_topk_prob=False))
     assert found.qk_norm and not found.qkv_bias and found.intermediate_size == 48
@@ -107,6 +118,24 @@ def test_experts_of_a_config():
     assert found.qk_norm and not found.qkv_bias and found.rotary_size == 4
 
 
+def test_heads_of_latent_attention():
+    """YaRN's factor of DeepSeek-V3 is 40, of which 0.1 log(40) + 1 = 1.36888."""
+    found = read_architecture(deepseek_config())
+    latent = Latent(query_rank=20, rank=24, value_dim=12, is_interleaved=True, scale=24**-0.5)
+    assert found.latent == latent and (found.head_dim, found.rotary_size, found.value_dim) == (24, 8, 12)
+    assert (found.num_kv_heads, found.qk_norm, found.qkv_bias, found.further_layers) == (4, False, False, 1)
+    assert (found.experts.num_groups, found.experts.top_groups) == (4, 2)
+    yarn = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}
+    found = read_architecture(deepseek_config(rope_scaling=yarn, q_lora_rank=None, rope_interleave=False))
+    assert found.latent.scale == pytest.approx(24**-0.5 * 1.3688879**2)
+    assert (found.latent.query_rank, found.latent.is_interleaved) == (None, False)
+    for plain in (
+        {"type": "yarn", "factor": 40},
+        {"rope_type": "default", "mscale_all_dim": 1.0, "factor": 40},
+    ):
+        assert read_architecture(deepseek_config(rope_scaling=plain)).latent == latent
+
+
 @pytest.mark.parametrize(
     "config, message",
     [
@@ -124,7 +153,47 @@ def test_experts_of_a_config():
         ),
         (mixtral_config(sliding_window=4096), "sliding_window=4096, which the learner does not compute"),
         (moe_config(n_shared_experts=1), "n_shared_experts=1, which the learner does not compute"),
-        (glm_config(n_group=8), "n_group=8, which the learner does not compute"),
+        (glm_config(n_group=3), "n_group=3 and topk_group=1, which do not fit n_routed_experts=8"),
+        (glm_config(n_group=4, topk_group=5), "n_group=4 and topk_group=5, which do not fit"),
+        (glm_config(n_group=8, topk_group=2), "n_group=8 and topk_group=2, which do not fit"),
+        (
+            glm_config(n_group=4, num_experts_per_tok=3),
+            "topk_group=1, which do not fit .*num_experts_per_tok=3",
+        ),
+        (glm_config(mlp_layer_types=["dense"] * 6), "which first_k_dense_replace=1 contradicts"),
+        (
+            deepseek_config(scoring_func="softmax"),
+            "scoring_func='softmax', which the learner does not compute",
+        ),
+        (deepseek_config(topk_method="greedy"), "topk_method='greedy', which the learner does not compute"),
+        (
+            deepseek_config(model_type="deepseek_v2"),
+            "scoring_func='sigmoid', which the learner does not compute; use a deepseek_v2",
+        ),
+        (
+            deepseek_config(model_type="deepseek_v2", scoring_func="softmax", topk_method="greedy"),
+            "norm_topk_prob=True, which the learner does not compute; use a deepseek_v2",
+        ),
+        (
+            deepseek_config(
+                model_type="deepseek_v2", scoring_func="softmax", topk_method="greedy", norm_topk_prob=False
+            ),
+            "n_group=4, which topk_method='greedy' contradicts",
+        ),
+        (deepseek_config(topk_group=None), "topk_group=None; it must be"),
+        (deepseek_config(moe_layer_freq=2), "moe_layer_freq=2, which the learner does not compute"),
+        (
+            {name: value for name, value in deepseek_config().items() if name != "topk_method"},
+            "deepseek_v3 model lacks 'topk_method'; restore",
+        ),
+        (deepseek_config(attention_bias=True), "attention_bias=True, which the learner does not compute"),
+        (deepseek_config(kv_lora_rank=None), "kv_lora_rank=None; it must be"),
+        (deepseek_config(qk_rope_head_dim=7), "qk_rope_head_dim=7 and v_head_dim=12; the first must be even"),
+        (deepseek_config(v_head_dim=25), "v_head_dim=25; the first must be even, and the second at most 24"),
+        (
+            deepseek_config(rope_scaling={"type": "yarn", "factor": 4, "mscale_all_dim": "1"}),
+            "mscale_all_dim='1' and factor=4 in its rope parameters",
+        ),
         (glm_config(first_k_dense_replace=6), "first_k_dense_replace=6, which leaves none of the 6 layers"),
         (glm_config(n_shared_experts=0), "n_shared_experts=0; it must be"),
         (glm_config(routed_scaling_factor=None), "routed_scaling_factor=None; it must be"),
@@ -179,10 +248,17 @@ def test_names_of_experts():
 # --- one process against transformers
 # ------------------------------------------------------------------------------------------------
 
+YARN = dict(
+    rope_type="yarn", rope_theta=10_000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=32, beta_slow=1, mscale=0.7,
+    mscale_all_dim=1.0,
+)  # fmt: skip
 SHAPES = [
     ("qwen3_moe", {}), ("qwen3_moe", dict(norm_topk_prob=False, tied=True)), ("qwen3_moe", MIXED), ("mixtral", {}),
     ("mixtral", dict(tied=True, num_experts_per_tok=3)), ("glm4_moe", dict(num_hidden_layers=3)),
     ("glm4_moe", dict(norm_topk_prob=False, first_k_dense_replace=0, use_qk_norm=False, attention_bias=False, routed_scaling_factor=1.0)),
+    ("deepseek_v3", dict(num_hidden_layers=3)), ("deepseek_v3", dict(rope_parameters=YARN, n_group=1, v_head_dim=24)),
+    ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False)), ("glm4_moe_lite", {}), ("deepseek_v2", {}),
+    ("deepseek_v2", dict(topk_method="group_limited_greedy", n_group=2, topk_group=1, q_lora_rank=None, rope_parameters=YARN)),
 ]  # fmt: skip
 
 
@@ -386,8 +462,12 @@ def test_float16_is_refused_for_training(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "kind, changes", [("qwen3_moe", MIXED), ("mixtral", dict(tied=True)), ("glm4_moe", {})]
-)
+    "kind, changes",
+    [
+        ("qwen3_moe", MIXED), ("mixtral", dict(tied=True)), ("glm4_moe", {}), ("deepseek_v3", {}),
+        ("glm4_moe_lite", dict(q_lora_rank=None)),
+    ],
+)  # fmt: skip
 def test_round_trip_is_bit_identical(tmp_path, kind, changes):
     folder = make_moe_model(tmp_path / "m", kind, **changes)
     make_engine(folder).save_hf(tmp_path / "out")
@@ -458,7 +538,9 @@ def test_wrong_tensors_are_named(tmp_path, damage, message):
         make_engine(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+)
 def test_tiny_models(tmp_path, family):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
         make_tiny_countdown_model(tmp_path / folder, seed=seed, family=family)
@@ -468,7 +550,7 @@ def test_tiny_models(tmp_path, family):
     config = read_hf_config(tmp_path / "a")
     experts = read_architecture(config).experts
     assert (experts.num_experts, experts.experts_per_token) == (8, 2)
-    assert experts.is_sparse == (family != "glm4_moe", True, True, True)
+    assert experts.is_sparse == (family in ("qwen3_moe", "mixtral"), True, True, True)
     validate_rollout_layout(config, 2)
     assert json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())["eos_token"] == "<eos>"
 
@@ -521,6 +603,9 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "mixtral": {},
         "tied": dict(tied=True),
         "glm4_moe": dict(num_hidden_layers=4),
+        "deepseek_v3": dict(
+            num_hidden_layers=3, rope_parameters=YARN
+        ),  # two layers and one in a pipeline of two
     }
     kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
     made = {
@@ -533,9 +618,12 @@ def models(tmp_path_factory) -> dict[str, Path]:
 REPLAYED = "mixed, with experts that are given"
 TWO_RANKS = {
     "ep2": (dict(ep=2, dp=2), ["mixed", "tied", "glm4_moe", REPLAYED]),
-    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_moe", "mixtral", "glm4_moe", REPLAYED]),
+    "ep2 tp2 sp": (
+        dict(ep=2, tp=2, sp=True),
+        ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", REPLAYED],
+    ),
     "tp2 sp": (dict(tp=2, sp=True), ["qwen3_moe"]),  # all experts on both ranks, which see different tokens
-    "ep2 cp2": (dict(ep=2, cp=2), ["mixed"]),
+    "ep2 cp2": (dict(ep=2, cp=2), ["mixed", "deepseek_v3"]),
 }
 
 
@@ -554,8 +642,12 @@ def saves_of(models, names, folder: Path) -> dict[Path, Path]:
 def alone(models, tmp_path_factory) -> dict[str, dict]:
     """One process: a step of each model, and the step after a checkpoint, which is at "folder"."""
     checkpoint = tmp_path_factory.mktemp("alone") / "step_000001"
-    job = ("save", dict(kind="policy", folder=models["mixed"], checkpoint=checkpoint))
-    return work_layout(LayoutConfig(), step_jobs(models, models) | {"saved": job}) | {"folder": checkpoint}
+    job = dict(kind="policy", folder=models["mixed"], checkpoint=checkpoint)
+    uneven = dict(
+        kind="policy", folder=models["deepseek_v3"], checkpoint=checkpoint.parent / "uneven" / checkpoint.name
+    )
+    jobs = step_jobs(models, models) | {"saved": ("save", job), "saved uneven": ("save", uneven)}
+    return work_layout(LayoutConfig(), jobs) | {"folder": checkpoint, "uneven": uneven["checkpoint"]}
 
 
 @pytest.fixture(scope="module")
@@ -605,20 +697,24 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 @pytest.mark.engines
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process,
-    one of a plain optimizer."""
-    names = ["mixed", "tied", "glm4_moe", REPLAYED]
+    one of a plain optimizer. Another model has more layers in the first stage than in the last."""
+    names = ["mixed", "tied", "deepseek_v3", REPLAYED]
     saves = saves_of(models, names, tmp_path)
     job = dict(kind="policy", folder=models["mixed"])
     plain = job | {"distributed": False, "checkpoint": tmp_path / "plain" / "step_000001"}
     jobs = step_jobs(models, names) | {
         "saved": ("save", job | {"checkpoint": tmp_path / "step_000001"}),
         "loaded": ("load", job | {"checkpoint": alone["folder"]}),
+        "loaded uneven": (
+            "load",
+            dict(kind="policy", folder=models["deepseek_v3"], checkpoint=alone["uneven"]),
+        ),
         "saved plain": ("save", plain),
         "loaded plain": ("load", plain),
     }
     cases = {"pp2": (dict(ep=2, dp=2, pp=2), jobs, saves)}
     # Beside it, in the same processes: experts over ranks that split matrices and sequences.
-    cases["tp2 cp2"] = (dict(ep=4, tp=2, sp=True, cp=2), step_jobs(models, ["qwen3_moe"]), {})
+    cases["tp2 cp2"] = (dict(ep=4, tp=2, sp=True, cp=2), step_jobs(models, ["qwen3_moe", "deepseek_v3"]), {})
     ranks = run_ranks(work_layouts, 4, tmp_path / "ranks", cases, deadline_s=900)
     for name in names:
         assert_same_step([found["pp2"][name] for found in ranks], alone[name])
@@ -626,7 +722,9 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
         assert_same_weights(model, out)
     for name in ("saved", "loaded", "saved plain", "loaded plain"):
         assert_same_step([found["pp2"][name] for found in ranks], alone["saved"])
-    assert_same_step([found["tp2 cp2"]["qwen3_moe"] for found in ranks], alone["qwen3_moe"])
+    assert_same_step([found["pp2"]["loaded uneven"] for found in ranks], alone["saved uneven"])
+    for name in ("qwen3_moe", "deepseek_v3"):
+        assert_same_step([found["tp2 cp2"][name] for found in ranks], alone[name])
     loaded = work_layout(
         LayoutConfig(), {"loaded": ("load", job | {"checkpoint": tmp_path / "step_000001"})}
     )["loaded"]
@@ -640,25 +738,27 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
 @pytest.mark.engines
 def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
     """After another model's weights have come and gone, every byte is that of the folder; log-probs are the
-    learner's throughout, also where it replays the servers' experts, which are its own."""
+    learner's throughout, also where it replays the servers' experts, which are its own. One family has latent attention,
+    whose loader joins matrices, and derives others from them."""
     fleets = {}
     try:
-        for family, tensor_parallel in (("qwen3_moe", 2), ("mixtral", 1)):
+        for family, tensor_parallel in (("deepseek_v3", 2), ("mixtral", 1)):
             for seed in (0, 1):
                 make_tiny_countdown_model(tmp_path / f"{family}{seed}", seed=seed, family=family)
                 sharpen(tmp_path / f"{family}{seed}")
-            routing = "rollout" if family == "qwen3_moe" else "own"
+            routing = "rollout" if family == "deepseek_v3" else "own"
             logs = tmp_path / "logs" / family
             fleets[family] = make_fleet(tmp_path / f"{family}0", logs, tp=tensor_parallel, routing=routing)
             fleets[family].start()
-        for family, tensor_parallel in (("qwen3_moe", 2), ("mixtral", 1)):
+        for family, tensor_parallel in (("deepseek_v3", 2), ("mixtral", 1)):
             fleets[family].wait_healthy(400)
             options = {"tensor_parallel": tensor_parallel, "timeout_s": 120, "needs_experts": True}
             with SGLangControl(fleets[family].urls, **options) as control:
-                if family == "qwen3_moe":
+                if family == "deepseek_v3":
                     control.require_plugin()
                     control.resume()
-                    check_an_interruption(control, fleets[family].urls)
+                    experts = read_architecture(read_hf_config(tmp_path / f"{family}0")).experts
+                    check_an_interruption(control, fleets[family].urls, experts)
                 else:
                     with pytest.raises(
                         ControlError, match=r"does not return routed experts.*learner\.routing=own"
@@ -669,7 +769,7 @@ def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
                 fleets[family].urls,
                 tensor_parallel,
                 [make_engine(tmp_path / f"{family}{seed}") for seed in (0, 1)],
-                replays=family == "qwen3_moe",
+                replays=family == "deepseek_v3",
             )
     finally:
         for fleet in fleets.values():
@@ -698,12 +798,9 @@ def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
             assert gap(urls, engine, replays=replays) <= EXACT
 
 
-def check_an_interruption(control, urls) -> None:
+def check_an_interruption(control, urls, experts) -> None:
     """A response that the server puts back into its queue, and goes on with from a cache that is computed anew, comes
     without experts: those that it has then are of the second computation. The next one has them again."""
-    experts = Experts(
-        num_experts=8, experts_per_token=2, intermediate_size=1, norm_topk=True, is_sparse=(True,) * 4
-    )
 
     def sample(max_new_tokens: int):
         async def ask():
@@ -727,7 +824,7 @@ def check_an_interruption(control, urls) -> None:
                 break
     assert completion.num_retractions
     after = sample(4)
-    assert after.experts.shape == (5 + len(after.token_ids) - 1, 4, 2) and not after.num_retractions
+    assert after.experts.shape == (5 + len(after.token_ids) - 1, 3, 2) and not after.num_retractions
 
 
 def gap(urls, engine, *, replays: bool) -> float:

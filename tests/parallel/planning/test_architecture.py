@@ -67,7 +67,7 @@ def test_a_config_without_a_model_type_lists_the_supported_ones(config):
     "change, message",
     [
         (dict(model_type="tandem"), "'tandem' is not supported; supported are qwen2"),
-        (dict(model_type="deepseek_v3"), r"'deepseek_v3' is not supported: .*\(MLA\).*; supported are qwen2"),
+        (dict(model_type="minicpm3"), r"'minicpm3' is not supported: .*\(MLA\).*; supported are qwen2"),
         (
             dict(model_type="mistral", sliding_window=255),
             "sliding_window=255, .* set sliding_window to null and max_position_embeddings to at most 255",

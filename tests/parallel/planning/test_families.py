@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import Glm4MoeConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, Glm4MoeLiteConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from configs.schema.layout import LayoutConfig
 from parallel.planning.architecture import read_architecture
 from parallel.planning.families import REFUSED, SUPPORTED, family_of
+from parallel.planning.memory import stage_parameters
 from parallel.weights.hf_names import hf_shapes
 from rollout.tiny_model import FAMILIES
 
@@ -68,21 +70,25 @@ def test_every_family_has_a_tiny_model():
 
 
 @pytest.mark.parametrize(
-    ("billions", "changes"),
+    ("billions", "config"),
     [
-        (106, {}),
+        (106, Glm4MoeConfig(head_dim=128, attention_bias=True)),  # GLM-4.5-Air, whose sizes are the class's defaults
         (
-            355,
-            dict(
-                hidden_size=5120, intermediate_size=12288, num_hidden_layers=92, n_routed_experts=160, moe_intermediate_size=1536,
-                first_k_dense_replace=3, use_qk_norm=True, routed_scaling_factor=2.5,
+            355,  # GLM-4.5
+            Glm4MoeConfig(
+                head_dim=128, attention_bias=True, hidden_size=5120, intermediate_size=12288, num_hidden_layers=92,
+                n_routed_experts=160, moe_intermediate_size=1536, first_k_dense_replace=3, use_qk_norm=True, routed_scaling_factor=2.5,
             ),
         ),
+        (671, DeepseekV3Config(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)),  # DeepSeek-V3
+        (30, Glm4MoeLiteConfig(first_k_dense_replace=1)),  # GLM-4.7-Flash
     ],
 )  # fmt: skip
-def test_glm_has_as_many_parameters_as_its_card_says(billions, changes):
-    """GLM-4.5-Air, whose sizes are the defaults of its config class, and GLM-4.5."""
-    config = Glm4MoeConfig(head_dim=128, attention_bias=True, **changes).to_dict()
-    shapes = hf_shapes(read_architecture(config))
+def test_models_have_as_many_parameters_as_their_cards_say(billions, config):
+    """By the shapes of the folder's tensors, and by the memory model."""
+    architecture = read_architecture(config.to_dict())
+    shapes = hf_shapes(architecture)
     parameters = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes.values())
     assert parameters == pytest.approx(billions * 1e9, rel=0.02)
+    biases = sum(shape[0] for name, shape in shapes.items() if name.endswith("e_score_correction_bias"))
+    assert sum(stage_parameters(architecture, LayoutConfig(dp=1), 0)) == parameters - biases

@@ -46,7 +46,12 @@ MOE = CONFIG | {
         ),
         (CONFIG, dict(tp=8), None, "layout.tp=8 does not divide the model's num_attention_heads=4; use tp=4"),
         (CONFIG | {"intermediate_size": 49}, dict(tp=2), None, "intermediate_size=49; use tp=1"),
-        (CONFIG, dict(pp=3), None, "layout.pp=3 does not divide the model's num_hidden_layers=2; use pp=2"),
+        (
+            CONFIG,
+            dict(pp=3),
+            None,
+            "layout.pp=3 leaves its last stage none of the model's num_hidden_layers=2; use pp=2",
+        ),
         (
             MOE,
             dict(pp=2, vpp=2),

@@ -11,7 +11,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import last_stage_layers, read_architecture, read_hf_config
 from parallel.planning.memory import (
     GIB,
     Work,
@@ -30,7 +30,7 @@ from parallel.planning.memory import (
 from parallel.planning.server_memory import left_by_sglang, rollout_memory
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.memory_workers import work_memory
-from tests.support.moe_workers import make_moe_model
+from tests.support.moe_workers import LATENT_FIELDS, make_moe_model
 
 LENGTHS = [80, 80, 40, 61, 33, 50]
 SIZES = dict(
@@ -41,6 +41,10 @@ GLM = dict(
     n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=96, n_shared_experts=2, first_k_dense_replace=1,
     routed_scaling_factor=1.5, attention_bias=True, use_qk_norm=True,
 )  # fmt: skip
+LATENT = {name: GLM[name] for name in GLM if name not in ("attention_bias", "use_qk_norm")} | LATENT_FIELDS | {
+    "q_lora_rank": 48, "kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 24,
+    "n_group": 1,
+}  # fmt: skip
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "intermediate_size": 18944, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
@@ -84,6 +88,7 @@ ONE_RANK = [
     Case({"dp": 1}, lora=("proj", "fc2"), distributed=False), Case({"dp": 1}, kind="qwen3_moe", lora=("qkv", "proj")),
     Case({"dp": 1}, kind="glm4_moe"), Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe"),
     Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe", lora=("qkv", "proj")), Case({"dp": 1}, kind="phi3"),
+    Case({"dp": 1}, kind="deepseek_v3"), Case({"dp": 1}, dtype="bfloat16", kind="deepseek_v3"),
 ]  # fmt: skip
 TWO_RANKS = [
     Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
@@ -94,7 +99,8 @@ TWO_RANKS = [
     Case({"cp": 2}, dtype="bfloat16", recompute="full"), Case({"cp": 2}, kind="qwen3_moe"),
     Case({"tp": 2}, lora=ALL), Case({"tp": 2, "sp": True}, dtype="bfloat16", lora=ALL), Case({"dp": 2}, dtype="bfloat16", lora=ALL),
     Case({"pp": 2}, lora=ALL, forward="factored"), Case({"cp": 2}, lora=ALL),
-    Case({"tp": 2, "sp": True, "ep": 2}, kind="glm4_moe"),
+    Case({"tp": 2, "sp": True, "ep": 2}, kind="glm4_moe"), Case({"tp": 2, "sp": True}, kind="deepseek_v3"),
+    Case({"tp": 2, "sp": True}, dtype="bfloat16", kind="deepseek_v3"), Case({"cp": 2}, kind="deepseek_v3"),
     Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 
@@ -114,6 +120,7 @@ def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     for kind in ("qwen2", "qwen3", "phi3"):
         make_hf_model(folder / kind, kind, **SIZES)
     make_moe_model(folder / "glm4_moe", "glm4_moe", **SIZES, **GLM)
+    make_moe_model(folder / "deepseek_v3", "deepseek_v3", **{**SIZES, **LATENT})
     make_moe_model(folder / "qwen3_moe", "qwen3_moe", **SIZES, **EXPERTS)
     found = {}
     for cases in (ONE_RANK, TWO_RANKS):
@@ -132,7 +139,7 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 256,
         **SIZES,
-        **(GLM if case.kind == "glm4_moe" else EXPERTS),
+        **{"glm4_moe": GLM, "deepseek_v3": LATENT}.get(case.kind, EXPERTS),
     }
     for rank, held in enumerate(measured[str(case)]):
         work = Work(
@@ -206,8 +213,32 @@ def test_layers_of_interleaved_stages():
     assert [stage_layers(architecture, layout, stage) for stage in (0, 1)] == [[0, 1, 4, 5], [2, 3, 6, 7]]
 
 
+@pytest.mark.parametrize(
+    ("layers", "stages", "depths"),
+    [
+        (94, 4, [24, 24, 24, 22]),  # Qwen3-235B
+        (61, 8, [8] * 7 + [5]),  # DeepSeek-V3
+        (47, 2, [24, 23]),  # GLM-4.7-Flash
+        (28, 4, [7, 7, 7, 7]),
+        (10, 4, [3, 3, 3, 1]),
+    ],
+)
+def test_the_last_stage_has_what_is_left(layers, stages, depths):
+    architecture = read_architecture(QWEN2 | {"num_hidden_layers": layers})
+    found = [stage_layers(architecture, LayoutConfig(pp=stages, dp=1), stage) for stage in range(stages)]
+    assert [len(stage) for stage in found] == depths
+    assert [layer for stage in found for layer in stage] == list(range(layers))
+    assert last_stage_layers(layers, stages) == depths[-1]
+
+
+@pytest.mark.parametrize(("layers", "stages", "chunks"), [(10, 6, 1), (9, 8, 1), (10, 4, 2), (9, 2, 2)])
+def test_some_numbers_of_layers_do_not_split(layers, stages, chunks):
+    """Into 2, 2, 2, 2, 2 and none, and chunks are equal."""
+    assert last_stage_layers(layers, stages, chunks) is None
+
+
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("pp", [1, 2, 3])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_parameters_of_all_ranks_are_the_models(tied, pp, tp):
     """Qwen2.5-7B's published 7,615,616,512: every rank of a stage has a t-th of what is split; a tied table

@@ -173,8 +173,8 @@ def test_qwen_72b_on_64_gpus():
 
 
 def test_qwen_235b_on_128_gpus():
-    """P = 235.1 e9, of which experts: 94 layers * 128 * 3 * 4096 * 1536 = 227.1 e9. 94 = 2 * 47: pp is 1, 2,
-    47 or 94.
+    """P = 235.1 e9, of which experts: 94 layers * 128 * 3 * 4096 * 1536 = 227.1 e9. The least is sent by 8 stages, seven of 12
+    layers and one of 10, without copies of the learner. By hand here: 2 stages of 47.
 
     A server: 470 GB of weights over tp=4 are 117 GB a GPU, over tp=8 58.8 GB: only tp=8 fits (a node). Of 4
     key/value heads each is on two ranks: 2 * 94 * 128 * 2 = 48128 bytes a token; 85.9 - 16.1 - 59.0 =
@@ -188,8 +188,8 @@ def test_qwen_235b_on_128_gpus():
       89.8 GB do not fit.
     """
     plans = plan(QWEN_235B, run_config(), cluster(128))
-    best = plans[0]
-    assert pair(best) == "tp=8,pp=2,sp,ep=32,dp=4 | tp=8 x 8"
+    assert pair(plans[0]) == "tp=8,pp=8,sp,ep=8 | tp=8 x 8"
+    (best,) = (each for each in plans if pair(each) == "tp=8,pp=2,sp,ep=32,dp=4 | tp=8 x 8")
     assert {each.rollout_tp for each in plans} == {8}
     memory = best.learner_memory
     assert (memory.parameters + memory.gradients, memory.optimizer) == (gigabytes(24.4), gigabytes(44.1))
@@ -197,9 +197,7 @@ def test_qwen_235b_on_128_gpus():
     assert best.rollout_memory.tokens == pytest.approx(226_000, rel=0.01)
     layout = dict(tp=8, sp=True, pp=2, dp=4)
     assert needs(QWEN_235B, ep=16, **layout) > 89.8e9 > USABLE > needs(QWEN_235B, ep=32, **layout) > 68.6e9
-    assert {each.learner.pp for each in plans} <= {1, 2, 47, 94} and all(
-        128 % each.learner.ep == 0 for each in plans
-    )
+    assert all(128 % each.learner.ep == 0 for each in plans)
     assert not any(each.learner.tp > 1 and not each.learner.sp for each in plans)
     # same tp first: tp=4 with a server's tp=8 comes after
     assert [each.learner.tp == 8 for each in plans] == sorted(
@@ -520,11 +518,11 @@ def test_the_busiest_stage_counts():
 
 
 def test_a_plan_fits_the_critic_too():
-    """Its 27 layers divide by no number of stages that the policy's 28 do."""
+    """Of its 5 layers four stages would have 2, 2, 1 and none."""
     config = run_config(advantage={"type": "gae"}, critic={"model": {"path": "unused"}})
     assert {p.learner.pp for p in plan(QWEN_7B, run_config(), cluster(16))} == {1, 2, 4}
-    with_critic = plan(QWEN_7B, config, cluster(16), critic=QWEN_7B | {"num_hidden_layers": 27})
-    assert {p.learner.pp for p in with_critic} == {1}
+    with_critic = plan(QWEN_7B, config, cluster(16), critic=QWEN_7B | {"num_hidden_layers": 5})
+    assert {p.learner.pp for p in with_critic} == {1, 2}
 
 
 def write_config(folder: Path, hf_config: dict) -> Path:

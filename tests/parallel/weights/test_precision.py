@@ -184,11 +184,14 @@ EXPERTS = {
     "qwen3_moe": ["mlp.experts.0.gate_proj", "mlp.experts.3.down_proj"],
     "mixtral": ["block_sparse_moe.experts.0.w1", "block_sparse_moe.experts.3.w2"],
     "glm4_moe": ["mlp.experts.0.gate_proj", "mlp.experts.3.down_proj"],
+    "deepseek_v3": ["mlp.experts.0.gate_proj", "mlp.experts.3.down_proj"],
 }
 """Names in files and servers; today's transformers stacks them."""
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "phi3", "qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize(
+    "kind", ["qwen2", "qwen3", "llama", "phi3", "qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3"]
+)
 def test_just_the_matrices_of_the_layers_are_rounded(kind):
     sizes = dict(
         vocab_size=64,
@@ -206,6 +209,7 @@ def test_just_the_matrices_of_the_layers_are_rounded(kind):
             n_routed_experts=4,
             num_experts_per_tok=2,
             moe_intermediate_size=16,
+            first_k_dense_replace=1,
         )
         if kind in EXPERTS
         else {}

@@ -286,6 +286,35 @@ def test_a_loader_that_puts_tensors_in_the_place_of_parameters_is_left_to_itself
             assert torch.equal(getattr(mine, name), parameter), name
 
 
+@pytest.mark.usefixtures("part_bytes")
+@pytest.mark.parametrize("way", ["memory", "broadcast"])
+@pytest.mark.parametrize("counts", [[1] * 7, [7], [2, 1, 3, 1]])
+def test_joined_tensors_may_come_apart_and_what_follows_from_them_is_computed_at_the_end(
+    monkeypatch, counts, way
+):
+    """As of SGLang's latent attention: two matrices are joined before they are loaded, if one call has both."""
+
+    class Joining(Model):
+        def load_weights(self, weights) -> None:
+            kept = dict(weights)
+            if {"gate", "up"} <= kept.keys():
+                self.fused.data.copy_(torch.cat([kept["gate"], kept["up"]]))
+            super().load_weights((name, kept[name]) for name in kept.keys() - {"gate", "up"})
+
+        def post_load_weights(self) -> None:
+            self.twice = 2 * self.fused
+
+    mine = Joining(0, 1)
+    one = receiver.Receiver(mine, torch.device("cpu"), records=True)
+    for seed in (0, 1):
+        weights, loaded = weights_of(seed), Model(0, 1)
+        loaded.load_weights(weights.items())
+        assert receive(one, weights, counts, monkeypatch, way=way) is None
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(getattr(mine, name), parameter), name
+        assert torch.equal(mine.twice, 2 * loaded.fused)
+
+
 def test_tensors_that_no_parameter_takes_are_refused(monkeypatch):
     one = receiver.Receiver(Model(0, 1), torch.device("cpu"), records=True)
     failure = receive(one, {"other": torch.zeros(3)}, [1], monkeypatch, whole=False)
