@@ -204,7 +204,7 @@ class GroupSampler:
             for failure in _failed_rewards(prompt, samples)
         ]
         _log_failures(failures)
-        if failures and len(failures) == sum(map(len, answers)):
+        if len(failures) == sum(map(len, answers)):
             raise SamplingError(_nothing_to_learn(failures, len(failures)))
         answered, results = iter(answers), []
         for prompts in sets:
