@@ -393,8 +393,9 @@ def test_tests_that_were_not_run_did_not_pass(monkeypatch):
 
     monkeypatch.setattr(code, "run_program", stop_at_the_second)
     programs = ProgramTests(CodeReward(type="code", score="fraction"), num_workers=1)
-    found = asyncio.run(programs._score(RIGHT, [{"code": "assert True"}] * 4))
+    found = asyncio.run(programs.score(prompt_of(tests=["assert True"] * 4), RIGHT))
     assert found == Score(value=0.25, parts={"no_code": 0.0, "passed": 0.25, "timed_out": 1.0})
+    assert not programs._running, "a score that is there is forgotten"
 
 
 def test_a_part_of_a_sum_reads_nested_tests_and_decides():
@@ -448,11 +449,11 @@ def test_no_program_outlives_its_score(end, sandbox, monkeypatch):
                     while not sleepers():  # its place is free
                         await asyncio.sleep(0.01)
                 await scorer.close()
+                assert leftovers() == []
                 await asyncio.wait(late)
                 assert all(task.cancelled() for task in late)
 
     asyncio.run(go())
-    assert leftovers() == []
 
 
 @EACH

@@ -95,6 +95,14 @@ class LengthScorer:
         return Score(value=float(even), parts={"length": float(len(response_text))}, correct=even)
 
 
+class OneFails(LengthScorer):
+    """Of the first prompts."""
+
+    async def score(self, prompt, response_text, **length):
+        score = await super().score(prompt, response_text, **length)
+        return Score(value=0.0, error="lost") if prompt.prompt_id in ("p0", "h0") else score
+
+
 def make_prompts(count: int, name: str = "p") -> list[Prompt]:
     ids = [[3 + (i + j) % 15 for j in range(1 + i % 4)] for i in range(count)]
     return [
@@ -209,9 +217,11 @@ def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
     scorer = LengthScorer()
     sampler = make_sampler(tokenizer, scorer=scorer)
     scorer.retries = 2
+    began = time.perf_counter()
     _, first = next_groups(sampler, 2)
     scorer.retries = 5
     _, second = next_groups(sampler, 3)
+    assert 0 < first.seconds + second.seconds < time.perf_counter() - began
     assert (first.requests, second.requests) == (6, 9)
     assert (first.reward_retries, second.reward_retries) == (2, 3)
 
@@ -390,6 +400,11 @@ def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what, caplog)
     assert re.findall(r"(-?\d+) further samples failed", caplog.text) == ([str(others)] if others else [])
 
 
+def test_a_prompt_of_which_every_reward_fails_is_one_of_the_step_like_the_others(tokenizer):
+    groups, stats = next_groups(make_sampler(tokenizer, scorer=OneFails()), 5)
+    assert (len(groups), stats.failed_rewards) == (5, 3)
+
+
 def test_samples_that_all_reached_a_limit_are_no_failed_rewards(tokenizer):
     sampler, unscored = make_sampler(tokenizer), Mock(reward=None, error=None)
     unscored.trajectories.return_value = []
@@ -401,11 +416,6 @@ def test_samples_that_all_reached_a_limit_are_no_failed_rewards(tokenizer):
 
 
 def test_an_evaluation_of_which_a_reward_fails_counts_it_as_wrong(tokenizer):
-    class OneFails(LengthScorer):
-        async def score(self, prompt, response_text, **length):
-            score = await super().score(prompt, response_text, **length)
-            return Score(value=0.0, error="lost") if prompt.prompt_id == "h0" else score
-
     found = asyncio.run(make_sampler(tokenizer, scorer=OneFails()).evaluate())
     assert found.count == asyncio.run(make_sampler(tokenizer).evaluate()).count
 
