@@ -11,6 +11,7 @@ import tempfile
 import time
 from functools import cache
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -396,6 +397,16 @@ def test_tests_that_were_not_run_did_not_pass(monkeypatch):
     found = asyncio.run(programs.score(prompt_of(tests=["assert True"] * 4), RIGHT))
     assert found == Score(value=0.25, parts={"no_code": 0.0, "passed": 0.25, "timed_out": 1.0})
     assert not programs._running, "a score that is there is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(TimeoutError(), "did not answer in time"), (OSError("no memory"), "used: no memory")]
+)
+def test_a_runner_that_fails_is_a_failed_sample(monkeypatch, error, told):
+    monkeypatch.setattr(code, "guarded_process", Mock(side_effect=error))
+    programs = ProgramTests(config_of(), num_workers=1)
+    found = asyncio.run(programs.score(prompt_of(tests=["assert True"]), RIGHT))
+    assert found.value == 0.0 and found.error and told in found.error
 
 
 def test_a_part_of_a_sum_reads_nested_tests_and_decides():
