@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from unittest.mock import Mock
@@ -337,6 +338,10 @@ def test_the_strictest_sandbox_that_works_is_chosen_and_told():
     assert asyncio.run(choose_sandbox(config_of(sandbox="none"), "reward")) == "none"
 
 
+def test_a_trial_takes_its_time_whatever_a_program_may():
+    asyncio.run(code._try_sandbox(config_of(timeout_s=0.001), "none"))
+
+
 def test_bubblewrap_is_refused_where_it_does_not_work(monkeypatch, tmp_path):
     config = WeightedReward(parts={"tests": config_of(sandbox="bubblewrap")})
     monkeypatch.setenv("PATH", "")
@@ -420,6 +425,8 @@ def test_a_part_of_a_sum_reads_nested_tests_and_decides():
 def test_a_row_without_tests_is_a_failed_sample():
     [missing] = scores_of(config_of(sandbox="none"), RIGHT, prompt=prompt_of(other=1))
     [empty] = scores_of(config_of(sandbox="none"), RIGHT, prompt=prompt_of(tests=[]))
+    [no_row] = scores_of(config_of(sandbox="none"), RIGHT, prompt=replace(prompt_of(), row=None))
+    assert missing.error == no_row.error
     assert "its row has no field `tests`" in missing.error and "field `tests` holds no tests" in empty.error
 
 
