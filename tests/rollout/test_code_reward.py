@@ -12,7 +12,7 @@ import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
@@ -338,8 +338,11 @@ def test_the_strictest_sandbox_that_works_is_chosen_and_told():
     assert asyncio.run(choose_sandbox(config_of(sandbox="none"), "reward")) == "none"
 
 
-def test_a_trial_takes_its_time_whatever_a_program_may():
+def test_a_trial_takes_its_time_whatever_a_program_may(monkeypatch):
     asyncio.run(code._try_sandbox(config_of(timeout_s=0.001), "none"))
+    monkeypatch.setattr(code, "run_program", AsyncMock(return_value=["timed_out"]))
+    with pytest.raises(code._NotStarted, match="a trial program has timed out"):
+        asyncio.run(code._try_sandbox(config_of(), "none"))
 
 
 def test_bubblewrap_is_refused_where_it_does_not_work(monkeypatch, tmp_path):
@@ -426,7 +429,7 @@ def test_a_row_without_tests_is_a_failed_sample():
     [missing] = scores_of(config_of(sandbox="none"), RIGHT, prompt=prompt_of(other=1))
     [empty] = scores_of(config_of(sandbox="none"), RIGHT, prompt=prompt_of(tests=[]))
     [no_row] = scores_of(config_of(sandbox="none"), RIGHT, prompt=replace(prompt_of(), row=None))
-    assert missing.error == no_row.error
+    assert missing == no_row and missing.value == empty.value == 0.0
     assert "its row has no field `tests`" in missing.error and "field `tests` holds no tests" in empty.error
 
 
