@@ -1,6 +1,7 @@
 """Resumable checkpoints of a run: engine state (weights, optimizer, schedule, RNG) with the step, version and
 data position."""
 
+import errno
 import json
 import math
 import time
@@ -87,23 +88,28 @@ class Checkpointer:
     ) -> str | None:
         """Note that ``step`` is complete (weights, metrics and data position), and save it if it is due, or the best so
         far by ``evaluated``, the metrics of its evaluation (on rank 0). A full disk does not end the run: returns the
-        warning of it, on all ranks."""
+        warning of it, on rank 0."""
         self.complete, self._evaluation_owed = step, evaluation_owed
         self._position = (
             sampler.state()
         )  # the sampler's own moves on with the next groups, which may be dropped
         best_before = self._best
         is_due = self.is_best(step, evaluated) or (self._config.every and step % self._config.every == 0)
-        full = self._saved_or_full(step, learner) if is_due else None
-        if full is None:
+        if not is_due:
             return None
-        self._best = best_before
-        return f"step {step}: {full}; free space: the run goes on, and tries again with the next checkpoint"
+        try:
+            return self.save(step, learner)
+        except DiskFull as full:
+            self._best = best_before
+            return (
+                f"step {step}: {full}; free space: the run goes on, and tries again with the next checkpoint"
+            )
 
-    def after_owed_evaluation(self, learner: Learner, evaluated: Mapping[str, float]) -> None:
-        """Note whether the step that a run was resumed from, and that has a checkpoint, is the best so far."""
-        if self.is_best(self.complete, evaluated) and learner.is_first_rank:
-            self._prune()
+    def after_owed_evaluation(self, learner: Learner, evaluated: Mapping[str, float]) -> str | None:
+        """Note whether the step that a run was resumed from, and that has a checkpoint, is the best so far. Returns the
+        warning of a full disk, on rank 0."""
+        is_best = self.is_best(self.complete, evaluated)
+        return self._prune() if is_best and learner.is_first_rank else None
 
     def is_best(self, step: int, evaluated: Mapping[str, float]) -> bool:
         """Whether the evaluation of ``step`` is better than all before, the same on all ranks. It is then the best."""
@@ -117,26 +123,22 @@ class Checkpointer:
         self._best = Best(step=step, metric=metric, value=found)
         return True
 
-    def save_last(self, learner: Learner) -> None:
-        """Save the last complete step, unless it is saved already. No weights may have moved since that step."""
-        if self._saved < self.complete:
-            self.save(self.complete, learner)
+    def save_last(self, learner: Learner) -> str | None:
+        """Save the last complete step, as ``save`` does, unless it is saved already. No weights may have moved since that
+        step."""
+        return self.save(self.complete, learner) if self._saved < self.complete else None
 
-    def save_before_export(self, learner: Learner, sampler: SharedSampler) -> None:
-        """Save the last steps before a long export, which may be killed.
+    def save_before_export(self, learner: Learner, sampler: SharedSampler) -> str | None:
+        """Save the last steps, as ``save`` does, before a long export, which may be killed.
 
         A run without checkpoints gets one only if it was asked to stop, as its time to finish may run out.
         """
-        if self._config.every or sampler.stop_requested():
-            self.save_last(learner)
+        return self.save_last(learner) if self._config.every or sampler.stop_requested() else None
 
-    def save(self, step: int, learner: Learner) -> Path:
-        """Raises DiskFull."""
-        if (full := self._saved_or_full(step, learner)) is not None:
-            raise full
-        return step_folder(self._folder, step)
-
-    def _saved_or_full(self, step: int, learner: Learner) -> DiskFull | None:
+    def save(self, step: int, learner: Learner) -> str | None:
+        """Raises DiskFull on all ranks. Returns, on rank 0, the warning of a disk that had space for the checkpoint and none
+        for the name of the best one."""
+        warning, full = None, None
         progress = Progress(
             step=step,
             version=learner.version,
@@ -151,19 +153,30 @@ class Checkpointer:
                     learner.critic.engine.save(step_folder(self._critic_folder, step), {"step": step})
                 learner.engine.save(step_folder(self._folder, step), asdict(progress))
             except DiskFull as error:
+                full = error
                 if learner.is_first_rank:
                     self._remove_lone_critics()
-                return error
-            self._saved = step
-            if learner.is_first_rank:
-                self._prune()
-        return None
+            else:
+                self._saved = step
+                warning = self._prune() if learner.is_first_rank else None
+        if full is not None:
+            raise full
+        return warning
 
-    def _prune(self) -> None:
+    def _prune(self) -> str | None:
         if self._best is not None:  # first, as it may name a step in the place of one that is removed
-            write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode())
+            try:
+                write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode())
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                return (
+                    f"could not write {error.filename}: {error.strerror}; free space: the run goes on, checkpoints stay, "
+                    "and the next one writes it"
+                )
         prune(self._folder, keep=self._config.keep, also=self._best and self._best.step)
         self._remove_lone_critics()
+        return None
 
     def _remove_lone_critics(self) -> None:
         kept = valid_checkpoints(self._folder)

@@ -183,7 +183,7 @@ def evaluate_before(run: Run) -> None:
     if run.tracker is not None and evaluated:
         run.tracker.log(run.first_step - 1, evaluated | {"time/evaluation": clock.seconds["evaluation"]})
     if run.first_step > 1:  # it has a checkpoint, from which the run was resumed
-        run.checkpointer.after_owed_evaluation(run.learner, evaluated)
+        tell_once(run, "best checkpoint", run.checkpointer.after_owed_evaluation(run.learner, evaluated))
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def saved_where_interrupted(run: Run) -> Iterator[None]:
         yield
     except INTERRUPTIONS:
         with suppress(*INTERRUPTIONS):  # the servers that should make room may be gone
-            run.checkpointer.save_last(run.learner)
+            tell_once(run, "best checkpoint", run.checkpointer.save_last(run.learner))
         raise
 
 

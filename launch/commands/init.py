@@ -1,5 +1,6 @@
 """``tandem init``: writes a small experiment with data and a reward of its own, as a start for the user's."""
 
+import contextlib
 import re
 import shlex
 from pathlib import Path
@@ -7,9 +8,12 @@ from pathlib import Path
 import yaml
 
 from launch.checks.arguments import as_bad_input, check_new_folder
+from parallel.planning.architecture import read_architecture, read_hf_config
+from rollout.tokenizer_files import TokenizerFiles
 
 CONFIG = "experiment.yaml"
 MODEL_TO_CHOOSE = Path("CHANGE/ME")
+NEW_TOKENS = 512
 
 _YAML = """\
 # An RL experiment on your own data, with your own reward. `tandem schema` explains every field; what is not here has its default.
@@ -27,7 +31,7 @@ task:
   heldout_path: heldout.jsonl        # measured before, during and after training; leave it out to measure nothing
   prompt_field: prompt
   answer_field: answer               # the reward's `reference`; text or a number, never empty
-  apply_chat_template: true          # false for a base model: the prompt's text stands as it is
+  apply_chat_template: {template}
   # system_prompt: You are a careful mathematician.
 
 reward:                              # left out, the reward of jsonl is math_verify: 1 for the reference's number or formula, else 0
@@ -43,7 +47,7 @@ reward:                              # left out, the reward of jsonl is math_ver
 rollout:
   prompts_per_step: 32
   group_size: 8                      # responses per prompt
-  max_new_tokens: 512
+  max_new_tokens: {new_tokens}
 learner:
   token_budget: 8192                 # most tokens of one forward pass
   optimizer: {{lr: 1.0e-6}}
@@ -76,7 +80,8 @@ def make_experiment(folder: Path, model: Path | None) -> None:
     folder.mkdir(parents=True)
     # Quoted, since a name may look like a number.
     quoted_name, quoted_path = (yaml.safe_dump(text, default_style='"').strip() for text in (name, str(path)))
-    (folder / CONFIG).write_text(_YAML.format(name=quoted_name, model=quoted_path))
+    values = {"template": _template(path), "new_tokens": _new_tokens(path)}
+    (folder / CONFIG).write_text(_YAML.format(name=quoted_name, model=quoted_path, **values))
     (folder / "my_reward.py").write_text(_REWARD)
     for file, numbers in (("train.jsonl", range(10, 42)), ("heldout.jsonl", range(42, 50))):
         row = '{{"prompt": "{a}+{b}=", "answer": "{sum}", "level": {level}}}\n'.format
@@ -88,3 +93,21 @@ def make_experiment(folder: Path, model: Path | None) -> None:
     )
     steps = f"cd {shlex.quote(str(folder))}; {change}tandem train {CONFIG} --dry-run"
     print(f"next: {steps}; then the same without --dry-run")
+
+
+def _template(model: Path) -> str:
+    """The value of ``apply_chat_template`` that fits the model, and why. A model that cannot be read is left to the checks
+    before a start."""
+    with contextlib.suppress(ValueError):
+        if TokenizerFiles.reads(model) and not TokenizerFiles(model).chat_template:
+            return "false         # the model has no chat template: the prompt's text stands as it is"
+    return "true          # false for a base model: the prompt's text stands as it is"
+
+
+def _new_tokens(model: Path) -> str:
+    """The value of ``max_new_tokens`` that leaves room for prompts, and why where it is not the usual one."""
+    with contextlib.suppress(ValueError):
+        context = read_architecture(read_hf_config(model)).max_positions
+        if context < 2 * NEW_TOKENS:
+            return f"{context // 2:<18} # half of the model's context of {context} tokens; the rest is for prompts"
+    return str(NEW_TOKENS)

@@ -106,17 +106,17 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
 def _after_failure(folder: RunFolder, config: RunConfig) -> str:
     """The newest checkpoint of a failed run, and the command that goes on from it or, behind the last step, makes the report."""
     if is_finished(folder, config):
-        return _without_report(folder)
+        return without_report(folder)
     return f"{_saved(folder, config)}. When the cause is mended, {way_on(folder, here=True)}"
 
 
 def _after_interruption(folder: RunFolder, config: RunConfig) -> str:
     if is_finished(folder, config):
-        return _without_report(folder)
+        return without_report(folder)
     return f"{_saved(folder, config)}; {way_on(folder, here=True)}"
 
 
-def _without_report(folder: RunFolder) -> str:
+def without_report(folder: RunFolder) -> str:
     """For a run whose learner ended after it had written the model, so that no `tandem resume` goes on with it."""
     return f"All steps are done, and the model is in {folder.hf}; `tandem report {folder.path}` makes the report again"
 

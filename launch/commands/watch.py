@@ -6,6 +6,7 @@ Like ``tandem status`` it reads the folder alone, and disturbs nothing.
 
 import logging
 import math
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -53,7 +54,7 @@ MOST_SAMPLES = 4
 
 
 def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
-    """Show the run until Ctrl-C; with ``once`` print one picture."""
+    """Show the run until Ctrl-C or SIGTERM; with ``once`` print one picture."""
     console, decode = Console(highlight=False), cache(lambda: find_decode(model_path(folder), folder.path)[0])
     if once:
         for title, part in _parts(folder, decode):
@@ -61,6 +62,9 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
         return
     if not console.is_terminal:
         raise BadInput("watch needs a terminal; add --once to print one picture into a file or a pipe")
+    # Ctrl-C also where the parent ignored it, as background jobs of scripts inherit: there is no other key to leave by.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(_screen(_parts(folder, decode)), refresh=True)

@@ -84,11 +84,12 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
 def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: float) -> None:
     """Write what a run is made for: model and adapter, and on the first rank summary and report."""
     from launch.roles.summary import write_summary
+    from trainer.loop import tell_once
 
     tracker = run.tracker
     if tracker is not None:
         tracker.say("the steps are done; the model and the report are being written")
-    run.checkpointer.save_before_export(run.learner, run.sampler)
+    tell_once(run, "best checkpoint", run.checkpointer.save_before_export(run.learner, run.sampler))
     run.learner.save_hf(folder.hf)
     run.learner.save_adapter(folder.adapter)
     if tracker is not None:

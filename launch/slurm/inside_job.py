@@ -7,6 +7,8 @@
 
     what ends it                                     what follows
     the run has done all its steps                   exit code 0
+    a failure or a stop behind the last step, once   no requeue: nothing is left but the report
+    the model is written
     SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`; where the notice was too short
                                                      for a checkpoint, as after a failure
     SIGTERM: pre-emption, requeue or scancel         stopped with a checkpoint, exit code 75; Slurm decides about another start
@@ -35,7 +37,7 @@ from pathlib import Path
 
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
-from launch.commands.train import adding_causes, print_result
+from launch.commands.train import adding_causes, print_result, without_report
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address
 from launch.processes.going_on import way_on
@@ -270,6 +272,9 @@ def _requeue_or_end(
     """Requeue the job where it is to go on. Returns the exit code."""
     failed, limit = isinstance(outcome, RoleFailed), config.launch.slurm.max_restarts
     _print_message(_outcome_text(outcome))
+    if is_finished(folder, config):
+        _print_message(without_report(folder))
+        return 1 if failed else os.EX_TEMPFAIL
     if signal.SIGTERM in signals:
         _print_message(f"Slurm ends this job; unless it has requeued it, {way_on(folder)}")
         return os.EX_TEMPFAIL

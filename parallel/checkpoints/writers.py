@@ -2,21 +2,24 @@
 leave no other rank waiting."""
 
 import contextlib
+import io
 import unittest.mock
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import Queue
 from typing import Any
 
+import torch
+import torch.distributed as dist
+
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core.dist_checkpointing import serialization
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME, TorchCommonSaveStrategy
 from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
-WRITTEN_BY_RANK_0 = (
-    (TorchCommonSaveStrategy, "save_common"), (FileSystemWriterAsync, "finish"), (serialization, "save_config"),
-)  # fmt: skip
-"""What Megatron lets rank 0 write while the other ranks go on to its next collective."""
+WRITTEN_BY_RANK_0 = ((FileSystemWriterAsync, "finish"), (serialization, "save_config"))
+"""What Megatron lets rank 0 write, beside ``common.pt``, while the other ranks go on to its next collective."""
 
 
 @contextlib.contextmanager
@@ -34,6 +37,8 @@ def safe_writers() -> Iterator[None]:
         for owner, name in WRITTEN_BY_RANK_0:
             keeping = _keeping(getattr(owner, name), errors)
             patches.enter_context(unittest.mock.patch.object(owner, name, keeping))
+        keeping = _keeping(_save_common, errors)
+        patches.enter_context(unittest.mock.patch.object(TorchCommonSaveStrategy, "save_common", keeping))
         copied = staticmethod(_copied_or_error(FileSystemWriterAsync.preload_tensors))
         patches.enter_context(unittest.mock.patch.object(FileSystemWriterAsync, "preload_tensors", copied))
         forking, by_threads = "write_preloaded_data_multiproc", staticmethod(_write_by_threads)
@@ -41,6 +46,14 @@ def safe_writers() -> Iterator[None]:
         yield
     if errors:
         raise errors[0]
+
+
+def _save_common(strategy: TorchCommonSaveStrategy, state: Any, folder: str) -> None:
+    """In place of Megatron's, which gives torch the path: torch's own stream loses the reason of a failed write."""
+    if dist.get_rank() == 0:
+        content = io.BytesIO()
+        torch.save(state, content)
+        Path(folder, COMMON_STATE_FNAME).write_bytes(content.getbuffer())
 
 
 def _keeping(write: Callable[..., Any], errors: list[Exception]) -> Callable[..., Any]:

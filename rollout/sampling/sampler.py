@@ -204,7 +204,7 @@ class GroupSampler:
             for failure in _failed_rewards(prompt, samples)
         ]
         _log_failures(failures)
-        if failures and len(failures) == sum(map(len, answers)):
+        if len(failures) == sum(map(len, answers)):
             raise SamplingError(_nothing_to_learn(failures, len(failures)))
         answered, results = iter(answers), []
         for prompts in sets:
@@ -332,7 +332,7 @@ def pass_at(k: int, *, samples: int, right: int) -> float:
 def _pass_at(right: Sequence[Sequence[bool]]) -> dict[int, float]:
     """pass@k over problems with as many samples each: for k = 2, 4, 8, … and all samples."""
     most = len(right[0])
-    ks = sorted({most, *(2**power for power in range(1, most.bit_length()) if 2**power <= most)} - {1})
+    ks = sorted({most, *(2**power for power in range(1, most.bit_length()))} - {1})
     return {
         k: statistics.fmean(pass_at(k, samples=most, right=sum(samples)) for samples in right) for k in ks
     }

@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
+from configs.schema.task import JsonlTask
 from launch import cli
 from launch.checks.arguments import BadInput
 from launch.commands import train as training
@@ -142,19 +143,8 @@ def test_an_experiment_of_ones_own_passes_the_dry_run_and_gives_its_reward_the_r
     make_experiment(tmp_path / "mine", tmp_path / "model")
     assert "next: cd " in capsys.readouterr().out
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    # The tiny model has no chat template; every other value is the file's own.
-    command = [
-        sys.executable,
-        "-m",
-        "launch",
-        "train",
-        "experiment.yaml",
-        "--dry-run",
-        "task.apply_chat_template=false",
-    ]
-    settings = ["rollout.max_new_tokens=14", "learner.token_budget=512"]
     done = subprocess.run(
-        [*command, *settings],
+        [sys.executable, "-m", "launch", "train", "experiment.yaml", "--dry-run"],
         cwd=tmp_path / "mine",
         env=environment,
         capture_output=True,
@@ -164,12 +154,36 @@ def test_an_experiment_of_ones_own_passes_the_dry_run_and_gives_its_reward_the_r
     assert done.returncode == 0, done.stdout + done.stderr
     config = load_config(tmp_path / "mine" / "experiment.yaml")
     assert (config.name, config.model.path) == ("mine", tmp_path / "model")
+    assert isinstance(config.task, JsonlTask)
+    assert (config.task.apply_chat_template, config.rollout.max_new_tokens) == (False, 128)
+    text = (tmp_path / "mine" / "experiment.yaml").read_text()
+    assert (
+        "# the model has no chat template" in text and "# half of the model's context of 256 tokens" in text
+    )
     code: dict = {}
     exec((tmp_path / "mine" / "my_reward.py").read_text(), code)
     row = json.loads((tmp_path / "mine" / "train.jsonl").read_text().splitlines()[0])
     assert code["score"](row["prompt"], "17", row["answer"], row) == (1.0, {"length": 2})
     with pytest.raises(BadInput, match="mine exists already"):
         make_experiment(tmp_path / "mine", None)
+
+
+@pytest.mark.parametrize(
+    "broken", [None, "tokenizer.json", "config.json"], ids=["whole", "tokenizer", "config"]
+)
+def test_an_experiment_with_a_chat_model_applies_its_template(tmp_path, broken):
+    """Of a model that cannot be read, the dry run tells."""
+    model = tmp_path / "model"
+    make_tiny_countdown_model(model, seed=0)
+    (model / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    content = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 1024}
+    (model / "config.json").write_text(json.dumps(content))
+    if broken is not None:
+        (model / broken).write_text("{")
+    make_experiment(tmp_path / "mine", model)
+    config = load_config(tmp_path / "mine" / "experiment.yaml")
+    assert isinstance(config.task, JsonlTask)
+    assert (config.task.apply_chat_template, config.rollout.max_new_tokens) == (True, 512)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from unittest.mock import AsyncMock, Mock
 
 import psutil
 import pytest
@@ -336,6 +338,13 @@ def test_the_strictest_sandbox_that_works_is_chosen_and_told():
     assert asyncio.run(choose_sandbox(config_of(sandbox="none"), "reward")) == "none"
 
 
+def test_a_trial_takes_its_time_whatever_a_program_may(monkeypatch):
+    asyncio.run(code._try_sandbox(config_of(timeout_s=0.001), "none"))
+    monkeypatch.setattr(code, "run_program", AsyncMock(return_value=["timed_out"]))
+    with pytest.raises(code._NotStarted, match="a trial program has timed out"):
+        asyncio.run(code._try_sandbox(config_of(), "none"))
+
+
 def test_bubblewrap_is_refused_where_it_does_not_work(monkeypatch, tmp_path):
     config = WeightedReward(parts={"tests": config_of(sandbox="bubblewrap")})
     monkeypatch.setenv("PATH", "")
@@ -393,8 +402,19 @@ def test_tests_that_were_not_run_did_not_pass(monkeypatch):
 
     monkeypatch.setattr(code, "run_program", stop_at_the_second)
     programs = ProgramTests(CodeReward(type="code", score="fraction"), num_workers=1)
-    found = asyncio.run(programs._score(RIGHT, [{"code": "assert True"}] * 4))
+    found = asyncio.run(programs.score(prompt_of(tests=["assert True"] * 4), RIGHT))
     assert found == Score(value=0.25, parts={"no_code": 0.0, "passed": 0.25, "timed_out": 1.0})
+    assert not programs._running, "a score that is there is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(TimeoutError(), "did not answer in time"), (OSError("no memory"), "used: no memory")]
+)
+def test_a_runner_that_fails_is_a_failed_sample(monkeypatch, error, told):
+    monkeypatch.setattr(code, "guarded_process", Mock(side_effect=error))
+    programs = ProgramTests(config_of(), num_workers=1)
+    found = asyncio.run(programs.score(prompt_of(tests=["assert True"]), RIGHT))
+    assert found.value == 0.0 and found.error and told in found.error
 
 
 def test_a_part_of_a_sum_reads_nested_tests_and_decides():
@@ -408,6 +428,8 @@ def test_a_part_of_a_sum_reads_nested_tests_and_decides():
 def test_a_row_without_tests_is_a_failed_sample():
     [missing] = scores_of(config_of(sandbox="none"), RIGHT, prompt=prompt_of(other=1))
     [empty] = scores_of(config_of(sandbox="none"), RIGHT, prompt=prompt_of(tests=[]))
+    [no_row] = scores_of(config_of(sandbox="none"), RIGHT, prompt=replace(prompt_of(), row=None))
+    assert missing == no_row and missing.value == empty.value == 0.0
     assert "its row has no field `tests`" in missing.error and "field `tests` holds no tests" in empty.error
 
 
@@ -448,11 +470,11 @@ def test_no_program_outlives_its_score(end, sandbox, monkeypatch):
                     while not sleepers():  # its place is free
                         await asyncio.sleep(0.01)
                 await scorer.close()
+                assert leftovers() == []
                 await asyncio.wait(late)
                 assert all(task.cancelled() for task in late)
 
     asyncio.run(go())
-    assert leftovers() == []
 
 
 @EACH

@@ -300,6 +300,10 @@ def test_gsm8k_needs_a_number_to_compare_with():
         ("12", "the answer is 12", True),
         ("12", "the answer is 13", False),
         ("12", "no idea", False),
+        (r"\sqrt{2}", r"$\sqrt{2}$", True),
+        ("the answer is $3$", "3", True),
+        ("x<3", r"\boxed{(-\infty,3)}", True),  # but no set's relation
+        (r"(-\infty,3)", r"\boxed{x<3}", False),
     ],
 )
 def test_math_verify(reference, response, correct):

@@ -3,6 +3,7 @@ batches. Engines are records of what they were asked; real ones are resumed in
 tests/parallel/checkpoints/test_checkpoint.py, tests/trainer/test_critic.py and end to end.
 """
 
+import errno
 import itertools
 import json
 import math
@@ -24,6 +25,7 @@ from launch.processes.run_folder import RunFolder
 from launch.roles import learn as learning
 from parallel.checkpoints.checkpoint import CheckpointError, DiskFull, WholeCheckpoint
 from parallel.checkpoints.files import (
+    best_step,
     is_valid,
     latest_valid,
     prune,
@@ -297,6 +299,29 @@ def test_a_best_step_that_found_no_space_is_not_the_best(tmp_path):
     run.engine.save = save
     checkpointer.after_step(2, run, Data(), evaluated={"eval/accuracy": 0.5})
     assert json.loads((tmp_path / "best.json").read_text())["step"] == 2 and steps_kept(tmp_path) == [2]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_that_takes_the_checkpoint_but_not_best_json_ends_no_run(tmp_path, monkeypatch, number):
+    """The file may then name an older best, which stays until the next checkpoint writes it."""
+    run = learner(critic=True)
+    checkpointer = best_steps(tmp_path, run, [2])
+    full = Mock(side_effect=OSError(number, os.strerror(number), "best.json"))
+    with monkeypatch.context() as patch:
+        patch.setattr(resume, "write_whole", full)
+        for act in (
+            lambda: checkpointer.after_step(6, run, Data(), evaluated={"eval/accuracy": 0.7}),
+            lambda: checkpointer.after_owed_evaluation(run, {"eval/accuracy": 0.8}),
+            lambda: checkpointer.after_step(7, run, Data()) or checkpointer.save_last(run),
+        ):
+            assert f"could not write best.json: {os.strerror(number)}; free space: the run goes on" in act()
+    assert steps_kept(tmp_path) == [2, 6, 7] and best_step(tmp_path) == 2
+    assert checkpointer.after_step(9, run, Data()) is None
+    assert steps_kept(tmp_path) == [6, 9] and best_step(tmp_path) == 6
+    full.side_effect = OSError(errno.EIO, "broken")
+    monkeypatch.setattr(resume, "write_whole", full)
+    with pytest.raises(OSError, match="broken"):
+        checkpointer.save(10, run)
 
 
 def test_servers_get_their_turn_back_where_a_checkpoint_found_no_space(tmp_path):

@@ -114,6 +114,14 @@ def test_a_checkpoint_that_found_no_space_is_told_of_each_time(stepped):
     ]
 
 
+def test_a_best_step_that_could_not_be_named_is_told_of():
+    run = Mock(first_step=3, evaluation_owed=True)
+    run.sampler.evaluate.return_value = None
+    run.checkpointer.after_owed_evaluation.return_value = "no space"
+    loop.evaluate_before(run)
+    run.tracker.warn_once.assert_called_once_with("best checkpoint", "no space")
+
+
 def test_every_part_hears_of_the_same_step_and_sampling_ends_with_the_run(stepped):
     calls = stepped("steps=5", "rollout.max_staleness=2", "evaluation={every: 2, at_ends: true}")
     for part in (

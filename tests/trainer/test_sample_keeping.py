@@ -5,6 +5,7 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -25,10 +26,11 @@ from tests.trainer.batch.test_step_batch import (
     scores,
 )
 from tests.trainer.batch.test_unscored import unscored
+from trainer import sample_keeping
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import step_batch
 from trainer.learner import Update
-from trainer.sample_keeping import SampleKeeper
+from trainer.sample_keeping import SampleKeeper, on_first_rank
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
 
 VERSION = 4
@@ -140,6 +142,14 @@ def test_a_sample_without_a_score_has_nothing_by_the_learner(tmp_path):
     first, left_out, *_ = read_samples(sample_file(tmp_path, 3))
     assert left_out.reward is None and left_out.learner_logprobs is None and left_out.rollout_logprobs
     assert first.learner_logprobs == pytest.approx(first.rollout_logprobs, abs=6e-7)
+
+
+def test_a_group_without_rank_0_sums_nothing(monkeypatch):
+    """Nothing could be sent to rank 0 from there."""
+    collectives = Mock(get_world_size=lambda group: 2, get_global_rank=lambda group, rank: 2)
+    monkeypatch.setattr(sample_keeping, "dist", collectives)
+    own = {0: torch.ones(2)}
+    assert on_first_rank(own, torch.tensor([2, 3]), Mock()) is own and not collectives.reduce.called
 
 
 def alone(folder: Path, config: RunConfig, step: int, told: ToldOf) -> None:

@@ -1,4 +1,4 @@
-"""``tandem watch``: one picture of run folders in several states, and an end by Ctrl-C that leaves the terminal clean."""
+"""``tandem watch``: one picture of run folders in several states, and an end by a signal that leaves the terminal clean."""
 
 import contextlib
 import json
@@ -8,6 +8,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -135,11 +136,13 @@ def test_bad_input_is_refused(run, arguments, told):
     assert done.returncode == 2 and told in " ".join(done.stderr.split())
 
 
-def test_ctrl_c_ends_the_view_with_zero_and_gives_the_screen_back(run):
-    """On a terminal, in a process of its own."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_view_with_zero_and_gives_the_screen_back(run, number):
+    """On a terminal, in a process of its own, whose parent ignores Ctrl-C like a script that starts background jobs."""
     train(run, 3)
     terminal, inside = pty.openpty()
-    command = [sys.executable, "-m", "launch", "watch", str(run), "--every", "0.2"]
+    ignoring = ["bash", "-c", "trap '' INT; exec \"$@\"", "bash"]
+    command = [*ignoring, sys.executable, "-m", "launch", "watch", str(run), "--every", "0.2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100", "LINES": "40"}
     process = subprocess.Popen(command, stdin=inside, stdout=inside, stderr=inside, env=env, cwd=run.parent)
     os.close(inside)
@@ -147,10 +150,13 @@ def test_ctrl_c_ends_the_view_with_zero_and_gives_the_screen_back(run):
     while b"held out" not in written:
         assert time.monotonic() < deadline and process.poll() is None, written
         written += os.read(terminal, 65536)
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
+    late = threading.Timer(60, process.kill)
+    late.start()
     with contextlib.suppress(OSError):  # EIO: nobody has the other end any more
         while more := os.read(terminal, 65536):
             written += more
+    late.cancel()
     os.close(terminal)
     assert process.wait(timeout=60) == 0
     assert b"Traceback" not in written

@@ -429,6 +429,20 @@ def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
     assert "job 17 is requeued" in output and "sbatch" not in output
 
 
+@pytest.mark.parametrize(("ends_by", "code"), [("an error", 1), ("the time limit", os.EX_TEMPFAIL)])
+def test_a_run_that_ends_behind_its_model_is_not_requeued_for_its_report(stage, ends_by, code):
+    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"notice_s": 1})))
+    end = FAILS if ends_by == "an error" else FAILS.replace("sys.exit(3)", WAITS)
+    stage.role("learn", textwrap.dedent(FINISHES) + textwrap.dedent(end))
+    stage.start()
+    if ends_by == "the time limit":
+        stage.wait_for(stage.folder.address("learn"))
+        stage.process.send_signal(signal.SIGUSR1)
+    assert (found := stage.end())[0] == code, found
+    assert stage.asked() == [] and not stage.folder.restarts.exists()
+    assert f"`tandem report {stage.folder.path}` makes the report again" in found[1]
+
+
 def test_failures_are_tried_again_until_there_have_been_too_many(stage):
     stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1})))
     stage.role("learn", FAILS)

@@ -207,6 +207,21 @@ def test_too_little_space_is_seen_before_writing(folder, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("name", ["common.pt", ".metadata.tmp", "metadata.json", "complete.json"])
+def test_each_file_that_finds_no_space_is_a_full_disk(folder, tmp_path, monkeypatch, name):
+    """Of a disk that fills after it was looked at. torch's stream into a file tells of no reason."""
+    engine = make_engine(folder)
+    engine.save(tmp_path / "step_000001", {})
+    with monkeypatch.context() as patch, pytest.raises(DiskFull, match=r"step_000002.*No space left"):
+        patch.setattr(
+            checkpoint, "_require_space", lambda partial, state: (partial / name).symlink_to("/dev/full")
+        )
+        engine.save(tmp_path / "step_000002", {})
+    engine.save(tmp_path / "step_000003", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_000001", "step_000003"]
+    assert make_engine(folder).load(tmp_path / "step_000001") == {}
+
+
 def test_extra_must_be_json(folder, tmp_path):
     with pytest.raises(ValueError, match="must be JSON"):
         make_engine(folder).save(tmp_path / "step_000001", {"x": object()})
@@ -262,7 +277,8 @@ def work_full_disk_of_rank_0(folder: Path, root: Path) -> list[str]:
     memory."""
     engine = make_engine(folder, layout=LayoutConfig(dp=2))
     said = []
-    for owner, name in (*writers.WRITTEN_BY_RANK_0, (FileSystemWriterAsync, "preload_tensors")):
+    alone = (*writers.WRITTEN_BY_RANK_0, (writers, "_save_common"))
+    for owner, name in (*alone, (FileSystemWriterAsync, "preload_tensors")):
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as raised:
             if dist.get_rank() == 0:
                 patch.setattr(owner, name, _fail)

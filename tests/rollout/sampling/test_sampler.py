@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import math
+import re
 import threading
 import time
 import weakref
@@ -14,6 +15,7 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +43,14 @@ from rollout.sampling.messages import (
 from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
-from rollout.sampling.sampler import GroupSampler, _has_signal, _summarise_samples, choose_heldout, pass_at
+from rollout.sampling.sampler import (
+    GroupSampler,
+    _has_signal,
+    _pass_at,
+    _summarise_samples,
+    choose_heldout,
+    pass_at,
+)
 from rollout.tasks import Problem, Task, digest_of, longer_than, without
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
@@ -86,6 +95,14 @@ class LengthScorer:
         return Score(value=float(even), parts={"length": float(len(response_text))}, correct=even)
 
 
+class OneFails(LengthScorer):
+    """Of the first prompts."""
+
+    async def score(self, prompt, response_text, **length):
+        score = await super().score(prompt, response_text, **length)
+        return Score(value=0.0, error="lost") if prompt.prompt_id in ("p0", "h0") else score
+
+
 def make_prompts(count: int, name: str = "p") -> list[Prompt]:
     ids = [[3 + (i + j) % 15 for j in range(1 + i % 4)] for i in range(count)]
     return [
@@ -112,11 +129,15 @@ def make_sampler(
     order=None,
     group_size=3,
     evaluation=None,
+    evaluation_client=None,
+    evaluation_samples=None,
     **rollout,
 ) -> GroupSampler:
     scorer = scorer or LengthScorer()
     return GroupSampler(
         client=engine or FakeEngine(),
+        evaluation_client=evaluation_client,
+        evaluation_samples=evaluation_samples,
         task=Task(
             name="toy",
             train=make_prompts(num_train),
@@ -196,9 +217,11 @@ def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
     scorer = LengthScorer()
     sampler = make_sampler(tokenizer, scorer=scorer)
     scorer.retries = 2
+    began = time.perf_counter()
     _, first = next_groups(sampler, 2)
     scorer.retries = 5
     _, second = next_groups(sampler, 3)
+    assert 0 < first.seconds + second.seconds < time.perf_counter() - began
     assert (first.requests, second.requests) == (6, 9)
     assert (first.reward_retries, second.reward_retries) == (2, 3)
 
@@ -361,24 +384,38 @@ def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, 
 
 
 @pytest.mark.parametrize("what", ["groups", "an evaluation", "a later round"])
-def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what):
-    """Zeros all over would train, or evaluate, to the end without a word."""
+def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what, caplog):
+    """Zeros all over would train, or evaluate, to the end without a word. The first failures are in the log."""
     dynamic = {"dynamic_sampling": resample(3)} if what == "a later round" else {}
-    sampler = make_sampler(tokenizer, scorer=LengthScorer(""), **dynamic)
+    twice = EvaluationConfig(samples_per_prompt=2)
+    sampler = make_sampler(tokenizer, scorer=LengthScorer(""), evaluation=twice, **dynamic)
     with pytest.raises(
         SamplingError,
         match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, scored 0: cannot stand",
     ):
         asyncio.run(sampler.evaluate()) if what == "an evaluation" else next_groups(sampler, 4)
     assert sampler.state.position == 0
+    logged, others = {"groups": (8, 4), "an evaluation": (8, None), "a later round": (8, 28)}[what]
+    assert caplog.text.count("a sample failed: prompt") == logged
+    assert re.findall(r"(-?\d+) further samples failed", caplog.text) == ([str(others)] if others else [])
+
+
+def test_a_prompt_of_which_every_reward_fails_is_one_of_the_step_like_the_others(tokenizer):
+    groups, stats = next_groups(make_sampler(tokenizer, scorer=OneFails()), 5)
+    assert (len(groups), stats.failed_rewards) == (5, 3)
+
+
+def test_samples_that_all_reached_a_limit_are_no_failed_rewards(tokenizer):
+    sampler, unscored = make_sampler(tokenizer), Mock(reward=None, error=None)
+    unscored.trajectories.return_value = []
+    sampler._samples = Mock(sample=AsyncMock(return_value=[unscored] * 3))
+    with pytest.raises(
+        SamplingError, match=r"none of the 12 samples has a score.*environment.reward_at_limit"
+    ):
+        next_groups(sampler, 4)
 
 
 def test_an_evaluation_of_which_a_reward_fails_counts_it_as_wrong(tokenizer):
-    class OneFails(LengthScorer):
-        async def score(self, prompt, response_text, **length):
-            score = await super().score(prompt, response_text, **length)
-            return Score(value=0.0, error="lost") if prompt.prompt_id == "h0" else score
-
     found = asyncio.run(make_sampler(tokenizer, scorer=OneFails()).evaluate())
     assert found.count == asyncio.run(make_sampler(tokenizer).evaluate()).count
 
@@ -590,6 +627,14 @@ def test_evaluation_is_the_plain_mean_over_heldout_samples_and_moves_nothing(tok
     assert sampler.state == before
 
 
+def test_an_evaluation_asks_a_client_of_its_own_for_samples_of_its_own(tokenizer):
+    engine, own, scorer = FakeEngine(), FakeEngine(), LengthScorer()
+    samples = single_turns(tokenizer, scorer, max_new_tokens=6)
+    sampler = make_sampler(tokenizer, engine=engine, evaluation_client=own, evaluation_samples=samples)
+    asyncio.run(sampler.evaluate())
+    assert not engine.calls and len(own.calls) == len(scorer.seen) == 4
+
+
 @pytest.mark.parametrize(
     ("samples", "right", "k"), [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
 )
@@ -633,6 +678,7 @@ def test_an_evaluation_has_pass_at_powers_of_two_and_all_samples(tokenizer):
     assert result.accuracy <= result.pass_at[2] <= result.pass_at[4] <= result.pass_at[6]
     alone = asyncio.run(make_sampler(tokenizer).evaluate())
     assert alone.pass_at == {}
+    assert list(_pass_at([[True] * 8])) == [2, 4, 8]
 
 
 def test_greedy_answers_are_one_for_each_problem_and_change_nothing_else(tokenizer):
@@ -1179,6 +1225,17 @@ def test_groups_under_way_are_given_up_where_the_position_changes_and_at_the_end
     assert ask(remote, 3, newest=0, ahead=2)[0] == first
     served.stop()
     assert engine.cancelled == engine.waiting == 9
+
+
+def test_a_close_gives_up_what_is_under_way(tokenizer):
+    async def close() -> tuple[int, int]:
+        engine = Gated(free=3)
+        sampler = make_sampler(tokenizer, engine=engine)
+        await sampler.next_groups(3, newest=0, max_staleness=1, ahead=1)
+        await sampler.close()
+        return engine.cancelled, engine.waiting
+
+    assert asyncio.run(close()) == (3, 3)
 
 
 def test_a_group_ahead_that_fails_is_told_of_when_its_step_is_due(tokenizer, served):

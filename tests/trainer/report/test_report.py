@@ -381,6 +381,7 @@ def test_the_error_of_accuracy_goes_from_problem_to_problem(tmp_path):
     """Two answers to a problem that are always alike say as much as one."""
     assert accuracy_error([[True, True], [False, False]] * 50) == pytest.approx(0.5 / 99**0.5)
     assert accuracy_error([[True, False]] * 50) == 0
+    assert accuracy_error([[True], [False]]) == pytest.approx(0.5)
     assert accuracy_error([[True, False]]) is None
     evaluation = {"eval/accuracy": 0.5, "eval/count": 200.0}
     errors = {0: 0.05, 1: 0.04}
