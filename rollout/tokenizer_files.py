@@ -55,6 +55,11 @@ class TokenizerFiles:
         return (folder / "tokenizer.json").is_file()
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Ids by token."""
+        return self._tokenizer.get_vocab()
+
+    @property
     def num_ids(self) -> int:
         """All ids are below this. Special tokens missing from the vocabulary are added at its end, as in
         transformers."""
@@ -244,3 +249,22 @@ def _failure_text(path: Path, error: Exception) -> str:
         return "it is a pointer of Git LFS, not the tokenizer itself (`git lfs pull` fetches it)"
     text = str(error)
     return text if len(text) <= 160 else f"{text[:160]}..."
+
+
+def check_same_tokens(field: str, policy: Path, other: Path) -> None:
+    """Raises ValueError where the model of ``field``, which reads the policy's tokens, means another token by one of their
+    ids. A folder without tokenizer.json is not compared."""
+    files = [folder / "tokenizer.json" for folder in (policy, other)]
+    if not all(file.is_file() for file in files) or files[0].read_bytes() == files[1].read_bytes():
+        return
+    mine, others = (
+        {place: text for text, place in TokenizerFiles(folder).vocabulary.items()}
+        for folder in (policy, other)
+    )
+    differing = [place for place in sorted(mine.keys() & others.keys()) if mine[place] != others[place]]
+    if differing:
+        first = differing[0]
+        raise ValueError(
+            f"{field} reads the policy's tokens, but {len(differing)} of them are others to it: {first} is {mine[first]!r} in {policy} and "
+            f"{others[first]!r} in {other}; give a model with the policy's tokenizer"
+        )

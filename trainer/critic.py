@@ -8,7 +8,7 @@ from configs.schema import RunConfig
 from parallel.engine import UpdateResult, ValueEngine
 from parallel.packing import PackedBatch
 from parallel.planning.architecture import read_architecture, read_hf_config
-from parallel.planning.layout import check_critic_vocabulary
+from parallel.planning.layout import check_other_vocabulary
 from trainer.algorithm.value_loss import value_loss
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 
@@ -22,7 +22,9 @@ class Critic:
     def __init__(self, config: RunConfig):
         assert config.critic is not None
         model = config.critic.model or config.model
-        check_critic_vocabulary(*(read_architecture(read_hf_config(of.path)) for of in (model, config.model)))
+        check_other_vocabulary(
+            "critic.model", *(read_architecture(read_hf_config(of.path)) for of in (model, config.model))
+        )
         self._value_clip = config.critic.value_clip
         self.engine = ValueEngine(
             model,

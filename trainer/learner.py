@@ -15,6 +15,7 @@ from configs.schema.objective import WITHIN_GROUPS, KLConfig
 from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
 from parallel.megatron.lora import Lora
 from parallel.packing import PackedBatch
+from parallel.planning.layout import check_other_vocabulary
 from rollout.records import Completion, Group
 from rollout.sglang_plugin.tandem_routed_experts import wire_type
 from tracing import span
@@ -61,29 +62,40 @@ class Update:
 
 class Learner:
     """Holds ``current`` (which is ``old`` before the first update of a step) and, if the config asks for them,
-    a frozen ``ref`` and a critic. With adapters ``ref`` is ``current`` without them."""
+    a frozen ``ref`` and a critic. With adapters ``ref`` is ``current`` without them, unless it is another model."""
 
     def __init__(self, config: RunConfig):
         self._config = config
         load_own_parts(config)
         settings = config.learner
-        policy = partial(
+        engine_of = partial(
             MegatronEngine,
-            config.model,
-            config.layout,
+            layout=config.layout,
             logprob_chunk_tokens=settings.logprob_chunk_tokens,
             seed=config.seed,
             timeout_s=config.launch.collective_timeout_s,
-            pieces=config.numerics_pieces,
         )
         policy_steps = (config.steps - config.critic_warmup_steps) * settings.minibatches
         lora = settings.lora and Lora(config=settings.lora, served_dtype=getattr(torch, config.rollout.dtype))
-        self.engine = policy(
-            settings.optimizer, total_optimizer_steps=policy_steps, recompute=settings.recompute, lora=lora
+        self.engine = engine_of(
+            config.model,
+            optimizer=settings.optimizer,
+            total_optimizer_steps=policy_steps,
+            recompute=settings.recompute,
+            pieces=config.numerics_pieces,
+            lora=lora,
         )
         self._reference = None  # also where the policy without its adapters is the reference
-        if config.kl.coefficient > 0 and lora is None:
-            self._reference = policy(None, total_optimizer_steps=1, recompute="none")
+        if config.has_reference_weights:
+            teacher = config.kl.model  # which no server computes: nothing aligns its numerics
+            self._reference = engine_of(
+                teacher or config.model,
+                optimizer=None,
+                total_optimizer_steps=1,
+                recompute="none",
+                pieces=None if teacher else config.numerics_pieces,
+            )
+            check_other_vocabulary("kl.model", self._reference.architecture, self.engine.architecture)
         self.critic = None if config.critic is None else Critic(config)
         self.kl_in_reward = KLInReward(config.kl)
         self.groups = self.engine.groups
@@ -208,6 +220,8 @@ class Learner:
 
     def _ref_logprobs(self, batch: StepBatch) -> Tensor:
         if self._reference is not None:
+            if self._config.kl.model is not None:  # the policy's experts are not this model's
+                batch = replace(batch, packed=replace(batch.packed, experts_TLK=None, is_replayed_T=None))
             return self._logprobs_by(self._reference, batch)
         with self.engine.without_adapters():
             return self.logprobs(batch)

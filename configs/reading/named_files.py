@@ -44,9 +44,9 @@ def close_name(path: Path, *, is_folder: bool = False) -> str | None:
 def _file_problems(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path, str, str]]:
     """Rows (field, path, error, fix)."""
     yield from _model_problems("model.path", config.model.path, TOKENIZERS)
-    if isinstance(config, RunConfig) and config.critic is not None and config.critic.model is not None:
-        # The critic reads the policy's tokens, so its folder needs no tokenizer.
-        yield from _model_problems("critic.model.path", config.critic.model.path, ())
+    for field, model in config.other_models.items() if isinstance(config, RunConfig) else ():
+        # It reads the policy's tokens, so its folder needs no tokenizer.
+        yield from _model_problems(f"{field}.path", model.path, ())
     for field, path in _data_files(config):
         if not path.is_file():
             error = "a file is wanted, this is a folder" if path.is_dir() else "no such file"

@@ -530,13 +530,13 @@ def _of_template(config: "RunConfig") -> Iterator[Contradiction]:
         renders, field = isinstance(config.task, FileTask) and config.task.apply_chat_template, "task"
     if not renders:
         yield from unread_template_arguments(config.model.chat_template_kwargs, field)
-    critic = config.critic.model if config.critic is not None else None
-    if critic is not None and critic.chat_template_kwargs:
-        yield Contradiction(
-            ("critic.model.chat_template_kwargs",),
-            "critic.model.chat_template_kwargs has no effect: the critic reads the policy's tokens",
-            "remove it; the policy's are model.chat_template_kwargs",
-        )
+    for field, other in config.other_models.items():
+        if other.chat_template_kwargs:
+            yield Contradiction(
+                (f"{field}.chat_template_kwargs",),
+                f"{field}.chat_template_kwargs has no effect: this model reads the policy's tokens",
+                "remove it; the policy's are model.chat_template_kwargs",
+            )
 
 
 def unread_template_arguments(arguments: Mapping[str, Any], field: str) -> Iterator[Contradiction]:

@@ -14,6 +14,7 @@ from configs.schema.base import (
     Schema,
     UnitFraction,
 )
+from configs.schema.model import ModelConfig
 from configs.schema.own_function import OwnFunction
 
 ClipLow = Annotated[float, Field(ge=0, lt=1)]
@@ -231,7 +232,7 @@ class AdaptiveController(Schema):
 
 
 class KLConfig(Schema):
-    """KL to the reference, which is the model at the start of the run, frozen."""
+    """KL to the reference, a frozen model."""
 
     coefficient: Coefficient = 0.0
     """Factor of the KL; 0 loads no reference. An adaptive controller starts from it."""
@@ -245,9 +246,18 @@ class KLConfig(Schema):
         FixedController()
     )
     """Controls the coefficient in the reward."""
+    model: ModelConfig | None = None
+    """The reference, with the tokens of the policy's model: a teacher, for on-policy distillation. It takes the learner's
+    layout. None: the model at the start of the run."""
 
     @model_validator(mode="after")
     def _parts_fit(self):
+        if self.model is not None and self.coefficient == 0:
+            raise Contradiction(
+                ("model", "coefficient"),
+                "kl.model is the reference of a KL, which coefficient 0 leaves out",
+                "set kl.coefficient, or remove kl.model",
+            )
         if self.place == "reward" and self.coefficient == 0:
             raise Contradiction(
                 ("place", "coefficient"),

@@ -109,12 +109,24 @@ class RunConfig(Schema):
         return self
 
     @property
+    def other_models(self) -> dict[str, ModelConfig]:
+        """Models from other folders than the policy's, by field. They read the policy's tokens."""
+        models = {"critic.model": self.critic and self.critic.model, "kl.model": self.kl.model}
+        return {field: model for field, model in models.items() if model is not None}
+
+    @property
     def policy_objective(self) -> ObjectiveConfig:
         """The objective that trains the policy: ``objective``, unless the correction replaces it by a policy
         gradient."""
         if self.correction.loss == "policy_gradient":
             return PolicyGradientObjective(type="policy_gradient")
         return self.objective
+
+    @property
+    def has_reference_weights(self) -> bool:
+        """Whether the reference of the KL has weights of its own. With adapters the policy without them is it, unless
+        ``kl.model`` is another."""
+        return self.kl.coefficient > 0 and (self.learner.lora is None or self.kl.model is not None)
 
     @property
     def credits_turns(self) -> bool:

@@ -26,9 +26,9 @@ from parallel.planning.adapters import check_lora
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.layout import (
     check_aligned_servers,
-    check_critic_positions,
-    check_critic_vocabulary,
     check_numerics,
+    check_other_positions,
+    check_other_vocabulary,
     check_served_on_cpu,
     check_trainable,
     layout_problems,
@@ -45,6 +45,7 @@ from rollout.servers.command import (
     check_server_args,
     choose_ports,
 )
+from rollout.tokenizer_files import check_same_tokens
 
 if TYPE_CHECKING:
     from rollout.tasks import Problem
@@ -114,7 +115,7 @@ def load_checked(
         if runs and not size_errors:
             device = device_of(config, gpu_memory, in_job=in_job)
             yield from _check_devices(config, runs, device, is_here=is_here, fits_model=not model_errors)
-        if is_here and {"learn", "sft-rank"} & {*runs} and not model_errors and _has_model_config(config):
+        if is_here and {"learn", "sft-rank"} & {*runs} and not model_errors and _has_model_configs(config):
             yield from disk_problems(config, notes)
         if gpu_memory is None and getattr(config, "resume", None) is None:
             runs_dir = config.launch.runs_dir
@@ -213,6 +214,12 @@ def _has_model_config(config: RunConfig | SftConfig) -> bool:
     return (config.model.path / "config.json").is_file()
 
 
+def _has_model_configs(config: RunConfig | SftConfig) -> bool:
+    """Also those of critic and reference."""
+    others = config.other_models.values() if isinstance(config, RunConfig) else ()
+    return _has_model_config(config) and all((model.path / "config.json").is_file() for model in others)
+
+
 def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Finding]:
     if not _has_model_config(config):
         return
@@ -242,25 +249,30 @@ def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fi
         room = partial(prompt_room, config, "training", max_positions=positions)
         yield from finding_of("rollout.max_new_tokens", room)
         if trains:
-            yield from _check_critic(config, architecture, reported=layout_errors)
+            for field in config.other_models:
+                yield from _check_other_model(config, field, architecture, reported=layout_errors)
 
 
-def _check_critic(config: RunConfig, policy: Architecture, reported: Sequence[str]) -> Iterator[Finding]:
-    """``reported``: layout errors of the policy, which are not repeated."""
-    model = config.critic.model if config.critic is not None else None
-    if model is None or not (model.path / "config.json").is_file():
+def _check_other_model(
+    config: RunConfig, field: str, policy: Architecture, reported: Sequence[str]
+) -> Iterator[Finding]:
+    """Of a critic's model or a reference's. ``reported``: layout errors of the policy, which are not repeated."""
+    model = config.other_models[field]
+    if not (model.path / "config.json").is_file():
         return
     try:
-        critic = read_architecture(read_hf_config(model.path))
-        layout_errors = layout_problems(critic, config.layout)
+        other = read_architecture(read_hf_config(model.path))
+        layout_errors = layout_problems(other, config.layout)
     except ValueError as error:
-        yield "critic.model.path", str(error)
+        yield f"{field}.path", str(error)
         return
-    yield from (("layout", f"of critic.model: {error}") for error in layout_errors if error not in reported)
-    yield from finding_of("critic.model.dtype", check_trainable, critic, model.dtype)
-    yield from finding_of("critic.model.path", check_critic_vocabulary, critic, policy)
+    yield from (("layout", f"of {field}: {error}") for error in layout_errors if error not in reported)
+    if field == "critic.model":
+        yield from finding_of(f"{field}.dtype", check_trainable, other, model.dtype)
+    yield from finding_of(f"{field}.path", check_other_vocabulary, field, other, policy)
+    yield from finding_of(f"{field}.path", check_same_tokens, field, config.model.path, model.path)
     longest = min(sequence_limits(config, "training", max_positions=policy.max_positions).values())
-    yield from finding_of("critic.model.path", check_critic_positions, critic, longest)
+    yield from finding_of(f"{field}.path", check_other_positions, field, other, longest)
 
 
 # -------------------------------------------------------------------------------------------------------------
@@ -376,7 +388,7 @@ def _check_devices(
         yield from finding_of("model.numerics", on_cpu)
         if "learn" not in runs:
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
-    if fits_model and _has_model_config(config):
+    if fits_model and _has_model_configs(config):
         yield from memory_problems(config, device, runs)
         if isinstance(config, RunConfig) and "serve" in runs and device.kind == "cpu":
             architecture = read_architecture(read_hf_config(config.model.path))

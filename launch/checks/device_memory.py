@@ -157,7 +157,8 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
 def _stages(
     config: RunConfig | SftConfig, device: Device, architecture: Architecture
 ) -> list[memory.LearnerMemory]:
-    work = memory.work_of(config, device.kind, critic_architecture(config, architecture))
+    critic, reference = critic_architecture(config, architecture), reference_architecture(config)
+    work = memory.work_of(config, device.kind, critic, reference)
     return [
         memory.learner_memory(architecture, config.layout, work, stage) for stage in range(config.layout.pp)
     ]
@@ -168,6 +169,12 @@ def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> 
         return None
     model = config.critic.model
     return policy if model is None else read_architecture(read_hf_config(model.path))
+
+
+def reference_architecture(config: RunConfig | SftConfig) -> Architecture | None:
+    """None where the reference is no model of its own."""
+    model = config.kl.model if isinstance(config, RunConfig) else None
+    return None if model is None else read_architecture(read_hf_config(model.path))
 
 
 def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Iterator[Finding]:

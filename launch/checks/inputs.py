@@ -100,8 +100,8 @@ def reading_progress(path: Path) -> Iterator[Progress]:
 def _check_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
     """Compares the headers of the weight files with the architecture."""
     folders = {"model.path": config.model.path}
-    if isinstance(config, RunConfig) and config.critic is not None and config.critic.model is not None:
-        folders["critic.model.path"] = config.critic.model.path
+    if isinstance(config, RunConfig):
+        folders |= {f"{field}.path": model.path for field, model in config.other_models.items()}
     for field, folder in folders.items():
         if missing_weights(folder) is None:
             with contextlib.suppress(ValueError):  # of a broken config.json, which is reported elsewhere

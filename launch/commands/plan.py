@@ -13,6 +13,7 @@ from configs.schema import RunConfig
 from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
 from launch.checks.arguments import BadInput, as_bad_input, check_new_page
+from launch.checks.device_memory import reference_architecture
 from launch.tables import print_table
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
@@ -63,9 +64,17 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
     with as_bad_input(f"{config_path}: "):
         critic_hf_config = read_hf_config(critic.path) if critic is not None else None
         hf_config = read_hf_config(config.model.path)
-        architecture = read_architecture(hf_config)
+        architecture, reference = read_architecture(hf_config), reference_architecture(config)
         timing = timing_of(config, architecture, options, hardware)
-        plans = plan(hf_config, config, cluster, critic=critic_hf_config, measured=table, timing=timing)
+        plans = plan(
+            hf_config,
+            config,
+            cluster,
+            critic=critic_hf_config,
+            reference=reference,
+            measured=table,
+            timing=timing,
+        )
     _print_table(plans, options.count)
     _print_best(plans, config, table, timing)
     if options.report is not None and timing is not None:
@@ -74,7 +83,15 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         options.report.parent.mkdir(parents=True, exist_ok=True)
         critic_architecture = None if critic_hf_config is None else read_architecture(critic_hf_config)
         write_page(
-            options.report, config_path, config, architecture, plans, cluster, timing, critic_architecture
+            options.report,
+            config_path,
+            config,
+            architecture,
+            plans,
+            cluster,
+            timing,
+            critic_architecture,
+            reference,
         )
         print(f"# pictures: {options.report}")
 

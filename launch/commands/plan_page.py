@@ -61,11 +61,12 @@ def write_page(
     cluster: Cluster,
     timing: Timing,
     critic: Architecture | None,
+    reference: Architecture | None,
 ) -> None:
     """Write the page of these plans, the best first, all with an estimate of time."""
     best = plans[0]
     assert best.time is not None
-    work = work_of(config, "cuda", critic or (architecture if config.critic is not None else None))
+    work = work_of(config, "cuda", critic or (architecture if config.critic is not None else None), reference)
     stages = [learner_memory(architecture, best.learner, work, s) for s in range(best.learner.pp)]
     figures = [
         shown(

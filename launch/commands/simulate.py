@@ -8,7 +8,7 @@ from pathlib import Path
 from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
-from launch.checks.device_memory import critic_architecture
+from launch.checks.device_memory import critic_architecture, reference_architecture
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from launch.tables import aligned, print_table
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
@@ -83,7 +83,7 @@ def _checked(path: Path, overrides: list[str]) -> tuple[RunConfig, Architecture]
 def planned(config: RunConfig, architecture: Architecture, rank: SimulatedRank) -> LearnerMemory:
     """The memory model's estimate for the step that was simulated."""
     work = replace(
-        work_of(config, "cuda", critic_architecture(config, architecture)),
+        work_of(config, "cuda", critic_architecture(config, architecture), reference_architecture(config)),
         token_budget=rank.step.tokens,
         num_microbatches=rank.step.microbatches,
     )

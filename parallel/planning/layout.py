@@ -250,21 +250,21 @@ def layout_yaml(layout: LayoutConfig) -> str:
     )
 
 
-def check_critic_vocabulary(critic: Architecture, policy: Architecture) -> None:
-    """Raises ValueError where a critic's model lacks tokens of the policy's."""
-    if critic.vocab_size < policy.vocab_size:
+def check_other_vocabulary(field: str, other: Architecture, policy: Architecture) -> None:
+    """Raises ValueError where a model that reads the policy's tokens, of the config's ``field``, lacks some."""
+    if other.vocab_size < policy.vocab_size:
         raise ValueError(
-            f"critic.model has a vocabulary of {critic.vocab_size} tokens, the policy's has {policy.vocab_size}; "
-            "give a critic of the policy's model family, or leave critic.model out"
+            f"{field} has a vocabulary of {other.vocab_size} tokens, the policy's has {policy.vocab_size}; "
+            f"give one of the policy's model family, or leave {field} out"
         )
 
 
-def check_critic_positions(critic: Architecture, longest: int) -> None:
-    """Raises ValueError where a critic's model lacks positions of the longest sequence."""
-    if critic.max_positions < longest:
+def check_other_positions(field: str, other: Architecture, longest: int) -> None:
+    """Raises ValueError where such a model lacks positions of the longest sequence."""
+    if other.max_positions < longest:
         raise ValueError(
-            f"critic.model has {critic.max_positions} positions (max_position_embeddings), and a sequence may have {longest} tokens; "
-            "give a critic with as many, or lower learner.token_budget or rollout.max_total_tokens"
+            f"{field} has {other.max_positions} positions (max_position_embeddings), and a sequence may have {longest} tokens; "
+            "give one with as many, or lower learner.token_budget or rollout.max_total_tokens"
         )
 
 

@@ -48,6 +48,9 @@ class Work:
     lora: LoraConfig | None = None
     has_reference: bool = False
     """Whether a reference policy has weights of its own. With adapters the policy without them is the reference."""
+    reference: Architecture | None = None
+    """Of a reference from another folder than the policy's."""
+    reference_dtype: str = "bfloat16"
     fp32_lm_head: bool = False
     critic: Architecture | None = None
     critic_dtype: str = "bfloat16"
@@ -69,8 +72,14 @@ class Work:
         return 4 if self.device == "cpu" else self.dtype_bytes
 
 
-def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture | None = None) -> Work:
-    """The work of a run. ``critic`` is the architecture of the run's critic, if it has one."""
+def work_of(
+    config: RunConfig | SftConfig,
+    device: Device,
+    critic: Architecture | None = None,
+    reference: Architecture | None = None,
+) -> Work:
+    """The work of a run. ``critic`` is the architecture of the run's critic, if it has one; ``reference`` that of
+    ``kl.model``."""
     is_rl = isinstance(config, RunConfig)
     of_critic = config.critic if is_rl else None
     return Work(
@@ -81,7 +90,9 @@ def work_of(config: RunConfig | SftConfig, device: Device, critic: Architecture 
         recompute=config.learner.recompute if is_rl else "none",
         distributed_optimizer=(config.learner.optimizer if is_rl else config.optimizer).distributed,
         lora=config.learner.lora if is_rl else None,
-        has_reference=is_rl and config.kl.coefficient > 0 and config.learner.lora is None,
+        has_reference=is_rl and config.has_reference_weights,
+        reference=reference,
+        reference_dtype=((is_rl and config.kl.model) or config.model).dtype,
         fp32_lm_head=config.model.fp32_lm_head,
         critic=critic,
         critic_dtype=((of_critic and of_critic.model) or config.model).dtype,
@@ -152,13 +163,16 @@ def learner_memory(architecture: Architecture, layout: LayoutConfig, work: Work,
         )
         critic = _trained_bytes(work.critic, layout, of_critic, stage, output=False)
         updates.append(_update_bytes(work.critic, layout, of_critic, stage, output=False))
+    reference = parameters if work.has_reference else 0
+    if work.reference is not None:
+        reference = BYTES[work.reference_dtype] * sum(stage_parameters(work.reference, layout, stage))
     activations, logits, pipeline = max(updates, key=sum)
     return LearnerMemory(
         stage=stage,
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        reference=parameters if work.has_reference else 0,
+        reference=reference,
         critic=sum(critic),
         activations=activations,
         logits=logits,

@@ -181,11 +181,12 @@ def plan(
     cluster: Cluster,
     *,
     critic: Mapping[str, Any] | None = None,
+    reference: Architecture | None = None,
     measured: Measured = NO_TABLE,
     timing: Timing | None = None,
 ) -> list[Plan]:
-    """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json. The config's
-    own layout is ignored. ``timing``: None for plans without seconds.
+    """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json; ``reference`` is of
+    ``kl.model``. The config's own layout is ignored. ``timing``: None for plans without seconds.
 
     Tensor-parallel groups stay within a node. A pair fits if the fullest learner rank takes at most
     ``USABLE_SHARE`` of a GPU, a server has room for its weights and for one sequence of a micro-batch's length,
@@ -196,7 +197,7 @@ def plan(
     critic_architecture = None
     if config.critic is not None:
         critic_architecture = read_architecture(critic) if critic is not None else architecture
-    work = work_of(config, "cuda", critic_architecture)
+    work = work_of(config, "cuda", critic_architecture, reference)
     found = _fitting_plans(architecture, config, cluster, work, measured, timing)
     plans = sorted(found, key=lambda plan: plan.rank_key)
     if not plans:
@@ -215,7 +216,8 @@ def _fitting_plans(
     longest = _longest_sequence(architecture, config)
     estimator = None
     if timing is not None:
-        estimator = Estimator(architecture, config, timing.lengths, timing.machine, critic=work.critic)
+        others = {"critic": work.critic, "reference": work.reference}
+        estimator = Estimator(architecture, config, timing.lengths, timing.machine, **others)
     servers = [pair for pair in _possible_servers(architecture, config, cluster) if pair[1].tokens >= longest]
     for num_rollout in cluster.rollout_sizes():
         fitting = [(tp, memory) for tp, memory in servers if num_rollout % tp == 0]
@@ -284,8 +286,9 @@ def _possible_learners(
     """The learner's layouts on the GPUs that ``num_rollout`` leaves, and the memory of their fullest stages."""
     sequences = config.rollout.prompts_per_step * config.rollout.group_size // config.learner.minibatches
     for layout in fitting_layouts(architecture, cluster.num_gpus - num_rollout, context=CONTEXT_SIZES):
-        is_critics = work.critic is None or not layout_problems(work.critic, layout)
-        if is_critics and _within_node(layout.tp, cluster) and sequences % layout.dp_size == 0:
+        others = [model for model in (work.critic, work.reference) if model is not None]
+        fits_others = not any(layout_problems(model, layout) for model in others)
+        if fits_others and _within_node(layout.tp, cluster) and sequences % layout.dp_size == 0:
             yield layout, worst_stage(architecture, layout, work)
 
 
@@ -362,7 +365,7 @@ def _possible_changes(config: RunConfig, cluster: Cluster) -> list[list[tuple[st
 
 
 def _would_fit(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> bool:
-    changed = work_of(config, work.device, work.critic)
+    changed = work_of(config, work.device, work.critic, work.reference)
     return next(_fitting_plans(architecture, config, cluster, changed, NO_TABLE, None), None) is not None
 
 

@@ -91,8 +91,12 @@ class Estimator:
         machine: Machine,
         *,
         critic: Architecture | None = None,
+        reference: Architecture | None = None,
     ):
-        self._of, self._critic = (architecture, config, lengths, machine), critic
+        self._of, self._others = (
+            (architecture, config, lengths, machine),
+            {"critic": critic, "reference": reference},
+        )
         self._sampling: dict[tuple[int, int], Sampling] = {}
         self._training: dict[LayoutConfig, Training] = {}
 
@@ -103,7 +107,7 @@ class Estimator:
         if servers not in self._sampling:
             self._sampling[servers] = sampling_time(*self._of, tp=tp, replicas=replicas, memory=memory)
         if layout not in self._training:
-            self._training[layout] = training_time(*self._of, layout, critic=self._critic)
+            self._training[layout] = training_time(*self._of, layout, **self._others)
         num_gpus = layout.world_size + tp * replicas
         return StepTime(
             sampling=self._sampling[servers],

@@ -99,11 +99,13 @@ def training_time(
     layout: LayoutConfig,
     *,
     critic: Architecture | None = None,
+    reference: Architecture | None = None,
 ) -> Training:
-    """Training of a step. A critic has as many passes as the policy, one of them before the update."""
+    """Training of a step. A critic has as many passes as the policy, one of them before the update. reference: of a model of
+    its own, which has one; None: its pass is as the policy's."""
     batch = batch_of(config, lengths, layout)
     over, rollout = machine.hardware.overheads, config.rollout
-    models = [(architecture, scored_passes(config), True)]
+    models = [(architecture, scored_passes(config) - (reference is not None), True)]
     if critic is not None:
         models.append((critic, 1, False))
     score = compute = collectives = bubble = optimizer = 0.0
@@ -126,6 +128,12 @@ def training_time(
             for stage in range(layout.pp)
         )
         stages = [total + each.update for total, each in zip(stages, passes, strict=True)]
+    if reference is not None:
+        of_reference = [
+            _Passes(reference, config, machine, layout, batch, stage) for stage in range(layout.pp)
+        ]
+        of_score = bubble_share(layout, batch.microbatches * config.learner.minibatches)
+        score += max(each.forward for each in of_reference) * (1 + of_score)
     sampled = rollout.prompts_per_step * rollout.group_size * lengths.response
     return Training(
         score=score,

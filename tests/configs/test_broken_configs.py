@@ -472,7 +472,25 @@ TABLE = {
     ),
     "critic of another vocabulary": Broken(
         options="advantage={type: gae} critic.model={path: small-vocabulary}", field="critic.model.path", value="small-vocabulary",
-        error="a vocabulary of 32 tokens, the policy's has 64", fix="give a critic of the policy's model family",
+        error="a vocabulary of 32 tokens, the policy's has 64", fix="give one of the policy's model family",
+    ),
+    "a teacher without a coefficient": Broken(
+        options="kl={model: {path: dense}}", field="kl.model, kl.coefficient", value="0",
+        error="kl.model is the reference of a KL, which coefficient 0 leaves out", fix="set kl.coefficient",
+    ),
+    "a teacher of another vocabulary": Broken(
+        options="kl={coefficient: 1.0, model: {path: small-vocabulary}}", field="kl.model.path", value="small-vocabulary",
+        error="kl.model has a vocabulary of 32 tokens, the policy's has 64", fix="give one of the policy's model family",
+    ),
+    "a teacher that is not there": Broken(
+        options="kl={coefficient: 1.0, model: {path: dens}}", field="kl.model.path", value="dens", error="no such", fix="dense",
+    ),
+    "a critic that is not there": Broken(
+        options="advantage={type: gae} critic.model.path=dens", field="critic.model.path", value="dens", error="no such", fix="dense",
+    ),
+    "a teacher's template": Broken(
+        options="kl.coefficient=1.0 kl.model.path=dense kl.model.chat_template_kwargs.a=1",
+        field="kl.model.chat_template_kwargs", value="a", error="this model reads the policy's tokens", fix="remove it",
     ),
     "critic of fewer positions": Broken(
         options="advantage={type: gae} critic.model={path: few-positions}", field="learner.token_budget",
@@ -825,7 +843,7 @@ TABLE = {
     ),
     "arguments of a critic's template": Broken(
         options="advantage.type=gae critic.model.path=dense critic.model.chat_template_kwargs.a=1",
-        field="critic.model.chat_template_kwargs", value="a", error="the critic reads the policy's tokens", fix="remove it",
+        field="critic.model.chat_template_kwargs", value="a", error="this model reads the policy's tokens", fix="remove it",
     ),
     "tools without a template": Broken(
         options="task={type: jsonl, train_path: a.jsonl, tools_field: tools, apply_chat_template: false} reward={type: gsm8k}",

@@ -102,6 +102,33 @@ def test_the_update_replays_the_experts_of_the_pass_before_it(folder):
     )
 
 
+def test_a_teacher_scores_the_same_tokens_by_its_own_experts(folder, tmp_path):
+    """A reference from another folder: other layers, other experts, those of the policy's replay ignored."""
+    teacher = make_moe_model(tmp_path / "teacher", "qwen3_moe", num_hidden_layers=2, num_experts=6, seed=1)
+    config = config_of(folder, routing="old", minibatches=2)
+    kl = {"coefficient": 0.05, "model": {"path": teacher, "dtype": "float32"}}
+    learner = Learner(RunConfig.model_validate(config.model_dump() | {"kl": kl}))
+    packed = step(learner)[0].packed
+    assert packed.experts_TLK is not None
+    model, parts = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32), []
+    with torch.no_grad():
+        for tokens in packed.tokens_T.split(packed.lengths):
+            parts.append((model(tokens[None]).logits[0] / 0.7).log_softmax(-1))
+    wanted_T = torch.cat(parts).gather(1, packed.targets_T[:, None]).squeeze(1)
+    mask_T = packed.response_mask_T
+    assert (packed.ref_logprobs_T - wanted_T)[mask_T].abs().max() <= 1e-5
+    assert (packed.ref_logprobs_T - packed.old_logprobs_T)[mask_T].abs().max() > 0.1
+    adapters = RunConfig.model_validate(
+        config.model_dump()
+        | {"kl": kl, "learner": config.learner.model_dump() | {"lora": {"rank": 2, "targets": ["qkv"]}}}
+    )
+    with_adapters = step(Learner(adapters))[0].packed
+    assert torch.equal(with_adapters.ref_logprobs_T[mask_T], packed.ref_logprobs_T[mask_T])
+    small = make_moe_model(tmp_path / "small", "qwen3_moe", vocab_size=VOCAB - 1)
+    with pytest.raises(ValueError, match=r"kl.model has a vocabulary of 42 tokens, the policy's has 43"):
+        Learner(RunConfig.model_validate(config.model_dump() | {"kl": kl | {"model": {"path": small}}}))
+
+
 def test_a_recorded_batch_is_replayed_with_its_experts(folder, tmp_path):
     """The gradient of the step that recorded it, which has one minibatch."""
     platform.init_distributed(60.0)

@@ -298,6 +298,10 @@ def test_a_run_counts_reference_and_critic():
     work = work_of(config, "cuda", architecture)
     memory = learner_memory(architecture, layout, work, 0)
     assert memory.reference == memory.parameters
+    teacher = read_architecture(QWEN2 | {"num_hidden_layers": 56})
+    of_teacher = learner_memory(architecture, layout, work_of(config, "cuda", architecture, teacher), 0)
+    assert of_teacher.reference == 2 * stage_parameters(teacher, layout, 0)[0]
+    assert of_teacher.total - of_teacher.reference == memory.total - memory.reference
     # the critic has no output layer, but a head
     of_critic = stage_parameters(architecture, layout, 0)[0] - 76032 * 3584 + 3584
     assert memory.critic == 2 * of_critic + 4 * of_critic + 12 * of_critic // 4
