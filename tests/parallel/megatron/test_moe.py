@@ -192,8 +192,15 @@ def test_heads_of_latent_attention():
         (deepseek_config(v_head_dim=25), "v_head_dim=25; the first must be even, and the second at most 24"),
         (
             deepseek_config(rope_scaling={"type": "yarn", "factor": 4, "mscale_all_dim": "1"}),
-            "mscale_all_dim='1' and factor=4 in its rope parameters",
+            "mscale_all_dim='1' in its rope parameters",
         ),
+        (
+            deepseek_config(rope_scaling={"type": "yarn", "factor": 4, "mscale": 0, "mscale_all_dim": 1.0}),
+            "of which transformers and SGLang make different factors",
+        ),
+        (deepseek_config(num_nextn_predict_layers=[1]), r"num_nextn_predict_layers=\[1\]; it must be"),
+        (deepseek_config(num_nextn_predict_layers=-1), "num_nextn_predict_layers=-1; it must be"),
+        (deepseek_config(mlp_layer_types=3), "mlp_layer_types=3, which first_k_dense_replace=1 contradicts"),
         (glm_config(first_k_dense_replace=6), "first_k_dense_replace=6, which leaves none of the 6 layers"),
         (glm_config(n_shared_experts=0), "n_shared_experts=0; it must be"),
         (glm_config(routed_scaling_factor=None), "routed_scaling_factor=None; it must be"),
