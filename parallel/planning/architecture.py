@@ -30,6 +30,8 @@ class Experts:
     norm_topk: bool
     is_sparse: tuple[bool, ...]
     score: Literal["softmax", "sigmoid"] = "softmax"
+    float32_logits: bool = False
+    """Whether the router's logits are float32 whatever the model's dtype is, as in transformers and on SGLang's GPUs."""
     has_bias: bool = False
     """Whether experts are chosen by score + bias. The bias is kept as it was loaded: the loss has no gradient of it."""
     scale: float = 1.0
@@ -356,6 +358,7 @@ def _read_grouped_experts(
         norm_topk=bool(hf_config.get("norm_topk_prob", score == "sigmoid")),
         is_sparse=is_sparse,
         score=score,
+        float32_logits=True,
         has_bias=score == "sigmoid",
         scale=_read_positive_number(hf_config, "routed_scaling_factor", kind),
         shared_size=size * _read_size(hf_config, "n_shared_experts", kind),
