@@ -118,14 +118,14 @@ def _places_of_rank(own_TK: Tensor, group: dist.ProcessGroup | None) -> slice:
 class Router(TopKRouter):
     """The routing of transformers and SGLang: p_TE = softmax_E(x_TH W_EH^T), of which the K largest are the
     weights, with ``norm_topk`` divided by their sum; or p_TE = sigmoid(x_TH W_EH^T), of which those of the K largest
-    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``. Where experts have
-    groups they are of the token's ``top_groups`` best ones, by the largest of p_TE in each (DeepSeek-V2, arXiv 2405.04434,
-    2.2.2) or, of a sigmoid, by the sum of the two largest p_TE + b_E.
+    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``. Where experts have groups, the K are of the
+    token's ``top_groups`` best ones, by the largest p_TE of each (DeepSeek-V2, arXiv 2405.04434, 2.2.2), or of a sigmoid by
+    the sum of the two largest p_TE + b_E.
 
     The logits are in the model's dtype, as in transformers and SGLang, so that a bfloat16 learner and server choose alike;
-    from the softmax on numbers are float32. With ``float32_logits`` (DeepSeek, GLM) the logits are too. The
-    bias is a buffer: it has no gradient, and nothing here moves it to balance the experts, since servers would then
-    choose others. Megatron's own router takes the softmax of the chosen logits, which is the same only with
+    from the softmax on numbers are float32. With ``float32_logits`` (DeepSeek, GLM) the logits are too. The bias is a
+    buffer: it has no gradient, and nothing here moves it to balance the experts, since servers would then choose others.
+    Megatron's own router takes the softmax of the chosen logits, which is the same only with
     ``norm_topk``, and makes its bias on a GPU alone.
     """
 
