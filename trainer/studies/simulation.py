@@ -191,7 +191,7 @@ class _Sampler:
         assert packed_length(range(length)) == self._step.places
         more, token = divmod(sibling, self._vocab_size)
         tokens = np.full(length, token, dtype=TOKEN_IDS)  # another prompt for each
-        tokens[0] = more % self._vocab_size
+        tokens[0] = (token + more) % self._vocab_size
         start = length - self._step.response
         is_response = np.arange(length) >= start
         turn = Turn(
