@@ -182,9 +182,8 @@ def _transformer_engine_layer(architecture: Architecture, experts: Experts | Non
     if architecture.latent:
         from megatron.core.extensions.transformer_engine import TENorm
 
-        layer.input_layernorm = (
-            TENorm  # otherwise it is part of the product that gives queries, keys and values
-        )
+        # Otherwise it is part of the product that gives queries, keys and values.
+        layer.input_layernorm = TENorm
         layer.self_attention = _latent_attention(architecture)
     else:
         # Transformer Engine's own context parallelism pads every sequence to a multiple of 2 cp tokens.

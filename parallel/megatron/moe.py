@@ -118,14 +118,14 @@ def _places_of_rank(own_TK: Tensor, group: dist.ProcessGroup | None) -> slice:
 class Router(TopKRouter):
     """The routing of transformers and SGLang: p_TE = softmax_E(x_TH W_EH^T), of which the K largest are the
     weights, with ``norm_topk`` divided by their sum; or p_TE = sigmoid(x_TH W_EH^T), of which those of the K largest
-    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``. Where experts have
-    groups they are of the token's ``top_groups`` best ones, by the largest of p_TE in each (DeepSeek-V2, arXiv 2405.04434,
-    2.2.2) or, of a sigmoid, by the sum of the two largest p_TE + b_E.
+    p_TE + b_E are (DeepSeek-V3, arXiv 2412.19437, 2.1.2), times ``scale``. Where experts have groups, the K are of the
+    token's ``top_groups`` best ones, by the largest p_TE of each (DeepSeek-V2, arXiv 2405.04434, 2.2.2), or of a sigmoid by
+    the sum of the two largest p_TE + b_E.
 
-    The logits of a softmax are in the model's dtype, as in transformers and SGLang, so that a bfloat16 learner and
-    server choose alike; from the softmax on numbers are float32. Those of a sigmoid are float32 in all of them. The
-    bias is a buffer: it has no gradient, and nothing here moves it to balance the experts, since servers would then
-    choose others. Megatron's own router takes the softmax of the chosen logits, which is the same only with
+    The logits are in the model's dtype, as in transformers and SGLang, so that a bfloat16 learner and server choose alike;
+    from the softmax on numbers are float32. With ``float32_logits`` (DeepSeek, GLM) the logits are too. The bias is a
+    buffer: it has no gradient, and nothing here moves it to balance the experts, since servers would then choose others.
+    Megatron's own router takes the softmax of the chosen logits, which is the same only with
     ``norm_topk``, and makes its bias on a GPU alone.
     """
 
@@ -137,16 +137,18 @@ class Router(TopKRouter):
     def __init__(self, config: TransformerConfig, pg_collection=None, *, experts: Experts):
         super().__init__(config, pg_collection)
         self.norm_topk, self._is_sparse = experts.norm_topk, experts.is_sparse
-        self.score, self.scale = experts.score, experts.scale
+        self.score, self.scale, self.float32_logits = experts.score, experts.scale, experts.float32_logits
         self.num_groups, self.top_groups = experts.num_groups, experts.top_groups
         bias_E = torch.zeros(experts.num_experts, device=platform.device()) if experts.has_bias else None
         self.register_buffer("correction_bias", bias_E)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """p_TE, float32."""
-        if self.score == "sigmoid":
-            return F.linear(hidden.float(), self.weight.float()).flatten(0, -2).sigmoid()
-        return torch.softmax(F.linear(hidden, self.weight).flatten(0, -2), -1, dtype=torch.float32)
+        hidden, weight = (
+            (hidden.float(), self.weight.float()) if self.float32_logits else (hidden, self.weight)
+        )
+        logits_TE = F.linear(hidden, weight).flatten(0, -2)
+        return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(-1, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(weights [T, E] float32, zero where not chosen; chosen [T, E] bool)."""

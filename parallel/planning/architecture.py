@@ -30,6 +30,8 @@ class Experts:
     norm_topk: bool
     is_sparse: tuple[bool, ...]
     score: Literal["softmax", "sigmoid"] = "softmax"
+    float32_logits: bool = False
+    """Whether the router's logits are float32 whatever the model's dtype is, as in transformers and on SGLang's GPUs."""
     has_bias: bool = False
     """Whether experts are chosen by score + bias. The bias is kept as it was loaded: the loss has no gradient of it."""
     scale: float = 1.0
@@ -193,9 +195,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         rotary_size=rotary_size,
         latent=latent,
         experts=_read_experts(hf_config, kind, family, num_layers),
-        further_layers=int(hf_config.get("num_nextn_predict_layers") or 0)
-        if family.experts == "deepseek_v3"
-        else 0,
+        further_layers=_further_layers(hf_config) if family.experts == "deepseek_v3" else 0,
     )
 
 
@@ -230,13 +230,24 @@ def _yarn_scale(hf_config: Mapping[str, Any]) -> float:
     """0.1 m log(factor) + 1 of YaRN (arXiv 2309.00071) with m = ``mscale_all_dim``, by which DeepSeek's models multiply
     queries and keys; 1 without it."""
     rope = _rope(hf_config)
-    share, factor = rope.get("mscale_all_dim") or 0, rope.get("factor") or 1
-    if not all(type(number) in (int, float) and 0 <= number < math.inf for number in (share, factor)):
+    if _rope_type(hf_config) == "default":
+        return 1.0
+    one, all_dims = rope.get("mscale", 1), rope.get("mscale_all_dim") or 0
+    if (not one if all_dims else one != 1) or rope.get("attention_factor") is not None:
         raise ValueError(
-            f"config.json has mscale_all_dim={share!r} and factor={factor!r} in its rope parameters; they must be numbers of at least 0"
+            f"config.json has rope parameters {rope!r}, of which transformers and SGLang make different factors; they must have "
+            "both mscale and mscale_all_dim or neither, and no attention_factor"
         )
-    is_longer = _rope_type(hf_config) != "default" and factor > 1
-    return 0.1 * share * math.log(factor) + 1.0 if is_longer else 1.0
+    return 0.1 * all_dims * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+
+def _further_layers(hf_config: Mapping[str, Any]) -> int:
+    count = hf_config.get("num_nextn_predict_layers") or 0
+    if type(count) is not int or not 0 <= count <= MOST_LAYERS:
+        raise ValueError(
+            f"config.json has num_nextn_predict_layers={count!r}; it must be a whole number of at least 0, at most {MOST_LAYERS}"
+        )
+    return count
 
 
 def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
@@ -331,7 +342,7 @@ def _read_grouped_experts(
         )
     is_sparse = tuple(layer >= dense for layer in range(num_layers))
     kinds = hf_config.get("mlp_layer_types")
-    if kinds is not None and list(kinds) != ["sparse" if sparse else "dense" for sparse in is_sparse]:
+    if kinds is not None and kinds != ["sparse" if sparse else "dense" for sparse in is_sparse]:
         raise ValueError(
             f"config.json has mlp_layer_types={kinds!r}, which first_k_dense_replace={dense} contradicts; restore it"
         )
@@ -347,6 +358,7 @@ def _read_grouped_experts(
         norm_topk=bool(hf_config.get("norm_topk_prob", score == "sigmoid")),
         is_sparse=is_sparse,
         score=score,
+        float32_logits=True,
         has_bias=score == "sigmoid",
         scale=_read_positive_number(hf_config, "routed_scaling_factor", kind),
         shared_size=size * _read_size(hf_config, "n_shared_experts", kind),
@@ -395,13 +407,17 @@ def _read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
 
 def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
     check_rope_type(_rope_type(hf_config), kind)
+    _check_rope_numbers(hf_config, kind)
+    layer_types = hf_config.get("layer_types")
     score, methods = _BY_GROUPS.get(family.experts or "", ("", ()))
     grouped = bool(methods)
     refused = {
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
         # Mixtral has no use_sliding_window.
         "sliding_window": kind == "mixtral" and hf_config.get("sliding_window") is not None,
-        "layer_types": any(t != "full_attention" for t in hf_config.get("layer_types") or ()),
+        "layer_types": any(t != "full_attention" for t in layer_types)
+        if isinstance(layer_types, list)
+        else bool(layer_types),
         "attention_bias": family.qkv_bias is False and bool(hf_config.get("attention_bias")),
         "mlp_bias": bool(hf_config.get("mlp_bias")),
         "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
@@ -441,6 +457,28 @@ def _rope(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
     return rope
+
+
+_ROPE_NUMBERS = (
+    "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale",
+    "mscale_all_dim", "attention_factor",
+)  # fmt: skip
+
+
+def _check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
+    rope = _rope(hf_config)
+    if _rope_type(hf_config) != "default":
+        _read_positive_number(rope, "factor", kind)
+    numbers = {name: rope.get(name) for name in _ROPE_NUMBERS} | {
+        "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta"))
+    }
+    for name, value in numbers.items():
+        if value is None or (value == 0 and name.startswith("mscale")):  # without it
+            continue
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"config.json of a {kind} model has {name}={value!r} in its rope parameters; it must be a number above 0"
+            )
 
 
 def check_rope_type(rope_type: Any, model_type: str) -> None:

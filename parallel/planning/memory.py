@@ -346,7 +346,7 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     silu(gate), up, and their product: 5 b I / t.
     Experts on the rank's own T tokens (T / t under sequence parallelism), if the router spreads tokens evenly
     over ranks: for each chosen expert the token b H, 5 b I, and b I for the product times the router's weight;
-    8 bytes an expert for the router's probabilities and choice; a sigmoid's float32 copy of a 2-byte input, 4 H. A shared
+    8 bytes an expert for the router's probabilities and choice; of float32 logits a copy of a 2-byte input, 4 H. A shared
     expert of size S is an MLP on T tokens.
 
     A frozen matrix keeps no input. Beside adapters that of a matrix is therefore kept where it has one (``_inputs``), and
@@ -372,7 +372,7 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     if a.experts and is_sparse:
         e = a.experts
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
-        copied = 4 * a.hidden_size if e.score == "sigmoid" and b == 2 and not work.lora else 0
+        copied = 4 * a.hidden_size if e.float32_logits and b == 2 and not work.lora else 0
         kept += tokens * (4 if work.lora else 5) * b * e.shared_size // layout.tp
         return kept + rows * (
             e.experts_per_token * b * (inputs + 5 * e.intermediate_size) + 8 * e.num_experts + copied

@@ -92,7 +92,10 @@ def server_flops(architecture: Architecture, tp: int) -> Flops:
     layout = LayoutConfig(tp=tp, sp=architecture.experts is not None and tp > 1, dp=1)
     # Rows over t ranks: of t tokens each rank of a model with experts takes one.
     flops = forward_flops(architecture, layout, 0, Load(tokens=tp, pairs=tp, predicted=tp))
-    return Flops(matrices=flops.matrices // tp, attention=flops.attention // tp, output=flops.output // tp)
+    # But what it has whole of latent attention is multiplied by all of them.
+    of_others = 2 * architecture.num_layers * architecture.attention_numbers[1] * (tp - 1) if layout.sp else 0
+    matrices = (flops.matrices + of_others) // tp
+    return Flops(matrices=matrices, attention=flops.attention // tp, output=flops.output // tp)
 
 
 def decoder_of(

@@ -189,7 +189,9 @@ class _Sampler:
     def _trajectory(self, sibling: int) -> Trajectory:
         length = self._step.places + 1
         assert packed_length(range(length)) == self._step.places
-        tokens = np.full(length, sibling % self._vocab_size, dtype=TOKEN_IDS)  # another prompt for each
+        more, token = divmod(sibling, self._vocab_size)
+        tokens = np.full(length, token, dtype=TOKEN_IDS)  # another prompt for each
+        tokens[0] = (token + more) % self._vocab_size
         start = length - self._step.response
         is_response = np.arange(length) >= start
         turn = Turn(

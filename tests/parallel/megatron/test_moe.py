@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from typer.testing import CliRunner
@@ -111,7 +112,7 @@ def test_experts_of_a_config():
     assert found.qkv_bias and not found.qk_norm and (found.head_dim, found.rotary_size) == (16, 8)
     assert found.experts == Experts(
         num_experts=8, experts_per_token=2, intermediate_size=24, norm_topk=True, is_sparse=(False, *(True,) * 5),
-        score="sigmoid", has_bias=True, scale=2.5, shared_size=48,
+        score="sigmoid", float32_logits=True, has_bias=True, scale=2.5, shared_size=48,
     )  # fmt: skip
     in_rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
     found = read_architecture(glm_config(rope_parameters=in_rope, use_qk_norm=True, attention_bias=False))
@@ -192,8 +193,15 @@ def test_heads_of_latent_attention():
         (deepseek_config(v_head_dim=25), "v_head_dim=25; the first must be even, and the second at most 24"),
         (
             deepseek_config(rope_scaling={"type": "yarn", "factor": 4, "mscale_all_dim": "1"}),
-            "mscale_all_dim='1' and factor=4 in its rope parameters",
+            "mscale_all_dim='1' in its rope parameters",
         ),
+        (
+            deepseek_config(rope_scaling={"type": "yarn", "factor": 4, "mscale": 0, "mscale_all_dim": 1.0}),
+            "of which transformers and SGLang make different factors",
+        ),
+        (deepseek_config(num_nextn_predict_layers=[1]), r"num_nextn_predict_layers=\[1\]; it must be"),
+        (deepseek_config(num_nextn_predict_layers=-1), "num_nextn_predict_layers=-1; it must be"),
+        (deepseek_config(mlp_layer_types=3), "mlp_layer_types=3, which first_k_dense_replace=1 contradicts"),
         (glm_config(first_k_dense_replace=6), "first_k_dense_replace=6, which leaves none of the 6 layers"),
         (glm_config(n_shared_experts=0), "n_shared_experts=0; it must be"),
         (glm_config(routed_scaling_factor=None), "routed_scaling_factor=None; it must be"),
@@ -319,6 +327,22 @@ def test_a_sigmoid_router_chooses_like_that_of_transformers_in_bfloat16(tmp_path
     assert not torch.equal(is_chosen_TE, without_TE), "the bias decides"
     torch.testing.assert_close(weights_TE.gather(1, chosen_TK), wanted_TK, rtol=1e-6, atol=0)
     torch.testing.assert_close(weights_TE.sum(1), torch.full((500,), 1.5))  # routed_scaling_factor
+
+
+def test_a_router_of_deepseek_v2_chooses_like_that_of_transformers_in_bfloat16(tmp_path):
+    """By a softmax, but of float32 logits; within groups."""
+    changes = dict(n_routed_experts=16, num_experts_per_tok=4, first_k_dense_replace=0, num_hidden_layers=1)
+    changes |= {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+    engine = make_engine(make_moe_model(tmp_path / "m", "deepseek_v2", **changes), dtype="bfloat16")
+    router = engine.chunks[0].decoder.layers[0].mlp.router
+    other = DeepseekV2TopkRouter(AutoConfig.from_pretrained(tmp_path / "m"))
+    other.weight.data = router.weight.detach().clone()
+    hidden_TH = torch.randn(500, 1, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with torch.no_grad():
+        weights_TE, is_chosen_TE = router(hidden_TH)
+        _, wanted_TK, chosen_TK = other(hidden_TH.squeeze(1))
+    assert torch.equal(is_chosen_TE, torch.zeros_like(is_chosen_TE).scatter(1, chosen_TK, True))
+    torch.testing.assert_close(weights_TE.gather(1, chosen_TK), wanted_TK, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,10 @@ def test_a_config_without_a_model_type_lists_the_supported_ones(config):
         ),
         (dict(rope_scaling={"type": "longrope"}), "rope_type 'longrope'"),
         (dict(rope_scaling=[8]), r"rope parameters \[8\]"),
+        (dict(rope_scaling={"type": "yarn"}), "lacks 'factor'"),
+        (dict(rope_scaling={"type": "yarn", "factor": 4, "beta_fast": "32"}), "beta_fast='32' in its rope"),
+        (dict(rope_theta="1e4"), "rope_theta='1e4' in its rope"),
+        (dict(layer_types=3), "layer_types=3"),
         (dict(num_attention_heads="4"), "num_attention_heads='4'; it must be a whole number"),
         (dict(vocab_size=None), "vocab_size=None"),
         (dict(num_key_value_heads=0), "num_key_value_heads=0"),
@@ -114,7 +118,7 @@ def test_what_the_learner_cannot_compute_is_refused_by_name(change, message):
     [
         {},
         {"rope_scaling": None},
-        {"rope_scaling": {"rope_type": "yarn"}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_theta": 1e4}},
     ],
 )

@@ -43,7 +43,7 @@ GLM = dict(
 )  # fmt: skip
 LATENT = {name: GLM[name] for name in GLM if name not in ("attention_bias", "use_qk_norm")} | LATENT_FIELDS | {
     "q_lora_rank": 48, "kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 24,
-    "n_group": 1,
+    "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,

@@ -1,9 +1,12 @@
 """Seconds of sampling, by hand with round numbers."""
 
+from dataclasses import replace
+
 from configs.schema.run import RunConfig
+from parallel.planning.architecture import Experts, Latent
 from parallel.planning.decoding import Lengths
 from parallel.planning.machine import Machine
-from parallel.planning.sampling_time import decoder_of, sampling_time
+from parallel.planning.sampling_time import decoder_of, sampling_time, server_flops
 from tests.support.step_times import ALIKE, DENSE, ROUND, close, hardware, run_config, server
 
 
@@ -26,6 +29,17 @@ def test_sampling_by_hand():
     whole = sampled(run_config(rollout={"server_args": {"disable-radix-cache": True}}))
     assert whole.prefill == close(2 * found.prefill)
     assert sampled(run_config(), replicas=2).prefill == close(found.prefill / 2)
+
+
+def test_each_rank_of_a_server_computes_the_short_vectors_of_latent_attention():
+    """With 2 ranks each computes half of the rest, and all of H (q + r + R) numbers a layer."""
+    experts = Experts(
+        num_experts=4, experts_per_token=2, intermediate_size=64, norm_topk=True, is_sparse=(True,) * DENSE.num_layers
+    )  # fmt: skip
+    latent = Latent(query_rank=24, rank=16, value_dim=32, is_interleaved=True, scale=1.0)
+    a = replace(DENSE, experts=experts, latent=latent, rotary_size=8)
+    whole = 2 * a.num_layers * a.hidden_size * (24 + 16 + 8)
+    assert 2 * server_flops(a, 2).matrices == server_flops(a, 1).matrices + whole
 
 
 def test_overheads_of_sampling_by_hand():

@@ -2,6 +2,8 @@
 
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -9,13 +11,14 @@ from configs.schema import RunConfig
 from launch.commands.simulate import planned
 from parallel.planning.architecture import padded_vocab_size, read_architecture, read_hf_config
 from parallel.planning.flops import forward_flops, update_flops
-from parallel.planning.simulated import Part, SimulatedRank
+from parallel.planning.simulated import MadeStep, Part, SimulatedRank
 from parallel.planning.traffic import data_bytes, scored_passes, update_sent
 from tests.launch.studies.simulated import DENSE, small_config, small_model
 from tests.support.loads import whole_samples
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.moe_workers import make_moe_model
 from tests.support.simulation_workers import simulate_all, work_step
+from trainer.studies.simulation import _Sampler
 
 BUDGET = 96
 LAYOUTS = {
@@ -71,6 +74,10 @@ def configs(tmp_path_factory) -> dict[str, RunConfig]:
         ),
         "dense": small_config(small_model(folder / "dense")),
         "experts": small_config(small_model(folder / "experts", "qwen3_moe"), tp=2, sp=True, ep=2),
+        # Latent attention, and a pipeline whose last stage has one layer of three.
+        "latent": small_config(
+            make_moe_model(folder / "latent", "deepseek_v3", num_hidden_layers=3), tp=2, sp=True, pp=2
+        ),
     }
     return {name: config_of(folder, name) for name in LAYOUTS} | others
 
@@ -83,6 +90,8 @@ def simulated(configs) -> dict[tuple[str, int], SimulatedRank]:
         ("large", 4),
         ("dense", 0),
         ("experts", 0),
+        ("latent", 0),
+        ("latent", 2),
     ]
     return dict(zip(jobs, simulate_all([(configs[name], rank) for name, rank in jobs]), strict=True))
 
@@ -143,6 +152,8 @@ def test_flops_of_an_update_are_those_of_its_products(simulated, configs):
         ("large", (0,)),
         ("large", (4,)),
         ("experts", (0,)),
+        ("latent", (0,)),
+        ("latent", (2,)),
     ],
 )
 def test_flops_of_every_layout_are_the_plans(name, ranks, simulated, configs):
@@ -169,6 +180,8 @@ OF_PLAN = {
         ("tp2 sp", "tensor", 0.16),  # two layers: the embedding and the logits count
         ("large", "tensor", 0.08),
         ("experts", "tensor", 0.15),
+        ("latent", "tensor", 0.15),
+        ("latent", "pipeline", 0.01),
         ("pp2", "pipeline", 0.01),
         ("large", "pipeline", 0.01),
         ("cp2", "context", 0.01),
@@ -196,6 +209,13 @@ def test_what_a_rank_sends_is_the_plans_and_a_little_more(name, group, above, si
         passes = update_sent(*of, recompute=config.learner.recompute)
         plan = rank.step.microbatches * sum(each[group].bytes for each in passes)
     assert plan <= found <= (1 + above) * plan
+
+
+def test_samples_share_no_prompt_where_the_vocabulary_is_smaller_than_their_number():
+    step = MadeStep(microbatches=2, samples=4, places=6, response=3)
+    learner: Any = SimpleNamespace(engine=SimpleNamespace(architecture=SimpleNamespace(vocab_size=3)))
+    (group,) = _Sampler(step, 1, learner).next_groups().groups
+    assert len({trajectory.turns[0].prompt_digest for trajectory in group.trajectories}) == 8
 
 
 def planned_flops(config: RunConfig, rank: SimulatedRank) -> dict[str, int]:
