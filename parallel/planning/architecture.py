@@ -430,6 +430,8 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         "scoring_func": grouped and hf_config.get("scoring_func", score) != score,
         "topk_method": grouped and hf_config.get("topk_method", methods[0]) not in methods,
         "norm_topk_prob": score == "softmax" and bool(hf_config.get("norm_topk_prob")),
+        # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
+        "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),
         "moe_layer_freq": grouped and hf_config.get("moe_layer_freq", 1) != 1,
     }
     for name, is_set in refused.items():

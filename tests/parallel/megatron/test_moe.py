@@ -182,6 +182,18 @@ def test_heads_of_latent_attention():
             "n_group=4, which topk_method='greedy' contradicts",
         ),
         (deepseek_config(topk_group=None), "topk_group=None; it must be"),
+        (
+            deepseek_config(
+                model_type="deepseek_v2",
+                scoring_func="softmax",
+                topk_method="greedy",
+                norm_topk_prob=False,
+                n_group=1,
+                topk_group=1,
+                rope_interleave=False,
+            ),
+            "rope_interleave=False, which the learner does not compute; use a deepseek_v2",
+        ),
         (deepseek_config(moe_layer_freq=2), "moe_layer_freq=2, which the learner does not compute"),
         (
             {name: value for name, value in deepseek_config().items() if name != "topk_method"},
