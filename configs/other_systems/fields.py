@@ -40,7 +40,11 @@ _SERVER = "`rollout.server_args`, the arguments of SGLang's servers"
 _SERVERS = "`rollout.replicas`, the number of servers, each of `rollout.tp` GPUs"
 _REMOTE = "`reward={type: model, urls: [...]}`"
 _WEIGHT = "`correction`, a preset or a block; TRL's default is `correction={weight: {level: sequence, bound: mask, upper: 3}}`"
-_FROZEN = "no field: the reference of the KL is the model at the start of the run"
+_FROZEN = "no field: the reference of the KL stays what it is at the start"
+_REFERENCE = (
+    "`kl.model.path`, a Hugging Face folder; without it the reference is the model at the start of the run"
+)
+_TEACHER = "`kl={coefficient: 1.0, estimator: k2, model: {path: TEACHER}}`"
 _OFFLOADED = "no field: what leaves the GPU follows from `launch.placement`; colocated takes turns"
 _SAMPLES_KEPT = "`tracking.sample_groups`, the groups of a step whose samples are kept"
 _PACKED = "no field: sequences are packed without padding, up to `learner.token_budget`"
@@ -96,7 +100,10 @@ OTHER_FIELDS = {
     **dict.fromkeys(["reward_funcs", "custom_reward_function", "custom_rm_path", "rm_type", "reward_manager"], _REWARD),
     **dict.fromkeys(["rm_url", "remote_rm_url", "remote_url"], _REMOTE),
     **dict.fromkeys(["kl_coef", "init_kl_coef", "init_coef", "beta", "use_kl_loss", "use_kl_in_reward"], _KL),
-    **dict.fromkeys(["ref_load", "ref_update_interval", "sync_ref_model"], _FROZEN),
+    **dict.fromkeys(["ref_update_interval", "sync_ref_model"], _FROZEN),
+    **dict.fromkeys(["ref_load", "opd_teacher_load", "teacher_model_name_or_path"], _REFERENCE),
+    **dict.fromkeys(["use_opd", "opd_type"], _TEACHER),
+    "opd_kl_coef": _KL,
     **dict.fromkeys(["ppo_epochs", "num_iterations", "max_epochs"], _ONCE),
     **dict.fromkeys(
         ["scale_rewards", "norm_adv_by_std_in_grpo", "disable_grpo_std_normalization", "no_std_norm"], _NORMALISED
