@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.planning.architecture import check_rope_type, rotated_share
+from parallel.planning.config_fields import check_rope_type, rope_of, rotated_share
 from parallel.planning.families import SUPPORTED, family_of
 
 
@@ -27,7 +27,7 @@ def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
     """(theta, numbers of a head that are rotated) of a config.json with plain frequencies that names theta and the head's
     size. None for any other, such as one that leaves either to a default of transformers."""
     family = family_of(hf_config.get("model_type"))
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    rope = rope_of(hf_config)
     thetas = {
         fields["rope_theta"]
         for fields in (hf_config, rope)

@@ -2,13 +2,23 @@
 ``families.py``."""
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from parallel.planning.families import SUPPORTED, Family, family_of
+from parallel.planning.config_fields import (
+    check_rope_numbers,
+    check_rope_type,
+    read_field,
+    read_positive_number,
+    read_size,
+    rope_type_of,
+    rotary_size_of,
+    rotated_share,
+    yarn_scale,
+)
+from parallel.planning.families import Family, family_of
 
 ROTATED_IN_FLOAT32 = (64, 128, 256, 512)
 """Sizes of heads that SGLang 0.5.23 rotates on GPUs by a kernel of its own, with float32 tables and products
@@ -158,9 +168,9 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     family = family_of(kind)
     assert isinstance(kind, str)  # it is the name of a family
     _refuse_variants(hf_config, kind, family)
-    heads = _read_size(hf_config, "num_attention_heads", kind)
-    hidden_size = _read_size(hf_config, "hidden_size", kind)
-    num_layers = _read_size(hf_config, "num_hidden_layers", kind)
+    heads = read_size(hf_config, "num_attention_heads", kind)
+    hidden_size = read_size(hf_config, "hidden_size", kind)
+    num_layers = read_size(hf_config, "num_hidden_layers", kind)
     if num_layers > MOST_LAYERS:
         raise ValueError(
             f"config.json has num_hidden_layers={num_layers}, more than {MOST_LAYERS}; restore it"
@@ -168,7 +178,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     # Of latent attention every head has keys and values of its own.
     kv_heads = heads
     if not family.is_latent:
-        kv_heads = _read_size(hf_config, "num_key_value_heads", kind, default=heads)
+        kv_heads = read_size(hf_config, "num_key_value_heads", kind, default=heads)
     if heads % kv_heads:
         raise ValueError(
             f"config.json has num_attention_heads={heads}, not a multiple of num_key_value_heads={kv_heads}; restore it"
@@ -180,15 +190,15 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     latent, head_dim, rotary_size = _read_heads(hf_config, kind, family, hidden_size // heads)
     return Architecture(
         model_type=kind,
-        vocab_size=_read_size(hf_config, "vocab_size", kind),
+        vocab_size=read_size(hf_config, "vocab_size", kind),
         hidden_size=hidden_size,
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=_read_size(hf_config, "intermediate_size", kind),
-        norm_eps=_read_positive_number(hf_config, "rms_norm_eps", kind),
-        max_positions=_read_size(hf_config, "max_position_embeddings", kind),
+        intermediate_size=read_size(hf_config, "intermediate_size", kind),
+        norm_eps=read_positive_number(hf_config, "rms_norm_eps", kind),
+        max_positions=read_size(hf_config, "max_position_embeddings", kind),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
         qkv_bias=_has(hf_config, family.qkv_bias),
         qk_norm=_has(hf_config, family.qk_norm),
@@ -204,12 +214,12 @@ def _read_heads(
 ) -> tuple[Latent | None, int, int]:
     """(latent, head_dim, rotary_size). default: head_dim where config.json does not say."""
     if not family.is_latent:
-        head_dim = _read_size(hf_config, "head_dim", kind, default=default)
-        return None, head_dim, _rotary_size(hf_config, family, head_dim)
+        head_dim = read_size(hf_config, "head_dim", kind, default=default)
+        return None, head_dim, rotary_size_of(hf_config, family, head_dim)
     # head_dim is the size of the rotated part here, where transformers writes it.
-    rotary_size = _read_size(hf_config, "qk_rope_head_dim", kind)
-    head_dim = rotary_size + _read_size(hf_config, "qk_nope_head_dim", kind)
-    value_dim = _read_size(hf_config, "v_head_dim", kind)
+    rotary_size = read_size(hf_config, "qk_rope_head_dim", kind)
+    head_dim = rotary_size + read_size(hf_config, "qk_nope_head_dim", kind)
+    value_dim = read_size(hf_config, "v_head_dim", kind)
     if rotary_size % 2 or value_dim > head_dim:
         raise ValueError(
             f"config.json has qk_rope_head_dim={rotary_size} and v_head_dim={value_dim}; the first must be even, and the second at "
@@ -217,28 +227,13 @@ def _read_heads(
         )
     has_query_rank = hf_config.get("q_lora_rank") is not None
     latent = Latent(
-        query_rank=_read_size(hf_config, "q_lora_rank", kind) if has_query_rank else None,
-        rank=_read_size(hf_config, "kv_lora_rank", kind),
+        query_rank=read_size(hf_config, "q_lora_rank", kind) if has_query_rank else None,
+        rank=read_size(hf_config, "kv_lora_rank", kind),
         value_dim=value_dim,
         is_interleaved=bool(hf_config.get("rope_interleave", True)),
-        scale=head_dim**-0.5 * _yarn_scale(hf_config) ** 2,
+        scale=head_dim**-0.5 * yarn_scale(hf_config) ** 2,
     )
     return latent, head_dim, rotary_size
-
-
-def _yarn_scale(hf_config: Mapping[str, Any]) -> float:
-    """0.1 m log(factor) + 1 of YaRN (arXiv 2309.00071) with m = ``mscale_all_dim``, by which DeepSeek's models multiply
-    queries and keys; 1 without it."""
-    rope = _rope(hf_config)
-    if _rope_type(hf_config) == "default":
-        return 1.0
-    one, all_dims = rope.get("mscale", 1), rope.get("mscale_all_dim") or 0
-    if (not one if all_dims else one != 1) or rope.get("attention_factor") is not None:
-        raise ValueError(
-            f"config.json has rope parameters {rope!r}, of which transformers and SGLang make different factors; they must have "
-            "both mscale and mscale_all_dim or neither, and no attention_factor"
-        )
-    return 0.1 * all_dims * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
 
 
 def _further_layers(hf_config: Mapping[str, Any]) -> int:
@@ -255,28 +250,6 @@ def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
     return part if isinstance(part, bool) else bool(hf_config.get(part))
 
 
-def _rotary_size(hf_config: Mapping[str, Any], family: Family, head_dim: int) -> int:
-    size = int(head_dim * rotated_share(hf_config, family))
-    if size % 2 or size < 2:
-        raise ValueError(
-            f"config.json rotates {size} numbers of each head of {head_dim}, which are not pairs; restore its partial_rotary_factor"
-        )
-    return size
-
-
-def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
-    """The share of each head that is rotated: ``partial_rotary_factor`` of config.json or of its rope parameters."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
-    if share is None:
-        return family.rotated_share or 1.0
-    if type(share) not in (int, float) or not 0 < share <= 1:
-        raise ValueError(
-            f"config.json has partial_rotary_factor={share!r}; it must be a number above 0, at most 1"
-        )
-    return float(share)
-
-
 def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
     if family.experts in _BY_GROUPS:
         return _read_grouped_experts(hf_config, kind, family, num_layers)
@@ -285,7 +258,7 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_l
     elif family.experts == "qwen3_moe":
         size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
         dense = hf_config.get("mlp_only_layers") or ()
-        every = _read_size(hf_config, "decoder_sparse_step", kind, default=1)
+        every = read_size(hf_config, "decoder_sparse_step", kind, default=1)
     else:
         return None
     # Recent versions of transformers write Mixtral's name for either family.
@@ -300,7 +273,7 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_l
     return Experts(
         num_experts=count,
         experts_per_token=chosen,
-        intermediate_size=_read_size(hf_config, size_name, kind),
+        intermediate_size=read_size(hf_config, size_name, kind),
         norm_topk=norm_topk,
         is_sparse=is_sparse,
     )
@@ -319,7 +292,7 @@ def _read_grouped_experts(
     """Of DeepSeek's models and of GLM-4.5 and later, which name their fields alike."""
     count, chosen = _read_counts(hf_config, "n_routed_experts", kind)
     default = None if kind in _BY_GROUPS else 1  # SGLang has none for DeepSeek's models
-    groups, best = (_read_size(hf_config, name, kind, default=default) for name in ("n_group", "topk_group"))
+    groups, best = (read_size(hf_config, name, kind, default=default) for name in ("n_group", "topk_group"))
     if hf_config.get("topk_method") == "greedy" and groups > 1:
         raise ValueError(
             f"config.json has n_group={groups}, which topk_method='greedy' contradicts; restore it"
@@ -334,7 +307,7 @@ def _read_grouped_experts(
             f"config.json has n_group={groups} and topk_group={best}, which do not fit n_routed_experts={count} and "
             f"num_experts_per_tok={chosen}; restore it"
         )
-    dense = _read_field(hf_config, "first_k_dense_replace", kind)
+    dense = read_field(hf_config, "first_k_dense_replace", kind)
     if type(dense) is not int or not 0 <= dense < num_layers:
         raise ValueError(
             f"config.json has first_k_dense_replace={dense!r}, which leaves none of the {num_layers} layers with experts, or is no "
@@ -348,8 +321,8 @@ def _read_grouped_experts(
         )
     if kind in _BY_GROUPS:
         for name in ("topk_method", "scoring_func", "moe_layer_freq"):
-            _read_field(hf_config, name, kind)
-    size = _read_size(hf_config, "moe_intermediate_size", kind)
+            read_field(hf_config, name, kind)
+    size = read_size(hf_config, "moe_intermediate_size", kind)
     score = _BY_GROUPS[family.experts or ""][0]
     return Experts(
         num_experts=count,
@@ -360,8 +333,8 @@ def _read_grouped_experts(
         score=score,
         float32_logits=True,
         has_bias=score == "sigmoid",
-        scale=_read_positive_number(hf_config, "routed_scaling_factor", kind),
-        shared_size=size * _read_size(hf_config, "n_shared_experts", kind),
+        scale=read_positive_number(hf_config, "routed_scaling_factor", kind),
+        shared_size=size * read_size(hf_config, "n_shared_experts", kind),
         num_groups=groups,
         top_groups=best,
     )
@@ -369,8 +342,8 @@ def _read_grouped_experts(
 
 def _read_counts(hf_config: Mapping[str, Any], count_name: str, kind: str) -> tuple[int, int]:
     """(experts, experts of a token)."""
-    count = _read_size(hf_config, count_name, kind)
-    chosen = _read_size(hf_config, "num_experts_per_tok", kind)
+    count = read_size(hf_config, count_name, kind)
+    chosen = read_size(hf_config, "num_experts_per_tok", kind)
     if chosen > count:
         raise ValueError(
             f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it"
@@ -378,36 +351,9 @@ def _read_counts(hf_config: Mapping[str, Any], count_name: str, kind: str) -> tu
     return count, chosen
 
 
-def _read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: int | None = None) -> int:
-    """A whole number of at least 1; ``default``, if there is one, for a missing field or null."""
-    if default is not None and hf_config.get(name) is None:
-        return default
-    value = _read_field(hf_config, name, kind)
-    if type(value) is not int or value < 1:
-        raise ValueError(
-            f"config.json of a {kind} model has {name}={value!r}; it must be a whole number of at least 1"
-        )
-    return value
-
-
-def _read_positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> float:
-    value = _read_field(hf_config, name, kind)
-    if type(value) not in (int, float) or not 0 < value < math.inf:
-        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be a number above 0")
-    return float(value)
-
-
-def _read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
-    if name not in hf_config:
-        raise ValueError(
-            f"config.json of a {kind} model lacks {name!r}; restore the file that came with the model"
-        )
-    return hf_config[name]
-
-
 def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
-    check_rope_type(_rope_type(hf_config), kind)
-    _check_rope_numbers(hf_config, kind)
+    check_rope_type(rope_type_of(hf_config), kind)
+    check_rope_numbers(hf_config, kind)
     layer_types = hf_config.get("layer_types")
     score, methods = _BY_GROUPS.get(family.experts or "", ("", ()))
     grouped = bool(methods)
@@ -445,51 +391,6 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         raise ValueError(
             f"config.json has sliding_window={window!r}, which the learner does not compute, with max_position_embeddings={positions!r}; "
             f"set sliding_window to null and max_position_embeddings to at most {window!r}: up to that length both are the same"
-        )
-
-
-def _rope_type(hf_config: Mapping[str, Any]) -> Any:
-    """The rope_type under ``rope_parameters``, or in older files under ``rope_scaling``, also as ``type``."""
-    rope = _rope(hf_config)
-    return rope.get("rope_type") or rope.get("type") or "default"
-
-
-def _rope(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
-    return rope
-
-
-_ROPE_NUMBERS = (
-    "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale",
-    "mscale_all_dim", "attention_factor",
-)  # fmt: skip
-
-
-def _check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
-    rope = _rope(hf_config)
-    if _rope_type(hf_config) != "default":
-        _read_positive_number(rope, "factor", kind)
-    numbers = {name: rope.get(name) for name in _ROPE_NUMBERS} | {
-        "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta"))
-    }
-    for name, value in numbers.items():
-        if value is None or (value == 0 and name.startswith("mscale")):  # without it
-            continue
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(
-                f"config.json of a {kind} model has {name}={value!r} in its rope parameters; it must be a number above 0"
-            )
-
-
-def check_rope_type(rope_type: Any, model_type: str) -> None:
-    """Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope), or that the
-    family has not."""
-    supported = SUPPORTED[model_type].rope_types
-    if rope_type not in supported:
-        raise ValueError(
-            f"rope_type {rope_type!r} of this {model_type} model is not supported; supported are {', '.join(supported)}"
         )
 
 

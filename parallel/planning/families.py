@@ -3,7 +3,7 @@
 The page docs/model.md has both tables; a test compares it with this file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -41,6 +41,14 @@ _LATENT = (
 )
 _IN_GROUPS = "within the best groups where there are groups, and a shared expert"
 _GROUPED = f"first layers dense, then experts by sigmoid with a frozen correction bias, {_IN_GROUPS}; MTP layers are left out"
+_DEEPSEEK_V3 = Family(
+    title="DeepSeek-V3, V3.1 and R1, in bfloat16",
+    layers=f"{_LATENT}; {_GROUPED}",
+    is_latent=True,
+    rope_types=("default", "yarn"),
+    experts="deepseek_v3",
+)
+
 SUPPORTED: dict[str, Family] = {
     "qwen2": Family(
         title="Qwen2 and Qwen2.5, dense",
@@ -87,20 +95,8 @@ SUPPORTED: dict[str, Family] = {
         rope_types=("default", "yarn"),
         experts="deepseek_v2",
     ),
-    "deepseek_v3": Family(
-        title="DeepSeek-V3, V3.1 and R1, in bfloat16",
-        layers=f"{_LATENT}; {_GROUPED}",
-        is_latent=True,
-        rope_types=("default", "yarn"),
-        experts="deepseek_v3",
-    ),
-    "glm4_moe_lite": Family(
-        title="GLM-4.7-Flash",
-        layers=f"{_LATENT}; {_GROUPED}",
-        is_latent=True,
-        rope_types=("default", "yarn"),
-        experts="deepseek_v3",
-    ),
+    "deepseek_v3": _DEEPSEEK_V3,
+    "glm4_moe_lite": replace(_DEEPSEEK_V3, title="GLM-4.7-Flash"),
 }
 
 _OWN_TOKENIZER = (

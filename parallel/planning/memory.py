@@ -228,9 +228,9 @@ def stage_parameters(
     """Parameters on one rank of a stage: (those of no expert, the experts').
 
     A layer: qkv and projection (``Architecture.attention_numbers``), with a bias (A + 2 K) D / t in Qwen2; two norms 2 H;
-    those inside attention, such as 2 D of queries and keys in Qwen3; an MLP 3 H I / t, or a router H E and E / ep whole experts of 3 H
-    I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not counted. The
-    first stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied
+    those inside attention, such as 2 D of queries and keys in Qwen3; an MLP 3 H I / t, or a router H E and E / ep
+    whole experts of 3 H I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not
+    counted. The first stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied
     model shares with the embedding if both are on one stage. ``output=False``: a critic, whose output layer is a
     head of H.
     """

@@ -1,0 +1,124 @@
+"""Fields of a model's config.json: numbers, and what its rotary frequencies follow from. Without torch.
+
+Functions raise a ValueError that names the field, its value and the fix. ``architecture.py`` makes a model of them.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from parallel.planning.families import SUPPORTED, Family
+
+_ROPE_NUMBERS = (
+    "rope_theta", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "low_freq_factor", "high_freq_factor", "mscale",
+    "mscale_all_dim", "attention_factor",
+)  # fmt: skip
+"""The numbers of rope parameters."""
+
+
+def read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: int | None = None) -> int:
+    """A whole number of at least 1; ``default``, if there is one, for a missing field or null."""
+    if default is not None and hf_config.get(name) is None:
+        return default
+    value = read_field(hf_config, name, kind)
+    if type(value) is not int or value < 1:
+        raise ValueError(
+            f"config.json of a {kind} model has {name}={value!r}; it must be a whole number of at least 1"
+        )
+    return value
+
+
+def read_positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> float:
+    """A finite number above 0."""
+    value = read_field(hf_config, name, kind)
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be a number above 0")
+    return float(value)
+
+
+def read_field(hf_config: Mapping[str, Any], name: str, kind: str) -> Any:
+    """A field that the file must have, of a model of model_type ``kind``."""
+    if name not in hf_config:
+        raise ValueError(
+            f"config.json of a {kind} model lacks {name!r}; restore the file that came with the model"
+        )
+    return hf_config[name]
+
+
+def rotary_size_of(hf_config: Mapping[str, Any], family: Family, head_dim: int) -> int:
+    """The numbers of each head, from the first, that are rotated."""
+    size = int(head_dim * rotated_share(hf_config, family))
+    if size % 2 or size < 2:
+        raise ValueError(
+            f"config.json rotates {size} numbers of each head of {head_dim}, which are not pairs; restore its partial_rotary_factor"
+        )
+    return size
+
+
+def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
+    """The share of each head that is rotated: ``partial_rotary_factor`` of config.json or of its rope parameters."""
+    rope = rope_of(hf_config)
+    share = rope.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
+    if share is None:
+        return family.rotated_share or 1.0
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(
+            f"config.json has partial_rotary_factor={share!r}; it must be a number above 0, at most 1"
+        )
+    return float(share)
+
+
+def yarn_scale(hf_config: Mapping[str, Any]) -> float:
+    """0.1 m log(factor) + 1 of YaRN (arXiv 2309.00071) with m = ``mscale_all_dim``, by which DeepSeek's models multiply
+    queries and keys; 1 without it."""
+    rope = rope_of(hf_config)
+    if rope_type_of(hf_config) == "default":
+        return 1.0
+    one, all_dims = rope.get("mscale", 1), rope.get("mscale_all_dim") or 0
+    if (not one if all_dims else one != 1) or rope.get("attention_factor") is not None:
+        raise ValueError(
+            f"config.json has rope parameters {rope!r}, of which transformers and SGLang make different factors; they must have "
+            "both mscale and mscale_all_dim or neither, and no attention_factor"
+        )
+    return 0.1 * all_dims * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
+
+
+def check_rope_type(rope_type: Any, model_type: str) -> None:
+    """Raises ValueError for a rope_type whose frequencies depend on the sequence length (dynamic, longrope), or that the
+    family has not."""
+    supported = SUPPORTED[model_type].rope_types
+    if rope_type not in supported:
+        raise ValueError(
+            f"rope_type {rope_type!r} of this {model_type} model is not supported; supported are {', '.join(supported)}"
+        )
+
+
+def check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError for numbers of the rope parameters that are missing or none."""
+    rope = rope_of(hf_config)
+    if rope_type_of(hf_config) != "default":
+        read_positive_number(rope, "factor", kind)
+    numbers = {name: rope.get(name) for name in _ROPE_NUMBERS} | {
+        "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta"))
+    }
+    for name, value in numbers.items():
+        if value is None or (value == 0 and name.startswith("mscale")):  # without it
+            continue
+        if type(value) not in (int, float) or not 0 < value < math.inf:
+            raise ValueError(
+                f"config.json of a {kind} model has {name}={value!r} in its rope parameters; it must be a number above 0"
+            )
+
+
+def rope_type_of(hf_config: Mapping[str, Any]) -> Any:
+    """The rope_type under ``rope_parameters``, or in older files under ``rope_scaling``, also as ``type``."""
+    rope = rope_of(hf_config)
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``rope_parameters``, or in older files ``rope_scaling``; empty where there are none."""
+    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    if not isinstance(rope, Mapping):
+        raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
+    return rope
