@@ -27,6 +27,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -43,6 +45,11 @@ _GROUPED = _EXPERTS | {
 }  # fmt: skip
 _LATENT = _GROUPED | {
     "num_key_value_heads": 4, "head_dim": 16, "kv_lora_rank": 32, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32,
+}  # fmt: skip
+_RECURRENT = {
+    "full_attention_interval": 2,  # which SGLang reads
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
 }  # fmt: skip
 _DENSE = {"intermediate_size": 384, "tie_word_embeddings": True}
 FAMILIES = {
@@ -86,6 +93,7 @@ FAMILIES = {
         Glm4MoeLiteForCausalLM,
         _LATENT | {"q_lora_rank": 48, "rms_norm_eps": 1e-6},
     ),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _DENSE | _RECURRENT),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, _DENSE),
     "llama": (LlamaConfig, LlamaForCausalLM, _DENSE),
     "mistral": (MistralConfig, MistralForCausalLM, _DENSE | {"sliding_window": None}),

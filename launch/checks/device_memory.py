@@ -9,7 +9,7 @@ items that are not listed there is unknown.
 import csv
 import subprocess
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -66,7 +66,7 @@ class Need:
     @property
     def on_one_machine(self) -> int:
         """Bytes of all processes, where they share the memory of one machine without GPUs."""
-        server_rank = self.server.weights + self.cpu_cache if self.server else 0
+        server_rank = self.server.weights + self.server.states + self.cpu_cache if self.server else 0
         return self.learner_total + self.num_server_ranks * server_rank
 
 
@@ -144,6 +144,8 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
         )
         num_server_ranks = rollout.replicas * rollout.tp
         cpu_cache = server.kv_bytes_per_token * (rollout.max_total_tokens or CPU_CACHE_TOKENS)
+        if device.kind == "cpu":
+            server = replace(server, states=server.state_bytes_per_response * rollout.max_concurrency)
     copies = layout.tp * layout.cp * layout.dp_size if stages else 0
     return Need(
         learner=max(stages, key=lambda stage: stage.total, default=None),
@@ -202,7 +204,7 @@ def _machine_finding(
     if need.learner:
         parts.append(f"{_ranks_text(config.layout.world_size, 'learner')} {size(need.learner_total)}")
     if need.server:
-        each = size(need.server.weights + need.cpu_cache)
+        each = size(need.server.weights + need.server.states + need.cpu_cache)
         parts.append(f"{_ranks_text(need.num_server_ranks, 'server')} {each} each")
     field = _most_saving_field(config, device, need, runs)
     error = f"the processes need {size(need.on_one_machine)} ({', '.join(parts)}), more than the {device.text}, which has no GPU"
@@ -227,7 +229,7 @@ def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need
         saved[field] = need.learner_total - least_need.learner_total
     if need.server is not None and isinstance(config, RunConfig):
         replicas = config.rollout.replicas
-        all_servers = need.num_server_ranks * (need.server.weights + need.cpu_cache)
+        all_servers = need.num_server_ranks * (need.server.weights + need.server.states + need.cpu_cache)
         saved["rollout.replicas"] = all_servers * (replicas - 1) // replicas
         saved["rollout.max_total_tokens"] = need.num_server_ranks * need.cpu_cache
     return max(saved, key=lambda field: saved[field])
@@ -339,7 +341,7 @@ def _server_lines(server: RolloutMemory, cpu_cache: int, device: Device) -> list
     items = [("weights", server.weights)]
     if device.kind == "cpu":
         items.append((f"cache for {cpu_cache // server.kv_bytes_per_token:,} tokens", cpu_cache))
-        title = f": {memory.size_text(server.weights + cpu_cache)}"
+        title = f": {memory.size_text(server.weights + server.states + cpu_cache)}"
     elif device.bytes is None:
         title = f", beside its cache, of {device.name}"
     else:
@@ -348,6 +350,8 @@ def _server_lines(server: RolloutMemory, cpu_cache: int, device: Device) -> list
         if server.unused:
             items.append(("unused, by rollout.max_total_tokens", server.unused))
         title = f": all of the {device.text}"
+    if server.states and server.responses is not None:
+        items.insert(2, (f"states of {server.responses:,} responses at once", server.states))
     each = memory.size_text(server.kv_bytes_per_token)
     return [
         f"memory of a server rank{title}",

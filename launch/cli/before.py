@@ -191,6 +191,7 @@ def make_tiny_model(
             "deepseek_v2",
             "deepseek_v3",
             "glm4_moe_lite",
+            "qwen3_5_text",
             "qwen2",
             "llama",
             "mistral",

@@ -219,5 +219,7 @@ def server_text(server: RolloutMemory) -> str:
     """The memory of a server rank as text."""
     size = memory.size_text
     cache = f"{size(server.kv_cache)} of cache for {server.tokens:,} tokens"
+    if server.responses is not None:
+        cache += f", {size(server.states)} of states of {server.responses:,} responses at once"
     unused = f", {size(server.unused)} unused by rollout.max_total_tokens" if server.unused else ""
     return f"{size(server.weights)} of weights, {cache}, {size(server.reserved)} left to SGLang's activations{unused}"

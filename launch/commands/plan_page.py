@@ -139,7 +139,11 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
     rows: list[tuple[str, Mapping[str, int]]] = [
         (f"learner, stage {memory.stage}", at_its_peak(memory)) for memory in _some(stages)
     ]
-    of_server = {"weights": server.weights, "cache": server.kv_cache, "reserved": server.reserved}
+    of_server = {
+        "weights": server.weights,
+        "cache": server.kv_cache + server.states,
+        "reserved": server.reserved,
+    }
     rows.append(("a server's rank", of_server))
     figure, axes = _figure(len(rows))
     for place, (_, items) in enumerate(rows):

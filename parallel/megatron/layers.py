@@ -6,6 +6,7 @@ mathematics. That handles every static rope_type of transformers exactly, on pac
 Python loop over them.
 """
 
+from copy import copy
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -26,14 +27,16 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from numerics.delta_rule import ChunkPlan
 from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.latent_attention import LatentAttention
+from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.planning.architecture import Architecture, Experts, last_stage_layers
+from parallel.planning.architecture import Architecture, Experts, Recurrent, last_stage_layers
 
 
 @dataclass(kw_only=True)
@@ -45,6 +48,8 @@ class PackedSequences(PackedSeqParams):
     cos_T1F: Tensor
     sin_T1F: Tensor
     routing: moe.Routing | None = None
+    chunks: ChunkPlan | None = None
+    """For gated delta nets."""
 
 
 class RMSNorm(nn.Module):
@@ -61,6 +66,13 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
+
+
+class CentredRMSNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, which a dtype of two bytes would round."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
 class AlignedRMSNorm(RMSNorm):
@@ -103,7 +115,9 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
-    if pieces is not None:
+    if architecture.recurrent is not None:
+        make_layer, norm = partial(_local_layer, norm=CentredRMSNorm), CentredRMSNorm
+    elif pieces is not None:
         make_layer, norm = partial(_aligned_layer, pieces), AlignedRMSNorm
     elif lora is not None:
         make_layer = partial(_adaptable_layer, config.params_dtype)
@@ -114,12 +128,20 @@ def block_spec(
     first = get_transformer_layer_offset(config, vp_stage)
     experts = architecture.experts
     is_sparse = experts.is_sparse if experts else (False,) * architecture.num_layers
-    is_sparse = is_sparse[first : first + get_num_layers_to_build(config, vp_stage)]
+    mine = slice(first, first + get_num_layers_to_build(config, vp_stage))
+    is_sparse = is_sparse[mine]
     layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
     if lora is not None:
         for sparse, layer in layers.items():
             add_adapters(layer, lora, has_experts=sparse)
-    return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
+    specs = [layers[sparse] for sparse in is_sparse]
+    if (recurrent := architecture.recurrent) is not None:
+        is_recurrent = recurrent.is_recurrent[mine]
+        specs = [
+            _with_delta_net(spec, recurrent) if r else spec
+            for spec, r in zip(specs, is_recurrent, strict=True)
+        ]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
 def _local_layer(
@@ -143,9 +165,18 @@ def _local_layer(
         parts.core_attention = attention
         if architecture.qk_norm:
             parts.q_layernorm = parts.k_layernorm = norm
+        if architecture.recurrent is not None:
+            layer.self_attention.module = GatedSelfAttention
     if experts:
         moe.use_router(spec, experts)
     return spec
+
+
+def _with_delta_net(layer: ModuleSpec, recurrent: Recurrent) -> ModuleSpec:
+    """The layer with a gated delta net in place of its attention."""
+    submodules: Any = copy(layer.submodules)
+    submodules.self_attention = ModuleSpec(GatedDeltaNet, {"recurrent": recurrent})
+    return ModuleSpec(layer.module, layer.params, submodules)
 
 
 def _latent_attention(architecture: Architecture) -> ModuleSpec:
@@ -280,6 +311,9 @@ def transformer_config(
         activation_func=aligned.silu if is_aligned else F.silu,
         add_qkv_bias=architecture.qkv_bias,
         qk_layernorm=architecture.qk_norm,
+        attention_output_gate=architecture.recurrent is not None,
+        # Layers of two kinds each have a place of their own in a checkpoint.
+        hetereogenous_dist_checkpoint=architecture.recurrent is not None,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype == torch.bfloat16,

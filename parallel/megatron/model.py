@@ -19,6 +19,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from numerics.delta_rule import plan_chunks
 from parallel.kept_sets import KeptSets
 from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, plan_packing, rotary_tables
@@ -74,9 +75,11 @@ class PackedGPTModel(GPTModel):
         self.attention_factor = backbone.attention_factor
         # Attention of Transformer Engine and of context parallelism, and that of ``numerics``, take whole sequences.
         has_transformer_engine = platform.uses_transformer_engine(config.params_dtype)
-        self.uses_transformer_engine = has_transformer_engine and architecture.latent is None
+        is_own = architecture.latent is not None or architecture.recurrent is not None
+        self.uses_transformer_engine = has_transformer_engine and not is_own
         is_whole = self.uses_transformer_engine or config.context_parallel_size > 1
-        self.shares_prompts = not is_whole and backbone.pieces is None
+        # A gated delta net would need the state at a prompt's end for each of its samples.
+        self.shares_prompts = not is_whole and backbone.pieces is None and architecture.recurrent is None
         self.lora = backbone.lora
         if self.lora is not None:
             freeze_base(self)
@@ -135,6 +138,7 @@ class PackedGPTModel(GPTModel):
             plan=plan,
             cos_T1F=cos_T1F,
             sin_T1F=sin_T1F,
+            chunks=None if self.architecture.recurrent is None else plan_chunks(plan.cu_seqlens, device),
             routing=_recording(plan, experts_TLK)
             if records
             else _replay(plan, experts_TLK, is_replayed_T, counted_T),

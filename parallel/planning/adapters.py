@@ -43,10 +43,11 @@ def adapter_parameters(architecture: Architecture, layout: LayoutConfig, lora: L
 
 def check_lora(lora: LoraConfig, architecture: Architecture) -> None:
     """Raises ValueError for adapters that the model cannot have."""
-    if architecture.latent:
+    if architecture.latent or architecture.recurrent:
+        kind = "latent attention" if architecture.latent else "gated delta nets (linear attention)"
         raise ValueError(
-            f"learner.lora: adapters of latent attention are not built, and this {architecture.model_type} has it; train every weight "
-            "(learner.lora=null)"
+            f"learner.lora: adapters of {kind} are not built, and this {architecture.model_type} has "
+            f"{'it' if architecture.latent else 'them'}; train every weight (learner.lora=null)"
         )
     if architecture.experts and {"fc1", "fc2"} & set(lora.targets):
         raise ValueError(

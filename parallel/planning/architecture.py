@@ -24,6 +24,9 @@ ROTATED_IN_FLOAT32 = (64, 128, 256, 512)
 """Sizes of heads that SGLang 0.5.23 rotates on GPUs by a kernel of its own, with float32 tables and products
 (``RotaryEmbedding.__init__``). Heads of other sizes, and all on CPU, get tables and products in the model's dtype."""
 
+CHUNK = 64
+"""Tokens of a chunk of the gated delta rule (``numerics/delta_rule.py``)."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
@@ -48,6 +51,8 @@ class Experts:
     """By which the weights are multiplied at last."""
     shared_size: int = 0
     """Intermediate size of the MLP that every token goes through beside its experts; 0: there is none."""
+    has_shared_gate: bool = False
+    """Whether the sigmoid of a product of each token multiplies that MLP's output."""
     num_groups: int = 1
     """Groups of equally many experts, in their order. A token's experts are of its ``top_groups`` best groups, by the best
     expert of each, or with a sigmoid by the sum of the two best."""
@@ -76,6 +81,39 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recurrent:
+    """Layers whose state is a matrix of each head, not the keys and values of all tokens: gated delta nets (linear attention;
+    arXiv 2412.06464). Value heads share key heads, as many neighbours each.
+
+    The model's other layers have attention with a gate at its output, and all its norms but those of gated delta nets
+    multiply by 1 + weight.
+    """
+
+    is_recurrent: tuple[bool, ...]
+    """Per layer."""
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Numbers of a head of a query or key."""
+    value_dim: int
+    """Numbers of a value's head."""
+    width: int
+    """Tokens that the convolution sees, itself included."""
+
+    @property
+    def convolved(self) -> int:
+        """Numbers of queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    @property
+    def group_rows(self) -> tuple[int, ...]:
+        """Of a key head: the numbers of its query, its key, its value heads and their gates, steps and decays."""
+        shared = self.value_heads // self.key_heads
+        values = shared * self.value_dim
+        return self.key_dim, self.key_dim, values, values, shared, shared
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """The numbers of config.json that decide the model. ``vocab_size`` has no padding rows.
 
@@ -100,6 +138,8 @@ class Architecture:
     """Numbers of each head, from the first, that are rotated."""
     latent: Latent | None = None
     """None: keys and values are products of the hidden state."""
+    recurrent: Recurrent | None = None
+    """None: every layer has attention."""
     experts: Experts | None = None
     """None for a dense model."""
     further_layers: int = 0
@@ -120,23 +160,44 @@ class Architecture:
     def attention_numbers(self) -> tuple[int, int]:
         """Numbers of a layer's attention matrices: (those that tensor-parallel ranks split, those that each has whole).
 
-        H (A + 2 K) D and A D H; of latent attention, with a query rank q (H where there is none), rank r and values of V,
-        q A D, r A (D - R + V) and A V H, and whole H (q + r + R).
+        H (A + 2 K) D and A D H, with a gate H A D more; of latent attention, with a query rank q (H where there is none), rank
+        r and values of V, q A D, r A (D - R + V) and A V H, and whole H (q + r + R).
         """
         heads, h = self.num_heads, self.hidden_size
         if self.latent is None:
-            return h * (heads + 2 * self.num_kv_heads) * self.head_dim + heads * self.head_dim * h, 0
+            with_gates = 2 if self.recurrent is not None else 1
+            product = h * (with_gates * heads + 2 * self.num_kv_heads) * self.head_dim
+            return product + heads * self.head_dim * h, 0
         latent, of_queries = self.latent, self.latent.query_rank or 0
         both = self.head_dim - self.rotary_size + latent.value_dim
         split = (of_queries or h) * heads * self.head_dim + latent.rank * heads * both
         return split + heads * latent.value_dim * h, h * (of_queries + latent.rank + self.rotary_size)
 
+    def is_recurrent(self, layer: int) -> bool:
+        return self.recurrent is not None and self.recurrent.is_recurrent[layer]
+
     @property
-    def attention_norms(self) -> int:
-        """Numbers of the norms inside a layer's attention."""
+    def num_attentions(self) -> int:
+        """Layers with attention, which a server keeps keys and values for."""
+        return self.num_layers - (sum(self.recurrent.is_recurrent) if self.recurrent is not None else 0)
+
+    def mixer_numbers(self, layer: int) -> tuple[int, int]:
+        """``attention_numbers``, or those of the layer's gated delta net: H of each number that it makes of a token, and its
+        outputs A V H."""
+        r = self.recurrent
+        if r is None or not r.is_recurrent[layer]:
+            return self.attention_numbers
+        return self.hidden_size * (r.key_heads * sum(r.group_rows) + r.value_heads * r.value_dim), 0
+
+    def mixer_vectors(self, layer: int) -> tuple[int, int]:
+        """Further numbers of a layer's attention or gated delta net, split and whole: biases, convolutions and norms."""
+        r = self.recurrent
+        if r is not None and r.is_recurrent[layer]:
+            return r.convolved * r.width + 2 * r.value_heads, r.value_dim
+        bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
         if self.latent is not None:
-            return (self.latent.query_rank or 0) + self.latent.rank
-        return 2 * self.head_dim if self.qk_norm else 0
+            return bias, (self.latent.query_rank or 0) + self.latent.rank
+        return bias, 2 * self.head_dim if self.qk_norm else 0
 
 
 MOST_LAYERS = 10_000
@@ -188,6 +249,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
             f"config.json has hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
         )
     latent, head_dim, rotary_size = _read_heads(hf_config, kind, family, hidden_size // heads)
+    recurrent = _read_recurrent(hf_config, kind, num_layers) if family.is_recurrent else None
     return Architecture(
         model_type=kind,
         vocab_size=read_size(hf_config, "vocab_size", kind),
@@ -204,6 +266,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         qk_norm=_has(hf_config, family.qk_norm),
         rotary_size=rotary_size,
         latent=latent,
+        recurrent=recurrent,
         experts=_read_experts(hf_config, kind, family, num_layers),
         further_layers=_further_layers(hf_config) if family.experts == "deepseek_v3" else 0,
     )
@@ -234,6 +297,40 @@ def _read_heads(
         scale=head_dim**-0.5 * yarn_scale(hf_config) ** 2,
     )
     return latent, head_dim, rotary_size
+
+
+def _read_recurrent(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Recurrent:
+    kinds = hf_config.get("layer_types")
+    if "full_attention_interval" not in hf_config and isinstance(kinds, list) and "full_attention" in kinds:
+        raise ValueError(
+            f"config.json of a {kind} model lacks 'full_attention_interval', which SGLang reads; add it: by its layer_types it is "
+            f"{kinds.index('full_attention') + 1}"
+        )
+    every = read_size(hf_config, "full_attention_interval", kind)
+    is_recurrent = tuple((layer + 1) % every != 0 for layer in range(num_layers))
+    if kinds is not None and kinds != ["linear_attention" if r else "full_attention" for r in is_recurrent]:
+        raise ValueError(
+            f"config.json has layer_types={kinds!r}, which full_attention_interval={every} contradicts; restore it"
+        )
+    if len(set(is_recurrent)) == 1:
+        raise ValueError(
+            f"config.json has full_attention_interval={every} and {num_layers} layers, which gives layers of one kind alone; restore it"
+        )
+    key_heads, value_heads = (
+        read_size(hf_config, f"linear_num_{part}_heads", kind) for part in ("key", "value")
+    )
+    if value_heads % key_heads:
+        raise ValueError(
+            f"config.json has linear_num_value_heads={value_heads}, not a multiple of linear_num_key_heads={key_heads}; restore it"
+        )
+    return Recurrent(
+        is_recurrent=is_recurrent,
+        key_heads=key_heads,
+        value_heads=value_heads,
+        key_dim=read_size(hf_config, "linear_key_head_dim", kind),
+        value_dim=read_size(hf_config, "linear_value_head_dim", kind),
+        width=read_size(hf_config, "linear_conv_kernel_dim", kind),
+    )
 
 
 def _further_layers(hf_config: Mapping[str, Any]) -> int:
@@ -361,9 +458,10 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
         # Mixtral has no use_sliding_window.
         "sliding_window": kind == "mixtral" and hf_config.get("sliding_window") is not None,
-        "layer_types": any(t != "full_attention" for t in layer_types)
+        "attn_output_gate": family.is_recurrent and not hf_config.get("attn_output_gate", True),
+        "layer_types": not family.is_recurrent and any(t != "full_attention" for t in layer_types)
         if isinstance(layer_types, list)
-        else bool(layer_types),
+        else not family.is_recurrent and bool(layer_types),
         "attention_bias": family.qkv_bias is False and bool(hf_config.get("attention_bias")),
         "mlp_bias": bool(hf_config.get("mlp_bias")),
         "hidden_act": hf_config.get("hidden_act", "silu") != "silu",

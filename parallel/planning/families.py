@@ -30,6 +30,11 @@ class Family:
     rotated_share: float | None = None
     """The share of a head that is rotated where config.json does not say. None: config.json may not ask for less than 1."""
     rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
+    is_recurrent: bool = False
+    """Whether layers are gated delta nets (linear attention), as ``layer_types`` or ``full_attention_interval`` says. The
+    others' attention then has a gate at its output, and norms multiply by 1 + weight."""
+    separate_inputs: bool = False
+    """Whether a folder holds a gated delta net's queries, keys and values, gates and decays each as a matrix, not by key head."""
     is_latent: bool = False
     """Whether keys and values are products of one short vector of each token (MLA)."""
     experts: Literal["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"] | None = None
@@ -47,6 +52,20 @@ _DEEPSEEK_V3 = Family(
     is_latent=True,
     rope_types=("default", "yarn"),
     experts="deepseek_v3",
+)
+
+_DELTA_NETS = (
+    "gated delta nets (linear attention); every fourth layer or so attention with norms of q and k, a quarter of each head rotated, and "
+    "a gate at its output; norms multiply by 1 + weight"
+)
+_QWEN3_5 = Family(
+    title="Qwen3.5, dense, saved as a text model",
+    layers=f"{_DELTA_NETS}; gated MLP; MTP layers are left out",
+    qk_norm=True,
+    rotated_share=0.25,
+    rope_types=("default",),
+    is_recurrent=True,
+    separate_inputs=True,
 )
 
 SUPPORTED: dict[str, Family] = {
@@ -97,6 +116,7 @@ SUPPORTED: dict[str, Family] = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe_lite": replace(_DEEPSEEK_V3, title="GLM-4.7-Flash"),
+    "qwen3_5_text": _QWEN3_5,
 }
 
 _OWN_TOKENIZER = (
@@ -105,7 +125,8 @@ _OWN_TOKENIZER = (
 )
 _MLA = "its latent attention (MLA) differs from DeepSeek-V3's, which alone the learner computes"
 _SPARSE = "it chooses the tokens that a token sees (sparse attention), which the learner's packed attention does not compute"
-_HYBRID = "layers of it are recurrent (state space or linear attention), and their state would run over the borders of packed sequences"
+_HYBRID = "layers of it are recurrent (state space or linear attention) in a way that the learner does not compute: it has Qwen3.5's alone"
+_WITH_VISION = "it takes pictures too, and an export would lose what reads them; train its text model, saved with model_type qwen3_5_text"
 _POST_NORMS = "it has norms behind attention and MLP, which Megatron-Core's layer does not have"
 _WINDOWS = (
     "some of its layers see a sliding window of tokens, which the learner's packed attention does not compute"
@@ -123,12 +144,13 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
     **dict.fromkeys(
         (
-            "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear", "jamba", "mamba", "mamba2",
+            "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear", "jamba", "mamba", "mamba2",
             "falcon_mamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "bamba", "zamba2", "minimax", "lfm2", "lfm2_moe",
             "olmo_hybrid", "recurrent_gemma",
         ),
         _HYBRID,
     ),
+    "qwen3_5": _WITH_VISION,
     **dict.fromkeys(("gemma2",), f"it caps its logits by a tanh, and {_POST_NORMS.removeprefix('it ')}"),
     **dict.fromkeys(("gemma3", "gemma3_text", "gemma3n", "glm4", "olmo2", "olmo3", "exaone4"), _POST_NORMS),
     "gemma": "its norms multiply by 1 + weight and its MLP has a GELU, which the learner does not compute",

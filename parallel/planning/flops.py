@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
-from parallel.planning.architecture import Architecture, padded_vocab_size
+from parallel.planning.architecture import CHUNK, Architecture, Recurrent, padded_vocab_size
 from parallel.planning.memory import row_counts, stage_layers
 
 
@@ -57,31 +57,43 @@ def forward_flops(
 ) -> Flops:
     """FLOPs of a forward pass of a stage on its fullest rank. ``output=False``: a critic, without logits.
 
-    A layer: qkv and projection 2 T (H (A + 2 K) D + A D H) / t (of latent attention ``Architecture.attention_numbers``, what
-    is whole of the rank's own rows); an MLP 2 T 3 H I / t, or, of the rank's own rows, a
+    A layer: qkv and projection 2 T (H (A + 2 K) D + A D H) / t (of latent attention and of gated delta nets
+    ``Architecture.mixer_numbers``, what is whole of the rank's own rows); an MLP 2 T 3 H I / t, or, of the rank's own rows, a
     router 2 T H E and 2 T k 3 H I of the chosen experts, spread evenly over the ranks, so that it does as much for
     others as they do for it, and beside them 2 T 3 H S / t of a shared expert of size S. Attention: two products of 2 D
-    for each pair and query head, 4 D A / t. Logits: 2 R H V / t.
+    for each pair and query head, 4 D A / t; of a gated delta net ``rule_flops``. Logits: 2 R H V / t.
     Context parallelism divides all by C.
     """
     a, t = architecture, layout.tp
     rows, tokens = row_counts(layout, load.tokens)
-    split, whole = a.attention_numbers
     layers = stage_layers(a, layout, stage)
     sparse = sum(a.experts.is_sparse[layer] for layer in layers) if a.experts else 0
-    matrices = 2 * len(layers) * (tokens * (split // t) + rows * whole)
+    numbers = [a.mixer_numbers(layer) for layer in layers]
+    matrices = 2 * sum(tokens * (split // t) + rows * whole for split, whole in numbers)
     matrices += 2 * tokens * (len(layers) - sparse) * (3 * a.hidden_size * a.intermediate_size // t)
     if a.experts and sparse:
         chosen = a.experts.experts_per_token * 3 * a.hidden_size * a.experts.intermediate_size
-        matrices += 2 * rows * sparse * (a.hidden_size * a.experts.num_experts + chosen)
+        outputs = a.experts.num_experts + a.experts.has_shared_gate
+        matrices += 2 * rows * sparse * (a.hidden_size * outputs + chosen)
         matrices += 2 * tokens * sparse * (3 * a.hidden_size * a.experts.shared_size // t)
-    attention = len(layers) * 4 * a.head_dim * (a.num_heads // t) * load.pairs // layout.cp
+    recurrent = sum(a.is_recurrent(layer) for layer in layers)
+    attention = (len(layers) - recurrent) * 4 * a.head_dim * (a.num_heads // t) * load.pairs // layout.cp
+    if a.recurrent is not None:
+        attention += recurrent * load.tokens * rule_flops(a.recurrent, t)
     logits = 0
     if output and stage == layout.pp - 1:
         # The first rank's rows of the vocabulary; padding takes no part.
         vocabulary = min(padded_vocab_size(a.vocab_size, t) // t, a.vocab_size)
         logits = 2 * -(-load.predicted // layout.cp) * a.hidden_size * vocabulary
     return Flops(matrices=matrices, attention=attention, output=logits)
+
+
+def rule_flops(recurrent: Recurrent, t: int) -> int:
+    """FLOPs of the gated delta rule for each token, N numbers of a key and V of a value, in chunks of C: A / t heads of
+    4 C N + 2 C V within the chunk and 6 N V with the state. The triangular system is not counted."""
+    r = recurrent
+    within = CHUNK * (4 * r.key_dim + 2 * r.value_dim)
+    return r.value_heads // t * (within + 6 * r.key_dim * r.value_dim)
 
 
 def update_flops(

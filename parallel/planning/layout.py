@@ -20,7 +20,7 @@ def validate_layout(
     - pp * vpp must divide the layers, since all chunks are equally deep; without vpp the last stage may have fewer.
     - ep must divide the experts, of which a dense model has none; an expert is never split, whatever tp.
       Layers with experts and tp > 1 need sp, since tokens travel to experts from where they are split.
-    - cp splits sequences of any length, of any model.
+    - cp splits sequences of any length, of any model without recurrent layers. tp must divide the key heads of such layers.
     - ``num_processes``, if given, must be the layout's product of sizes.
 
     Raises ValueError for a model that ``read_architecture`` refuses, and for all problems of the layout at
@@ -34,6 +34,11 @@ def validate_layout(
 def check_numerics(pieces: int, architecture: Architecture) -> None:
     """Refuse aligned numerics for a model whose experts' products are not aligned, or whose heads or intermediate size
     do not divide by the pieces. Raises ValueError."""
+    if architecture.recurrent:
+        raise ValueError(
+            f"model.numerics=aligned covers attention, and this {architecture.model_type} has gated delta nets (linear attention); set "
+            "model.numerics=default"
+        )
     if architecture.experts:
         raise ValueError(
             f"model.numerics=aligned covers dense models, and this {architecture.model_type} has experts; set model.numerics=default"
@@ -104,6 +109,10 @@ def _find_misfits(a: Architecture, layout: LayoutConfig, num_processes: int | No
         misfits["sp"] = (
             f"layout.tp={layout.tp} without sp: tokens travel to the model's experts from where they are split"
         )
+    if a.recurrent is not None and layout.cp > 1:
+        misfits["cp"] = (
+            f"layout.cp={layout.cp} splits sequences, which the state of recurrent layers goes through in turn (this is a {a.model_type})"
+        )
     return misfits | _world_misfit(layout, num_processes)
 
 
@@ -122,6 +131,8 @@ def _tp_misfits(a: Architecture, size: int) -> list[str]:
         remainders[f"intermediate size of the shared expert, {a.experts.shared_size}"] = (
             a.experts.shared_size % size
         )
+    if a.recurrent is not None:
+        remainders[f"linear_num_key_heads={a.recurrent.key_heads}"] = a.recurrent.key_heads % size
     return [number for number, remainder in remainders.items() if remainder]
 
 
@@ -158,7 +169,7 @@ def _nearest_sizes(
 ) -> list[int]:
     """The nearest size ``name`` below and above the present one that solves the misfit."""
     num_experts = a.experts.num_experts if a.experts else 1
-    largest = {"tp": a.num_heads, "pp": a.num_layers, "vpp": a.num_layers, "ep": num_experts}[name]
+    largest = {"tp": a.num_heads, "pp": a.num_layers, "vpp": a.num_layers, "ep": num_experts, "cp": 1}[name]
 
     def fits(size: int) -> bool:
         changed = _with_field(layout, name, size)
@@ -225,7 +236,7 @@ def fitting_layouts(
     ]
     model_sizes = (divisors(a.num_heads), stages, divisors(num_experts))
     for tp, pp, ep, cp in itertools.product(*model_sizes, context):
-        if _tp_misfits(a, tp):
+        if _tp_misfits(a, tp) or (cp > 1 and a.recurrent is not None):
             continue
         dp = "auto"
         if world:
@@ -302,11 +313,17 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
 
 
 def check_served_on_cpu(architecture: Architecture, has_plugin: bool) -> None:
-    """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU: one of latent attention."""
+    """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU, or not at all: one of
+    latent attention, or with recurrent layers."""
     if architecture.latent and not has_plugin:
         raise ValueError(
             f"rollout.sglang_plugin=false: SGLang's own attention on CPU computes prompts of a {architecture.model_type} wrongly; leave it "
             "out, so that servers use Tandem's"
+        )
+    if architecture.recurrent and not has_plugin:
+        raise ValueError(
+            f"rollout.sglang_plugin=false: SGLang computes the recurrent layers of a {architecture.model_type} on CPU by kernels that are "
+            "not installed; leave it out, so that servers use Tandem's"
         )
 
 
@@ -322,6 +339,8 @@ def _rollout_misfit(architecture: Architecture, size: int) -> str | None:
         return f"num_attention_heads={heads}"
     if (kv_heads % size) if kv_heads >= size else (size % kv_heads):
         return f"num_key_value_heads={kv_heads}"
+    if architecture.recurrent is not None and architecture.recurrent.key_heads % size:
+        return f"linear_num_key_heads={architecture.recurrent.key_heads}"
     experts = architecture.experts
     if (experts is None or not all(experts.is_sparse)) and architecture.intermediate_size % size:
         return f"intermediate_size={architecture.intermediate_size}"

@@ -18,7 +18,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import ROTATED_IN_FLOAT32, Architecture, Latent, padded_vocab_size
+from parallel.planning.architecture import CHUNK, ROTATED_IN_FLOAT32, Architecture, Latent, padded_vocab_size
 
 GIB = 2**30
 Device = Literal["cpu", "cuda"]
@@ -227,23 +227,22 @@ def stage_parameters(
 ) -> tuple[int, int]:
     """Parameters on one rank of a stage: (those of no expert, the experts').
 
-    A layer: qkv and projection (``Architecture.attention_numbers``), with a bias (A + 2 K) D / t in Qwen2; two norms 2 H;
-    those inside attention, such as 2 D of queries and keys in Qwen3; an MLP 3 H I / t, or a router H E and E / ep
+    A layer: qkv and projection (``Architecture.mixer_numbers``); biases in Qwen2, (A + 2 K) D / t, and norms inside attention
+    (``Architecture.mixer_vectors``); two norms 2 H; an MLP 3 H I / t, or a router H E and E / ep
     whole experts of 3 H I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not
     counted. The first stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied
     model shares with the embedding if both are on one stage. ``output=False``: a critic, whose output layer is a
     head of H.
     """
     a, t = architecture, layout.tp
-    split, whole = a.attention_numbers
-    bias = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim if a.qkv_bias else 0
-    attention = (split + bias) // t + whole
-    norms = 2 * a.hidden_size + a.attention_norms
     shared = expert = 0
     for layer in stage_layers(a, layout, stage):
-        shared += attention + norms
+        numbers = (a.mixer_numbers(layer), a.mixer_vectors(layer))
+        shared += sum(split for split, _ in numbers) // t + sum(whole for _, whole in numbers)
+        shared += 2 * a.hidden_size
         if a.experts and a.experts.is_sparse[layer]:
             shared += a.hidden_size * (a.experts.num_experts + 3 * a.experts.shared_size // t)
+            shared += a.hidden_size if a.experts.has_shared_gate else 0
             expert += a.experts.num_experts // layout.ep * 3 * a.hidden_size * a.experts.intermediate_size
         else:
             shared += 3 * a.hidden_size * a.intermediate_size // t
@@ -297,19 +296,52 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     if work.recompute == "full":
         return tables + passes * per_chunk * rows * hidden_bytes + max(end, *whole)
     # Chunks differ where a model has dense and sparse layers.
-    largest_chunk = max(sum(whole[first : first + per_chunk]) for first in range(0, len(whole), per_chunk))
-    return tables + passes * largest_chunk + end
+    chunks = [range(first, first + per_chunk) for first in range(0, len(whole), per_chunk)]
+    largest_chunk = max(sum(whole[i] for i in chunk) for chunk in chunks)
+    # In a backward pass, when a recurrent layer is computed again: it and those before it are there.
+    before = [
+        sum(whole[chunk[0] : i]) + _while_mixed(architecture, layout, work)
+        for chunk in chunks
+        for i in chunk
+        if architecture.is_recurrent(layers[i])
+    ]
+    return tables + (passes - 1) * largest_chunk + max(largest_chunk + end, *before, 0)
+
+
+def _while_mixed(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
+    """A recurrent layer's first norm and product, and what the rule keeps."""
+    rows, tokens = row_counts(layout, work.token_budget)
+    b, hidden = work.dtype_bytes, architecture.hidden_size
+    product = tokens * b * _mixed(architecture) // layout.tp
+    return (
+        rows * (_norm_row(hidden, work, architecture) + b * hidden)
+        + product
+        + rule_bytes(architecture, layout, work)
+    )
+
+
+def _mixed(architecture: Architecture) -> int:
+    """Numbers of a token that a gated delta net's first product makes."""
+    r = architecture.recurrent
+    return 0 if r is None else r.key_heads * sum(r.group_rows)
 
 
 def _whole_layers(architecture: Architecture, layout: LayoutConfig, work: Work, stage: int) -> list[int]:
     layers = stage_layers(architecture, layout, stage)
-    return [layer_activation_bytes(architecture, layout, work, layer) for layer in layers]
+    whole = [layer_activation_bytes(architecture, layout, work, layer) for layer in layers]
+    if work.recompute == "none":
+        return whole
+    # The product is no input of another pass then.
+    rule = rule_bytes(architecture, layout, work) - row_counts(layout, work.token_budget)[1] * (
+        work.dtype_bytes * _mixed(architecture) // layout.tp
+    )
+    return [size + rule * architecture.is_recurrent(layer) for size, layer in zip(whole, layers, strict=True)]
 
 
 def _end_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
     """The final norm and its output."""
     rows, tokens = row_counts(layout, work.token_budget)
-    norm = rows * _norm_row(architecture.hidden_size, work)
+    norm = rows * _norm_row(architecture.hidden_size, work, architecture)
     return norm + tokens * architecture.hidden_size * work.dtype_bytes
 
 
@@ -349,16 +381,26 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     8 bytes an expert for the router's probabilities and choice; of float32 logits a copy of a 2-byte input, 4 H. A shared
     expert of size S is an MLP on T tokens.
 
+    Of a gated delta net: the product of T tokens with its inputs' matrices, and the output for the projection, b A V / t;
+    what the rule keeps of one layer at a time is ``rule_bytes``. With a gate at attention's output the qkv product has A D
+    more, and the gate's sigmoid is kept, 4 A D, and the output that it multiplies, b A D.
+
     A frozen matrix keeps no input. Beside adapters that of a matrix is therefore kept where it has one (``_inputs``), and
     b r a token and adapter for A x; of experts it is never kept. Merged weights are not kept but made again.
     """
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
     rows, tokens = row_counts(layout, work.token_budget)
     is_sparse = a.experts is not None and a.experts.is_sparse[layer]
-    kept = 2 * rows * _norm_row(a.hidden_size, work) + _inputs(a, layout, work, is_sparse=is_sparse)
+    kept = 2 * rows * _norm_row(a.hidden_size, work, a) + _inputs(a, layout, work, layer, is_sparse=is_sparse)
+    if a.is_recurrent(layer):
+        kept += tokens * b * _mixed(a) // layout.tp
+        return kept + _mlp_bytes(a, layout, work, is_sparse=is_sparse)
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
     # With fewer key/value heads than ranks Megatron gathers all ranks' product and takes this rank's heads.
     product = a.num_heads + 2 * a.num_kv_heads if layout.tp > a.num_kv_heads else heads + 2 * kv_heads
+    if a.recurrent is not None:
+        product += a.num_heads if layout.tp > a.num_kv_heads else heads
+        kept += tokens * a.head_dim * heads * (4 + b)
     if a.latent is None:
         kept += _keys_and_values(
             a, layout, work, tokens, product=b * a.head_dim * product, head=c * a.head_dim * kv_heads
@@ -369,25 +411,54 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
     if a.qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
+    return kept + _mlp_bytes(a, layout, work, is_sparse=is_sparse)
+
+
+def _mlp_bytes(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: bool) -> int:
+    """Of a layer's MLP or experts, without the inputs of ``_inputs``."""
+    b = work.dtype_bytes
+    rows, tokens = row_counts(layout, work.token_budget)
     if a.experts and is_sparse:
         e = a.experts
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
         copied = 4 * a.hidden_size if e.float32_logits and b == 2 and not work.lora else 0
-        kept += tokens * (4 if work.lora else 5) * b * e.shared_size // layout.tp
-        return kept + rows * (
+        shared = tokens * (4 if work.lora else 5) * b * e.shared_size // layout.tp
+        if e.has_shared_gate:  # the output and the gate that it is multiplied by
+            shared += rows * b * (a.hidden_size + 1)
+        return shared + rows * (
             e.experts_per_token * b * (inputs + 5 * e.intermediate_size) + 8 * e.num_experts + copied
         )
-    return kept + tokens * 4 * b * a.intermediate_size // layout.tp
+    return tokens * 4 * b * a.intermediate_size // layout.tp
 
 
-def _inputs(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: bool) -> int:
+def rule_bytes(a: Architecture, layout: LayoutConfig, work: Work) -> int:
+    """What one gated delta net keeps while it is computed again for its gradient, float32, if sequences fill their chunks of C
+    tokens: for each of T tokens and A / t heads, N numbers of a key and V of a value, 6 N + 8 V, within a chunk 5 C, the state
+    2 N V / C, and 8 for what heads have one of; and 6 for each of D / t numbers that are convolved. 0 without such layers."""
+    r = a.recurrent
+    if r is None:
+        return 0
+    _, tokens = row_counts(layout, work.token_budget)
+    of_head = 6 * r.key_dim + 8 * r.value_dim + 5 * CHUNK + 2 * r.key_dim * r.value_dim // CHUNK + 8
+    return tokens * 4 * (r.value_heads * of_head + 6 * r.convolved) // layout.tp
+
+
+def _projected(a: Architecture, layer: int) -> int:
+    """Numbers of a token that the projection behind attention, or behind a gated delta net, takes."""
+    if a.is_recurrent(layer):
+        assert a.recurrent is not None
+        return a.recurrent.value_heads * a.recurrent.value_dim
+    return a.value_dim * a.num_heads
+
+
+def _inputs(a: Architecture, layout: LayoutConfig, work: Work, layer: int, *, is_sparse: bool) -> int:
     """The inputs of a layer's matrices, for the gradients of these or of their adapters: b H of ``rows`` for qkv and fc1,
     b D A / t and b I / t a token for proj and fc2. The MLP's are here for dense layers; experts read the output of the
     norm too."""
     b, (rows, tokens) = work.dtype_bytes, row_counts(layout, work.token_budget)
     sizes = {
         "qkv": rows * b * a.hidden_size,
-        "proj": tokens * b * a.value_dim * (a.num_heads // layout.tp),
+        "proj": tokens * b * _projected(a, layer) // layout.tp,
         "fc1": rows * b * a.hidden_size,
         "fc2": 0 if is_sparse else tokens * b * a.intermediate_size // layout.tp,
     }
@@ -428,10 +499,12 @@ def row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
     return (rows, rows * layout.tp) if layout.sp else (tokens, tokens)
 
 
-def _norm_row(size: int, work: Work) -> int:
+def _norm_row(size: int, work: Work, architecture: Architecture | None = None) -> int:
     """RMSNorm of one row keeps x and 1 / rms, b size + 4, on CUDA. On CPU it keeps x / rms and 1 / rms in
     float32, 4 size + 4, and for a 2-byte dtype x in float32 too; beside adapters the weight is frozen, and of the two
-    x alone is kept."""
+    x alone is kept. A norm that multiplies by 1 + weight keeps float32 numbers alone, 4 size + 4."""
+    if architecture is not None and architecture.recurrent is not None:
+        return 4 * size + 4
     if work.device == "cuda":
         return work.dtype_bytes * size + 4
     return (4 if work.dtype_bytes == 4 or work.lora else 8) * size + 4
@@ -439,8 +512,8 @@ def _norm_row(size: int, work: Work) -> int:
 
 def _qk_norm_token(a: Architecture, heads: int, kv_heads: int, work: Work) -> int:
     """Norms of queries and keys keep ``_norm_row`` per head; on CUDA the keys' x is free inside the qkv product."""
-    kept_anyway = work.dtype_bytes if work.device == "cuda" else 0
-    return (heads + kv_heads) * _norm_row(a.head_dim, work) - kv_heads * kept_anyway * a.head_dim
+    kept_anyway = work.dtype_bytes if work.device == "cuda" and a.recurrent is None else 0
+    return (heads + kv_heads) * _norm_row(a.head_dim, work, a) - kv_heads * kept_anyway * a.head_dim
 
 
 def logits_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:

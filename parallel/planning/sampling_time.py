@@ -64,6 +64,8 @@ def sampling_time(
         memory.tokens if rollout.max_total_tokens is None else min(memory.tokens, rollout.max_total_tokens)
     )
     held = int(tokens / (of_prompt + lengths.response))
+    if memory.responses is not None:
+        held = min(held, memory.responses)
     places = max(1, min(-(-rollout.max_concurrency // replicas), held, count))
     decoded = decode(own, lengths.prompt, places, decoder_of(architecture, config, machine, tp, memory))
     of_server = -(-prompts // replicas) if is_kept else count

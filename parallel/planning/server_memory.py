@@ -6,6 +6,9 @@ from configs.schema.rollout import Quantization
 from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.planning.memory import BYTES
 
+STATES_SHARE = 0.9 / 1.9
+"""Of the memory for states and cache: SGLang's --mamba-full-memory-ratio is 0.9."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMemory:
@@ -17,6 +20,14 @@ class RolloutMemory:
     kv_bytes_per_token: int
     unused: int = 0
     """Memory that a limit of the cache's tokens leaves free."""
+    states: int = 0
+    """Of recurrent layers, for as many responses at once as it holds."""
+    state_bytes_per_response: int = 0
+
+    @property
+    def responses(self) -> int | None:
+        """Responses at once that ``states`` holds; None: no state limits them."""
+        return self.states // self.state_bytes_per_response if self.state_bytes_per_response else None
 
     @property
     def tokens(self) -> int:
@@ -41,20 +52,23 @@ def rollout_memory(
     Weights: all matrices over t, norms and router whole, key/value heads copied if there are fewer than
     ranks. A token of the cache: a key and a value per layer, 2 L max(1, K / t) D numbers of the server's
     dtype. Of latent attention a token has L (r + R) on every rank, and beside the weights there is a copy of the factor of
-    keys and values. FP8 (of dense models): the layers' matrices have 1 byte a number and 4 an output channel; while it
-    starts, a server holds them in its dtype, before there is a cache.
+    keys and values. Of recurrent layers a response has a state (``state_bytes``), whatever its length, and SGLang gives the
+    states ``STATES_SHARE`` of the room for states and cache. FP8 (of dense models with attention alone): the layers' matrices
+    have 1 byte a number and 4 an output channel; while it starts, a server holds them in its dtype, before there is a cache.
     """
     a, t, b = architecture, tensor_parallel, BYTES[dtype]
     kv_heads = max(1, a.num_kv_heads // t)
     heads = (a.num_heads // t + 2 * kv_heads) * a.head_dim
-    split, whole = a.attention_numbers
     copied = 2 * a.hidden_size * a.head_dim * (kv_heads * t - a.num_kv_heads) // t
     if a.latent is not None:
         copied = a.latent.rank * a.num_heads * (a.head_dim - a.rotary_size + a.value_dim) // t
-    matrices = a.num_layers * (split // t + copied + whole)
-    others = (heads if a.qkv_bias else 0) + 2 * a.hidden_size + a.attention_norms
-    others = a.num_layers * others + a.hidden_size
+    matrices, others = a.num_attentions * copied, a.hidden_size
     for layer in range(a.num_layers):
+        split, whole = a.mixer_numbers(layer)
+        matrices += split // t + whole
+        split, whole = a.mixer_vectors(layer)
+        # Biases of copied heads are copied too.
+        others += (heads if a.qkv_bias else split // t) + whole + 2 * a.hidden_size
         if a.experts and a.experts.is_sparse[layer]:
             others += a.hidden_size * a.experts.num_experts
             routed = a.experts.num_experts * a.experts.intermediate_size
@@ -68,8 +82,11 @@ def rollout_memory(
         weights = matrices + 4 * channels + others * b
     reserved = left_by_sglang(gpu_bytes, t) if static_share is None else int((1 - static_share) * gpu_bytes)
     of_layer = 2 * kv_heads * a.head_dim if a.latent is None else a.latent.rank + a.rotary_size
-    of_token = a.num_layers * of_layer * b
+    of_token = a.num_attentions * of_layer * b
     room = max(0, gpu_bytes - reserved - weights)
+    of_response = state_bytes(a, t, b)
+    states = int(STATES_SHARE * room) if of_response else 0
+    room -= states
     kv_cache = room if max_tokens is None else min(room, max_tokens * of_token)
     return RolloutMemory(
         weights=weights,
@@ -77,7 +94,19 @@ def rollout_memory(
         kv_cache=kv_cache,
         kv_bytes_per_token=of_token,
         unused=room - kv_cache,
+        states=states,
+        state_bytes_per_response=of_response,
     )
+
+
+def state_bytes(architecture: Architecture, tensor_parallel: int, size: int) -> int:
+    """What a rank of a server keeps of a response for its recurrent layers: of each a float32 matrix N V of each of A / t
+    heads, and the W - 1 last inputs of the convolution in the server's dtype, of ``size`` bytes."""
+    r, t = architecture.recurrent, tensor_parallel
+    if r is None:
+        return 0
+    of_layer = 4 * r.value_heads * r.key_dim * r.value_dim + size * r.convolved * (r.width - 1)
+    return sum(r.is_recurrent) * of_layer // t
 
 
 def left_by_sglang(gpu_bytes: int, tensor_parallel: int) -> int:

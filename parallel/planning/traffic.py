@@ -168,13 +168,19 @@ def matrix_parameters(architecture: Architecture, layout: LayoutConfig, stage: i
     """Numbers of a stage's matrices that ``rollout.precision`` rounds, whole: attention's and the MLPs' of all experts."""
     a, count = architecture, 0
     for layer in stage_layers(a, layout, stage):
-        count += sum(a.attention_numbers)
+        count += sum(a.mixer_numbers(layer)) - _unrounded(a, layer)
         if a.experts and a.experts.is_sparse[layer]:
             widths = a.experts.num_experts * a.experts.intermediate_size + a.experts.shared_size
         else:
             widths = a.intermediate_size
         count += 3 * a.hidden_size * widths
     return count
+
+
+def _unrounded(a: Architecture, layer: int) -> int:
+    """Numbers of a gated delta net's steps and decays, which are not rounded."""
+    r = a.recurrent
+    return 2 * a.hidden_size * r.value_heads if r is not None and r.is_recurrent[layer] else 0
 
 
 def bytes_to_send(architecture: Architecture, rollout: RolloutConfig, layout: LayoutConfig) -> list[int]:

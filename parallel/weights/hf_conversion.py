@@ -37,8 +37,10 @@ from parallel.weights.hf_files import (
 )
 from parallel.weights.hf_headers import IGNORED
 from parallel.weights.hf_names import (
+    CONVOLUTION,
     DOWN,
     EMBEDDING,
+    LINEAR_IN,
     OUTPUT,
     TOP,
     all_hf_names,
@@ -55,6 +57,8 @@ T = TypeVar("T")
 
 _VALUE_HEAD = "value_head.weight"
 QKV = ("linear_qkv.weight", "linear_qkv.bias")
+GROUPED = (*QKV, LINEAR_IN, CONVOLUTION)
+"""Tensors whose rows are interleaved by key/value group, or by key head."""
 
 
 def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
@@ -129,11 +133,10 @@ def _check_shapes(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 
 def _merge_parts(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
     """The whole Megatron tensor from its Hugging Face parts."""
-    if name.endswith(QKV):
-        groups = model.architecture.num_kv_heads
-        if len(parts) == 1:
-            parts = parts[0].split([groups * rows for rows in _group_rows(model.architecture)])
-        return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], 1).flatten(0, 1)
+    if name.endswith(GROUPED):
+        pieces = _pieces(name, parts, model.architecture)
+        rest = parts[0].shape[1:]
+        return torch.cat([piece.reshape(len(piece), -1, *rest) for piece in pieces], 1).flatten(0, 1)
     if name in (EMBEDDING, OUTPUT):
         rows, columns = parts[0].shape
         padding = padded_vocab_size(rows, model.config.tensor_model_parallel_size) - rows
@@ -145,15 +148,15 @@ def _split_whole(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor
     """The Hugging Face parts of a whole Megatron tensor; the inverse of ``_merge_parts``."""
     a = model.architecture
     num_parts = len(hf_names(name, a))
-    if name.endswith(QKV):
-        rows = _group_rows(a)
-        parts = whole.unflatten(0, (a.num_kv_heads, -1)).split(rows, 1)
+    if name.endswith(GROUPED):
         # One after another in one memory, to be sent together.
-        fused = torch.empty_like(whole)
-        joined = fused.split([a.num_kv_heads * size for size in rows])
-        for part, place in zip(parts, joined, strict=True):
-            place.unflatten(0, (a.num_kv_heads, -1)).copy_(part)
-        return list(joined) if num_parts == 3 else [fused]
+        joined = torch.empty_like(whole).split(_part_rows(name, num_parts, a))
+        pieces = _pieces(name, joined, a)
+        groups = whole.unflatten(0, (len(pieces[0]), -1))
+        rows = [piece[0].numel() // whole[0].numel() for piece in pieces]
+        for part, piece in zip(groups.split(rows, 1), pieces, strict=True):
+            piece.copy_(part.reshape(piece.shape))
+        return list(joined)
     if name in (EMBEDDING, OUTPUT):
         return [whole[: a.vocab_size]]
     if num_parts == 2 and a.latent is not None and name.endswith(DOWN):
@@ -162,9 +165,44 @@ def _split_whole(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor
     return list(whole.chunk(num_parts))
 
 
+def _pieces(name: str, parts: Sequence[Tensor], a: Architecture) -> list[Tensor]:
+    """Views of the Hugging Face parts of a tensor whose rows are interleaved by group, [groups, ..], in the order of a
+    group's rows."""
+    if name.endswith(QKV):
+        groups = a.num_kv_heads
+        if len(parts) == 1:
+            parts = parts[0].split([groups * rows for rows in _group_rows(a)])
+        if a.recurrent is not None:  # each query head with its gate
+            queries = parts[0].unflatten(0, (groups, -1, 2, a.head_dim))
+            return [
+                queries[:, :, 0],
+                queries[:, :, 1],
+                *(part.unflatten(0, (groups, -1)) for part in parts[1:]),
+            ]
+    else:
+        assert a.recurrent is not None  # whose layers alone have these tensors
+        groups = a.recurrent.key_heads
+        if len(parts) != 2:  # of which queries, keys and values are not in groups
+            parts = [*parts[0].split([groups * rows for rows in a.recurrent.group_rows[:3]]), *parts[1:]]
+    return [part.unflatten(0, (groups, -1)) for part in parts]
+
+
+def _part_rows(name: str, num_parts: int, a: Architecture) -> list[int]:
+    """Rows of the Hugging Face parts of such a tensor."""
+    if name.endswith(QKV):
+        rows = [a.num_kv_heads * size for size in _group_rows(a)]
+        return rows if num_parts == 3 else [sum(rows)]
+    assert a.recurrent is not None
+    rows = [a.recurrent.key_heads * size for size in a.recurrent.group_rows]
+    if num_parts == 1:  # the convolution
+        return [sum(rows[:3])]
+    return [sum(rows[:4]), sum(rows[4:])] if num_parts == 2 else [sum(rows[:3]), *rows[3:]]
+
+
 def _group_rows(a: Architecture) -> list[int]:
     """Rows of q, k and v of one key/value group."""
-    return [a.num_heads // a.num_kv_heads * a.head_dim, a.head_dim, a.head_dim]
+    queries = a.num_heads // a.num_kv_heads * a.head_dim
+    return [queries if a.recurrent is None else 2 * queries, a.head_dim, a.head_dim]
 
 
 def _is_sharded(name: str, parameter: Tensor) -> bool:

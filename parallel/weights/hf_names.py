@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from parallel.planning.architecture import Architecture
+from parallel.planning.architecture import Architecture, Recurrent
 from parallel.planning.families import SUPPORTED
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -39,6 +39,17 @@ _LATENT_QUERIES = {
     "self_attention.linear_q_up.weight": ("self_attn.q_b_proj.weight",),
 }
 """Where queries come from a short vector too. Otherwise they come from ``linear_q``."""
+LINEAR_IN, CONVOLUTION = "self_attention.linear_in.weight", "self_attention.conv_weight"
+_RECURRENT = {
+    LINEAR_IN: ("linear_attn.in_proj_qkvz.weight", "linear_attn.in_proj_ba.weight"),
+    CONVOLUTION: ("linear_attn.conv1d.weight",),
+    "self_attention.dt_bias": ("linear_attn.dt_bias",),
+    "self_attention.A_log": ("linear_attn.A_log",),
+    "self_attention.norm_weight": ("linear_attn.norm.weight",),
+}
+_SEPARATE = {LINEAR_IN: tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))}
+"""Where a folder has a gated delta net's inputs apart."""
+_OUT_PROJ = {"self_attention.linear_proj.weight": ("linear_attn.out_proj.weight",)}
 _FUSED = {
     "self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
@@ -97,6 +108,8 @@ def is_kept_float32(name: str) -> bool:
 def is_left_out(name: str, architecture: Architecture) -> bool:
     """Whether the Hugging Face tensor belongs to a layer that predicts further tokens, which is neither loaded nor
     exported."""
+    if architecture.recurrent is not None and name.startswith("mtp."):
+        return True
     match = re.match(r"model\.layers\.(\d+)\.", name)
     first = architecture.num_layers
     return match is not None and first <= int(match[1]) < first + architecture.further_layers
@@ -108,15 +121,27 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
         return (TOP[name],)
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.LAYER.REST
     experts = SUPPORTED[architecture.model_type].experts
-    suffixes = _layer_parts(architecture).get(rest) or _EXPERT_MLP[experts or ""][_EXPERT.sub("{}", rest)]
+    suffixes = (
+        _layer_parts(architecture, is_recurrent(architecture, int(layer))).get(rest)
+        or _EXPERT_MLP[experts or ""][_EXPERT.sub("{}", rest)]
+    )
     return tuple(f"model.layers.{layer}.{suffix.format(expert_of(rest))}" for suffix in suffixes)
 
 
+def is_recurrent(architecture: Architecture, layer: int) -> bool:
+    """Whether the layer of this number is a gated delta net."""
+    return architecture.recurrent is not None and architecture.recurrent.is_recurrent[layer]
+
+
 @cache
-def _layer_parts(architecture: Architecture) -> dict[str, tuple[str, ...]]:
+def _layer_parts(architecture: Architecture, is_recurrent: bool = False) -> dict[str, tuple[str, ...]]:
     """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. Of experts: none."""
-    if SUPPORTED[architecture.model_type].is_fused:
+    family = SUPPORTED[architecture.model_type]
+    if family.is_fused:
         return _LAYER | _FUSED
+    if is_recurrent:
+        others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
+        return others | _RECURRENT | _OUT_PROJ | (_SEPARATE if family.separate_inputs else {})
     if architecture.latent is None:
         return _LAYER
     others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
@@ -158,6 +183,8 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
             "kv_b_proj": a.num_heads * (a.head_dim - a.rotary_size + a.value_dim),
         }  # fmt: skip
         columns |= {"q_b_proj": of_queries, "kv_b_proj": a.latent.rank}
+    if (r := a.recurrent) is not None:
+        rows |= {"q_proj": 2 * heads}
     shapes = {}
     for name in all_hf_names(a):
         module, kind = name.split(".")[-2:]
@@ -168,6 +195,9 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
             mlp_size = a.experts.shared_size
         if kind == "e_score_correction_bias":
             shape = (rows["gate"],)
+        elif r is not None and ".linear_attn." in name:
+            shapes[name] = _recurrent_shape(name.partition(".linear_attn.")[2], r, a.hidden_size)
+            continue
         elif module in ("gate_proj", "up_proj", "w1", "w3"):
             shape = (mlp_size, a.hidden_size)
         elif module in ("down_proj", "w2"):
@@ -179,11 +209,26 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def _recurrent_shape(part: str, r: Recurrent, hidden_size: int) -> tuple[int, ...]:
+    """Of a gated delta net's tensor."""
+    query, key, value, gate, step, decay = (r.key_heads * rows for rows in r.group_rows)
+    inputs = {
+        "qkvz": query + key + value + gate, "ba": step + decay, "qkv": query + key + value, "z": gate, "b": step, "a": decay,
+    }  # fmt: skip
+    if part.startswith("in_proj_"):
+        return inputs[part.removeprefix("in_proj_").removesuffix(".weight")], hidden_size
+    others = {
+        "conv1d.weight": (r.convolved, 1, r.width), "dt_bias": (r.value_heads,), "A_log": (r.value_heads,),
+        "norm.weight": (r.value_dim,), "out_proj.weight": (hidden_size, value),
+    }  # fmt: skip
+    return others[part]
+
+
 def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
     """A layer's names in Megatron, with and without Transformer Engine."""
     experts = architecture.experts
     is_sparse = experts is not None and experts.is_sparse[layer]
-    for rest in _layer_parts(architecture):
+    for rest in _layer_parts(architecture, is_recurrent(architecture, layer)):
         is_absent = (
             (rest.endswith(".bias") and not architecture.qkv_bias)
             or (re.search(r"[qk]_layernorm", rest) and not (architecture.qk_norm or architecture.latent))

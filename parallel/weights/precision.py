@@ -23,7 +23,8 @@ from numerics.grids import GRIDS, Packed
 from parallel.weights.hf_names import is_kept_float32
 
 MATRIX = re.compile(
-    r"\.(q|k|v|qkv|o|q_a|q_b|kv_b|gate|up|gate_up|down)_proj\.weight$|\.kv_a_proj_with_mqa\.weight$|\.experts\.\d+\.w[123]\.weight$"
+    r"\.(q|k|v|qkv|o|q_a|q_b|kv_b|gate|up|gate_up|down)_proj\.weight$|\.kv_a_proj_with_mqa\.weight$|"
+    r"\.linear_attn\.(in_proj_(qkvz|qkv|z)|out_proj)\.weight$|\.experts\.\d+\.w[123]\.weight$"
 )
 """Hugging Face names of the matrices that quantised kernels multiply with. Embeddings, output head, router, norms and
 biases stay as they are."""

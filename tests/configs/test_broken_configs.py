@@ -58,6 +58,11 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
     },
+    "recurrent": COMMON | {
+        "model_type": "qwen3_5_text", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 128, "full_attention_interval": 2, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4,
+    },
     "7b": COMMON | {
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "intermediate_size": 18944,
@@ -717,6 +722,26 @@ TABLE = {
     "latent attention without the plugin": Broken(
         options="--dry-run model.path=latent rollout.sglang_plugin=false", field="rollout.sglang_plugin", value="false",
         error="computes prompts of a deepseek_v3 wrongly", fix="leave it out",
+    ),
+    "adapters of gated delta nets": Broken(
+        options="model.path=recurrent learner.lora={rank: 2}", field="learner.lora", value="{rank: 2",
+        error="adapters of gated delta nets (linear attention) are not built", fix="train every weight (learner.lora=null)",
+    ),
+    "gated delta nets without the plugin": Broken(
+        options="--dry-run model.path=recurrent rollout.sglang_plugin=false", field="rollout.sglang_plugin", value="false",
+        error="the recurrent layers of a qwen3_5_text on CPU by kernels that are not installed", fix="leave it out",
+    ),
+    "gated delta nets with aligned numerics": Broken(
+        options="model.path=recurrent model.numerics=aligned", field="model.numerics", value="aligned",
+        error="this qwen3_5_text has gated delta nets", fix="set model.numerics=default",
+    ),
+    "a split state": Broken(
+        options="model.path=recurrent layout={cp: 2}", field="layout.cp", value="2",
+        error="the state of recurrent layers goes through in turn", fix="use cp=1",
+    ),
+    "more ranks than key heads": Broken(
+        options="model.path=recurrent layout={tp: 4}", field="layout.tp", value="4",
+        error="does not divide the model's linear_num_key_heads=2", fix="use tp=2",
     ),
     "adapters that are no smaller": Broken(
         options="learner.lora={rank: 100000}", field="learner.lora.rank", value="100000", error="learner.lora.rank=100000 is above",

@@ -31,6 +31,7 @@ from parallel.planning.server_memory import left_by_sglang, rollout_memory
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.memory_workers import work_memory
 from tests.support.moe_workers import LATENT_FIELDS, make_moe_model
+from tests.support.recurrent_models import make_recurrent_model
 
 LENGTHS = [80, 80, 40, 61, 33, 50]
 SIZES = dict(
@@ -45,6 +46,12 @@ LATENT = {name: GLM[name] for name in GLM if name not in ("attention_bias", "use
     "q_lora_rank": 48, "kv_lora_rank": 40, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 24,
     "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+RECURRENT = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4, "layer_types": ["linear_attention", "full_attention"] * 2, "full_attention_interval": 2,
+}  # fmt: skip
+WHOLE_CHUNKS = [129, 65, 65, 129]
+"""The arithmetic knows of no chunk of the gated delta rule that a sequence does not fill."""
 QWEN2 = {
     "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
     "num_key_value_heads": 4, "intermediate_size": 18944, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768,
@@ -89,6 +96,7 @@ ONE_RANK = [
     Case({"dp": 1}, kind="glm4_moe"), Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe"),
     Case({"dp": 1}, dtype="bfloat16", kind="glm4_moe", lora=("qkv", "proj")), Case({"dp": 1}, kind="phi3"),
     Case({"dp": 1}, kind="deepseek_v3"), Case({"dp": 1}, dtype="bfloat16", kind="deepseek_v3"),
+    Case({"dp": 1}, kind="qwen3_5_text"), Case({"dp": 1}, dtype="bfloat16", recompute="full", kind="qwen3_5_text"),
 ]  # fmt: skip
 TWO_RANKS = [
     Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
@@ -101,14 +109,16 @@ TWO_RANKS = [
     Case({"pp": 2}, lora=ALL, forward="factored"), Case({"cp": 2}, lora=ALL),
     Case({"tp": 2, "sp": True, "ep": 2}, kind="glm4_moe"), Case({"tp": 2, "sp": True}, kind="deepseek_v3"),
     Case({"tp": 2, "sp": True}, dtype="bfloat16", kind="deepseek_v3"), Case({"cp": 2}, kind="deepseek_v3"),
+    Case({"tp": 2, "sp": True}, kind="qwen3_5_text"), Case({"pp": 2}, dtype="bfloat16", kind="qwen3_5_text"),
     Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
 
 
 def job(case: Case, folder: Path) -> dict[str, Any]:
     microbatches = 2 * case.layout.get("pp", 1)
+    lengths = WHOLE_CHUNKS if case.kind == "qwen3_5_text" else LENGTHS
     return dict(
-        folder=folder / case.kind, layout=case.layout, lengths=LENGTHS, microbatches=microbatches, vocab=SIZES["vocab_size"],
+        folder=folder / case.kind, layout=case.layout, lengths=lengths, microbatches=microbatches, vocab=SIZES["vocab_size"],
         dtype=case.dtype, recompute=case.recompute, distributed=case.distributed, lora=case.adapters,
     )  # fmt: skip
 
@@ -122,6 +132,7 @@ def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     make_moe_model(folder / "glm4_moe", "glm4_moe", **SIZES, **GLM)
     make_moe_model(folder / "deepseek_v3", "deepseek_v3", **{**SIZES, **LATENT})
     make_moe_model(folder / "qwen3_moe", "qwen3_moe", **SIZES, **EXPERTS)
+    make_recurrent_model(folder / "qwen3_5_text", "qwen3_5_text", **SIZES, **RECURRENT)
     found = {}
     for cases in (ONE_RANK, TWO_RANKS):
         jobs = {str(case): job(case, folder) for case in cases}
@@ -139,7 +150,7 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
         "rms_norm_eps": 1e-6,
         "max_position_embeddings": 256,
         **SIZES,
-        **{"glm4_moe": GLM, "deepseek_v3": LATENT}.get(case.kind, EXPERTS),
+        **{"glm4_moe": GLM, "deepseek_v3": LATENT, "qwen3_5_text": RECURRENT}.get(case.kind, EXPERTS),
     }
     for rank, held in enumerate(measured[str(case)]):
         work = Work(

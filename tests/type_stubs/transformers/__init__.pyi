@@ -33,7 +33,11 @@ from transformers.models.qwen2.configuration_qwen2 import Qwen2Config as Qwen2Co
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM as Qwen2ForCausalLM
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config as Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig as Qwen3_5TextConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM as Qwen3_5ForCausalLM
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM as Qwen3MoeForCausalLM
+from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig as Qwen3NextConfig
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM as Qwen3NextForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
