@@ -156,6 +156,9 @@ def server_command(
     else:
         # Nothing is compiled on first use, and wait_healthy generates a token anyway.
         flags |= {"device": "cpu", "skip-server-warmup": True}
+        if has_recurrent_layers(spec.config.model.path):
+            # SGLang keeps states for a prefix cache on GPUs alone, and takes half of the memory for those of responses.
+            flags |= {"disable-radix-cache": True, "max-mamba-cache-size": config.max_concurrency}
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
     if spec.key is not None:
         flags["config"] = str(spec.key.file)
@@ -182,6 +185,8 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         # A router asks /health before it takes a server. By default that samples a token, which a paused
         # server never gives.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+        # By default the last inputs of a convolution, part of a recurrent layer's state, are kept in bfloat16.
+        "SGLANG_MAMBA_CONV_DTYPE": spec.config.rollout.dtype,
     }
     # By default a server imports the code of all models that SGLang knows, for more than a second.
     if not any(OTHER_MODEL.match(flag.replace("_", "-")) for flag in spec.config.rollout.server_args):
@@ -327,6 +332,14 @@ def files_of_other_models(model: Path) -> list[str]:
         if any(pattern.search(file.read_text(encoding="utf-8")) for pattern in defined)
     }
     return sorted(files.keys() - ours) if ours else []
+
+
+def has_recurrent_layers(model: Path) -> bool:
+    """Whether the folder's model has gated delta nets, whose state a server keeps for each request."""
+    try:
+        return "linear_num_value_heads" in json.loads((model / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def flags_of_sglang() -> list[str]:

@@ -17,6 +17,7 @@ On CPU servers alone:
   leave its objects out of theirs: modules stay, and collections would look at all of them again and again.
 - Batched attention: ``tandem_batched_attention.py``.
 - Latent attention (MLA), which SGLang computes wrongly there: ``tandem_latent_attention.py``.
+- Gated delta nets (linear attention), for which SGLang has kernels for AMX alone: ``tandem_linear_attention.py``.
 - Equal prompts of one prefill are computed once: ``tandem_shared_prompts.py``.
 - With ``model.numerics: aligned`` the learner's operations: ``tandem_aligned.py``.
 - A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
@@ -49,6 +50,7 @@ def register() -> None:
 
 def register_for_cpu() -> None:
     import tandem_latent_attention
+    import tandem_linear_attention
     import tandem_shared_prompts
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -59,6 +61,7 @@ def register_for_cpu() -> None:
         tandem_aligned.register(pieces)
     register_attention_backend("torch_native")(batched_attention)
     tandem_latent_attention.register()
+    tandem_linear_attention.register()
     tandem_shared_prompts.register()
     HookRegistry.register(
         "sglang.srt.entrypoints.engine._set_envs_and_config", fork_processes, HookType.AFTER
@@ -72,8 +75,10 @@ def register_for_cpu() -> None:
 
 def batched_attention(runner):
     from tandem_batched_attention import make_backend
+    from tandem_linear_attention import use_norm_of_torch
 
     logger.info(BATCHED)
+    use_norm_of_torch()
     if runner.use_mla_backend:
         from tandem_latent_attention import compute_in_latent_space
 
