@@ -28,11 +28,15 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from rollout.tasks.countdown import CHARACTERS
@@ -50,6 +54,15 @@ _RECURRENT = {
     "full_attention_interval": 2,  # which SGLang reads
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 32, "linear_value_head_dim": 32,
+}  # fmt: skip
+_SECTIONS = {
+    "rope_parameters": {
+        "rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}  # fmt: skip
+_SHARED_EXPERT = _EXPERTS | {
+    "num_experts": 8, "moe_intermediate_size": 96, "shared_expert_intermediate_size": 96,
 }  # fmt: skip
 _DENSE = {"intermediate_size": 384, "tie_word_embeddings": True}
 FAMILIES = {
@@ -93,7 +106,13 @@ FAMILIES = {
         Glm4MoeLiteForCausalLM,
         _LATENT | {"q_lora_rank": 48, "rms_norm_eps": 1e-6},
     ),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _DENSE | _RECURRENT),
+    "qwen3_next": (
+        Qwen3NextConfig,
+        Qwen3NextForCausalLM,
+        _RECURRENT | _SHARED_EXPERT | {"intermediate_size": 384, "norm_topk_prob": True},
+    ),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _DENSE | _RECURRENT | _SECTIONS),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _RECURRENT | _SHARED_EXPERT | _SECTIONS),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM, _DENSE),
     "llama": (LlamaConfig, LlamaForCausalLM, _DENSE),
     "mistral": (MistralConfig, MistralForCausalLM, _DENSE | {"sliding_window": None}),
@@ -101,7 +120,7 @@ FAMILIES = {
 }  # fmt: skip
 """Config class, model class, and the fields of this family alone."""
 
-BYTE_LEVEL = ("qwen2",)
+BYTE_LEVEL = ("qwen2", "qwen3_5_moe_text")
 """Families whose tokenizer transformers opens as its own byte-level one, whatever the folder says: the space is then
 written as another character."""
 SPECIAL_TOKENS = ("<eos>", "<pad>", "<unk>")

@@ -115,7 +115,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
     make_layer, norm = _local_layer, RMSNorm
-    if architecture.recurrent is not None:
+    if architecture.recurrent is not None:  # which was not tried with Transformer Engine
         make_layer, norm = partial(_local_layer, norm=CentredRMSNorm), CentredRMSNorm
     elif pieces is not None:
         make_layer, norm = partial(_aligned_layer, pieces), AlignedRMSNorm
@@ -332,7 +332,9 @@ def transformer_config(
         persist_layer_norm=platform.uses_transformer_engine(dtype),
         **moe.config_fields(
             architecture.experts,
-            is_grouped=platform.uses_transformer_engine(dtype) and not has_adapters,
+            is_grouped=platform.uses_transformer_engine(dtype)
+            and not has_adapters
+            and architecture.recurrent is None,
         ),
         **(full if recompute == "full" else {}),
     )

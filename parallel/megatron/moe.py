@@ -53,6 +53,7 @@ def config_fields(experts: Experts | None, *, is_grouped: bool) -> dict[str, Any
         "moe_router_load_balancing_type": "none",
         "moe_router_pre_softmax": True,
         "moe_shared_expert_intermediate_size": experts.shared_size or None,
+        "moe_shared_expert_gate": experts.has_shared_gate,
     }
 
 

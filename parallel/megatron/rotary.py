@@ -33,7 +33,8 @@ def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
         for fields in (hf_config, rope)
         if isinstance(fields.get("rope_theta"), int | float)
     }
-    known = {"rope_type", "rope_theta", "partial_rotary_factor"}
+    # A text's tokens have one position each, which is that of every section.
+    known = {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
     is_plain = rope.keys() <= known and rope.get("rope_type", "default") == "default"
     share = rotated_share(hf_config, family)
     head_dim = hf_config.get("qk_rope_head_dim" if family.is_latent else "head_dim")

@@ -13,6 +13,7 @@ from parallel.planning.config_fields import (
     read_field,
     read_positive_number,
     read_size,
+    rope_of,
     rope_type_of,
     rotary_size_of,
     rotated_share,
@@ -258,7 +259,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=read_size(hf_config, "intermediate_size", kind),
+        intermediate_size=_read_intermediate_size(hf_config, kind, family),
         norm_eps=read_positive_number(hf_config, "rms_norm_eps", kind),
         max_positions=read_size(hf_config, "max_position_embeddings", kind),
         tied=bool(hf_config.get("tie_word_embeddings", False)),
@@ -297,6 +298,15 @@ def _read_heads(
         scale=head_dim**-0.5 * yarn_scale(hf_config) ** 2,
     )
     return latent, head_dim, rotary_size
+
+
+def _read_intermediate_size(hf_config: Mapping[str, Any], kind: str, family: Family) -> int:
+    if family.experts != "qwen3_next":
+        return read_size(hf_config, "intermediate_size", kind)
+    # Of no layer: all have experts.
+    return read_size(
+        hf_config, "intermediate_size", kind, default=read_size(hf_config, "moe_intermediate_size", kind)
+    )
 
 
 def _read_recurrent(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Recurrent:
@@ -352,8 +362,9 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_l
         return _read_grouped_experts(hf_config, kind, family, num_layers)
     if family.experts == "mixtral":
         size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
-    elif family.experts == "qwen3_moe":
-        size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
+    elif family.experts in ("qwen3_moe", "qwen3_next"):
+        of_next = family.experts == "qwen3_next"
+        size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", of_next))
         dense = hf_config.get("mlp_only_layers") or ()
         every = read_size(hf_config, "decoder_sparse_step", kind, default=1)
     else:
@@ -367,12 +378,15 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_l
             f"config.json has mlp_only_layers={list(dense)} and decoder_sparse_step={every}, which leave none of the {num_layers} layers "
             "with experts; restore it, or use a dense model"
         )
+    has_shared = family.experts == "qwen3_next"
     return Experts(
         num_experts=count,
         experts_per_token=chosen,
         intermediate_size=read_size(hf_config, size_name, kind),
         norm_topk=norm_topk,
         is_sparse=is_sparse,
+        shared_size=read_size(hf_config, "shared_expert_intermediate_size", kind) if has_shared else 0,
+        has_shared_gate=has_shared,
     )
 
 
@@ -469,7 +483,12 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         "quantization_config": hf_config.get("quantization_config") is not None,
         "router_jitter_noise": bool(hf_config.get("router_jitter_noise")),
         "router_bias": bool(hf_config.get("router_bias")),
-        "shared_expert_intermediate_size": bool(hf_config.get("shared_expert_intermediate_size")),
+        "shared_expert_intermediate_size": family.experts != "qwen3_next"
+        and bool(hf_config.get("shared_expert_intermediate_size")),
+        # SGLang puts experts into all layers of such a model.
+        "mlp_only_layers": family.experts == "qwen3_next" and bool(hf_config.get("mlp_only_layers")),
+        "decoder_sparse_step": family.experts == "qwen3_next"
+        and hf_config.get("decoder_sparse_step", 1) != 1,
         "n_shared_experts": not grouped and bool(hf_config.get("n_shared_experts")),
         "scoring_func": grouped and hf_config.get("scoring_func", score) != score,
         "topk_method": grouped and hf_config.get("topk_method", methods[0]) not in methods,
@@ -484,12 +503,27 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
             raise ValueError(
                 f"config.json has {name}={value!r}, which the learner does not compute; use a {kind} without it"
             )
+    if kind == "qwen3_next":
+        _refuse_unread_rotation(hf_config, rotated_share(hf_config, family))
     window, positions = (hf_config.get(name) for name in ("sliding_window", "max_position_embeddings"))
     if family.has_window and window is not None and (type(positions) is not int or window < positions):
         raise ValueError(
             f"config.json has sliding_window={window!r}, which the learner does not compute, with max_position_embeddings={positions!r}; "
             f"set sliding_window to null and max_position_embeddings to at most {window!r}: up to that length both are the same"
         )
+
+
+def _refuse_unread_rotation(hf_config: Mapping[str, Any], share: float) -> None:
+    """Of a Qwen3-Next, whose rope parameters SGLang does not read."""
+    theta = rope_of(hf_config).get("rope_theta", hf_config.get("rope_theta", 10_000.0))
+    for name, value, default in (
+        ("rope_theta", theta, 10_000.0),
+        ("partial_rotary_factor", share, 0.25),
+    ):
+        if hf_config.get(name, default) != value:
+            raise ValueError(
+                f"config.json has {name}={value!r} in its rope parameters, where SGLang does not read it; write it beside them too"
+            )
 
 
 def last_stage_layers(num_layers: int, stages: int, chunks: int = 1) -> int | None:

@@ -37,7 +37,7 @@ class Family:
     """Whether a folder holds a gated delta net's queries, keys and values, gates and decays each as a matrix, not by key head."""
     is_latent: bool = False
     """Whether keys and values are products of one short vector of each token (MLA)."""
-    experts: Literal["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"] | None = None
+    experts: Literal["qwen3_moe", "qwen3_next", "mixtral", "deepseek_v2", "deepseek_v3"] | None = None
     """By whose fields of config.json its experts are read, and by whose names their tensors. None: it has none."""
 
 
@@ -58,14 +58,14 @@ _DELTA_NETS = (
     "gated delta nets (linear attention); every fourth layer or so attention with norms of q and k, a quarter of each head rotated, and "
     "a gate at its output; norms multiply by 1 + weight"
 )
-_QWEN3_5 = Family(
-    title="Qwen3.5, dense, saved as a text model",
-    layers=f"{_DELTA_NETS}; gated MLP; MTP layers are left out",
+_QWEN3_NEXT = Family(
+    title="Qwen3-Next-80B-A3B",
+    layers=f"{_DELTA_NETS}; experts by softmax in every layer, and a shared expert with a gate of its own; MTP layers are left out",
     qk_norm=True,
     rotated_share=0.25,
     rope_types=("default",),
     is_recurrent=True,
-    separate_inputs=True,
+    experts="qwen3_next",
 )
 
 SUPPORTED: dict[str, Family] = {
@@ -116,7 +116,17 @@ SUPPORTED: dict[str, Family] = {
     ),
     "deepseek_v3": _DEEPSEEK_V3,
     "glm4_moe_lite": replace(_DEEPSEEK_V3, title="GLM-4.7-Flash"),
-    "qwen3_5_text": _QWEN3_5,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": replace(
+        _QWEN3_NEXT,
+        title="Qwen3.5, dense, saved as a text model",
+        layers=f"{_DELTA_NETS}; gated MLP; MTP layers are left out",
+        separate_inputs=True,
+        experts=None,
+    ),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT, title="Qwen3.5 with experts, saved as a text model", separate_inputs=True
+    ),
 }
 
 _OWN_TOKENIZER = (
@@ -125,8 +135,11 @@ _OWN_TOKENIZER = (
 )
 _MLA = "its latent attention (MLA) differs from DeepSeek-V3's, which alone the learner computes"
 _SPARSE = "it chooses the tokens that a token sees (sparse attention), which the learner's packed attention does not compute"
-_HYBRID = "layers of it are recurrent (state space or linear attention) in a way that the learner does not compute: it has Qwen3.5's alone"
-_WITH_VISION = "it takes pictures too, and an export would lose what reads them; train its text model, saved with model_type qwen3_5_text"
+_HYBRID = "layers of it are recurrent (state space or linear attention), and the learner computes those of Qwen3-Next and Qwen3.5 alone"
+_WITH_VISION = (
+    "it takes pictures too, and an export would lose what reads them; train its text model, saved with model_type qwen3_5_text or "
+    "qwen3_5_moe_text"
+)
 _POST_NORMS = "it has norms behind attention and MLP, which Megatron-Core's layer does not have"
 _WINDOWS = (
     "some of its layers see a sliding window of tokens, which the learner's packed attention does not compute"
@@ -144,13 +157,13 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa"), _SPARSE),
     **dict.fromkeys(
         (
-            "qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "kimi_linear", "jamba", "mamba", "mamba2",
+            "kimi_linear", "jamba", "mamba", "mamba2",
             "falcon_mamba", "falcon_h1", "nemotron_h", "granitemoehybrid", "bamba", "zamba2", "minimax", "lfm2", "lfm2_moe",
             "olmo_hybrid", "recurrent_gemma",
         ),
         _HYBRID,
     ),
-    "qwen3_5": _WITH_VISION,
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _WITH_VISION),
     **dict.fromkeys(("gemma2",), f"it caps its logits by a tanh, and {_POST_NORMS.removeprefix('it ')}"),
     **dict.fromkeys(("gemma3", "gemma3_text", "gemma3n", "glm4", "olmo2", "olmo3", "exaone4"), _POST_NORMS),
     "gemma": "its norms multiply by 1 + weight and its MLP has a GELU, which the learner does not compute",

@@ -77,6 +77,12 @@ _EXPERT_MLP["deepseek_v3"] = _EXPERT_MLP["qwen3_moe"] | {
     _SHARED[1]: ("mlp.shared_experts.down_proj.weight",),
 }
 _EXPERT_MLP["deepseek_v2"] = _EXPERT_MLP["deepseek_v3"]  # without the bias
+_SHARED_GATE = "mlp.shared_experts.gate_weight"
+_EXPERT_MLP["qwen3_next"] = _EXPERT_MLP["qwen3_moe"] | {
+    _SHARED[0]: ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
+    _SHARED[1]: ("mlp.shared_expert.down_proj.weight",),
+    _SHARED_GATE: ("mlp.shared_expert_gate.weight",),
+}
 _KEPT = re.compile(r"\.e_score_correction_bias$|\.router\.correction_bias$")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+(?=\.)")
 # Transformer Engine's grouped experts are numbered at the end.
@@ -173,7 +179,7 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         "k_norm": a.head_dim,
     }
     rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size}
-    rows |= {"gate": a.experts.num_experts if a.experts else 0}
+    rows |= {"gate": a.experts.num_experts if a.experts else 0, "shared_expert_gate": 1}
     columns = {"o_proj": a.num_heads * a.value_dim}
     if a.latent is not None:
         of_queries = a.latent.query_rank or 0
@@ -191,7 +197,7 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         mlp_size = a.intermediate_size
         if a.experts and ".experts." in name:
             mlp_size = a.experts.intermediate_size
-        elif a.experts and ".shared_experts." in name:
+        elif a.experts and (".shared_experts." in name or ".shared_expert." in name):
             mlp_size = a.experts.shared_size
         if kind == "e_score_correction_bias":
             shape = (rows["gate"],)
@@ -242,5 +248,7 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
             yield _BIAS
         if experts.shared_size:
             yield from _SHARED
+        if experts.has_shared_gate:
+            yield _SHARED_GATE
         for expert in range(experts.num_experts):
             yield from (_FC1.format(expert), _FC2.format(expert))

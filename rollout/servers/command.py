@@ -149,6 +149,9 @@ def server_command(
         flags |= {"quantization": "fp8", "load-format": "flash_rl"}
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
+    if spec.cuda and has_recurrent_layers(spec.config.model.path):
+        # Otherwise a shared expert is one more among the experts that are captured.
+        flags["disable-shared-experts-fusion"] = True
     if spec.cuda:
         flags["base-gpu-id"] = share.first_gpu
         if spec.config.launch.placement == "colocated":  # the server then lends its GPUs' memory on request

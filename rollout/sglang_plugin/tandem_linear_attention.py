@@ -2,7 +2,7 @@
 
 SGLang 0.5.23 computes them on CPU by kernels for Intel's AMX alone, which it asks for by name when it imports such a model.
 Here are functions of torch under these names, with the learner's own rule (``numerics/delta_rule.py``), and the norm of their
-outputs, for which SGLang has a kernel of Triton otherwise.
+outputs and the gate of a shared expert, for which SGLang has kernels of Triton.
 
 A layer's state is kept for each request: the last inputs of the convolution, [slots, D, W - 1], and a matrix for each head,
 [slots, A, V, N]. SGLang clears them for a new request, and a prompt that comes in pieces goes on from them.
@@ -27,7 +27,8 @@ from numerics.delta_rule import (
     unit,
 )
 
-NORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
+NORMS = tuple(f"sglang.kernels.ops.attention.fla.{name}" for name in ("layernorm_gated", "fused_norm_gate"))
+EXPERTS = "sglang.srt.models.qwen2_moe"
 
 
 def register() -> None:
@@ -40,10 +41,12 @@ def register() -> None:
         setattr(torch.ops.sgl_kernel, name, function)
 
 
-def use_norm_of_torch() -> None:
-    """In place of a kernel of Triton, where the model's code has imported it."""
-    if NORM in sys.modules:
-        vars(sys.modules[NORM])["_use_cpu"] = True
+def replace_kernels_of_triton() -> None:
+    """Where the model's code has imported them: the norms, and the gate of a shared expert."""
+    for name in sys.modules.keys() & set(NORMS):
+        vars(sys.modules[name])["_use_cpu"] = True
+    if EXPERTS in sys.modules:
+        vars(sys.modules[EXPERTS])[fused_gate_sigmoid_mul_add.__name__] = fused_gate_sigmoid_mul_add
 
 
 def causal_conv1d_fn_cpu(
@@ -195,6 +198,11 @@ def fused_qk_gemma_rmsnorm_cpu(
 
 def fused_rmsnorm_gated_cpu(x: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
     return gated_norm(x, gate, weight, eps)
+
+
+def fused_gate_sigmoid_mul_add(hidden: Tensor, weight_H: Tensor, shared: Tensor, output: Tensor) -> None:
+    """Add the shared expert's output times its gate."""
+    output += F.linear(hidden, weight_H.unsqueeze(0)).sigmoid() * shared
 
 
 def fused_sigmoid_mul_cpu(x: Tensor, gate: Tensor) -> None:

@@ -75,10 +75,10 @@ def register_for_cpu() -> None:
 
 def batched_attention(runner):
     from tandem_batched_attention import make_backend
-    from tandem_linear_attention import use_norm_of_torch
+    from tandem_linear_attention import replace_kernels_of_triton
 
     logger.info(BATCHED)
-    use_norm_of_torch()
+    replace_kernels_of_triton()
     if runner.use_mla_backend:
         from tandem_latent_attention import compute_in_latent_space
 

@@ -323,10 +323,18 @@ class Receiver:
         if failure is not None:
             return failure
         self._received = received | {sent.name for sent in tensors}
-        if announced.is_whole and hasattr(self._model, "post_load_weights"):
-            # What SGLang's loader computes of weights at its end, such as the factors of latent attention's keys and values.
-            self._model.post_load_weights()
+        if announced.is_whole:
+            self._derive()
         return self._left_out() if announced.is_whole else None
+
+    def _derive(self) -> None:
+        """What SGLang's loader computes of weights: at its end, such as the factors of latent attention's keys and values, and
+        1 + weight of norms."""
+        if hasattr(self._model, "post_load_weights"):
+            self._model.post_load_weights()
+        for module in self._model.modules():
+            if hasattr(module, "refresh_gemma_weight"):
+                module.refresh_gemma_weight()
 
     def _look_up(self, tensors: Sequence[Sent]) -> str | None:
         """Record where tensors go that were not asked for before, or whose parameters have moved."""

@@ -1,12 +1,15 @@
-"""Gated delta nets (Qwen3.5): the learner against transformers, layouts against one process, and a real SGLang server."""
+"""Gated delta nets (Qwen3-Next, Qwen3.5): the learner against transformers, layouts against one process, and a real SGLang server."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from configs.schema.layout import LayoutConfig
+from parallel.planning.architecture import Recurrent, read_architecture, read_hf_config
+from parallel.weights.hf_headers import weight_problems
 from rollout.servers.control import SGLangControl
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
@@ -15,12 +18,86 @@ from tests.support.layout_workers import by_hf_names, work_layout
 from tests.support.megatron_workers import make_batch, make_engine, run_ranks, weighted_loss
 from tests.support.moe_workers import by_transformers, work_layouts
 from tests.support.real_servers import EXACT, make_fleet, send
-from tests.support.recurrent_models import make_recurrent_model
+from tests.support.recurrent_models import FAMILIES, FIELDS, make_recurrent_model
 
 SHAPES = [
     ("qwen3_5_text", {}),
     ("qwen3_5_text", dict(tied=True, linear_num_key_heads=4, num_key_value_heads=1)),
+    ("qwen3_next", {}),
+    ("qwen3_next", dict(norm_topk_prob=False, linear_num_key_heads=1)),
+    ("qwen3_5_moe_text", {}),
 ]
+
+
+def config(kind: str = "qwen3_next", **changes) -> dict:
+    config_class, _, own = FAMILIES[kind]
+    return config_class(**FIELDS, **own).to_dict() | {"model_type": kind} | changes
+
+
+def test_a_config_names_its_recurrent_layers():
+    found = read_architecture(config())
+    assert found.recurrent == Recurrent(
+        is_recurrent=(True, False, True), key_heads=2, value_heads=4, key_dim=8, value_dim=12, width=4
+    )
+    assert found.qk_norm and found.rotary_size == found.head_dim // 4
+    experts = found.experts
+    assert (experts.shared_size, experts.has_shared_gate, experts.norm_topk) == (40, True, True)
+    without = {name: value for name, value in config("qwen3_5_moe_text").items() if name != "layer_types"}
+    assert read_architecture(without).recurrent == found.recurrent
+    assert not read_architecture(without | {"norm_topk_prob": False}).experts.norm_topk
+    assert read_architecture(config("qwen3_5_text")).experts is None
+
+
+ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(layer_types=["linear_attention"] * 3), "which full_attention_interval=2 contradicts"),
+        (
+            dict(full_attention_interval=4, layer_types=["linear_attention"] * 3),
+            "which gives layers of one kind alone",
+        ),
+        (
+            dict(linear_num_value_heads=3),
+            "linear_num_value_heads=3, not a multiple of linear_num_key_heads=2",
+        ),
+        (dict(linear_conv_kernel_dim=0), "linear_conv_kernel_dim=0; it must be"),
+        (dict(attn_output_gate=False), "attn_output_gate=False, which the learner does not compute"),
+        (dict(mlp_only_layers=[0]), r"mlp_only_layers=\[0\], which the learner does not compute"),
+        (dict(decoder_sparse_step=2), "decoder_sparse_step=2, which the learner does not compute"),
+        (dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size=0; it must be"),
+        (
+            dict(rope_parameters=ROPE),
+            "rope_theta=10000000.0 in its rope parameters, where SGLang does not read",
+        ),
+    ],
+)
+def test_what_is_not_computed_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        read_architecture(config(**changes))
+    read_architecture(config(rope_parameters=ROPE, rope_theta=1e7))
+    read_architecture(config("qwen3_5_text", rope_parameters=ROPE))
+
+
+def test_a_config_without_an_interval_is_told_it():
+    without = {name: value for name, value in config().items() if name != "full_attention_interval"}
+    with pytest.raises(ValueError, match="add it: by its layer_types it is 2"):
+        read_architecture(without)
+
+
+def test_what_predicts_further_tokens_is_left_out(tmp_path):
+    """In bfloat16, of a folder as it is published."""
+    folder = make_recurrent_model(tmp_path / "m", "qwen3_5_text")
+    weights = load_file(folder / "model.safetensors")
+    further = {"mtp.fc.weight": torch.ones(32, 64), "mtp.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}
+    save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
+    assert weight_problems(folder, read_architecture(read_hf_config(folder))) == []
+    make_engine(folder, dtype="bfloat16").save_hf(tmp_path / "out")
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert written.keys() == weights.keys()
+    assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in weights.items())
 
 
 @pytest.mark.parametrize("kind, changes", SHAPES)
@@ -39,7 +116,9 @@ def test_logits_and_gradients_match_transformers_on_packed_batches(tmp_path, kin
     gradients = by_hf_names(engine, lambda p: p.main_grad)
     assert gradients.keys() == wanted_gradients.keys()
     for name, wanted_gradient in wanted_gradients.items():
-        assert (gradients[name] - wanted_gradient).norm() <= 1e-5 * wanted_gradient.norm(), name
+        # Of decays they are small sums of large numbers.
+        tolerance = 5e-5 if name.endswith(("A_log", "dt_bias")) else 1e-5
+        assert (gradients[name] - wanted_gradient).norm() <= tolerance * wanted_gradient.norm(), name
 
 
 @pytest.mark.parametrize("kind, changes", SHAPES)
@@ -72,19 +151,20 @@ def models(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
     kinds = ["linear_attention", "linear_attention", "full_attention", "linear_attention"]
     changes = {"num_hidden_layers": 4, "full_attention_interval": 3, "layer_types": kinds}
-    # A key/value head on several ranks.
+    # Of the dense one a key/value head is on both tensor-parallel ranks.
+    own = {"qwen3_5_text": {"num_key_value_heads": 1}, "qwen3_next": {}, "qwen3_5_moe_text": {}}
     return {
-        "qwen3_5_text": make_recurrent_model(
-            folder / "dense", "qwen3_5_text", num_key_value_heads=1, **changes
-        )
+        kind: make_recurrent_model(folder / kind, kind, **changes, **fields) for kind, fields in own.items()
     }
 
 
 TWO_RANKS = {
-    "tp2 sp": dict(tp=2, sp=True),
-    "tp2": dict(tp=2),
-    "pp2": dict(pp=2),
-    "pp2 vpp2": dict(pp=2, vpp=2),
+    "tp2": (dict(tp=2), ["qwen3_5_text"]),
+    "tp2 sp": (dict(tp=2, sp=True), ["qwen3_5_text", "qwen3_next"]),
+    "pp2": (dict(pp=2), ["qwen3_5_text", "qwen3_next"]),
+    "pp2 vpp2": (dict(pp=2, vpp=2), ["qwen3_5_text"]),
+    "ep2": (dict(ep=2, dp=2), ["qwen3_next"]),
+    "ep2 tp2 sp": (dict(ep=2, tp=2, sp=True), ["qwen3_next", "qwen3_5_moe_text"]),
 }
 
 
@@ -99,21 +179,20 @@ def alone(models, tmp_path_factory) -> dict[str, dict]:
 @pytest.mark.engines
 def test_one_step_of_two_ranks_equals_that_of_one_process(models, alone, tmp_path):
     """Every gradient and weight; the folder out again; and the step after a checkpoint of one process."""
-    jobs = {name: ("step", dict(kind="policy", folder=folder)) for name, folder in models.items()}
-    jobs["loaded"] = (
-        "load",
-        dict(kind="policy", folder=models["qwen3_5_text"], checkpoint=alone["folder"], recompute="full"),
-    )
-    cases = {
-        case: (layout, jobs, {folder: tmp_path / case / name for name, folder in models.items()})
-        for case, layout in TWO_RANKS.items()
-    }
+    cases = {}
+    for case, (layout, names) in TWO_RANKS.items():
+        jobs = {name: ("step", dict(kind="policy", folder=models[name])) for name in names}
+        if "qwen3_5_text" in names:
+            job = dict(kind="policy", folder=models["qwen3_5_text"], checkpoint=alone["folder"])
+            jobs["loaded"] = ("load", job | {"recompute": "full"})
+        cases[case] = (layout, jobs, {models[name]: tmp_path / case / name for name in names})
     ranks = run_ranks(work_layouts, 2, tmp_path / "ranks", cases, deadline_s=900)
-    for case in TWO_RANKS:
-        for name, folder in models.items():
+    for case, (_, names) in TWO_RANKS.items():
+        for name in names:
             assert_same_step([found[case][name] for found in ranks], alone[name])
-            assert_same_weights(folder, tmp_path / case / name)
-        assert_same_step([found[case]["loaded"] for found in ranks], alone["saved"])
+            assert_same_weights(models[name], tmp_path / case / name)
+        if "qwen3_5_text" in names:
+            assert_same_step([found[case]["loaded"] for found in ranks], alone["saved"])
 
 
 # --- a real SGLang server
@@ -121,21 +200,28 @@ def test_one_step_of_two_ranks_equals_that_of_one_process(models, alone, tmp_pat
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize("family, tensor_parallel", [("qwen3_5_text", 2)])
+@pytest.mark.parametrize(
+    "family, tensor_parallel", [("qwen3_5_text", 2), ("qwen3_next", 1), ("qwen3_5_moe_text", 1)]
+)
 def test_a_server_computes_what_the_learner_computes(tmp_path, family, tensor_parallel):
     """Prompts in pieces of a few tokens, several requests at a time, and weights of another model and back."""
     for seed in (0, 1):
         make_tiny_countdown_model(tmp_path / f"{seed}", seed=seed, family=family, initializer_range=0.1)
+        weights = load_file(tmp_path / f"{seed}" / "model.safetensors")
+        for tensor in weights.values():
+            if tensor.dim() == 1:  # norms and steps, which begin alike in every model
+                tensor.add_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed)) * 0.1)
+        save_file(weights, tmp_path / f"{seed}" / "model.safetensors", metadata={"format": "pt"})
     engines = [make_engine(tmp_path / f"{seed}") for seed in (0, 1)]
-    fleet = make_fleet(
-        tmp_path / "0", tmp_path / "logs", tp=tensor_parallel, server_args={"chunked_prefill_size": 8}
-    )
+    replays = family != "qwen3_5_text"
+    options = {"routing": "rollout" if replays else "own", "server_args": {"chunked_prefill_size": 8}}
+    fleet = make_fleet(tmp_path / "0", tmp_path / "logs", tp=tensor_parallel, **options)
     try:
         fleet.start()
         fleet.wait_healthy(400)
         with SGLangControl(fleet.urls, tensor_parallel=tensor_parallel, timeout_s=120) as control:
             (from_disk,) = control.checksums()
-            assert gap(fleet.urls, engines[0], replays=False) <= EXACT
+            assert gap(fleet.urls, engines[0], replays=replays) <= EXACT
             for version, engine in ((1, engines[1]), (2, engines[0])):
                 exported = SimpleNamespace(named_parameters=engine.export_hf)
                 send(control, exported, version=version, tensor_parallel=tensor_parallel)
@@ -143,9 +229,11 @@ def test_a_server_computes_what_the_learner_computes(tmp_path, family, tensor_pa
                 control.resume()
                 same = {name for name in received if received[name] == from_disk[name]}
                 assert received.keys() == from_disk.keys()
-                # Of the other model, norms and steps are the same, and a rank's part of the vocabulary that is all padding.
-                moved = [n for n in same if any(part in n for part in ("proj", "conv1d", "A_log"))]
-                assert same == set(from_disk) if version == 2 else not moved, moved
-                assert gap(fleet.urls, engine, replays=False) <= EXACT
+                # Of the other model a rank's part of the vocabulary may be all padding, and which numbers are rotated is no weight.
+                kept = {
+                    n for n in same if "embed_tokens" not in n and "lm_head" not in n and "axis_map" not in n
+                }
+                assert same == set(from_disk) if version == 2 else not kept, kept
+                assert gap(fleet.urls, engine, replays=replays) <= EXACT
     finally:
         fleet.stop()

@@ -5,7 +5,13 @@ import re
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, Glm4MoeConfig, Glm4MoeLiteConfig, Qwen3_5TextConfig
+from transformers import (
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    Glm4MoeLiteConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from configs.schema.layout import LayoutConfig
@@ -83,6 +89,10 @@ def test_every_family_has_a_tiny_model():
         ),
         (671, DeepseekV3Config(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)),  # DeepSeek-V3
         (30, Glm4MoeLiteConfig(first_k_dense_replace=1)),  # GLM-4.7-Flash
+        (  # whose sizes are the class's defaults, but for that of unused dense layers
+            79.7,
+            Qwen3NextConfig(full_attention_interval=4, layer_types=(["linear_attention"] * 3 + ["full_attention"]) * 12),
+        ),
         (  # the text model of Qwen3.5-27B
             26.9,
             Qwen3_5TextConfig(
