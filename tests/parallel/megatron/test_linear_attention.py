@@ -1,5 +1,7 @@
 """Gated delta nets (Qwen3-Next, Qwen3.5): the learner against transformers, layouts against one process, and a real SGLang server."""
 
+import asyncio
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,8 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.schema.layout import LayoutConfig
+from parallel.packing import pack_sequences
 from parallel.planning.architecture import Recurrent, read_architecture, read_hf_config
 from parallel.weights.hf_headers import weight_problems
+from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.parallel.megatron.test_model import assert_same_weights
@@ -235,5 +239,35 @@ def test_a_server_computes_what_the_learner_computes(tmp_path, family, tensor_pa
                 }
                 assert same == set(from_disk) if version == 2 else not kept, kept
                 assert gap(fleet.urls, engine, replays=replays) <= EXACT
+            assert gap_of_interrupted(control, fleet.urls, engines[0]) <= EXACT
     finally:
         fleet.stop()
+
+
+def gap_of_interrupted(control, urls, engine) -> float:
+    """Of responses that a pause puts back into the server's queue, whose states are computed anew."""
+    prompt = [3, 8, 5, 14, 9]
+
+    async def ask():
+        async with SGLangClient(urls, max_concurrency=8, timeout_s=120, max_retries=0) as client:
+            options = {"max_new_tokens": 200, "temperature": 1.3, "stop_token_ids": []}
+            return await client.generate_group(prompt, **options, seeds=range(3))
+
+    with ThreadPoolExecutor(1) as thread:
+        for attempt in range(40):  # again, and later, until the pause is inside the responses
+            responses = thread.submit(asyncio.run, ask())
+            wait([responses], timeout=0.05 * (attempt + 1))
+            control.pause()
+            control.resume()
+            completions = responses.result()
+            if any(completion.num_retractions for completion in completions):
+                break
+    assert any(completion.num_retractions for completion in completions)
+    batch = pack_sequences(
+        token_ids=[[*prompt, *c.token_ids] for c in completions],
+        response_masks=[[False] * len(prompt) + [True] * len(c.token_ids) for c in completions],
+        rollout_logprobs=[[*[0.0] * len(prompt), *c.rollout_logprobs] for c in completions],
+        sequence_ids=range(len(completions)),
+    )
+    ((logprobs_T, _),) = engine.logprobs([batch], temperature=1.3)
+    return float((logprobs_T - batch.rollout_logprobs_T)[batch.response_mask_T].abs().max())
