@@ -13,7 +13,6 @@ solve a triangular system, and what a chunk changes of the state is a product (t
 chunk, those of all sequences together.
 """
 
-import itertools
 from dataclasses import dataclass
 
 import torch
@@ -98,13 +97,15 @@ def gated_delta_rule(
     outs, ends = [], []
     nothing = value.new_zeros(plan.counts[0], *to_state.shape[1:3], value.shape[-1])
     state = nothing if start_SANV is None else start_SANV[plan.rows_S]
-    for start, count in zip(itertools.accumulate(plan.counts, initial=0), plan.counts, strict=False):
-        chunk = slice(start, start + count)
+    # Split, not sliced: the gradient of each slice would be as large as the whole.
+    parts = (x.split(plan.counts) for x in (values, read, among, from_state, to_state, last))
+    for value_i, read_i, among_i, from_state_i, to_state_i, last_i in zip(*parts, strict=True):
+        count = len(value_i)
         ends.append(state[count:])
         state = state[:count]
-        corrected = values[chunk] - read[chunk] @ state
-        outs.append(from_state[chunk] @ state + among[chunk] @ corrected)
-        state = state * last[chunk] + to_state[chunk] @ corrected
+        corrected = value_i - read_i @ state
+        outs.append(from_state_i @ state + among_i @ corrected)
+        state = state * last_i + to_state_i @ corrected
     out = torch.cat(outs).transpose(1, 2).flatten(0, 1).index_select(0, plan.places_T)
     end = torch.cat([state, *reversed(ends)])
     return out, torch.empty_like(end).index_copy(0, plan.rows_S, end)

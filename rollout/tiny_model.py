@@ -209,4 +209,8 @@ def _random_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # zero would hide that it was lost
                 buffer.normal_(std=0.02)
+        if "linear_num_value_heads" in own:
+            # transformers leaves it at zero, where three norms one behind another multiply a gradient by 1e9.
+            table: torch.Tensor = model.get_input_embeddings().weight
+            torch.nn.init.normal_(table[tokenizer.pad_token_id], std=initializer_range)
         return model

@@ -46,10 +46,12 @@ class Flops:
     """Products between tokens."""
     output: int
     """The logits."""
+    rule: int = 0
+    """Of gated delta nets: products of a chunk's tokens with one another and with the state."""
 
     @property
     def total(self) -> int:
-        return self.matrices + self.attention + self.output
+        return self.matrices + self.attention + self.output + self.rule
 
 
 def forward_flops(
@@ -78,14 +80,13 @@ def forward_flops(
         matrices += 2 * tokens * sparse * (3 * a.hidden_size * a.experts.shared_size // t)
     recurrent = sum(a.is_recurrent(layer) for layer in layers)
     attention = (len(layers) - recurrent) * 4 * a.head_dim * (a.num_heads // t) * load.pairs // layout.cp
-    if a.recurrent is not None:
-        attention += recurrent * load.tokens * rule_flops(a.recurrent, t)
+    rule = 0 if a.recurrent is None else recurrent * tokens * rule_flops(a.recurrent, t)
     logits = 0
     if output and stage == layout.pp - 1:
         # The first rank's rows of the vocabulary; padding takes no part.
         vocabulary = min(padded_vocab_size(a.vocab_size, t) // t, a.vocab_size)
         logits = 2 * -(-load.predicted // layout.cp) * a.hidden_size * vocabulary
-    return Flops(matrices=matrices, attention=attention, output=logits)
+    return Flops(matrices=matrices, attention=attention, output=logits, rule=rule)
 
 
 def rule_flops(recurrent: Recurrent, t: int) -> int:
@@ -94,6 +95,16 @@ def rule_flops(recurrent: Recurrent, t: int) -> int:
     r = recurrent
     within = CHUNK * (4 * r.key_dim + 2 * r.value_dim)
     return r.value_heads // t * (within + 6 * r.key_dim * r.value_dim)
+
+
+def _system_flops(a: Architecture, layout: LayoutConfig, stage: int, load: Load) -> int:
+    """Of the gradient of the rules' triangular systems: 2 C (N + V) for each token and head."""
+    r = a.recurrent
+    if r is None:
+        return 0
+    layers = sum(a.is_recurrent(layer) for layer in stage_layers(a, layout, stage))
+    _, tokens = row_counts(layout, load.tokens)
+    return layers * tokens * (r.value_heads // layout.tp) * 2 * CHUNK * (r.key_dim + r.value_dim)
 
 
 def update_flops(
@@ -109,9 +120,9 @@ def update_flops(
     """FLOPs of forward and backward passes, and of layers that are computed again (``recompute: full``).
 
     Backward has two products for each of forward, for the gradients of input and weight, and five in place of
-    attention's two. Logits are computed again, whatever ``recompute`` says. A frozen weight has no gradient: one product
-    fewer, also of an output layer beside adapters; merged adapters take that of the merged weight all the same. The
-    adapters' own products are left out.
+    attention's two. Logits and the rule of gated delta nets are computed again, whatever ``recompute`` says. A frozen weight has
+    no gradient: one product fewer, also of an output layer beside adapters; merged adapters take that of the merged weight all
+    the same. The adapters' own products are left out.
     """
     forward = forward_flops(architecture, layout, stage, load, output=output)
     again = 1 if recompute == "full" else 0
@@ -121,4 +132,5 @@ def update_flops(
         matrices=forward.matrices * (1 + again + backward),
         attention=forward.attention * (1 + again) + forward.attention * 5 // 2,
         output=forward.output * of_output,
+        rule=forward.rule * 4 + _system_flops(architecture, layout, stage, load),
     )

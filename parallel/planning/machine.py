@@ -18,7 +18,7 @@ class Machine:
     def training_seconds(self, flops: Flops, dtype: str) -> float:
         attained, peak = self.hardware.attained, 1e12 * getattr(self.hardware.peak_tflops, dtype)
         matrices = (flops.matrices + flops.output) / (peak * attained.train_matmul)
-        return matrices + flops.attention / (peak * attained.train_attention)
+        return matrices + (flops.attention + flops.rule) / (peak * attained.train_attention)
 
     def memory_seconds(self, size: float) -> float:
         return size / (1e9 * self.hardware.memory_gb_s * self.hardware.attained.memory)

@@ -97,7 +97,12 @@ def server_flops(architecture: Architecture, tp: int) -> Flops:
     # But what it has whole of latent attention is multiplied by all of them.
     of_others = 2 * architecture.num_layers * architecture.attention_numbers[1] * (tp - 1) if layout.sp else 0
     matrices = (flops.matrices + of_others) // tp
-    return Flops(matrices=matrices, attention=flops.attention // tp, output=flops.output // tp)
+    return Flops(
+        matrices=matrices,
+        attention=flops.attention // tp,
+        output=flops.output // tp,
+        rule=flops.rule // tp,
+    )
 
 
 def decoder_of(
@@ -123,12 +128,15 @@ def decoder_of(
     sent = _server_sent(a, tp, 1, rollout.dtype)
     return Decoder(
         fixed_s=over.decode_step_s + a.num_layers * over.decode_layer_s + machine.call_seconds(sent.calls),
-        each_s=over.decode_response_s + machine.link_seconds(sent.bytes, tp),
+        # A state is read and written.
+        each_s=over.decode_response_s
+        + machine.link_seconds(sent.bytes, tp)
+        + machine.memory_seconds(2 * memory.state_bytes_per_response),
         weights_s=machine.memory_seconds(memory.weights - table - experts),
         experts_s=machine.memory_seconds(experts),
         chosen=chosen,
         read_s=machine.memory_seconds(memory.kv_bytes_per_token),
-        product_s=(of_token.matrices + of_token.output) / matmul,
+        product_s=(of_token.matrices + of_token.output + of_token.rule) / matmul,
         pair_s=of_token.attention / attention,
     )
 
@@ -144,7 +152,7 @@ def prefill_seconds(
     sent = _server_sent(architecture, tp, count * tokens, config.rollout.dtype)
     over = machine.hardware.overheads
     of_passes = passes * (architecture.num_layers * over.decode_layer_s + machine.call_seconds(sent.calls))
-    products = tokens * of_token.matrices + of_token.output
+    products = tokens * (of_token.matrices + of_token.rule) + of_token.output
     pairs = tokens * (tokens + 1) / 2
     computing = count * (products / matmul + pairs * of_token.attention / attention)
     return computing + machine.link_seconds(sent.bytes, tp) + of_passes

@@ -17,6 +17,7 @@ from tests.launch.studies.simulated import DENSE, small_config, small_model
 from tests.support.loads import whole_samples
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.moe_workers import make_moe_model
+from tests.support.recurrent_models import make_recurrent_model
 from tests.support.simulation_workers import simulate_all, work_step
 from trainer.studies.simulation import _Sampler
 
@@ -29,6 +30,9 @@ LAYOUTS = {
     "experts ep2": {"dp": 2, "ep": 2},
 }
 FAMILIES = ("allreduce", "allgather", "reduce_scatter", "alltoall", "send", "recv", "broadcast")
+RECURRENT = dict(
+    num_hidden_layers=4, full_attention_interval=2, layer_types=["linear_attention", "full_attention"] * 2
+)  # fmt: skip
 LARGE = dict(
     hidden_size=512,
     num_attention_heads=8,
@@ -78,6 +82,14 @@ def configs(tmp_path_factory) -> dict[str, RunConfig]:
         "latent": small_config(
             make_moe_model(folder / "latent", "deepseek_v3", num_hidden_layers=3), tp=2, sp=True, pp=2
         ),
+        # Samples of whole chunks.
+        "recurrent": small_config(
+            make_recurrent_model(folder / "recurrent", "qwen3_next", **RECURRENT),
+            "rollout.max_new_tokens=127",
+            budget=1024,
+            tp=2,
+            sp=True,
+        ),
     }
     return {name: config_of(folder, name) for name in LAYOUTS} | others
 
@@ -92,6 +104,7 @@ def simulated(configs) -> dict[tuple[str, int], SimulatedRank]:
         ("experts", 0),
         ("latent", 0),
         ("latent", 2),
+        ("recurrent", 0),
     ]
     return dict(zip(jobs, simulate_all([(configs[name], rank) for name, rank in jobs]), strict=True))
 
@@ -165,6 +178,15 @@ def test_flops_of_every_layout_are_the_plans(name, ranks, simulated, configs):
         assert sum(rank.parts[part].flops for rank in together) == len(together) * flops, part
 
 
+def test_flops_of_gated_delta_nets_are_nearly_the_plans(simulated, configs):
+    """The first chunk of a sequence has no gradient of the state before it, which the plan does not know."""
+    rank = simulated["recurrent", 0]
+    assert rank.step.places % 64 == 0
+    assert rank.parts["update"].flops == pytest.approx(
+        planned_flops(configs["recurrent"], rank)["update"], rel=0.003
+    )
+
+
 OF_PLAN = {
     "TENSOR_MODEL_PARALLEL_GROUP": "tensor",
     "CONTEXT_PARALLEL_GROUP": "context",
@@ -181,6 +203,7 @@ OF_PLAN = {
         ("large", "tensor", 0.08),
         ("experts", "tensor", 0.15),
         ("latent", "tensor", 0.15),
+        ("recurrent", "tensor", 0.15),
         ("latent", "pipeline", 0.01),
         ("pp2", "pipeline", 0.01),
         ("large", "pipeline", 0.01),
