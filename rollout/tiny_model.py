@@ -212,5 +212,6 @@ def _random_model(
         if "linear_num_value_heads" in own:
             # transformers leaves it at zero, where three norms one behind another multiply a gradient by 1e9.
             table: torch.Tensor = model.get_input_embeddings().weight
-            torch.nn.init.normal_(table[tokenizer.pad_token_id], std=initializer_range)
+            row = SPECIAL_TOKENS.index("<pad>")
+            torch.nn.init.normal_(table[row], std=initializer_range)
         return model

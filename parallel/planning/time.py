@@ -153,7 +153,7 @@ def assumptions(config: RunConfig, lengths: Lengths, machine: Machine) -> list[s
         and config.learner.routing == "own"
     ):
         said.append(
-            "siblings' prompts are computed once, in servers and (without cp and without Transformer Engine) in the learner"
+            "siblings' prompts are computed once, in servers and (without cp, recurrent layers and Transformer Engine) in the learner"
         )
     if config.skips_zero_gradients:
         said.append("every group has signal: none is spared its backward pass (learner.skip_zero_gradients)")

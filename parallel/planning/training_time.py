@@ -54,11 +54,14 @@ class Batch:
     """m, of each minibatch."""
 
 
-def batch_of(config: RunConfig, lengths: Lengths, layout: LayoutConfig) -> Batch:
+def batch_of(architecture: Architecture, config: RunConfig, lengths: Lengths, layout: LayoutConfig) -> Batch:
     """The batch of each of the ``dp`` copies. Micro-batches are full: as many as the tokens need."""
     rollout, learner = config.rollout, config.learner
     whole, counted = step_load(
-        lengths, rollout.prompts_per_step, rollout.group_size, shares=shares_prompts(config, layout)
+        lengths,
+        rollout.prompts_per_step,
+        rollout.group_size,
+        shares=shares_prompts(architecture, config, layout),
     )
     full = math.ceil(counted / (layout.dp_size * learner.minibatches * learner.token_budget))
     multiple = layout.microbatch_multiple
@@ -85,9 +88,14 @@ def step_load(lengths: Lengths, groups: int, group_size: int, *, shares: bool) -
     return Load(tokens=tokens, pairs=pairs, predicted=sum(responses)), counted
 
 
-def shares_prompts(config: RunConfig, layout: LayoutConfig) -> bool:
+def shares_prompts(architecture: Architecture, config: RunConfig, layout: LayoutConfig) -> bool:
     """Whether the learner computes a shared prompt once. Transformer Engine, which a plan does not know of, does not."""
-    is_whole = layout.cp > 1 or config.model.numerics == "aligned" or config.learner.routing != "own"
+    is_whole = (
+        architecture.recurrent is not None
+        or layout.cp > 1
+        or config.model.numerics == "aligned"
+        or config.learner.routing != "own"
+    )
     return config.learner.share_prompts and not is_whole
 
 
@@ -103,7 +111,7 @@ def training_time(
 ) -> Training:
     """Training of a step. A critic has as many passes as the policy, one of them before the update. reference: of a model of
     its own, which has one; None: its pass is as the policy's."""
-    batch = batch_of(config, lengths, layout)
+    batch = batch_of(architecture, config, lengths, layout)
     over, rollout = machine.hardware.overheads, config.rollout
     models = [(architecture, scored_passes(config) - (reference is not None), True)]
     if critic is not None:

@@ -10,9 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.rollout import RolloutConfig
 from parallel.packing import pack_sequences
 from parallel.planning.architecture import Recurrent, read_architecture, read_hf_config
+from parallel.planning.traffic import bytes_to_send
 from parallel.weights.hf_headers import weight_problems
+from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
 from rollout.tiny_model import make_tiny_countdown_model
@@ -98,7 +101,20 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path):
     further = {"mtp.fc.weight": torch.ones(32, 64), "mtp.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}
     save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
     assert weight_problems(folder, read_architecture(read_hf_config(folder))) == []
-    make_engine(folder, dtype="bfloat16").save_hf(tmp_path / "out")
+    engine = make_engine(folder, dtype="bfloat16")
+    engine.save_hf(tmp_path / "out")
+    for precision in (None, "int8"):  # of which steps and decays are not rounded
+        plan = plan_transfer(
+            engine.export_plan(),
+            dtype=torch.bfloat16,
+            device="cpu",
+            precision=precision,
+            packs=precision is not None,
+        )
+        sent = sum(bucket.bytes.numel() for bucket in make_buckets(engine.export_hf(), plan, Buffers("cpu")))
+        rollout = RolloutConfig(dtype="bfloat16", precision=precision)
+        (planned,) = bytes_to_send(engine.architecture, rollout, LayoutConfig())
+        assert planned <= sent <= planned + (0 if precision is None else 4 * 1000)  # scales of rows
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == weights.keys()
     assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in weights.items())

@@ -441,6 +441,28 @@ def test_a_server_by_hand():
     assert rollout_memory(architecture, 4, "bfloat16", 80 * GIB, max_tokens=10**9) == memory
 
 
+def test_a_server_of_gated_delta_nets_by_hand():
+    """Qwen3-Next-80B over 4 ranks: 12 layers keep keys and values, 36 a matrix of each of 8 value heads and 3 inputs of the
+    convolution for each response."""
+    fields = {
+        "model_type": "qwen3_next", "vocab_size": 151936, "hidden_size": 2048, "num_hidden_layers": 48, "num_attention_heads": 16,
+        "num_key_value_heads": 2, "head_dim": 256, "full_attention_interval": 4, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+    }  # fmt: skip
+    architecture = read_architecture(QWEN2 | fields)
+    memory = rollout_memory(architecture, 4, "bfloat16", 80 * GIB)
+    assert memory.kv_bytes_per_token == 12 * 2 * 256 * 2
+    of_layer = 8 * 128 * 128 * 4 + (2 * 16 + 32) * 128 // 4 * 3 * 2
+    assert memory.state_bytes_per_response == 36 * of_layer
+    room = 80 * GIB - memory.reserved - memory.weights
+    assert memory.states == int(room * 0.9 / 1.9) and memory.kv_cache == room - memory.states
+    assert memory.responses == memory.states // (36 * of_layer)
+    whole = sum(stage_parameters(architecture, LayoutConfig(dp=1), 0))
+    # A quarter of all but what ranks have whole, such as routers, and of the two key/value heads one on each rank.
+    assert memory.weights == pytest.approx(2 * whole / 4, rel=0.003)
+
+
 @pytest.mark.parametrize(
     ("gpu_mib", "ranks", "static_share"),
     [
