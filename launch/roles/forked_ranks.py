@@ -43,7 +43,7 @@ def fork_ranks() -> None:
         importlib.import_module(name)
     gc.freeze()
     gc.enable()
-    api.get_subprocess_handler = _handler
+    api.get_subprocess_handler = _handler  # pyright: ignore[reportPrivateImportUsage]
 
 
 def may_fork() -> bool:
