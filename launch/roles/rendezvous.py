@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from functools import partial
 
 import torch.distributed as dist
 from torch.distributed import run
@@ -28,6 +29,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from launch.roles.forked_ranks import COMMAND, end_with, fork_ranks
 from parallel.megatron.rank_store import STORE_VARIABLE
 
 BACKEND = "tandem"
@@ -165,8 +167,11 @@ def make_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 def main(arguments: list[str]) -> None:
     rendezvous_handler_registry.register(BACKEND, make_handler)
+    several_nodes = any(argument.startswith("--nnodes") for argument in arguments)
+    if not several_nodes and " ".join(COMMAND) in " ".join(arguments):
+        fork_ranks()
     run.main(arguments)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    end_with(partial(main, sys.argv[1:]))

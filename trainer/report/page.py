@@ -21,7 +21,7 @@ from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
 from trainer.metric_names import TIME_PARTS
 from trainer.report import comparison, timeline
-from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure
+from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure, save
 from trainer.report.pictures import PICTURES
 from trainer.report.recorded_run import AlarmHistory, RecordedRun, note_the_data, number_text, read_run
 from trainer.report.samples import shown_samples
@@ -49,7 +49,7 @@ def write_report(run_dir: Path, config: RunConfig | None = None, *, against: Seq
         if figure is None:
             path.unlink(missing_ok=True)
             continue
-        figure.savefig(path, dpi=120, metadata={"Software": None})
+        save(figure, path, dpi=120, metadata={"Software": None})
         pictures.append(shown(title, about, panels))
     note_the_data(run)
     samples = shown_samples(run_dir, run.config.model.path)
@@ -175,7 +175,7 @@ def as_svg(figure: "Figure") -> str:
 
     svg, fonts = io.StringIO(), ["DejaVu Sans", "sans-serif"]
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "tandem", "font.family": fonts}):
-        figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
+        save(figure, svg, format="svg", metadata={"Date": None, "Creator": None})
     return base64.b64encode(svg.getvalue().encode()).decode("ascii")
 
 

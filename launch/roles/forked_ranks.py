@@ -1,0 +1,144 @@
+"""Ranks on CPU as forks of torchrun's agent, which has imported what they need.
+
+torchrun starts each rank as a command of its own, and each imports torch, Megatron-Core and transformers again, for 3
+CPU seconds and most of its memory (``benchmarks/results/startup.md``). A fork shares the agent's. Everything else is
+torchrun's: it waits for the ranks, ends them and tells how they ended.
+
+Ranks are commands, as torchrun starts them, where a fork would not be the same: with GPUs, whose driver a fork cannot
+use; where the agent has further threads, which a fork has not, so that their locks stay locked; and on several nodes,
+where the agent is connected to the others.
+"""
+
+import gc
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from setproctitle import setproctitle
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+COMMAND = ("-m", "launch")
+"""Behind it are the arguments of ``tandem``."""
+IMPORTS = ("launch.cli", "launch.roles.table", "trainer.loop", "trainer.learner")
+"""They import the rest."""
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+"""The signals that torchrun's agent handles."""
+POLL_S = 0.02
+
+
+def fork_ranks() -> None:
+    """Import what ranks need, and have torchrun fork them from here on, where it can."""
+    if not may_fork():
+        return
+    gc.disable()  # collections would look at the imported modules again and again, and these stay
+    for name in IMPORTS:
+        importlib.import_module(name)
+    gc.freeze()
+    gc.enable()
+    api.get_subprocess_handler = _handler  # pyright: ignore[reportPrivateImportUsage]
+
+
+def may_fork() -> bool:
+    """OpenMP reads its number of threads once, so it must be the ranks' already."""
+    return (
+        torch.version.cuda is None
+        and "OMP_NUM_THREADS" in os.environ
+        and len(os.listdir("/proc/self/task")) == 1
+    )
+
+
+def _handler(
+    entrypoint: str, args: tuple, env: dict[str, str], *rest: Any, **options: Any
+) -> SubprocessHandler:
+    is_ours = tuple(args[:3]) == ("-u", *COMMAND)
+    handler = ForkedHandler if is_ours and may_fork() else SubprocessHandler
+    return handler(entrypoint, args, env, *rest, **options)
+
+
+class ForkedHandler(SubprocessHandler):
+    """torchrun's handler of a rank, which is a fork. Its output is not redirected."""
+
+    def _popen(self, args: tuple, env: dict[str, str]) -> "ForkedRank":  # pyright: ignore[reportIncompatibleMethodOverride]
+        return ForkedRank(args[1 + len(("-u", *COMMAND)) :], env)
+
+
+class ForkedRank:
+    """What torchrun uses of ``subprocess.Popen``, of a fork that runs ``tandem`` with ``arguments``.
+
+    ``returncode`` is None until the end was seen, and the negative number of a signal that ended it.
+    """
+
+    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]) -> None:
+        self.returncode: int | None = None
+        sys.stdout.flush()  # or the fork would write it again
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_rank(arguments, environment)
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """Raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired("a rank", timeout)
+            time.sleep(POLL_S)
+        return code
+
+
+def _become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> NoReturn:
+    """Be what a command would be in a session of its own: its signals, its environment, its arguments, and its end. The
+    agent's code, which called this, never goes on here."""
+
+    def rank() -> None:
+        os.setsid()
+        for number in HANDLED:
+            if callable(signal.getsignal(number)):
+                signal.signal(
+                    number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+                )
+        setproctitle(
+            " ".join([sys.executable, *COMMAND, *arguments])
+        )  # it looks for the environment where it was
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.argv = ["tandem", *arguments]
+
+        from launch.cli import main
+
+        main()
+
+    end_with(rank)
+
+
+def end_with(function: Callable[[], object]) -> NoReturn:
+    """Call it, and end this process as Python would behind it, without the checks of libraries for leaks."""
+    code = 1
+    try:
+        function()
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
