@@ -192,6 +192,7 @@ TWO_RANKS = {
 def alone(models, tmp_path_factory) -> dict[str, dict]:
     checkpoint = tmp_path_factory.mktemp("alone") / "step_000001"
     jobs = {name: ("step", dict(kind="policy", folder=folder)) for name, folder in models.items()}
+    jobs["critic"] = ("step", dict(kind="critic", folder=models["qwen3_5_text"]))
     jobs["saved"] = ("save", dict(kind="policy", folder=models["qwen3_5_text"], checkpoint=checkpoint))
     return work_layout(LayoutConfig(), jobs) | {"folder": checkpoint}
 
@@ -205,6 +206,7 @@ def test_one_step_of_two_ranks_equals_that_of_one_process(models, alone, tmp_pat
         if "qwen3_5_text" in names:
             job = dict(kind="policy", folder=models["qwen3_5_text"], checkpoint=alone["folder"])
             jobs["loaded"] = ("load", job | {"recompute": "full"})
+            jobs["critic"] = ("step", dict(kind="critic", folder=models["qwen3_5_text"]))
         cases[case] = (layout, jobs, {models[name]: tmp_path / case / name for name in names})
     ranks = run_ranks(work_layouts, 2, tmp_path / "ranks", cases, deadline_s=900)
     for case, (_, names) in TWO_RANKS.items():
@@ -213,6 +215,7 @@ def test_one_step_of_two_ranks_equals_that_of_one_process(models, alone, tmp_pat
             assert_same_weights(models[name], tmp_path / case / name)
         if "qwen3_5_text" in names:
             assert_same_step([found[case]["loaded"] for found in ranks], alone["saved"])
+            assert_same_step([found[case]["critic"] for found in ranks], alone["critic"])
 
 
 # --- a real SGLang server
