@@ -128,15 +128,10 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.LAYER.REST
     experts = SUPPORTED[architecture.model_type].experts
     suffixes = (
-        _layer_parts(architecture, is_recurrent(architecture, int(layer))).get(rest)
+        _layer_parts(architecture, architecture.is_recurrent(int(layer))).get(rest)
         or _EXPERT_MLP[experts or ""][_EXPERT.sub("{}", rest)]
     )
     return tuple(f"model.layers.{layer}.{suffix.format(expert_of(rest))}" for suffix in suffixes)
-
-
-def is_recurrent(architecture: Architecture, layer: int) -> bool:
-    """Whether the layer of this number is a gated delta net."""
-    return architecture.recurrent is not None and architecture.recurrent.is_recurrent[layer]
 
 
 @cache
@@ -234,7 +229,7 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
     """A layer's names in Megatron, with and without Transformer Engine."""
     experts = architecture.experts
     is_sparse = experts is not None and experts.is_sparse[layer]
-    for rest in _layer_parts(architecture, is_recurrent(architecture, layer)):
+    for rest in _layer_parts(architecture, architecture.is_recurrent(layer)):
         is_absent = (
             (rest.endswith(".bias") and not architecture.qkv_bias)
             or (re.search(r"[qk]_layernorm", rest) and not (architecture.qk_norm or architecture.latent))
