@@ -4,13 +4,13 @@ SGLang's ``torch_native`` backend calls torch once for each sequence and layer, 
 time. Here sequences of similar length form a bucket, are padded and attended to together. The places of their
 keys and the mask are found once for a forward pass and serve all its layers.
 
-Sliding windows, encoders, cross-attention, speculative decoding and very long prefills go to SGLang's own code.
+Encoders, cross-attention, speculative decoding and very long prefills go to SGLang's own code.
 
 T tokens of the forward pass; of a bucket, after padding: B sequences, Q queries each, K keys each; H heads.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
@@ -43,6 +43,21 @@ class Bucket:
     """int64 [B * Q], the places of the queries in the forward pass. None: all of it, in order, without padding."""
     kept: Tensor | None
     """int64, the queries of B * Q that are no padding. None: all."""
+    last_seen: Tensor
+    """int64 [B, Q], the last key that a query sees."""
+    window_masks: dict[int, Tensor] = field(default_factory=dict)
+    """``mask_of`` by window."""
+
+    def mask_of(self, window: int | None) -> Tensor:
+        """``mask``, and False on keys more than ``window`` before the last one that a query sees (SGLang's
+        ``sliding_window_size``, which does not count the query itself)."""
+        if window is None:
+            return self.mask
+        if window not in self.window_masks:
+            key_K = torch.arange(self.size[2])
+            is_near = key_K >= self.last_seen[:, :, None] - window
+            self.window_masks[window] = self.mask & is_near[:, None]
+        return self.window_masks[window]
 
 
 def make_buckets(
@@ -80,6 +95,7 @@ def make_buckets(
                 mask=(key_K <= last_seen_BQ[:, :, None])[:, None],
                 rows=(start_B1 + query_BQ).view(-1) if padded or not whole else None,
                 kept=real_BQ.view(-1).nonzero()[:, 0] if padded else None,
+                last_seen=last_seen_BQ,
             )
         )
     return buckets
@@ -114,12 +130,14 @@ def attend(
     v_cache: Tensor,
     scale: float | None,
     softmax_of: Callable[..., Tensor] = scaled_dot_product_attention,
+    window: int | None = None,
 ) -> None:
     """Writes the bucket's rows of ``output``.
 
     Args:
         query: [T, H, D]. output: [T, H, D of the values]. k_cache, v_cache: [slots, key-value heads, D].
         softmax_of: attention of [B, key-value heads, ...], with the arguments of torch's.
+        window: see ``Bucket.mask_of``.
     """
     num_sequences, num_queries, num_keys = bucket.size
     heads, kv_heads = query.shape[1], k_cache.shape[1]
@@ -134,7 +152,8 @@ def attend(
     rows = query if bucket.rows is None else query.index_select(0, bucket.rows)
     # The heads that share a key-value head are further queries of it: [B, kv_heads, group * Q, D].
     queries = rows.view(num_sequences, num_queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    mask = bucket.mask if num_queries == 1 else bucket.mask.repeat(1, 1, group, 1)
+    mask = bucket.mask_of(window)
+    mask = mask if num_queries == 1 else mask.repeat(1, 1, group, 1)
     attended = softmax_of(queries, keys, values, attn_mask=mask, scale=scale)
     result = (
         attended.unflatten(2, (group, num_queries))
@@ -186,7 +205,8 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
 
         def _attended(self, sglangs, is_causal, query, output, k_cache, v_cache, *rest, **options):
             """sglangs: its own code, for what is not done here."""
-            is_other = options.get("sliding_window_size") is not None or options.get("is_cross_attn")
+            window = options.get("sliding_window_size")
+            is_other = options.get("is_cross_attn") or (window is not None and softmax_of is not None)
             if self._buckets is None or is_other or not is_causal:
                 if softmax_of is not None:
                     raise ValueError(
@@ -195,7 +215,7 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
                     )
                 return sglangs(query, output, k_cache, v_cache, *rest, **options)
             for bucket in self._buckets:
-                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"), chosen)
+                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"), chosen, window)
             return output
 
     return BatchedAttention(runner)
