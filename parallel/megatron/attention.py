@@ -11,6 +11,9 @@ Sequence parallelism splits the model's tokens over ranks. The plan then ends wi
 each, so that the number of tokens divides. They are copies of the batch's first token, their results are
 unused, and their gradient is exactly zero.
 
+Where a token sees a window of W tokens, itself included, queries go in blocks of ``WINDOW_BLOCK``, each against the keys that
+one of it sees. A sequence of at most W tokens is computed as without a window.
+
 The score pass and the train pass of one micro-batch agree bitwise: both see the same plan, hence tensors of the
 same shapes and strides, the same kernels and the same order of sums. Recording gradients changes nothing here:
 rotation is a function of its own with one forward, and SDPA has no dropout. A *different* split into
@@ -18,6 +21,7 @@ micro-batches changes shapes and with them rounding (about 1e-6 relative in floa
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from numerics.aligned import rotated
+from parallel.planning.architecture import WINDOW_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +163,14 @@ def rotate(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     return _Rotate.apply(heads_TAD, cos_T1F, sin_T1F)
 
 
+def paired_in_halves(heads_TAD: Tensor, size: int) -> Tensor:
+    """Of the first ``size`` numbers of D, of which neighbours are a pair, the pairs in the two halves, as ``rotate`` takes
+    them. The products of queries and keys do not depend on the order."""
+    paired, rest = heads_TAD[..., :size], heads_TAD[..., size:]
+    halves = paired.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((halves, rest), -1) if rest.shape[-1] else halves
+
+
 class _Rotate(torch.autograd.Function):
     """The gradient of a rotation is the rotation by the opposite angle, times the attention factor in cos and
     sin."""
@@ -181,24 +194,34 @@ def packed_attention(
     *,
     scale: float | None,
     dtype: torch.dtype,
+    window: int | None = None,
 ) -> Tensor:
     """softmax(q k^T scale + causal mask) v within each sequence: [T, A, D] in the dtype of the query.
 
-    Tokens are in the order of ``buckets``; A is a multiple of K (grouped queries). The sums run in ``dtype``.
+    Tokens are in the order of ``buckets``; A is a multiple of K (grouped queries). The sums run in ``dtype``. window: the
+    tokens that a token sees, itself included; None: all before it.
     """
     query, key, value = (x.to(dtype) for x in (query_TAD, key_TKD, value_TKD))
-    parts = [_bucket_attention(query, key, value, bucket, scale) for bucket in buckets]
+    parts = [_bucket_attention(query, key, value, bucket, scale, window) for bucket in buckets]
     out_TAD = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out_TAD.to(query_TAD.dtype)
 
 
 def _bucket_attention(
-    query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Bucket, scale: float | None
+    query_TAD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    bucket: Bucket,
+    scale: float | None,
+    window: int | None,
 ) -> Tensor:
     query_NALD, key_NKLD, value_NKLD = (
         x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
         for x in (query_TAD, key_TKD, value_TKD)
     )
+    if window is not None and bucket.length > window:
+        out_NALD = _window_attention(query_NALD, key_NKLD, value_NKLD, scale, window)
+        return out_NALD.transpose(1, 2).flatten(0, 1)
     key_NKLD, value_NKLD = _for_kernels(query_NALD, key_NKLD, value_NKLD)
     out_NALD = F.scaled_dot_product_attention(
         query_NALD,
@@ -216,21 +239,29 @@ def _wants_copies(query: Tensor) -> bool:
     return query.device.type != "cpu" and query.dtype == torch.float32
 
 
-def _for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """key and value as the device's fast kernels take them: [N, K, L, D], or [N, A, L, D] with a copy for each query head."""
+def _for_kernels(
+    query: Tensor, key: Tensor, value: Tensor, *, has_mask: bool = False
+) -> tuple[Tensor, Tensor]:
+    """key and value as the device's fast kernels take them: [N, K, L, D], or [N, A, L, D] with a copy for each query head. With
+    a mask of numbers CUDA's fast kernels group no queries."""
     copies = query.shape[1] // key.shape[1]
-    if copies == 1 or not _wants_copies(query):
+    is_grouped = not _wants_copies(query) and not (has_mask and query.device.type != "cpu")
+    if copies == 1 or is_grouped:
         return key, value
     return key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
 
 
-def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D].
+def lower_right_causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None = None
+) -> Tensor:
+    """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D], or to those of a window.
 
     No mask of n L bytes is made. CUDA's kernels know this mask. The CPU's kernel takes a mask with any strides: with
     the queries in reverse, row i of the mask is one line of n + L - 1 numbers, from its place i on.
     """
     n, length = query.shape[2], key.shape[2]
+    if window is not None and length > window:
+        return _window_attention(query, key, value, scale, window)
     key, value = _for_kernels(query, key, value)
     is_grouped = query.shape[1] != key.shape[1]
     if query.device.type != "cpu":
@@ -245,3 +276,39 @@ def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scal
         query.flip(2), key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
     )
     return out.flip(2)
+
+
+def _window_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int) -> Tensor:
+    """``lower_right_causal_attention`` under a window, in blocks of queries."""
+    n, length = query.shape[2], key.shape[2]
+    key, value = _for_kernels(query, key, value, has_mask=True)
+    is_grouped = query.shape[1] != key.shape[1]
+    parts = []
+    for start in range(0, n, WINDOW_BLOCK):
+        rows = query[:, :, start : start + WINDOW_BLOCK]
+        place, size = length - n + start, rows.shape[2]
+        before = min(place, window - 1)  # keys before the block's first query that it sees
+        seen = slice(place - before, place + size)
+        # Saved by autograd once for all blocks and layers, of which each has a part.
+        mask = _window_mask(window, WINDOW_BLOCK, query.dtype, query.device)
+        mask = mask[:size, window - 1 - before : window - 1 + size]
+        parts.append(
+            F.scaled_dot_product_attention(
+                rows,
+                key[:, :, seen],
+                value[:, :, seen],
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=is_grouped,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+@lru_cache(maxsize=8)
+def _window_mask(window: int, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, window - 1 + rows]: 0 where a query sees a key, -inf elsewhere. Query i stands at key window - 1 + i."""
+    with torch.inference_mode(False):
+        is_seen = torch.ones(rows, window - 1 + rows, dtype=torch.bool, device=device)
+        is_seen = is_seen.tril_(window - 1).triu_()
+        return torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill_(~is_seen, -torch.inf)

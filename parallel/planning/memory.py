@@ -18,7 +18,13 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import ROTATED_IN_FLOAT32, Architecture, Latent, padded_vocab_size
+from parallel.planning.architecture import (
+    ROTATED_IN_FLOAT32,
+    WINDOW_BLOCK,
+    Architecture,
+    Latent,
+    padded_vocab_size,
+)
 
 GIB = 2**30
 Device = Literal["cpu", "cuda"]
@@ -227,8 +233,8 @@ def stage_parameters(
 ) -> tuple[int, int]:
     """Parameters on one rank of a stage: (those of no expert, the experts').
 
-    A layer: qkv and projection (``Architecture.attention_numbers``), with a bias (A + 2 K) D / t in Qwen2; two norms 2 H;
-    those inside attention, such as 2 D of queries and keys in Qwen3; an MLP 3 H I / t, or a router H E and E / ep
+    A layer: qkv and projection (``Architecture.attention_numbers``), with a bias (A + 2 K) D / t in Qwen2; two norms 2 H,
+    or four; those inside attention, such as 2 D of queries and keys in Qwen3; an MLP 3 H I / t, or a router H E and E / ep
     whole experts of 3 H I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not
     counted. The first stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied
     model shares with the embedding if both are on one stage. ``output=False``: a critic, whose output layer is a
@@ -236,9 +242,8 @@ def stage_parameters(
     """
     a, t = architecture, layout.tp
     split, whole = a.attention_numbers
-    bias = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim if a.qkv_bias else 0
-    attention = (split + bias) // t + whole
-    norms = 2 * a.hidden_size + a.attention_norms
+    attention = (split + a.split_vectors) // t + whole
+    norms = a.layer_norms * a.hidden_size + a.attention_norms
     shared = expert = 0
     for layer in stage_layers(a, layout, stage):
         shared += attention + norms
@@ -282,7 +287,8 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
 
     Each pass keeps its chunk's layers, under recompute only the input of each, b H a token; one layer at a
     time is then computed again and kept whole. All stages keep the rotary tables, b a token for each rotated number of a
-    head, or 4 where GPUs rotate in float32. The last stage keeps the final norm and its output, the input of the log-probs,
+    head, or 4 where GPUs rotate in float32; with windows twice that at most, and a mask of B (B - 1 + W) numbers for blocks of B
+    queries and windows of W tokens. The last stage keeps the final norm and its output, the input of the log-probs,
     until layers are computed again.
     """
     layers = stage_layers(architecture, layout, stage)
@@ -292,6 +298,10 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     per_chunk = len(layers) // layout.vpp
     in_float32 = work.device == "cuda" and architecture.rotated_head in ROTATED_IN_FLOAT32
     tables = passes * tokens * architecture.rotary_size * (4 if in_float32 else work.dtype_bytes)
+    windows = {architecture.windows[layer] for layer in layers if architecture.windows} - {None}
+    if windows:  # which may rotate by tables of their own; one mask for all layers with a window
+        tables *= 2
+        tables += sum(WINDOW_BLOCK * (WINDOW_BLOCK - 1 + w) * work.attention_bytes for w in windows if w)
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
     end = _end_bytes(architecture, layout, work) if stage == layout.pp - 1 else 0
     if work.recompute == "full":
@@ -355,7 +365,9 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
     rows, tokens = row_counts(layout, work.token_budget)
     is_sparse = a.experts is not None and a.experts.is_sparse[layer]
-    kept = 2 * rows * _norm_row(a.hidden_size, work) + _inputs(a, layout, work, is_sparse=is_sparse)
+    kept = a.layer_norms * rows * _norm_row(a.hidden_size, work) + _inputs(
+        a, layout, work, is_sparse=is_sparse
+    )
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
     # With fewer key/value heads than ranks Megatron gathers all ranks' product and takes this rank's heads.
     product = a.num_heads + 2 * a.num_kv_heads if layout.tp > a.num_kv_heads else heads + 2 * kv_heads
@@ -367,8 +379,12 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
         kept += rows * _latent_row(a.latent, a.rotary_size, work)
         kept += 2 * layout.cp * tokens * c * a.head_dim * heads
     kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
-    if a.qk_norm:
+    if a.qk_norm or a.whole_qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
+    if (
+        a.windows and a.windows[layer] and work.device == "cuda"
+    ):  # copies of keys and values for each query head
+        kept += 2 * layout.cp * tokens * c * a.head_dim * (heads - kv_heads)
     if a.experts and is_sparse:
         e = a.experts
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size

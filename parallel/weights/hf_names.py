@@ -40,10 +40,26 @@ _LATENT_QUERIES = {
 }
 """Where queries come from a short vector too. Otherwise they come from ``linear_q``."""
 _FUSED = {
-    "self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",),
-    "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
+    "qkv": {"self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",)},
+    "gate_up": {"mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",)},
 }
-"""In a family whose folders hold fused matrices: q, k and v, and gate and up, one above the other."""
+"""In a family whose folders hold fused matrices: q, k and v, or gate and up, one above the other."""
+_OF_INPUTS = tuple(
+    name
+    for name in _LAYER
+    if name.endswith(("input_layernorm.weight", "layer_norm_weight", "pre_mlp_layernorm.weight"))
+)
+_OF_OUTPUTS = {
+    "behind": {
+        "self_attn_bda.weight": ("post_attention_layernorm.weight",),
+        "mlp_bda.weight": ("post_feedforward_layernorm.weight",),
+    },
+    "both": {
+        "self_attn_bda.weight": ("post_self_attn_layernorm.weight",),
+        "mlp_bda.weight": ("post_mlp_layernorm.weight",),
+    },
+}
+"""Norms of the outputs of attention and MLP, by ``Architecture.norms``. "behind" has no others."""
 # MLPs of layers with experts; {} is the expert's number.
 _ROUTER, _BIAS = "mlp.router.weight", "mlp.router.correction_bias"
 _SHARED = tuple(f"mlp.shared_experts.linear_{part}.weight" for part in ("fc1", "fc2"))
@@ -115,10 +131,12 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
 @cache
 def _layer_parts(architecture: Architecture) -> dict[str, tuple[str, ...]]:
     """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. Of experts: none."""
-    if SUPPORTED[architecture.model_type].is_fused:
-        return _LAYER | _FUSED
     if architecture.latent is None:
-        return _LAYER
+        parts = _LAYER | _OF_OUTPUTS.get(architecture.norms, {})
+        for matrix in SUPPORTED[architecture.model_type].fused:
+            parts |= _FUSED[matrix]
+        is_absent = _OF_INPUTS if architecture.norms == "behind" else ()
+        return {rest: names for rest, names in parts.items() if rest not in is_absent}
     others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
     if architecture.latent.query_rank is None:
         return others | _LATENT | {"self_attention.linear_q.weight": ("self_attn.q_proj.weight",)}
@@ -144,8 +162,8 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         "v_proj": kv_heads,
         "qkv_proj": heads + 2 * kv_heads,
         "gate_up_proj": 2 * a.intermediate_size,
-        "q_norm": a.head_dim,
-        "k_norm": a.head_dim,
+        "q_norm": heads if a.whole_qk_norm else a.head_dim,
+        "k_norm": kv_heads if a.whole_qk_norm else a.head_dim,
     }
     rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size}
     rows |= {"gate": a.experts.num_experts if a.experts else 0}
@@ -183,10 +201,11 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
     """A layer's names in Megatron, with and without Transformer Engine."""
     experts = architecture.experts
     is_sparse = experts is not None and experts.is_sparse[layer]
+    has_norms = architecture.qk_norm or architecture.whole_qk_norm or architecture.latent is not None
     for rest in _layer_parts(architecture):
         is_absent = (
             (rest.endswith(".bias") and not architecture.qkv_bias)
-            or (re.search(r"[qk]_layernorm", rest) and not (architecture.qk_norm or architecture.latent))
+            or (re.search(r"[qk]_layernorm", rest) and not has_norms)
             or (rest.startswith("mlp.") and is_sparse)
         )
         if not is_absent:

@@ -21,14 +21,16 @@ def bounds(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def naive_attention(query, key, value, lengths):
-    """Per sequence and head: softmax over the past, written out."""
+def naive_attention(query, key, value, lengths, window=None):
+    """Per sequence and head: softmax over the past, or over the last ``window`` tokens of it, written out."""
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
     out, start = torch.zeros_like(query), 0
     rows = []
     for length in lengths:
         s = slice(start, start + length)
         mask = torch.ones(length, length).tril() == 0
+        if window is not None:
+            mask |= torch.ones(length, length).tril(-window) == 1
         per_head = []
         for head in range(heads):
             group = head // (heads // kv_heads)
@@ -80,23 +82,36 @@ def test_dummies_make_the_tokens_divide_and_nobody_reads_them(lengths, multiple,
     assert not keep_order or torch.equal(model_T[:total], values)
 
 
-@settings(max_examples=25, deadline=None)
-@given(lengths=lengths_strategy, heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]), seed=st.integers(0, 100))
-def test_matches_the_naive_loop_with_gradients(lengths, heads, seed):
+windows = st.sampled_from([None, 1, 2, 3, 5, 9])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=lengths_strategy,
+    heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
+    window=windows,
+    seed=st.integers(0, 100),
+)
+def test_matches_the_naive_loop_with_gradients(lengths, heads, window, seed):
     g = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     batch = [torch.randn(total, h, 8, generator=g) for h in (heads[0], heads[1], heads[1])]
     upstream = torch.randn(total, heads[0], 8, generator=g)
     wanted_in = [x.double().requires_grad_() for x in batch]
-    wanted = naive_attention(*wanted_in, lengths)
+    wanted = naive_attention(*wanted_in, lengths, window)
     wanted.backward(upstream.double())
     plan = plan_packing(bounds(lengths), CPU)
     found_in = [x.clone().requires_grad_() for x in batch]
-    found = plan.to_batch_order(
-        packed_attention(
-            *(plan.to_model_order(x) for x in found_in), plan.buckets, scale=None, dtype=torch.float32
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "WINDOW_BLOCK", 3)
+        out = packed_attention(
+            *(plan.to_model_order(x) for x in found_in),
+            plan.buckets,
+            scale=None,
+            dtype=torch.float32,
+            window=window,
         )
-    )
+    found = plan.to_batch_order(out)
     found.backward(upstream)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(found_in, wanted_in, strict=True):
