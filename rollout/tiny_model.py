@@ -18,6 +18,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -110,6 +112,18 @@ FAMILIES = {
                     "rope_type": "yarn", "rope_theta": 500_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
                 },
                 "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        _EXPERTS
+        | {
+            "intermediate_size": 96, "num_local_experts": 8, "sliding_window": 16,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+                "beta_slow": 1.0, "truncate": False,
             },
         },
     ),
@@ -218,4 +232,8 @@ def _random_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # zero would hide that it was lost
                 buffer.normal_(std=0.02)
+        if family == "gpt_oss":
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(parameter, std=0.02)
         return model

@@ -198,6 +198,7 @@ def make_tiny_model(
             "olmo2",
             "olmo3",
             "glm4",
+            "gpt_oss",
         ],
         typer.Option(help="The family of the model."),
     ] = "qwen3",

@@ -6,6 +6,7 @@ mathematics. That handles every static rope_type of transformers exactly, on pac
 Python loop over them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -147,6 +148,12 @@ class PackedCoreAttention(nn.Module):
         a = architecture
         self.window = a.windows[layer_number - 1] if a is not None and a.windows else None
         self.paired_size = a.rotary_size if a is not None and a.is_interleaved else 0
+        self.sinks = None
+        if a is not None and a.has_sinks:
+            heads = a.num_heads // config.tensor_model_parallel_size
+            self.tp_group: Any = parallel_state.get_tensor_model_parallel_group()
+            self.sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=platform.device()))
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
 
     def forward(
         self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused
@@ -163,12 +170,27 @@ class PackedCoreAttention(nn.Module):
 
     def attend(self, query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, plan: PackedPlan) -> Tensor:
         """[T, A, D] of rotated queries and keys."""
-        settings = {"scale": self.scale, "dtype": self.dtype, "window": self.window}
+        settings = {"scale": self.scale, "dtype": self.dtype, "window": self.window, "sinks_A": self.sinks}
         if isinstance(plan, SplitPlan):
             return split_attention(query_TAD, key_TKD, value_TKD, plan, **settings)
         if isinstance(plan, SharedPlan):
             return shared_attention(query_TAD, key_TKD, value_TKD, plan, **settings)
         return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, **settings)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        if self.sinks is None:
+            return {}
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            {"sinks": self.sinks},
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 def block_spec(
@@ -347,6 +369,29 @@ _ALWAYS: dict[str, Any] = {
 """Fields of Megatron's config that no model and no layout changes."""
 
 
+def _activation(architecture: Architecture, *, is_aligned: bool) -> Callable[[Tensor], Tensor]:
+    """Of the gate."""
+    if architecture.has_sinks:
+        return _sigmoid_gate
+    return aligned.silu if is_aligned else F.silu
+
+
+def _sigmoid_gate(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+def _of_sinks(architecture: Architecture) -> dict[str, Any]:
+    """Further fields of a model with sinks: biases in all matrices, and gpt-oss's experts."""
+    experts = architecture.experts
+    if not architecture.has_sinks or experts is None:
+        return {}
+    return {
+        "add_bias_linear": True,
+        "activation_func_clamp_value": experts.clamp,
+        "glu_linear_offset": 1.0,
+    }
+
+
 def transformer_config(
     architecture: Architecture,
     dtype: torch.dtype,
@@ -363,8 +408,9 @@ def transformer_config(
     last = last_stage_layers(architecture.num_layers, pipeline_parallel, virtual or 1)
     is_even = architecture.num_layers % pipeline_parallel == 0
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    always = {name: value for name, value in _ALWAYS.items() if name not in _of_sinks(architecture)}
     return TransformerConfig(
-        **_ALWAYS,
+        **always,
         num_layers=architecture.num_layers,
         num_layers_in_last_pipeline_stage=None if is_even else last,
         hidden_size=architecture.hidden_size,
@@ -373,7 +419,8 @@ def transformer_config(
         kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
-        activation_func=aligned.silu if is_aligned else F.silu,
+        activation_func=_activation(architecture, is_aligned=is_aligned),
+        **_of_sinks(architecture),
         add_qkv_bias=architecture.qkv_bias,
         # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
         qk_layernorm=architecture.qk_norm,

@@ -31,6 +31,10 @@ WINDOW_BLOCK = 512
 """Queries of one call under a window: its mask has as many rows, and a block sees at most as many keys beyond the window."""
 
 
+SINK_SIZE = 8
+"""Numbers of a head by which a sink makes it longer: CUDA's kernels want multiples of it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Experts:
     """The mixture-of-experts part of a model. Router weights are the chosen experts' scores: a softmax over all
@@ -54,6 +58,9 @@ class Experts:
     """By which the weights are multiplied at last."""
     shared_size: int = 0
     """Intermediate size of the MLP that every token goes through beside its experts; 0: there is none."""
+    clamp: float | None = None
+    """Greatest gate, and greatest up in either direction, of experts with gpt-oss's activation: gate sigmoid(1.702 gate)
+    (up + 1). None: silu(gate) up. The former have biases, and one tensor of a folder has all experts of a layer."""
     num_groups: int = 1
     """Groups of equally many experts, in their order. A token's experts are of its ``top_groups`` best groups, by the best
     expert of each, or with a sigmoid by the sum of the two best."""
@@ -112,6 +119,9 @@ class Architecture:
     """Where attention and MLP have a norm: of their input, of their output, or of both."""
     windows: tuple[int | None, ...] = ()
     """By layer the tokens that a token sees, itself included; None: all before it. Empty: no layer has a window."""
+    has_sinks: bool = False
+    """Whether each head has a learned score of no key, which takes its part of the softmax. The output projection, the router
+    and the experts of such a model have biases."""
     latent: Latent | None = None
     """None: keys and values are products of the hidden state."""
     experts: Experts | None = None
@@ -138,7 +148,8 @@ class Architecture:
     @property
     def needs_own_layers(self) -> bool:
         """Whether Megatron's layers for Transformer Engine lack a part of this model's."""
-        return bool(any(self.windows) or self.norms != "before" or self.whole_qk_norm or self.is_interleaved)
+        has_norms = self.norms != "before" or self.whole_qk_norm
+        return bool(any(self.windows) or self.has_sinks or has_norms or self.is_interleaved)
 
     @property
     def attention_numbers(self) -> tuple[int, int]:
@@ -165,8 +176,9 @@ class Architecture:
     @property
     def split_vectors(self) -> int:
         """Numbers of a layer's attention, beside its matrices, that tensor-parallel ranks split: biases of queries, keys and
-        values, and norms over all heads."""
+        values, sinks, and norms over all heads."""
         bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        bias += self.num_heads if self.has_sinks else 0
         return bias + ((self.num_heads + self.num_kv_heads) * self.head_dim if self.whole_qk_norm else 0)
 
     @property
@@ -247,6 +259,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         is_interleaved=family.is_interleaved,
         whole_qk_norm=family.whole_qk_norm,
         norms=family.norms,
+        has_sinks=family.has_sinks,
         windows=read_windows(hf_config, kind, num_layers) if family.serves_windows else (),
         latent=latent,
         experts=_read_experts(hf_config, kind, family, num_layers),
@@ -298,7 +311,11 @@ def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
 def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
     if family.experts in _BY_GROUPS:
         return _read_grouped_experts(hf_config, kind, family, num_layers)
-    if family.experts == "mixtral":
+    clamp = None
+    if family.experts == "gpt_oss":
+        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
+        clamp = read_positive_number(hf_config, "swiglu_limit", kind)
+    elif family.experts == "mixtral":
         size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
     elif family.experts == "qwen3_moe":
         size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
@@ -321,6 +338,7 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_l
         intermediate_size=read_size(hf_config, size_name, kind),
         norm_topk=norm_topk,
         is_sparse=is_sparse,
+        clamp=clamp,
     )
 
 
@@ -427,8 +445,19 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         "norm_topk_prob": score == "softmax" and bool(hf_config.get("norm_topk_prob")),
         # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
         "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),
+        # SGLang takes 1.702 whatever it says.
+        "swiglu_alpha": family.has_sinks and hf_config.get("swiglu_alpha", 1.702) != 1.702,
         "moe_layer_freq": grouped and hf_config.get("moe_layer_freq", 1) != 1,
     }
+    if family.has_sinks and not hf_config.get("attention_bias"):
+        raise ValueError(
+            f"config.json of a {kind} model has attention_bias={hf_config.get('attention_bias')!r}; it must be true: restore it"
+        )
+    if family.has_sinks and refused["quantization_config"]:
+        raise ValueError(
+            f"config.json has quantization_config={hf_config['quantization_config']!r}, which the learner does not read; load the {kind} "
+            "with transformers (quantization_config=Mxfp4Config(dequantize=True)) and save it in bfloat16"
+        )
     for name, is_set in refused.items():
         if is_set:
             value = hf_config.get(name, rotated_share(hf_config, family))

@@ -42,7 +42,10 @@ class Family:
     rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
     is_latent: bool = False
     """Whether keys and values are products of one short vector of each token (MLA)."""
-    experts: Literal["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"] | None = None
+    has_sinks: bool = False
+    """Whether each head has a learned score of no key, which takes its part of the softmax. SGLang's code of these families has
+    biases of the output projection, the router and the experts too."""
+    experts: Literal["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"] | None = None
     """By whose fields of config.json its experts are read, and by whose names their tensors. None: it has none."""
 
 
@@ -119,6 +122,16 @@ SUPPORTED: dict[str, Family] = {
         has_window=True,
         experts="mixtral",
     ),
+    "gpt_oss": Family(
+        title="gpt-oss 20B and 120B, in bfloat16",
+        layers="attention with a learned sink in each head's softmax, every other layer with a sliding window, biases in all matrices; "
+        "experts by softmax of the chosen logits, with biases and a clamped gate",
+        qkv_bias=True,
+        has_sinks=True,
+        serves_windows=True,
+        rope_types=("default", "yarn"),
+        experts="gpt_oss",
+    ),
     "glm4_moe": Family(
         title="GLM-4.5, GLM-4.5-Air and GLM-4.6",
         layers="attention with biases and norms as config.json says, half of each head rotated; first layers dense, then experts by "
@@ -149,7 +162,6 @@ _SPARSE = "it chooses the tokens that a token sees (sparse attention), which the
 _HYBRID = "layers of it are recurrent (state space or linear attention), and their state would run over the borders of packed sequences"
 _ZERO_CENTRED = "its norms multiply by 1 + weight, which the learner does not compute"
 _WINDOWS = "some of its layers see a sliding window of tokens, of which the server's code for this family was not tried"
-_SINKS = "its attention has a learned sink in the softmax, and its weights come in MXFP4; the learner computes neither"
 _SEES = "it takes pictures, sound or video, which this trainer's prompts do not have; use its text model, if that is a family of its own"
 _PARALLEL = (
     "its attention and MLP read the same input, one beside the other, which the learner does not compute"
@@ -172,7 +184,6 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("gemma3", "gemma3_text", "gemma3n"), _ZERO_CENTRED),
     "exaone4": "layers of it rotate nothing, or see a sliding window, by rules of its own, which the learner does not compute",
     "gemma": "its norms multiply by 1 + weight and its MLP has a GELU, which the learner does not compute",
-    "gpt_oss": _SINKS,
     **dict.fromkeys(("llama4", "llama4_text"), "layers of it see chunks of tokens and rotate nothing, which the learner does not compute"),
     **dict.fromkeys(("ministral", "mimo_v2_flash"), _WINDOWS),
     **dict.fromkeys(

@@ -309,7 +309,13 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
 
 
 def check_served_on_cpu(architecture: Architecture, has_plugin: bool) -> None:
-    """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU: one of latent attention."""
+    """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU, or not at all: one of latent attention, or
+    with sinks."""
+    if architecture.has_sinks and not has_plugin:
+        raise ValueError(
+            f"rollout.sglang_plugin=false: SGLang has no attention with sinks on CPU, which a {architecture.model_type} needs; leave it "
+            "out, so that servers use Tandem's"
+        )
     if architecture.latent and not has_plugin:
         raise ValueError(
             f"rollout.sglang_plugin=false: SGLang's own attention on CPU computes prompts of a {architecture.model_type} wrongly; leave it "

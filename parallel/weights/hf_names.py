@@ -26,6 +26,10 @@ _LAYER = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
+_SINKS = {
+    "self_attention.core_attention.sinks": ("self_attn.sinks",),
+    "self_attention.linear_proj.bias": ("self_attn.o_proj.bias",),
+}
 _OF_QKV = re.compile(r"self_attention\.(linear_qkv|[qk]_layernorm)\.")
 DOWN = "self_attention.linear_down.weight"
 _LATENT = {
@@ -82,6 +86,16 @@ _EXPERT_MLP["deepseek_v3"] = _EXPERT_MLP["qwen3_moe"] | {
     _SHARED[1]: ("mlp.shared_experts.down_proj.weight",),
 }
 _EXPERT_MLP["deepseek_v2"] = _EXPERT_MLP["deepseek_v3"]  # without the bias
+_BIASES = {name: name.replace(".weight", ".bias") for name in (_ROUTER, _FC1, _FC2)}
+_EXPERT_MLP["gpt_oss"] = {
+    _ROUTER: ("mlp.router.weight",),
+    _BIASES[_ROUTER]: ("mlp.router.bias",),
+    _FC1: ("mlp.experts.gate_up_proj",),
+    _BIASES[_FC1]: ("mlp.experts.gate_up_proj_bias",),
+    _FC2: ("mlp.experts.down_proj",),
+    _BIASES[_FC2]: ("mlp.experts.down_proj_bias",),
+}
+"""One tensor has all experts of a layer, [E, ...]: of each the transposed matrix, and gate and up row by row in turn."""
 _KEPT = re.compile(r"\.e_score_correction_bias$|\.router\.correction_bias$")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+(?=\.)")
 # Transformer Engine's grouped experts are numbered at the end.
@@ -97,6 +111,11 @@ def expert_of(name: str) -> int | None:
 def with_expert(name: str, expert: int) -> str:
     """The name of the same tensor of another expert."""
     return _EXPERT.sub(str(expert), name)
+
+
+def is_of_all_experts(hf_name: str) -> bool:
+    """Whether the Hugging Face tensor has a layer's experts one after another."""
+    return re.search(r"\.experts\.(gate_up|down)_proj(_bias)?$", hf_name) is not None
 
 
 def ungrouped(name: str) -> str:
@@ -132,7 +151,7 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
 def _layer_parts(architecture: Architecture) -> dict[str, tuple[str, ...]]:
     """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. Of experts: none."""
     if architecture.latent is None:
-        parts = _LAYER | _OF_OUTPUTS.get(architecture.norms, {})
+        parts = _LAYER | _OF_OUTPUTS.get(architecture.norms, {}) | (_SINKS if architecture.has_sinks else {})
         for matrix in SUPPORTED[architecture.model_type].fused:
             parts |= _FUSED[matrix]
         is_absent = _OF_INPUTS if architecture.norms == "behind" else ()
@@ -166,7 +185,7 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         "k_norm": kv_heads if a.whole_qk_norm else a.head_dim,
     }
     rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size}
-    rows |= {"gate": a.experts.num_experts if a.experts else 0}
+    rows |= dict.fromkeys(("gate", "router"), a.experts.num_experts if a.experts else 0)
     columns = {"o_proj": a.num_heads * a.value_dim}
     if a.latent is not None:
         of_queries = a.latent.query_rank or 0
@@ -178,12 +197,20 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         columns |= {"q_b_proj": of_queries, "kv_b_proj": a.latent.rank}
     shapes = {}
     for name in all_hf_names(a):
+        if a.experts and is_of_all_experts(name):
+            e, size = a.experts.num_experts, a.experts.intermediate_size
+            gate_up = (a.hidden_size, 2 * size) if "gate_up" in name else (size, a.hidden_size)
+            shapes[name] = (e, *(gate_up[1:] if name.endswith("bias") else gate_up))
+            continue
         module, kind = name.split(".")[-2:]
         mlp_size = a.intermediate_size
         if a.experts and ".experts." in name:
             mlp_size = a.experts.intermediate_size
         elif a.experts and ".shared_experts." in name:
             mlp_size = a.experts.shared_size
+        if kind == "sinks":
+            shapes[name] = (a.num_heads,)
+            continue
         if kind == "e_score_correction_bias":
             shape = (rows["gate"],)
         elif module in ("gate_proj", "up_proj", "w1", "w3"):
@@ -212,9 +239,13 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
             yield rest
     if experts is not None and is_sparse:
         yield _ROUTER
+        if architecture.has_sinks:
+            yield _BIASES[_ROUTER]
         if experts.has_bias:
             yield _BIAS
         if experts.shared_size:
             yield from _SHARED
         for expert in range(experts.num_experts):
             yield from (_FC1.format(expert), _FC2.format(expert))
+            if architecture.has_sinks:
+                yield from (_BIASES[_FC1].format(expert), _BIASES[_FC2].format(expert))
