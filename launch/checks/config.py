@@ -244,6 +244,13 @@ def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fi
         if config.learner.routing != "own" and architecture.experts is None:
             dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
             yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
+        saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
+        if architecture.has_sinks and saved not in (None, rollout.dtype):
+            yield (
+                "rollout.dtype",
+                f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {architecture.model_type} in the dtype of config.json, "
+                f"{saved}, and fails at its first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
+            )
         if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
             yield (
                 "rollout.precision",
