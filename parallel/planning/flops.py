@@ -63,7 +63,8 @@ def forward_flops(
     ``Architecture.mixer_numbers``, what is whole of the rank's own rows); an MLP 2 T 3 H I / t, or, of the rank's own rows, a
     router 2 T H E and 2 T k 3 H I of the chosen experts, spread evenly over the ranks, so that it does as much for
     others as they do for it, and beside them 2 T 3 H S / t of a shared expert of size S. Attention: two products of 2 D
-    for each pair and query head, 4 D A / t; of a gated delta net ``rule_flops``. Logits: 2 R H V / t.
+    for each pair and query head, 4 D A / t; of a layer with a window at most T times the window; of a gated delta net
+    ``rule_flops``. Logits: 2 R H V / t.
     Context parallelism divides all by C.
     """
     a, t = architecture, layout.tp
@@ -78,8 +79,9 @@ def forward_flops(
         outputs = a.experts.num_experts + a.experts.has_shared_gate
         matrices += 2 * rows * sparse * (a.hidden_size * outputs + chosen)
         matrices += 2 * tokens * sparse * (3 * a.hidden_size * a.experts.shared_size // t)
+    pairs = sum(_pairs(a, layer, load) for layer in layers if not a.is_recurrent(layer))
+    attention = 4 * a.head_dim * (a.num_heads // t) * pairs // layout.cp
     recurrent = sum(a.is_recurrent(layer) for layer in layers)
-    attention = (len(layers) - recurrent) * 4 * a.head_dim * (a.num_heads // t) * load.pairs // layout.cp
     rule = 0 if a.recurrent is None else recurrent * tokens * rule_flops(a.recurrent, t)
     logits = 0
     if output and stage == layout.pp - 1:
@@ -105,6 +107,12 @@ def _system_flops(a: Architecture, layout: LayoutConfig, stage: int, load: Load)
     layers = sum(a.is_recurrent(layer) for layer in stage_layers(a, layout, stage))
     _, tokens = row_counts(layout, load.tokens)
     return layers * tokens * (r.value_heads // layout.tp) * 2 * CHUNK * (r.key_dim + r.value_dim)
+
+
+def _pairs(a: Architecture, layer: int, load: Load) -> int:
+    """Pairs of a layer. Under a window a token has at most as many as the window has tokens: an upper bound."""
+    window = a.windows[layer] if a.windows else None
+    return load.pairs if window is None else min(load.pairs, load.tokens * window)
 
 
 def update_flops(

@@ -67,10 +67,16 @@ def rollout_memory(
         split, whole = a.mixer_numbers(layer)
         matrices += split // t + whole
         split, whole = a.mixer_vectors(layer)
-        # Biases of copied heads are copied too.
-        others += (heads if a.qkv_bias else split // t) + whole + 2 * a.hidden_size
+        if a.qkv_bias:  # those of copied heads are copied too
+            split = heads * t + (a.num_heads if a.has_sinks else 0)
+        if a.whole_qk_norm:  # whole on every rank
+            split, whole = 0, whole + (a.num_heads + a.num_kv_heads) * a.head_dim
+        others += split // t + whole + a.layer_norms * a.hidden_size
         if a.experts and a.experts.is_sparse[layer]:
             others += a.hidden_size * a.experts.num_experts
+            if a.has_sinks:  # those of the experts are float32
+                of_experts = a.experts.num_experts * (2 * a.experts.intermediate_size // t + a.hidden_size)
+                others += a.experts.num_experts + of_experts * (4 // b)
             routed = a.experts.num_experts * a.experts.intermediate_size
             matrices += 3 * a.hidden_size * (routed + a.experts.shared_size) // t
         else:

@@ -9,6 +9,7 @@ from transformers import (
     DeepseekV3Config,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
+    GptOssConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
@@ -100,13 +101,15 @@ def test_every_family_has_a_tiny_model():
                 intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24, linear_num_value_heads=48,
             ),
         ),
+        (20.9, GptOssConfig(num_hidden_layers=24, num_local_experts=32)),
+        (116.8, GptOssConfig()),
     ],
 )  # fmt: skip
 def test_models_have_as_many_parameters_as_their_cards_say(billions, config):
     """By the shapes of the folder's tensors, and by the memory model."""
     architecture = read_architecture(config.to_dict())
     shapes = hf_shapes(architecture)
-    parameters = sum(math.prod(shape) for shape in shapes.values())
+    parameters = sum(map(math.prod, shapes.values()))
     assert parameters == pytest.approx(billions * 1e9, rel=0.02)
     biases = sum(shape[0] for name, shape in shapes.items() if name.endswith("e_score_correction_bias"))
     assert sum(stage_parameters(architecture, LayoutConfig(dp=1), 0)) == parameters - biases
