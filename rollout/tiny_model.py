@@ -1,5 +1,6 @@
 """A tiny model of a supported family with a real tokenizer, trainable on two CPU cores in minutes."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -11,16 +12,24 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Glm4Config,
+    Glm4ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     PreTrainedModel,
@@ -90,6 +99,35 @@ FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM, _DENSE),
     "mistral": (MistralConfig, MistralForCausalLM, _DENSE | {"sliding_window": None}),
     "phi3": (Phi3Config, Phi3ForCausalLM, _DENSE | {"tie_word_embeddings": False}),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM, _DENSE),
+    "olmo3": (
+        Olmo3Config,
+        Olmo3ForCausalLM,
+        _DENSE
+        | {
+            "sliding_window": 16,
+            # As published: three layers of four have a window, and YaRN rotates the fourth.
+            "rope_parameters": {
+                "full_attention": {
+                    "rope_type": "yarn", "rope_theta": 500_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
+                },
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+            },
+        },
+    ),
+    "gpt_oss": (
+        GptOssConfig,
+        GptOssForCausalLM,
+        _EXPERTS
+        | {
+            "intermediate_size": 96, "num_local_experts": 8, "sliding_window": 16,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+                "beta_slow": 1.0, "truncate": False,
+            },
+        },
+    ),
+    "glm4": (Glm4Config, Glm4ForCausalLM, _DENSE | {"attention_bias": True}),
 }  # fmt: skip
 """Config class, model class, and the fields of this family alone."""
 
@@ -124,9 +162,21 @@ def make_tiny_countdown_model(
         tokenizer = _character_tokenizer(of_bytes=family in BYTE_LEVEL)
         tokenizer.save_pretrained(partial)
         _random_model(tokenizer, seed, family, initializer_range).save_pretrained(partial)
+        if family == "olmo3":
+            write_olmo3_rope(partial)
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def write_olmo3_rope(folder: Path) -> None:
+    """Give a saved Olmo 3 the rope fields of the published files, which SGLang reads, in place of transformers' own."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    full = config.pop("rope_parameters")["full_attention"]
+    theta = full.pop("rope_theta")
+    scaling = full if full["rope_type"] != "default" else None
+    path.write_text(json.dumps(config | {"rope_theta": theta, "rope_scaling": scaling}, indent=2))
 
 
 def _character_tokenizer(*, of_bytes: bool) -> PreTrainedTokenizerFast:
@@ -182,4 +232,8 @@ def _random_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # zero would hide that it was lost
                 buffer.normal_(std=0.02)
+        if family == "gpt_oss":
+            for name, parameter in model.named_parameters():
+                if name.endswith("bias"):
+                    torch.nn.init.normal_(parameter, std=0.02)
         return model

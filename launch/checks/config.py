@@ -244,6 +244,19 @@ def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fi
         if config.learner.routing != "own" and architecture.experts is None:
             dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
             yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
+        saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
+        if architecture.has_sinks and saved not in (None, rollout.dtype):
+            yield (
+                "rollout.dtype",
+                f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {architecture.model_type} in the dtype of config.json, "
+                f"{saved}, and fails at its first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
+            )
+        if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
+            yield (
+                "rollout.precision",
+                f"rollout.precision={rollout.precision}: the experts of a {architecture.model_type} are one tensor of all of a layer, "
+                "which is not rounded to a grid; use bf16 or fp16, or leave it out",
+            )
         if config.learner.lora is not None:
             yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
         room = partial(prompt_room, config, "training", max_positions=positions)

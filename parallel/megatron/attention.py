@@ -11,6 +11,9 @@ Sequence parallelism splits the model's tokens over ranks. The plan then ends wi
 each, so that the number of tokens divides. They are copies of the batch's first token, their results are
 unused, and their gradient is exactly zero.
 
+Where a token sees a window of W tokens, itself included, queries go in blocks of ``WINDOW_BLOCK``, each against the keys that
+one of it sees. A sequence of at most W tokens is computed as without a window.
+
 The score pass and the train pass of one micro-batch agree bitwise: both see the same plan, hence tensors of the
 same shapes and strides, the same kernels and the same order of sums. Recording gradients changes nothing here:
 rotation is a function of its own with one forward, and SDPA has no dropout. A *different* split into
@@ -18,6 +21,7 @@ micro-batches changes shapes and with them rounding (about 1e-6 relative in floa
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +29,7 @@ from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from numerics.aligned import rotated
+from parallel.planning.architecture import SINK_SIZE, WINDOW_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,6 +163,14 @@ def rotate(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor) -> Tensor:
     return _Rotate.apply(heads_TAD, cos_T1F, sin_T1F)
 
 
+def paired_in_halves(heads_TAD: Tensor, size: int) -> Tensor:
+    """Of the first ``size`` numbers of D, of which neighbours are a pair, the pairs in the two halves, as ``rotate`` takes
+    them. The products of queries and keys do not depend on the order."""
+    paired, rest = heads_TAD[..., :size], heads_TAD[..., size:]
+    halves = paired.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((halves, rest), -1) if rest.shape[-1] else halves
+
+
 class _Rotate(torch.autograd.Function):
     """The gradient of a rotation is the rotation by the opposite angle, times the attention factor in cos and
     sin."""
@@ -181,24 +194,36 @@ def packed_attention(
     *,
     scale: float | None,
     dtype: torch.dtype,
+    window: int | None = None,
+    sinks_A: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T scale + causal mask) v within each sequence: [T, A, D] in the dtype of the query.
 
-    Tokens are in the order of ``buckets``; A is a multiple of K (grouped queries). The sums run in ``dtype``.
+    Tokens are in the order of ``buckets``; A is a multiple of K (grouped queries). The sums run in ``dtype``. window: the
+    tokens that a token sees, itself included; None: all before it. sinks_A: see ``_with_sink``.
     """
     query, key, value = (x.to(dtype) for x in (query_TAD, key_TKD, value_TKD))
-    parts = [_bucket_attention(query, key, value, bucket, scale) for bucket in buckets]
+    parts = [_bucket_attention(query, key, value, bucket, scale, window, sinks_A) for bucket in buckets]
     out_TAD = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out_TAD.to(query_TAD.dtype)
 
 
 def _bucket_attention(
-    query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Bucket, scale: float | None
+    query_TAD: Tensor,
+    key_TKD: Tensor,
+    value_TKD: Tensor,
+    bucket: Bucket,
+    scale: float | None,
+    window: int | None,
+    sinks_A: Tensor | None,
 ) -> Tensor:
     query_NALD, key_NKLD, value_NKLD = (
         x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
         for x in (query_TAD, key_TKD, value_TKD)
     )
+    if sinks_A is not None or (window is not None and bucket.length > window):
+        out_NALD = lower_right_causal_attention(query_NALD, key_NKLD, value_NKLD, scale, window, sinks_A)
+        return out_NALD.transpose(1, 2).flatten(0, 1)
     key_NKLD, value_NKLD = _for_kernels(query_NALD, key_NKLD, value_NKLD)
     out_NALD = F.scaled_dot_product_attention(
         query_NALD,
@@ -216,21 +241,63 @@ def _wants_copies(query: Tensor) -> bool:
     return query.device.type != "cpu" and query.dtype == torch.float32
 
 
-def _for_kernels(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """key and value as the device's fast kernels take them: [N, K, L, D], or [N, A, L, D] with a copy for each query head."""
+def _for_kernels(
+    query: Tensor, key: Tensor, value: Tensor, *, has_mask: bool = False
+) -> tuple[Tensor, Tensor]:
+    """key and value as the device's fast kernels take them: [N, K, L, D], or [N, A, L, D] with a copy for each query head. With
+    a mask of numbers CUDA's fast kernels group no queries."""
     copies = query.shape[1] // key.shape[1]
-    if copies == 1 or not _wants_copies(query):
+    is_grouped = not _wants_copies(query) and not (has_mask and query.device.type != "cpu")
+    if copies == 1 or is_grouped:
         return key, value
     return key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
 
 
-def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
-    """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D].
+def lower_right_causal_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None,
+    window: int | None = None,
+    sinks_A: Tensor | None = None,
+) -> Tensor:
+    """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D], or to those of a window.
+    sinks_A: see ``_with_sink``.
 
     No mask of n L bytes is made. CUDA's kernels know this mask. The CPU's kernel takes a mask with any strides: with
     the queries in reverse, row i of the mask is one line of n + L - 1 numbers, from its place i on.
     """
+    if sinks_A is not None:
+        size = query.shape[-1]
+        own_scale = size**-0.5 if scale is None else scale  # that of torch would be of the longer heads
+        extended = _with_sink(query, key, value, own_scale, sinks_A)
+        return _lower_right(*extended, own_scale, window, has_sink=True)[..., :size]
+    return _lower_right(query, key, value, scale, window, has_sink=False)
+
+
+def _with_sink(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sinks_A: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """With a first key whose value is zero, and whose score with a query is the sink of its head: a learned number that takes
+    its part of the softmax. (gpt-oss; the attention sinks of arXiv 2309.17453.)
+
+    Queries, keys and values have ``SINK_SIZE`` numbers more: of a query sink / scale, of the new key 1, of the others zero. The
+    gradient of the sinks is that of queries, and no mask needs one.
+    """
+    of_query = (sinks_A.to(query.dtype) / scale).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
+    query = torch.cat((query, F.pad(of_query, (0, SINK_SIZE - 1))), -1)
+    sink = key.new_zeros(*key.shape[:2], 1, key.shape[-1] + SINK_SIZE)
+    sink[..., key.shape[-1]] = 1.0
+    key = torch.cat((sink, F.pad(key, (0, SINK_SIZE))), 2)
+    return query, key, F.pad(value, (0, SINK_SIZE, 1, 0))
+
+
+def _lower_right(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int | None, *, has_sink: bool
+) -> Tensor:
     n, length = query.shape[2], key.shape[2]
+    if window is not None and length - has_sink > window:
+        return _window_attention(query, key, value, scale, window, has_sink)
     key, value = _for_kernels(query, key, value)
     is_grouped = query.shape[1] != key.shape[1]
     if query.device.type != "cpu":
@@ -245,3 +312,48 @@ def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scal
         query.flip(2), key, value, attn_mask=mask, scale=scale, enable_gqa=is_grouped
     )
     return out.flip(2)
+
+
+def _window_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, window: int, has_sink: bool
+) -> Tensor:
+    """``lower_right_causal_attention`` under a window, in blocks of queries."""
+    n, length = query.shape[2], key.shape[2] - has_sink
+    key, value = _for_kernels(query, key, value, has_mask=True)
+    # Saved by autograd once for all whole blocks and layers.
+    whole_mask = _window_mask(window, WINDOW_BLOCK, has_sink, query.dtype, query.device)
+    is_grouped = query.shape[1] != key.shape[1]
+    parts = []
+    for start in range(0, n, WINDOW_BLOCK):
+        rows = query[:, :, start : start + WINDOW_BLOCK]
+        place, size = length - n + start, rows.shape[2]
+        before = min(place, window - 1)  # keys before the block's first query that it sees
+        seen = slice(has_sink + place - before, has_sink + place + size)
+        mask = whole_mask[:size, has_sink + window - 1 - before : has_sink + window - 1 + size]
+        keys, values = key[:, :, seen], value[:, :, seen]
+        if has_sink:
+            is_whole = mask.shape[1] == whole_mask.shape[1] - 1
+            mask = whole_mask if is_whole else torch.cat((whole_mask[:size, :1], mask), 1)
+            keys, values = (torch.cat((x[:, :, :1], x[:, :, seen]), 2) for x in (key, value))
+        parts.append(
+            F.scaled_dot_product_attention(
+                rows,
+                keys,
+                values,
+                attn_mask=mask,
+                scale=scale,
+                enable_gqa=is_grouped,
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+@lru_cache(maxsize=8)
+def _window_mask(window: int, rows: int, has_sink: bool, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[rows, window - 1 + rows]: 0 where a query sees a key, -inf elsewhere. Query i stands at key window - 1 + i. With a sink
+    there is a column before, which all see."""
+    with torch.inference_mode(False):
+        is_seen = torch.ones(rows, window - 1 + rows, dtype=torch.bool, device=device)
+        is_seen = is_seen.tril_(window - 1).triu_()
+        is_seen = F.pad(is_seen, (int(has_sink), 0), value=True)
+        return torch.zeros(is_seen.shape, dtype=dtype, device=device).masked_fill_(~is_seen, -torch.inf)

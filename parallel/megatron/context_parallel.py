@@ -176,6 +176,8 @@ def split_attention(
     *,
     scale: float | None,
     dtype: torch.dtype,
+    window: int | None = None,
+    sinks_A: Tensor | None = None,
 ) -> Tensor:
     """``packed_attention`` of this rank's tokens, [T, A, D] in the dtype of the query. A collective of the
     context-parallel ranks.
@@ -198,6 +200,8 @@ def split_attention(
                 key_NKLD[:, :, : chunk.stop],
                 value_NKLD[:, :, : chunk.stop],
                 scale,
+                window,
+                sinks_A,
             )
             parts.append(out_NAnD.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).to(query_TAD.dtype)

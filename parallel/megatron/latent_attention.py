@@ -31,7 +31,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.megatron import platform
-from parallel.megatron.attention import rotate
+from parallel.megatron.attention import paired_in_halves, rotate
 from parallel.planning.architecture import Architecture
 
 
@@ -139,6 +139,4 @@ class LatentAttention(MegatronModule):
         )
 
     def _halves(self, x: Tensor) -> Tensor:
-        """The numbers of each pair in the two halves, as ``rotate`` takes them. The products of queries and keys do not
-        depend on the order."""
-        return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2) if self.is_interleaved else x
+        return paired_in_halves(x, self.rotary_size) if self.is_interleaved else x

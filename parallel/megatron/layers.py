@@ -6,6 +6,7 @@ mathematics. That handles every static rope_type of transformers exactly, on pac
 Python loop over them.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
@@ -21,13 +22,20 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+)
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from parallel.megatron import aligned, moe, platform
-from parallel.megatron.attention import PackedPlan, packed_attention, rotate
+from parallel.megatron.attention import PackedPlan, packed_attention, paired_in_halves, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.lora import Lora, add_adapters
@@ -44,6 +52,8 @@ class PackedSequences(PackedSeqParams):
     plan: PackedPlan
     cos_T1F: Tensor
     sin_T1F: Tensor
+    window_tables: tuple[Tensor, Tensor] | None = None
+    """cos and sin of layers with a window. None: they are those of all layers."""
     routing: moe.Routing | None = None
 
 
@@ -63,6 +73,57 @@ class RMSNorm(nn.Module):
         return rms_norm(x, self.weight, self.eps)
 
 
+class OutputNorm(RMSNorm):
+    """Megatron's slots that add the outputs of attention and MLP to their inputs: x + norm(output)."""
+
+    def forward(self, training: bool, fused: bool):
+        return self._add
+
+    def _add(self, output_with_bias: tuple[Tensor, Tensor | None], x: Tensor, dropout: float) -> Tensor:
+        output, bias = output_with_bias
+        return x + rms_norm(output if bias is None else output + bias, self.weight, self.eps)
+
+
+class AllHeadsNorm(nn.Module):
+    """RMSNorm over the numbers of all heads at once, of which each tensor-parallel rank has some: [T, 1, heads of this rank, D]."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, **unused):
+        """hidden_size: D, as Megatron says. heads: of all ranks."""
+        super().__init__()
+        self.eps, self.size, ranks = eps, heads * hidden_size, config.tensor_model_parallel_size
+        self.tp_group: Any = parallel_state.get_tensor_model_parallel_group()
+        self.is_split = ranks > 1
+        self.weight = nn.Parameter(
+            torch.ones(self.size // ranks, dtype=config.params_dtype, device=platform.device())
+        )
+        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.flatten(-2)
+        if not self.is_split:
+            return rms_norm(flat, self.weight, self.eps).view(x.shape)
+        wide = flat.float()
+        # Each rank's heads have a part of the gradient of the sum.
+        squares = copy_to_tensor_model_parallel_region(
+            reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True))
+        )
+        normed = wide * (squares / self.size + self.eps).rsqrt() * self.weight.float()
+        return normed.to(x.dtype).view(x.shape)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            {"weight": self.weight},
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
 class AlignedRMSNorm(RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         return aligned.rms_norm(x, self.weight, self.eps)
@@ -72,26 +133,64 @@ class PackedCoreAttention(nn.Module):
     """Megatron's ``core_attention`` slot without Transformer Engine, or where sequences are split over
     context-parallel ranks: rotation, then causal attention within each sequence."""
 
-    def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        softmax_scale: float | None = None,
+        architecture: Architecture | None = None,
+        **unused,
+    ):
+        """layer_number: from 1, over all stages. architecture: of a model whose attention differs from Llama's."""
         super().__init__()
         self.scale = softmax_scale
         self.dtype = platform.attention_dtype(config.params_dtype)
+        a = architecture
+        self.window = a.windows[layer_number - 1] if a is not None and a.windows else None
+        self.paired_size = a.rotary_size if a is not None and a.is_interleaved else 0
+        self.sinks = None
+        if a is not None and a.has_sinks:
+            heads = a.num_heads // config.tensor_model_parallel_size
+            self.tp_group: Any = parallel_state.get_tensor_model_parallel_group()
+            self.sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=platform.device()))
+            set_tensor_model_parallel_attributes(self.sinks, True, 0, 1)
 
     def forward(
         self, query_TAD, key_TKD, value_TKD, attention_mask, *, packed_seq_params: PackedSequences, **unused
     ) -> Tensor:
         packed = packed_seq_params
-        query_TAD, key_TKD = (rotate(x, packed.cos_T1F, packed.sin_T1F) for x in (query_TAD, key_TKD))
+        tables = packed.cos_T1F, packed.sin_T1F
+        if self.window is not None and packed.window_tables is not None:
+            tables = packed.window_tables
+        heads = (query_TAD, key_TKD)
+        if self.paired_size:
+            heads = tuple(paired_in_halves(x, self.paired_size) for x in heads)
+        query_TAD, key_TKD = (rotate(x, *tables) for x in heads)
         return self.attend(query_TAD, key_TKD, value_TKD, packed.plan).flatten(1)
 
     def attend(self, query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, plan: PackedPlan) -> Tensor:
         """[T, A, D] of rotated queries and keys."""
-        settings = {"scale": self.scale, "dtype": self.dtype}
+        settings = {"scale": self.scale, "dtype": self.dtype, "window": self.window, "sinks_A": self.sinks}
         if isinstance(plan, SplitPlan):
             return split_attention(query_TAD, key_TKD, value_TKD, plan, **settings)
         if isinstance(plan, SharedPlan):
             return shared_attention(query_TAD, key_TKD, value_TKD, plan, **settings)
         return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, **settings)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict:
+        if self.sinks is None:
+            return {}
+        assert metadata is not None
+        return make_sharded_tensors_for_checkpoint(
+            {"sinks": self.sinks},
+            prefix,
+            {"sinks": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
 
 def block_spec(
@@ -102,12 +201,12 @@ def block_spec(
     lora: Lora | None,
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
-    make_layer, norm = _local_layer, RMSNorm
+    make_layer, norm = partial(_local_layer, config=config), RMSNorm
     if pieces is not None:
-        make_layer, norm = partial(_aligned_layer, pieces), AlignedRMSNorm
+        make_layer, norm = partial(_aligned_layer, config, pieces), AlignedRMSNorm
     elif lora is not None:
-        make_layer = partial(_adaptable_layer, config.params_dtype)
-    elif platform.uses_transformer_engine(config.params_dtype):
+        make_layer = partial(_adaptable_layer, config)
+    elif uses_transformer_engine(architecture, config.params_dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
         make_layer, norm = _transformer_engine_layer, TENorm
@@ -122,27 +221,41 @@ def block_spec(
     return TransformerBlockSubmodules(layer_specs=[layers[sparse] for sparse in is_sparse], layer_norm=norm)
 
 
+def uses_transformer_engine(architecture: Architecture, dtype: torch.dtype) -> bool:
+    """Whether the model's layers are Transformer Engine's."""
+    return platform.uses_transformer_engine(dtype) and not architecture.needs_own_layers
+
+
 def _local_layer(
     architecture: Architecture,
     experts: Experts | None,
     norm: type = RMSNorm,
     attention: type = PackedCoreAttention,
+    *,
+    config: TransformerConfig,
 ) -> ModuleSpec:
     """A layer without Transformer Engine."""
+    a = architecture
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=experts and experts.num_experts,
-        qk_layernorm=architecture.qk_norm,
+        qk_layernorm=a.qk_norm or a.whole_qk_norm,
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = norm
-    if architecture.latent:
-        layer.self_attention = _latent_attention(architecture)
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if a.norms == "behind" else norm
+    if a.norms != "before":
+        of_output = {"config": config, "hidden_size": a.hidden_size, "eps": a.norm_eps}
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(OutputNorm, of_output)
+    if a.latent:
+        layer.self_attention = _latent_attention(a)
     else:
         parts = layer.self_attention.submodules
-        parts.core_attention = attention
-        if architecture.qk_norm:
+        parts.core_attention = partial(attention, architecture=a)
+        if a.qk_norm:
             parts.q_layernorm = parts.k_layernorm = norm
+        if a.whole_qk_norm:
+            parts.q_layernorm = ModuleSpec(AllHeadsNorm, {"heads": a.num_heads})
+            parts.k_layernorm = ModuleSpec(AllHeadsNorm, {"heads": a.num_kv_heads})
     if experts:
         moe.use_router(spec, experts)
     return spec
@@ -153,9 +266,11 @@ def _latent_attention(architecture: Architecture) -> ModuleSpec:
     return ModuleSpec(LatentAttention, settings)
 
 
-def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+def _aligned_layer(
+    config: TransformerConfig, pieces: int, architecture: Architecture, experts: Experts | None
+) -> ModuleSpec:
     """A layer of a dense model with the operations of ``numerics``; ``check_numerics`` refuses experts."""
-    spec = _local_layer(architecture, experts, AlignedRMSNorm, aligned.AlignedCoreAttention)
+    spec = _local_layer(architecture, experts, AlignedRMSNorm, aligned.AlignedCoreAttention, config=config)
     layer: Any = spec.submodules
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
@@ -163,10 +278,13 @@ def _aligned_layer(pieces: int, architecture: Architecture, experts: Experts | N
     return spec
 
 
-def _adaptable_layer(dtype: torch.dtype, architecture: Architecture, experts: Experts | None) -> ModuleSpec:
+def _adaptable_layer(
+    config: TransformerConfig, architecture: Architecture, experts: Experts | None
+) -> ModuleSpec:
     """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention where it is used."""
-    spec = _local_layer(architecture, experts)
-    if platform.uses_transformer_engine(dtype) and parallel_state.get_context_parallel_world_size() == 1:
+    spec = _local_layer(architecture, experts, config=config)
+    is_whole = parallel_state.get_context_parallel_world_size() == 1
+    if uses_transformer_engine(architecture, config.params_dtype) and is_whole:
         layer: Any = spec.submodules
         layer.self_attention.submodules.core_attention = _transformer_engine_attention()
     return spec
@@ -251,6 +369,29 @@ _ALWAYS: dict[str, Any] = {
 """Fields of Megatron's config that no model and no layout changes."""
 
 
+def _activation(architecture: Architecture, *, is_aligned: bool) -> Callable[[Tensor], Tensor]:
+    """Of the gate."""
+    if architecture.has_sinks:
+        return _sigmoid_gate
+    return aligned.silu if is_aligned else F.silu
+
+
+def _sigmoid_gate(gate: Tensor) -> Tensor:
+    return gate * torch.sigmoid(1.702 * gate)
+
+
+def _of_sinks(architecture: Architecture) -> dict[str, Any]:
+    """Further fields of a model with sinks: biases in all matrices, and gpt-oss's experts."""
+    experts = architecture.experts
+    if not architecture.has_sinks or experts is None:
+        return {}
+    return {
+        "add_bias_linear": True,
+        "activation_func_clamp_value": experts.clamp,
+        "glu_linear_offset": 1.0,
+    }
+
+
 def transformer_config(
     architecture: Architecture,
     dtype: torch.dtype,
@@ -267,8 +408,9 @@ def transformer_config(
     last = last_stage_layers(architecture.num_layers, pipeline_parallel, virtual or 1)
     is_even = architecture.num_layers % pipeline_parallel == 0
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    always = {name: value for name, value in _ALWAYS.items() if name not in _of_sinks(architecture)}
     return TransformerConfig(
-        **_ALWAYS,
+        **always,
         num_layers=architecture.num_layers,
         num_layers_in_last_pipeline_stage=None if is_even else last,
         hidden_size=architecture.hidden_size,
@@ -277,8 +419,10 @@ def transformer_config(
         kv_channels=architecture.head_dim,
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
-        activation_func=aligned.silu if is_aligned else F.silu,
+        activation_func=_activation(architecture, is_aligned=is_aligned),
+        **_of_sinks(architecture),
         add_qkv_bias=architecture.qkv_bias,
+        # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
         qk_layernorm=architecture.qk_norm,
         params_dtype=dtype,
         pipeline_dtype=dtype,
@@ -295,10 +439,10 @@ def transformer_config(
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         variable_seq_lengths=pipeline_parallel > 1,
         use_cpu_initialization=not platform.is_gpu(),
-        persist_layer_norm=platform.uses_transformer_engine(dtype),
+        persist_layer_norm=uses_transformer_engine(architecture, dtype),
         **moe.config_fields(
             architecture.experts,
-            is_grouped=platform.uses_transformer_engine(dtype) and not has_adapters,
+            is_grouped=uses_transformer_engine(architecture, dtype) and not has_adapters,
         ),
         **(full if recompute == "full" else {}),
     )

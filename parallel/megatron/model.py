@@ -25,7 +25,7 @@ from parallel.megatron.attention import PackedPlan, plan_packing, rotary_tables
 from parallel.megatron.context_parallel import split_context
 from parallel.megatron.layers import PackedSequences, block_spec, transformer_config
 from parallel.megatron.lora import Lora, adapters_only, freeze_base
-from parallel.megatron.rotary import rotary_frequencies
+from parallel.megatron.rotary import rotary_frequencies, window_frequencies
 from parallel.megatron.shared_prompts import plan_shared_prompts
 from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.planning.architecture import Architecture, padded_vocab_size, read_architecture
@@ -40,6 +40,8 @@ class Backbone:
     config: TransformerConfig
     inv_freq_F: Tensor
     attention_factor: float
+    window_freq_F: Tensor | None
+    """Of layers with a window, where these differ. Their attention factor is 1."""
     pieces: int | None
     """``RunConfig.numerics_pieces`` of aligned numerics; None: default numerics."""
     vp_stage: int | None
@@ -72,9 +74,12 @@ class PackedGPTModel(GPTModel):
         self.architecture = architecture
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor
+        self.window_freq_F = backbone.window_freq_F
+        if self.window_freq_F is not None:
+            self.window_freq_F = self.window_freq_F.to(platform.device())
         # Attention of Transformer Engine and of context parallelism, and that of ``numerics``, take whole sequences.
         has_transformer_engine = platform.uses_transformer_engine(config.params_dtype)
-        self.uses_transformer_engine = has_transformer_engine and architecture.latent is None
+        self.uses_transformer_engine = has_transformer_engine and not architecture.needs_own_attention
         is_whole = self.uses_transformer_engine or config.context_parallel_size > 1
         self.shares_prompts = not is_whole and backbone.pieces is None
         self.lora = backbone.lora
@@ -125,6 +130,9 @@ class PackedGPTModel(GPTModel):
         positions_T = plan.to_model_order(positions_T)
         dtype = platform.rotary_dtype(self.config.params_dtype, self.architecture.rotated_head)
         cos_T1F, sin_T1F = rotary_tables(self.inv_freq_F, self.attention_factor, positions_T, dtype)
+        window_tables = None
+        if self.window_freq_F is not None:
+            window_tables = rotary_tables(self.window_freq_F, 1.0, positions_T, dtype)
         bounds = plan.cu_seqlens.to(device)
         return PackedSequences(
             qkv_format="thd",
@@ -135,6 +143,7 @@ class PackedGPTModel(GPTModel):
             plan=plan,
             cos_T1F=cos_T1F,
             sin_T1F=sin_T1F,
+            window_tables=window_tables,
             routing=_recording(plan, experts_TLK)
             if records
             else _replay(plan, experts_TLK, is_replayed_T, counted_T),
@@ -349,6 +358,7 @@ def make_backbone(
         ),
         inv_freq_F=inv_freq_F,
         attention_factor=attention_factor,
+        window_freq_F=window_frequencies(hf_config),
         pieces=pieces,
         vp_stage=vp_stage,
         lora=lora,

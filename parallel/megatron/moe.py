@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel.layers import RowParallelLinear, set_tensor_model_parallel_attributes
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -147,7 +148,7 @@ class Router(TopKRouter):
         hidden, weight = (
             (hidden.float(), self.weight.float()) if self.float32_logits else (hidden, self.weight)
         )
-        logits_TE = F.linear(hidden, weight).flatten(0, -2)
+        logits_TE = F.linear(hidden, weight, self.bias).flatten(0, -2)
         return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(-1, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -182,6 +183,20 @@ class Router(TopKRouter):
         return by_group.masked_fill(is_other[..., None], -torch.inf).flatten(1)
 
 
+class BiasedRowLinear(RowParallelLinear):
+    """Of an expert, which is whole on its rank: Megatron adds the bias, times the router's weight, to this output in place, and
+    may not do so to its own layer's. The bias is marked as the weight is: Megatron would sum its gradient over tensor-parallel
+    ranks, which have other experts, and count it in the norm on the first alone."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.bias.sequence_parallel = False  # pyright: ignore[reportAttributeAccessIssue]
+        set_tensor_model_parallel_attributes(self.bias, True, 0, 1)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        return F.linear(input_, self.weight), self.bias
+
+
 class RoutedLayer(TransformerLayer):
     """A layer with experts. Megatron gives a layer the packed sequences, but not its router. Nothing of a pass is kept
     here after it."""
@@ -203,6 +218,8 @@ def use_router(layer: ModuleSpec, experts: Experts) -> None:
     layer.module = RoutedLayer
     parts: Any = layer.submodules
     parts.mlp.submodules.router = partial(Router, experts=experts)
+    if experts.clamp is not None:
+        parts.mlp.submodules.experts.submodules.linear_fc2 = BiasedRowLinear
 
 
 def mark_expert_parameters(model: nn.Module) -> None:

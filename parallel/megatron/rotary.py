@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.planning.config_fields import check_rope_type, rope_of, rotated_share
+from parallel.planning.config_fields import check_rope_type, rope_of, rope_type_of, rotated_share
 from parallel.planning.families import SUPPORTED, family_of
 
 
@@ -21,6 +21,17 @@ def rotary_frequencies(folder: Path, hf_config: Mapping[str, Any]) -> tuple[Tens
         theta, size = plain
         return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
     return rotary_frequencies_of_transformers(folder, str(hf_config.get("model_type")))
+
+
+def window_frequencies(hf_config: Mapping[str, Any]) -> Tensor | None:
+    """inv_freq [F] of layers with a window, where they rotate otherwise than the others: without YaRN. None: they do not."""
+    family = family_of(hf_config.get("model_type"))
+    if not family.plain_windows or rope_type_of(hf_config) == "default":
+        return None
+    plain = plain_rotary({**hf_config, "rope_scaling": None})
+    assert plain is not None  # read_architecture has its theta
+    theta, size = plain
+    return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float) / size))
 
 
 def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
@@ -37,7 +48,14 @@ def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
     is_plain = rope.keys() <= known and rope.get("rope_type", "default") == "default"
     share = rotated_share(hf_config, family)
     head_dim = hf_config.get("qk_rope_head_dim" if family.is_latent else "head_dim")
-    if head_dim is None and hf_config.get("model_type") in ("llama", "qwen2", "mistral", "phi3"):
+    if head_dim is None and hf_config.get("model_type") in (
+        "llama",
+        "qwen2",
+        "mistral",
+        "phi3",
+        "olmo2",
+        "olmo3",
+    ):
         head_dim = hf_config["hidden_size"] // hf_config["num_attention_heads"]
     is_whole = family.is_latent or share == 1.0 or family.rotated_share is not None
     if len(thetas) != 1 or not is_plain or not is_whole or not isinstance(head_dim, int):
@@ -53,10 +71,12 @@ def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[T
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    kind = config.rope_parameters["rope_type"]
+    # Of Olmo 3 by kind of layer.
+    by_layers = {"layer_type": "full_attention"} if "full_attention" in config.rope_parameters else {}
+    kind = (config.rope_parameters["full_attention"] if by_layers else config.rope_parameters)["rope_type"]
     check_rope_type(kind, model_type)
     is_part = SUPPORTED[model_type].rotated_share is not None
     plain = Glm4MoeRotaryEmbedding if is_part else LlamaRotaryEmbedding
     compute: Any = plain.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
-    inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"))
+    inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"), **by_layers)
     return inv_freq_F.float(), float(attention_factor)

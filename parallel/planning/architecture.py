@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parallel.planning.config_fields import (
+    check_rope_by_layers,
     check_rope_numbers,
     check_rope_type,
     read_field,
     read_positive_number,
     read_size,
+    read_windows,
     rope_type_of,
     rotary_size_of,
     rotated_share,
@@ -23,6 +25,14 @@ from parallel.planning.families import Family, family_of
 ROTATED_IN_FLOAT32 = (64, 128, 256, 512)
 """Sizes of heads that SGLang 0.5.23 rotates on GPUs by a kernel of its own, with float32 tables and products
 (``RotaryEmbedding.__init__``). Heads of other sizes, and all on CPU, get tables and products in the model's dtype."""
+
+
+WINDOW_BLOCK = 512
+"""Queries of one call under a window: its mask has as many rows, and a block sees at most as many keys beyond the window."""
+
+
+SINK_SIZE = 8
+"""Numbers of a head by which a sink makes it longer: CUDA's kernels want multiples of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +58,9 @@ class Experts:
     """By which the weights are multiplied at last."""
     shared_size: int = 0
     """Intermediate size of the MLP that every token goes through beside its experts; 0: there is none."""
+    clamp: float | None = None
+    """Greatest gate, and greatest up in either direction, of experts with gpt-oss's activation: gate sigmoid(1.702 gate)
+    (up + 1). None: silu(gate) up. The former have biases, and one tensor of a folder has all experts of a layer."""
     num_groups: int = 1
     """Groups of equally many experts, in their order. A token's experts are of its ``top_groups`` best groups, by the best
     expert of each, or with a sigmoid by the sum of the two best."""
@@ -98,6 +111,17 @@ class Architecture:
     qk_norm: bool
     rotary_size: int
     """Numbers of each head, from the first, that are rotated."""
+    is_interleaved: bool = False
+    """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves. Of ``latent``: its own."""
+    whole_qk_norm: bool = False
+    """Whether queries and keys are normalised over the numbers of all heads at once."""
+    norms: Literal["before", "behind", "both"] = "before"
+    """Where attention and MLP have a norm: of their input, of their output, or of both."""
+    windows: tuple[int | None, ...] = ()
+    """By layer the tokens that a token sees, itself included; None: all before it. Empty: no layer has a window."""
+    has_sinks: bool = False
+    """Whether each head has a learned score of no key, which takes its part of the softmax. The output projection, the router
+    and the experts of such a model have biases."""
     latent: Latent | None = None
     """None: keys and values are products of the hidden state."""
     experts: Experts | None = None
@@ -115,6 +139,17 @@ class Architecture:
     def rotated_head(self) -> int:
         """Numbers of what is rotated by itself: a head, or of ``latent`` its rotated part."""
         return self.head_dim if self.latent is None else self.rotary_size
+
+    @property
+    def needs_own_attention(self) -> bool:
+        """Whether attention is none of Transformer Engine's."""
+        return self.latent is not None or self.needs_own_layers
+
+    @property
+    def needs_own_layers(self) -> bool:
+        """Whether Megatron's layers for Transformer Engine lack a part of this model's."""
+        has_norms = self.norms != "before" or self.whole_qk_norm
+        return bool(any(self.windows) or self.has_sinks or has_norms or self.is_interleaved)
 
     @property
     def attention_numbers(self) -> tuple[int, int]:
@@ -137,6 +172,19 @@ class Architecture:
         if self.latent is not None:
             return (self.latent.query_rank or 0) + self.latent.rank
         return 2 * self.head_dim if self.qk_norm else 0
+
+    @property
+    def split_vectors(self) -> int:
+        """Numbers of a layer's attention, beside its matrices, that tensor-parallel ranks split: biases of queries, keys and
+        values, sinks, and norms over all heads."""
+        bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
+        bias += self.num_heads if self.has_sinks else 0
+        return bias + ((self.num_heads + self.num_kv_heads) * self.head_dim if self.whole_qk_norm else 0)
+
+    @property
+    def layer_norms(self) -> int:
+        """Norms of the hidden size in a layer."""
+        return 4 if self.norms == "both" else 2
 
 
 MOST_LAYERS = 10_000
@@ -187,6 +235,11 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         raise ValueError(
             f"config.json has hidden_size={hidden_size}, which does not divide by num_attention_heads={heads}, and no head_dim; restore it"
         )
+    if family.whole_qk_norm and hf_config.get("head_dim") not in (None, hidden_size // heads):
+        raise ValueError(
+            f"config.json has head_dim={hf_config['head_dim']!r}, of which SGLang's {kind} knows nothing; it must be "
+            f"{hidden_size // heads} (hidden_size / num_attention_heads)"
+        )
     latent, head_dim, rotary_size = _read_heads(hf_config, kind, family, hidden_size // heads)
     return Architecture(
         model_type=kind,
@@ -203,6 +256,11 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         qkv_bias=_has(hf_config, family.qkv_bias),
         qk_norm=_has(hf_config, family.qk_norm),
         rotary_size=rotary_size,
+        is_interleaved=family.is_interleaved,
+        whole_qk_norm=family.whole_qk_norm,
+        norms=family.norms,
+        has_sinks=family.has_sinks,
+        windows=read_windows(hf_config, kind, num_layers) if family.serves_windows else (),
         latent=latent,
         experts=_read_experts(hf_config, kind, family, num_layers),
         further_layers=_further_layers(hf_config) if family.experts == "deepseek_v3" else 0,
@@ -253,7 +311,11 @@ def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
 def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
     if family.experts in _BY_GROUPS:
         return _read_grouped_experts(hf_config, kind, family, num_layers)
-    if family.experts == "mixtral":
+    clamp = None
+    if family.experts == "gpt_oss":
+        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
+        clamp = read_positive_number(hf_config, "swiglu_limit", kind)
+    elif family.experts == "mixtral":
         size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
     elif family.experts == "qwen3_moe":
         size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", False))
@@ -276,6 +338,7 @@ def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_l
         intermediate_size=read_size(hf_config, size_name, kind),
         norm_topk=norm_topk,
         is_sparse=is_sparse,
+        clamp=clamp,
     )
 
 
@@ -352,18 +415,22 @@ def _read_counts(hf_config: Mapping[str, Any], count_name: str, kind: str) -> tu
 
 
 def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
+    if family.plain_windows:
+        check_rope_by_layers(hf_config, kind)
     check_rope_type(rope_type_of(hf_config), kind)
     check_rope_numbers(hf_config, kind)
     layer_types = hf_config.get("layer_types")
     score, methods = _BY_GROUPS.get(family.experts or "", ("", ()))
     grouped = bool(methods)
     refused = {
+        # SGLang's code of these families computes no windows.
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
-        # Mixtral has no use_sliding_window.
-        "sliding_window": kind == "mixtral" and hf_config.get("sliding_window") is not None,
-        "layer_types": any(t != "full_attention" for t in layer_types)
-        if isinstance(layer_types, list)
-        else bool(layer_types),
+        "layer_types": not family.serves_windows
+        and (
+            any(t != "full_attention" for t in layer_types)
+            if isinstance(layer_types, list)
+            else bool(layer_types)
+        ),
         "attention_bias": family.qkv_bias is False and bool(hf_config.get("attention_bias")),
         "mlp_bias": bool(hf_config.get("mlp_bias")),
         "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
@@ -378,8 +445,19 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         "norm_topk_prob": score == "softmax" and bool(hf_config.get("norm_topk_prob")),
         # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
         "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),
+        # SGLang takes 1.702 whatever it says.
+        "swiglu_alpha": family.has_sinks and hf_config.get("swiglu_alpha", 1.702) != 1.702,
         "moe_layer_freq": grouped and hf_config.get("moe_layer_freq", 1) != 1,
     }
+    if family.has_sinks and not hf_config.get("attention_bias"):
+        raise ValueError(
+            f"config.json of a {kind} model has attention_bias={hf_config.get('attention_bias')!r}; it must be true: restore it"
+        )
+    if family.has_sinks and refused["quantization_config"]:
+        raise ValueError(
+            f"config.json has quantization_config={hf_config['quantization_config']!r}, which the learner does not read; load the {kind} "
+            "with transformers (quantization_config=Mxfp4Config(dequantize=True)) and save it in bfloat16"
+        )
     for name, is_set in refused.items():
         if is_set:
             value = hf_config.get(name, rotated_share(hf_config, family))
@@ -389,8 +467,9 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
     window, positions = (hf_config.get(name) for name in ("sliding_window", "max_position_embeddings"))
     if family.has_window and window is not None and (type(positions) is not int or window < positions):
         raise ValueError(
-            f"config.json has sliding_window={window!r}, which the learner does not compute, with max_position_embeddings={positions!r}; "
-            f"set sliding_window to null and max_position_embeddings to at most {window!r}: up to that length both are the same"
+            f"config.json has sliding_window={window!r}, which SGLang does not compute in a {kind}, with "
+            f"max_position_embeddings={positions!r}; set sliding_window to null and max_position_embeddings to at most {window!r}: up to "
+            "that length both are the same"
         )
 
 

@@ -28,6 +28,19 @@ def read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: in
     return value
 
 
+def read_windows(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> tuple[int | None, ...]:
+    """By layer the tokens that a token sees, itself included, from ``layer_types``; None: all before it."""
+    types = read_field(hf_config, "layer_types", kind)
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num_layers or not all(name in known for name in types):
+        raise ValueError(
+            f"config.json of a {kind} model has layer_types={types!r}; it must be a list of {num_layers} names, of {known[0]} and "
+            f"{known[1]}; restore it"
+        )
+    window = read_size(hf_config, "sliding_window", kind)
+    return tuple(window if name == "sliding_attention" else None for name in types)
+
+
 def read_positive_number(hf_config: Mapping[str, Any], name: str, kind: str) -> float:
     """A finite number above 0."""
     value = read_field(hf_config, name, kind)
@@ -66,6 +79,21 @@ def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
             f"config.json has partial_rotary_factor={share!r}; it must be a number above 0, at most 1"
         )
     return float(share)
+
+
+def check_rope_by_layers(hf_config: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError where transformers and SGLang would rotate the layers of an Olmo 3 differently: SGLang reads the fields
+    of the published files, of which transformers takes ``rope_theta`` for layers without a window alone."""
+    if hf_config.get("rope_parameters") is not None:
+        raise ValueError(
+            f"config.json of this {kind} model has rope_parameters, which SGLang does not read there; write rope_theta and rope_scaling "
+            "as the published files have them"
+        )
+    if read_field(hf_config, "rope_theta", kind) != 500_000:
+        raise ValueError(
+            f"config.json of this {kind} model has rope_theta={hf_config['rope_theta']!r}, which transformers uses in layers without a "
+            "window alone; it must be 500000"
+        )
 
 
 def yarn_scale(hf_config: Mapping[str, Any]) -> float:

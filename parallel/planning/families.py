@@ -23,16 +23,29 @@ class Family:
     """Whether queries, keys and values have a bias."""
     qk_norm: bool | str = False
     """Whether queries and keys are normalised, head by head."""
-    is_fused: bool = False
-    """Whether a folder holds one matrix of queries, keys and values, and one of gate and up."""
+    whole_qk_norm: bool = False
+    """Whether queries and keys are normalised over the numbers of all heads at once."""
+    norms: Literal["before", "behind", "both"] = "before"
+    """Where attention and MLP have a norm: of their input, of their output, or of both."""
+    fused: tuple[Literal["qkv", "gate_up"], ...] = ()
+    """Matrices that a folder holds as one: queries, keys and values; gate and up."""
     has_window: bool = False
-    """Whether ``sliding_window`` alone cuts the tokens that a token sees."""
+    """Whether ``sliding_window`` alone cuts the tokens that a token sees. SGLang 0.5.23 computes none there."""
+    serves_windows: bool = False
+    """Whether SGLang computes windows too, in the layers that ``layer_types`` names."""
+    plain_windows: bool = False
+    """Whether layers with a window rotate by the plain frequencies, whatever scales the others'."""
+    is_interleaved: bool = False
+    """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves."""
     rotated_share: float | None = None
     """The share of a head that is rotated where config.json does not say. None: config.json may not ask for less than 1."""
     rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
     is_latent: bool = False
     """Whether keys and values are products of one short vector of each token (MLA)."""
-    experts: Literal["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3"] | None = None
+    has_sinks: bool = False
+    """Whether each head has a learned score of no key, which takes its part of the softmax. SGLang's code of these families has
+    biases of the output projection, the router and the experts too."""
+    experts: Literal["qwen3_moe", "mixtral", "deepseek_v2", "deepseek_v3", "gpt_oss"] | None = None
     """By whose fields of config.json its experts are read, and by whose names their tensors. None: it has none."""
 
 
@@ -41,6 +54,7 @@ _LATENT = (
 )
 _IN_GROUPS = "within the best groups where there are groups, and a shared expert"
 _GROUPED = f"first layers dense, then experts by sigmoid with a frozen correction bias, {_IN_GROUPS}; MTP layers are left out"
+_BEHIND = "norms behind attention and MLP, none before"
 _DEEPSEEK_V3 = Family(
     title="DeepSeek-V3, V3.1 and R1, in bfloat16",
     layers=f"{_LATENT}; {_GROUPED}",
@@ -65,9 +79,36 @@ SUPPORTED: dict[str, Family] = {
     "phi3": Family(
         title="Phi-3 4k and Phi-4 14B, dense",
         layers="attention; gated MLP; the folder's fused qkv_proj and gate_up_proj are taken apart and fused again",
-        is_fused=True,
+        fused=("qkv", "gate_up"),
         has_window=True,
         rope_types=("default",),  # Phi-3's "yarn" means longrope
+    ),
+    "olmo2": Family(
+        title="OLMo 2, dense",
+        layers=f"attention with norms of all queries and of all keys; gated MLP; {_BEHIND}",
+        whole_qk_norm=True,
+        norms="behind",
+        rope_types=("default",),
+    ),
+    "olmo3": Family(
+        title="Olmo 3, dense",
+        layers="OLMo 2's, three of four with a sliding window; YaRN rotates those without a window",
+        whole_qk_norm=True,
+        norms="behind",
+        serves_windows=True,
+        plain_windows=True,
+        rope_types=("default", "yarn"),
+    ),
+    "glm4": Family(
+        title="GLM-4 0414 9B and 32B, GLM-Z1",
+        layers="attention with biases as config.json says, half of each head rotated in neighbouring pairs; gated MLP; norms before and "
+        "behind attention and MLP",
+        qkv_bias="attention_bias",
+        norms="both",
+        fused=("gate_up",),
+        rotated_share=0.5,
+        rope_types=("default",),
+        is_interleaved=True,
     ),
     "qwen3_moe": Family(
         title="Qwen3-MoE",
@@ -76,7 +117,20 @@ SUPPORTED: dict[str, Family] = {
         experts="qwen3_moe",
     ),
     "mixtral": Family(
-        title="Mixtral", layers="attention; experts by softmax in every layer", experts="mixtral"
+        title="Mixtral",
+        layers="attention; experts by softmax in every layer",
+        has_window=True,
+        experts="mixtral",
+    ),
+    "gpt_oss": Family(
+        title="gpt-oss 20B and 120B, in bfloat16",
+        layers="attention with a learned sink in each head's softmax, every other layer with a sliding window, biases in all matrices; "
+        "experts by softmax of the chosen logits, with biases and a clamped gate",
+        qkv_bias=True,
+        has_sinks=True,
+        serves_windows=True,
+        rope_types=("default", "yarn"),
+        experts="gpt_oss",
     ),
     "glm4_moe": Family(
         title="GLM-4.5, GLM-4.5-Air and GLM-4.6",
@@ -106,11 +160,8 @@ _OWN_TOKENIZER = (
 _MLA = "its latent attention (MLA) differs from DeepSeek-V3's, which alone the learner computes"
 _SPARSE = "it chooses the tokens that a token sees (sparse attention), which the learner's packed attention does not compute"
 _HYBRID = "layers of it are recurrent (state space or linear attention), and their state would run over the borders of packed sequences"
-_POST_NORMS = "it has norms behind attention and MLP, which Megatron-Core's layer does not have"
-_WINDOWS = (
-    "some of its layers see a sliding window of tokens, which the learner's packed attention does not compute"
-)
-_SINKS = "its attention has a learned sink in the softmax, and its weights come in MXFP4; the learner computes neither"
+_ZERO_CENTRED = "its norms multiply by 1 + weight, which the learner does not compute"
+_WINDOWS = "some of its layers see a sliding window of tokens, of which the server's code for this family was not tried"
 _SEES = "it takes pictures, sound or video, which this trainer's prompts do not have; use its text model, if that is a family of its own"
 _PARALLEL = (
     "its attention and MLP read the same input, one beside the other, which the learner does not compute"
@@ -129,10 +180,10 @@ REFUSED: dict[str, str] = {
         ),
         _HYBRID,
     ),
-    **dict.fromkeys(("gemma2",), f"it caps its logits by a tanh, and {_POST_NORMS.removeprefix('it ')}"),
-    **dict.fromkeys(("gemma3", "gemma3_text", "gemma3n", "glm4", "olmo2", "olmo3", "exaone4"), _POST_NORMS),
+    "gemma2": f"it caps its logits by a tanh, and {_ZERO_CENTRED}",
+    **dict.fromkeys(("gemma3", "gemma3_text", "gemma3n"), _ZERO_CENTRED),
+    "exaone4": "layers of it rotate nothing, or see a sliding window, by rules of its own, which the learner does not compute",
     "gemma": "its norms multiply by 1 + weight and its MLP has a GELU, which the learner does not compute",
-    "gpt_oss": _SINKS,
     **dict.fromkeys(("llama4", "llama4_text"), "layers of it see chunks of tokens and rotate nothing, which the learner does not compute"),
     **dict.fromkeys(("ministral", "mimo_v2_flash"), _WINDOWS),
     **dict.fromkeys(

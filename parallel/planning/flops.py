@@ -61,7 +61,7 @@ def forward_flops(
     is whole of the rank's own rows); an MLP 2 T 3 H I / t, or, of the rank's own rows, a
     router 2 T H E and 2 T k 3 H I of the chosen experts, spread evenly over the ranks, so that it does as much for
     others as they do for it, and beside them 2 T 3 H S / t of a shared expert of size S. Attention: two products of 2 D
-    for each pair and query head, 4 D A / t. Logits: 2 R H V / t.
+    for each pair and query head, 4 D A / t; of a layer with a window at most T times the window. Logits: 2 R H V / t.
     Context parallelism divides all by C.
     """
     a, t = architecture, layout.tp
@@ -75,13 +75,20 @@ def forward_flops(
         chosen = a.experts.experts_per_token * 3 * a.hidden_size * a.experts.intermediate_size
         matrices += 2 * rows * sparse * (a.hidden_size * a.experts.num_experts + chosen)
         matrices += 2 * tokens * sparse * (3 * a.hidden_size * a.experts.shared_size // t)
-    attention = len(layers) * 4 * a.head_dim * (a.num_heads // t) * load.pairs // layout.cp
+    pairs = sum(_pairs(a, layer, load) for layer in layers)
+    attention = 4 * a.head_dim * (a.num_heads // t) * pairs // layout.cp
     logits = 0
     if output and stage == layout.pp - 1:
         # The first rank's rows of the vocabulary; padding takes no part.
         vocabulary = min(padded_vocab_size(a.vocab_size, t) // t, a.vocab_size)
         logits = 2 * -(-load.predicted // layout.cp) * a.hidden_size * vocabulary
     return Flops(matrices=matrices, attention=attention, output=logits)
+
+
+def _pairs(a: Architecture, layer: int, load: Load) -> int:
+    """Pairs of a layer. Under a window a token has at most as many as the window has tokens: an upper bound."""
+    window = a.windows[layer] if a.windows else None
+    return load.pairs if window is None else min(load.pairs, load.tokens * window)
 
 
 def update_flops(

@@ -38,6 +38,11 @@ def check_numerics(pieces: int, architecture: Architecture) -> None:
         raise ValueError(
             f"model.numerics=aligned covers dense models, and this {architecture.model_type} has experts; set model.numerics=default"
         )
+    if architecture.needs_own_layers:
+        raise ValueError(
+            f"model.numerics=aligned covers layers of Llama's form, and those of this {architecture.model_type} have windows, norms behind "
+            "attention and MLP, or pairs of neighbours that are rotated; set model.numerics=default"
+        )
     sizes = {
         "num_attention_heads": architecture.num_heads,
         "intermediate_size": architecture.intermediate_size,
@@ -118,6 +123,8 @@ def _tp_misfits(a: Architecture, size: int) -> list[str]:
         ),
         f"intermediate_size={a.intermediate_size}": is_dense and a.intermediate_size % size,
     }
+    if a.whole_qk_norm:  # a head that several ranks have would count several times in the norm
+        remainders[f"num_key_value_heads={a.num_kv_heads}"] = a.num_kv_heads % size
     if a.experts and a.experts.shared_size:
         remainders[f"intermediate size of the shared expert, {a.experts.shared_size}"] = (
             a.experts.shared_size % size
@@ -302,7 +309,13 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
 
 
 def check_served_on_cpu(architecture: Architecture, has_plugin: bool) -> None:
-    """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU: one of latent attention."""
+    """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU, or not at all: one of latent attention, or
+    with sinks."""
+    if architecture.has_sinks and not has_plugin:
+        raise ValueError(
+            f"rollout.sglang_plugin=false: SGLang has no attention with sinks on CPU, which a {architecture.model_type} needs; leave it "
+            "out, so that servers use Tandem's"
+        )
     if architecture.latent and not has_plugin:
         raise ValueError(
             f"rollout.sglang_plugin=false: SGLang's own attention on CPU computes prompts of a {architecture.model_type} wrongly; leave it "
@@ -320,7 +333,8 @@ def _rollout_misfit(architecture: Architecture, size: int) -> str | None:
     heads, kv_heads = architecture.num_heads, architecture.num_kv_heads
     if heads % size:
         return f"num_attention_heads={heads}"
-    if (kv_heads % size) if kv_heads >= size else (size % kv_heads):
+    # SGLang would normalise over a head once for each rank that has it.
+    if (kv_heads % size) if kv_heads >= size or architecture.whole_qk_norm else (size % kv_heads):
         return f"num_key_value_heads={kv_heads}"
     experts = architecture.experts
     if (experts is None or not all(experts.is_sparse)) and architecture.intermediate_size % size:

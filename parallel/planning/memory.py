@@ -18,7 +18,14 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import ROTATED_IN_FLOAT32, Architecture, Latent, padded_vocab_size
+from parallel.planning.architecture import (
+    ROTATED_IN_FLOAT32,
+    SINK_SIZE,
+    WINDOW_BLOCK,
+    Architecture,
+    Latent,
+    padded_vocab_size,
+)
 
 GIB = 2**30
 Device = Literal["cpu", "cuda"]
@@ -227,24 +234,27 @@ def stage_parameters(
 ) -> tuple[int, int]:
     """Parameters on one rank of a stage: (those of no expert, the experts').
 
-    A layer: qkv and projection (``Architecture.attention_numbers``), with a bias (A + 2 K) D / t in Qwen2; two norms 2 H;
-    those inside attention, such as 2 D of queries and keys in Qwen3; an MLP 3 H I / t, or a router H E and E / ep
+    A layer: qkv and projection (``Architecture.attention_numbers``), with a bias (A + 2 K) D / t in Qwen2; two norms 2 H,
+    or four; those inside attention, such as 2 D of queries and keys in Qwen3; an MLP 3 H I / t, or a router H E and E / ep
     whole experts of 3 H I, and a shared expert of size S 3 H S / t. The bias of a router, E frozen numbers, is not
     counted. The first stage has the embedding V H / t; the last the final norm H and the output layer V H / t, which a tied
     model shares with the embedding if both are on one stage. ``output=False``: a critic, whose output layer is a
-    head of H.
+    head of H. A model with sinks has A / t of them, and biases H of the projection, E of the router and 2 I + H of an expert.
     """
     a, t = architecture, layout.tp
     split, whole = a.attention_numbers
-    bias = (a.num_heads + 2 * a.num_kv_heads) * a.head_dim if a.qkv_bias else 0
-    attention = (split + bias) // t + whole
-    norms = 2 * a.hidden_size + a.attention_norms
+    attention = (split + a.split_vectors) // t + whole
+    norms = a.layer_norms * a.hidden_size + a.attention_norms + (a.hidden_size if a.has_sinks else 0)
     shared = expert = 0
     for layer in stage_layers(a, layout, stage):
         shared += attention + norms
         if a.experts and a.experts.is_sparse[layer]:
             shared += a.hidden_size * (a.experts.num_experts + 3 * a.experts.shared_size // t)
-            expert += a.experts.num_experts // layout.ep * 3 * a.hidden_size * a.experts.intermediate_size
+            of_expert = 3 * a.hidden_size * a.experts.intermediate_size
+            if a.has_sinks:
+                shared += a.experts.num_experts
+                of_expert += 2 * a.experts.intermediate_size + a.hidden_size
+            expert += a.experts.num_experts // layout.ep * of_expert
         else:
             shared += 3 * a.hidden_size * a.intermediate_size // t
     table = padded_vocab_size(a.vocab_size, t) // t * a.hidden_size
@@ -282,7 +292,8 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
 
     Each pass keeps its chunk's layers, under recompute only the input of each, b H a token; one layer at a
     time is then computed again and kept whole. All stages keep the rotary tables, b a token for each rotated number of a
-    head, or 4 where GPUs rotate in float32. The last stage keeps the final norm and its output, the input of the log-probs,
+    head, or 4 where GPUs rotate in float32; with windows twice that at most, and a mask of B (B - 1 + W) numbers for blocks of B
+    queries and windows of W tokens. The last stage keeps the final norm and its output, the input of the log-probs,
     until layers are computed again.
     """
     layers = stage_layers(architecture, layout, stage)
@@ -292,6 +303,10 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
     per_chunk = len(layers) // layout.vpp
     in_float32 = work.device == "cuda" and architecture.rotated_head in ROTATED_IN_FLOAT32
     tables = passes * tokens * architecture.rotary_size * (4 if in_float32 else work.dtype_bytes)
+    windows = {architecture.windows[layer] for layer in layers if architecture.windows} - {None}
+    if windows:  # which may rotate by tables of their own; one mask for all layers with a window
+        tables *= 2
+        tables += sum(WINDOW_BLOCK * (WINDOW_BLOCK - 1 + w) * work.attention_bytes for w in windows if w)
     hidden_bytes = architecture.hidden_size * work.dtype_bytes
     end = _end_bytes(architecture, layout, work) if stage == layout.pp - 1 else 0
     if work.recompute == "full":
@@ -355,7 +370,9 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
     rows, tokens = row_counts(layout, work.token_budget)
     is_sparse = a.experts is not None and a.experts.is_sparse[layer]
-    kept = 2 * rows * _norm_row(a.hidden_size, work) + _inputs(a, layout, work, is_sparse=is_sparse)
+    kept = a.layer_norms * rows * _norm_row(a.hidden_size, work) + _inputs(
+        a, layout, work, is_sparse=is_sparse
+    )
     heads, kv_heads = a.num_heads // layout.tp, max(1, a.num_kv_heads // layout.tp)
     # With fewer key/value heads than ranks Megatron gathers all ranks' product and takes this rank's heads.
     product = a.num_heads + 2 * a.num_kv_heads if layout.tp > a.num_kv_heads else heads + 2 * kv_heads
@@ -367,15 +384,29 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
         kept += rows * _latent_row(a.latent, a.rotary_size, work)
         kept += 2 * layout.cp * tokens * c * a.head_dim * heads
     kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
-    if a.qk_norm:
+    if a.qk_norm or a.whole_qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
+    window = a.windows[layer] if a.windows else None
+    if window and work.device == "cuda":  # copies of keys and values for each query head
+        kept += 2 * layout.cp * tokens * c * a.head_dim * (heads - kv_heads)
+    if (
+        a.has_sinks
+    ):  # at most: longer heads, copies of keys and values, and masks of blocks that are not whole
+        copies = 1 + -(-(window or 0) // WINDOW_BLOCK)
+        kept += (
+            tokens
+            * c
+            * (2 * SINK_SIZE * heads + 2 * layout.cp * (a.head_dim + SINK_SIZE) * kv_heads * copies)
+        )
+        kept += tokens * c * (min(WINDOW_BLOCK, tokens) + window) if window else 0
     if a.experts and is_sparse:
         e = a.experts
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
+        halves = 5 if e.clamp is None else 7  # the sum with the bias, both clamped halves
         copied = 4 * a.hidden_size if e.float32_logits and b == 2 and not work.lora else 0
         kept += tokens * (4 if work.lora else 5) * b * e.shared_size // layout.tp
         return kept + rows * (
-            e.experts_per_token * b * (inputs + 5 * e.intermediate_size) + 8 * e.num_experts + copied
+            e.experts_per_token * b * (inputs + halves * e.intermediate_size) + 8 * e.num_experts + copied
         )
     return kept + tokens * 4 * b * a.intermediate_size // layout.tp
 
@@ -481,6 +512,12 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     has_table = stage in (0, layout.pp - 1)
     table = padded_vocab_size(a.vocab_size, layout.tp) * a.hidden_size if has_table else 0
     expert_size = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
+    is_joined = a.experts is not None and a.experts.clamp is not None
+    if (
+        a.experts is not None and is_joined
+    ):  # all experts of a layer in one tensor, which is gathered from parts of it
+        expert_size = 2 * a.hidden_size * a.experts.intermediate_size * a.experts.num_experts
+        expert_size *= 1 if layout.ep == 1 else 3
     largest = b * max(table, a.hidden_size * a.intermediate_size)
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
@@ -490,7 +527,7 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     written = largest if work.converts_weights else packed
     buffers = min(NUM_BUFFERS[work.device] * max(bucket, written), weights)
     stays = 0 if layout.tp == 1 or written else 2 * b * a.hidden_size * a.intermediate_size
-    return buffers + max(gathered + stays, b * expert_size if layout.ep > 1 else 0)
+    return buffers + max(gathered + stays, b * expert_size if layout.ep > 1 or is_joined else 0)
 
 
 def describe(memory: LearnerMemory) -> str:

@@ -52,11 +52,18 @@ def rollout_memory(
     if a.latent is not None:
         copied = a.latent.rank * a.num_heads * (a.head_dim - a.rotary_size + a.value_dim) // t
     matrices = a.num_layers * (split // t + copied + whole)
-    others = (heads if a.qkv_bias else 0) + 2 * a.hidden_size + a.attention_norms
+    others = (heads if a.qkv_bias else 0) + a.layer_norms * a.hidden_size + a.attention_norms
+    if a.has_sinks:
+        others += a.num_heads // t + a.hidden_size
+    if a.whole_qk_norm:  # whole on every rank
+        others += (a.num_heads + a.num_kv_heads) * a.head_dim
     others = a.num_layers * others + a.hidden_size
     for layer in range(a.num_layers):
         if a.experts and a.experts.is_sparse[layer]:
             others += a.hidden_size * a.experts.num_experts
+            if a.has_sinks:  # those of the experts are float32
+                of_experts = a.experts.num_experts * (2 * a.experts.intermediate_size // t + a.hidden_size)
+                others += a.experts.num_experts + of_experts * (4 // b)
             routed = a.experts.num_experts * a.experts.intermediate_size
             matrices += 3 * a.hidden_size * (routed + a.experts.shared_size) // t
         else:

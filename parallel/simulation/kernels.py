@@ -29,9 +29,13 @@ def fused(device: SimulatedDevice) -> Iterator[None]:
     def simulated_attention(query, key, value, attn_mask=None, *args, is_causal=False, **kwargs):
         if not query.is_meta:
             return attention(query, key, value, attn_mask, *args, is_causal=is_causal, **kwargs)
-        if not (is_causal or attn_mask is LOWER_RIGHT):
-            raise NotKnown("only causal attention is simulated")
-        return _Attention.apply(query, key, value, device)
+        if is_causal or attn_mask is LOWER_RIGHT:
+            return _Attention.apply(query, key, value, None, device)
+        if isinstance(attn_mask, Tensor) and attn_mask.shape == (query.shape[2], key.shape[2]):
+            return _Attention.apply(query, key, value, attn_mask, device)
+        raise NotKnown(
+            "attention is simulated if it is causal or has a mask of one number for each query and key"
+        )
 
     def simulated_norm(x, normalized_shape, weight=None, eps=None):
         if not x.is_meta:
@@ -46,34 +50,36 @@ def fused(device: SimulatedDevice) -> Iterator[None]:
         yield
 
 
-def attention_flops(query: Tensor, key: Tensor) -> int:
+def attention_flops(query: Tensor, key: Tensor, *, is_causal: bool = True) -> int:
     """FLOPs of the forward pass of causal attention of the last n of L tokens: two products of 2 D each for every query
-    and every key up to it, n (L - (n - 1) / 2) pairs. Backward has five such products in place of two."""
+    and every key up to it, n (L - (n - 1) / 2) pairs; with a mask of numbers n L. Backward has five such products in place of two."""
     sequences, heads, n, dim = query.shape
-    pairs = n * key.shape[2] - n * (n - 1) // 2
+    pairs = n * key.shape[2] - (n * (n - 1) // 2 if is_causal else 0)
     return 4 * sequences * heads * dim * pairs
 
 
 class _Attention(torch.autograd.Function):
-    """Flash attention (Dao, arXiv 2307.08691): keeps queries, keys, values, output, and a float32 sum per query."""
+    """Flash attention (Dao, arXiv 2307.08691): keeps queries, keys, values, output, a float32 sum per query, and a mask of
+    numbers, if there is one."""
 
     @staticmethod
-    def forward(ctx, query_NAnD, key_NKLD, value_NKLD, device):
+    def forward(ctx, query_NAnD, key_NKLD, value_NKLD, mask_nL, device):
         # The kernel's output lies as [N, n, A, D] in memory, like the queries that it gets.
         out = torch.empty_like(query_NAnD.transpose(1, 2), memory_format=torch.contiguous_format).transpose(
             1, 2
         )
         sums_NAn = torch.empty(query_NAnD.shape[:3], dtype=torch.float32, device=out.device)
-        ctx.save_for_backward(query_NAnD, key_NKLD, value_NKLD, out, sums_NAn)
+        ctx.save_for_backward(query_NAnD, key_NKLD, value_NKLD, out, sums_NAn, mask_nL)
         ctx.device = device
-        device.flops += attention_flops(query_NAnD, key_NKLD)
+        device.flops += attention_flops(query_NAnD, key_NKLD, is_causal=mask_nL is None)
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        query_NAnD, key_NKLD, value_NKLD, *_ = ctx.saved_tensors
-        ctx.device.flops += attention_flops(query_NAnD, key_NKLD) * 5 // 2
-        return torch.empty_like(query_NAnD), torch.empty_like(key_NKLD), torch.empty_like(value_NKLD), None
+        query_NAnD, key_NKLD, value_NKLD, *_, mask_nL = ctx.saved_tensors
+        ctx.device.flops += attention_flops(query_NAnD, key_NKLD, is_causal=mask_nL is None) * 5 // 2
+        gradients = (torch.empty_like(x) for x in (query_NAnD, key_NKLD, value_NKLD))
+        return *gradients, None, None
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -9,7 +9,7 @@ stage its own. ``hf_files`` reads and writes the files.
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import TypeVar, cast
@@ -47,6 +47,7 @@ from parallel.weights.hf_names import (
     hf_shapes,
     is_kept_float32,
     is_left_out,
+    is_of_all_experts,
     ungrouped,
     with_expert,
 )
@@ -89,11 +90,15 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
     """
     _check_names(weights, models)
     shapes = hf_shapes(models[0].architecture)
+    read_once = lru_cache(maxsize=4)(weights.read)  # matrices and biases of a layer's experts
     for model in models:
         for name, parameter in parameter_names(model):
             if name == OUTPUT and model.architecture.tied:  # the last pipeline stage's copy of the embedding
                 name = EMBEDDING
-            parts = {part: weights.read(part) for part in hf_names(name, model.architecture)}
+            parts = {
+                part: (read_once if is_of_all_experts(part) else weights.read)(part)
+                for part in hf_names(name, model.architecture)
+            }
             _check_shapes(parts, shapes)
             parameter.copy_(_local_shard(name, _merge_parts(name, list(parts.values()), model), parameter))
 
@@ -129,6 +134,10 @@ def _check_shapes(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, .
 
 def _merge_parts(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> Tensor:
     """The whole Megatron tensor from its Hugging Face parts."""
+    if is_of_all_experts(hf_names(name, model.architecture)[0]):
+        part = parts[0][expert_of(name)]
+        rows = part.t() if part.dim() == 2 else part
+        return torch.cat((rows[::2], rows[1::2])) if "linear_fc1" in name else rows
     if name.endswith(QKV):
         groups = model.architecture.num_kv_heads
         if len(parts) == 1:
@@ -197,12 +206,24 @@ def _gather_whole(name: str, parameter: Tensor, local: Tensor) -> Tensor:
 
 def _gather_experts(parameter: Tensor) -> list[Tensor]:
     """This rank's expert and its counterparts on the other expert-parallel ranks, on all."""
-    local, size = parameter.detach(), parallel_state.get_expert_model_parallel_world_size()
+    local, size = parameter.detach().contiguous(), parallel_state.get_expert_model_parallel_world_size()
     if size == 1:
         return [local]
     tensors = [torch.empty_like(local) for _ in range(size)]
     dist.all_gather(tensors, local.contiguous(), group=parallel_state.get_expert_model_parallel_group())
     return tensors
+
+
+def _of_all_experts(name: str, own: Sequence[Tensor]) -> Tensor:
+    """The Hugging Face tensor of a layer's experts [E, ...], of this rank's parameters ``own``, on all expert-parallel ranks."""
+    parts = []
+    for parameter in own:
+        rows = parameter.detach()
+        if "linear_fc1" in name:  # gate and up in turn
+            rows = torch.stack(rows.chunk(2), 1).flatten(0, 1)
+        parts.append(rows.t() if rows.dim() == 2 else rows)
+    gathered = _gather_experts(torch.stack(parts))
+    return gathered[0] if len(gathered) == 1 else torch.cat(gathered)
 
 
 def _whole_names(name: str, model: PackedGPTModel) -> list[str]:
@@ -218,13 +239,24 @@ def _whole_names(name: str, model: PackedGPTModel) -> list[str]:
 
 def _exported_parameters(
     models: Sequence[PackedGPTModel],
-) -> Iterator[tuple[PackedGPTModel, Tensor, list[str]]]:
-    """(model, parameter, names of the whole tensors that are gathered with it), in the order of the export."""
+) -> Iterator[tuple[PackedGPTModel, list[Tensor], list[str]]]:
+    """(model, parameters, names of the whole tensors that are gathered with them), in the order of the export. There is one
+    parameter, but of experts that one Hugging Face tensor has together."""
     for model in models:
+        of_experts: dict[str, list[Tensor]] = {}
         for name, parameter in parameter_names(model):
             if name == OUTPUT and model.architecture.tied:  # the last stage's copy of the embedding
                 continue
-            yield model, parameter, _whole_names(name, model)
+            together = hf_names(name, model.architecture)[0]
+            if not is_of_all_experts(together):
+                yield model, [parameter], _whole_names(name, model)
+                continue
+            own = of_experts.setdefault(together, [])
+            own.append(parameter)
+            assert model.architecture.experts is not None
+            size = parallel_state.get_expert_model_parallel_world_size()
+            if len(own) == model.architecture.experts.num_experts // size:
+                yield model, of_experts.pop(together), [name]
 
 
 @torch.no_grad()
@@ -277,7 +309,11 @@ def export_hf(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Tensor]]:
     its part, one at a time.
     """
     layers = {weight: layer for model in models for weight, layer in adapted_layers(model).items()}
-    for model, parameter, names in _exported_parameters(models):
+    for model, parameters, names in _exported_parameters(models):
+        (together, *_), parameter = hf_names(names[0], model.architecture), parameters[0]
+        if is_of_all_experts(together):
+            yield together, _of_all_experts(names[0], parameters)
+            continue
         if expert_of(names[0]) is not None:
             wholes = _gather_experts(parameter)
         else:

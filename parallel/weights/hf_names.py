@@ -26,6 +26,10 @@ _LAYER = {
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
 }
+_SINKS = {
+    "self_attention.core_attention.sinks": ("self_attn.sinks",),
+    "self_attention.linear_proj.bias": ("self_attn.o_proj.bias",),
+}
 _OF_QKV = re.compile(r"self_attention\.(linear_qkv|[qk]_layernorm)\.")
 DOWN = "self_attention.linear_down.weight"
 _LATENT = {
@@ -40,10 +44,26 @@ _LATENT_QUERIES = {
 }
 """Where queries come from a short vector too. Otherwise they come from ``linear_q``."""
 _FUSED = {
-    "self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",),
-    "mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",),
+    "qkv": {"self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",)},
+    "gate_up": {"mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",)},
 }
-"""In a family whose folders hold fused matrices: q, k and v, and gate and up, one above the other."""
+"""In a family whose folders hold fused matrices: q, k and v, or gate and up, one above the other."""
+_OF_INPUTS = tuple(
+    name
+    for name in _LAYER
+    if name.endswith(("input_layernorm.weight", "layer_norm_weight", "pre_mlp_layernorm.weight"))
+)
+_OF_OUTPUTS = {
+    "behind": {
+        "self_attn_bda.weight": ("post_attention_layernorm.weight",),
+        "mlp_bda.weight": ("post_feedforward_layernorm.weight",),
+    },
+    "both": {
+        "self_attn_bda.weight": ("post_self_attn_layernorm.weight",),
+        "mlp_bda.weight": ("post_mlp_layernorm.weight",),
+    },
+}
+"""Norms of the outputs of attention and MLP, by ``Architecture.norms``. "behind" has no others."""
 # MLPs of layers with experts; {} is the expert's number.
 _ROUTER, _BIAS = "mlp.router.weight", "mlp.router.correction_bias"
 _SHARED = tuple(f"mlp.shared_experts.linear_{part}.weight" for part in ("fc1", "fc2"))
@@ -66,6 +86,16 @@ _EXPERT_MLP["deepseek_v3"] = _EXPERT_MLP["qwen3_moe"] | {
     _SHARED[1]: ("mlp.shared_experts.down_proj.weight",),
 }
 _EXPERT_MLP["deepseek_v2"] = _EXPERT_MLP["deepseek_v3"]  # without the bias
+_BIASES = {name: name.replace(".weight", ".bias") for name in (_ROUTER, _FC1, _FC2)}
+_EXPERT_MLP["gpt_oss"] = {
+    _ROUTER: ("mlp.router.weight",),
+    _BIASES[_ROUTER]: ("mlp.router.bias",),
+    _FC1: ("mlp.experts.gate_up_proj",),
+    _BIASES[_FC1]: ("mlp.experts.gate_up_proj_bias",),
+    _FC2: ("mlp.experts.down_proj",),
+    _BIASES[_FC2]: ("mlp.experts.down_proj_bias",),
+}
+"""One tensor has all experts of a layer, [E, ...]: of each the transposed matrix, and gate and up row by row in turn."""
 _KEPT = re.compile(r"\.e_score_correction_bias$|\.router\.correction_bias$")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+(?=\.)")
 # Transformer Engine's grouped experts are numbered at the end.
@@ -81,6 +111,11 @@ def expert_of(name: str) -> int | None:
 def with_expert(name: str, expert: int) -> str:
     """The name of the same tensor of another expert."""
     return _EXPERT.sub(str(expert), name)
+
+
+def is_of_all_experts(hf_name: str) -> bool:
+    """Whether the Hugging Face tensor has a layer's experts one after another."""
+    return re.search(r"\.experts\.(gate_up|down)_proj(_bias)?$", hf_name) is not None
 
 
 def ungrouped(name: str) -> str:
@@ -115,10 +150,12 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
 @cache
 def _layer_parts(architecture: Architecture) -> dict[str, tuple[str, ...]]:
     """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. Of experts: none."""
-    if SUPPORTED[architecture.model_type].is_fused:
-        return _LAYER | _FUSED
     if architecture.latent is None:
-        return _LAYER
+        parts = _LAYER | _OF_OUTPUTS.get(architecture.norms, {}) | (_SINKS if architecture.has_sinks else {})
+        for matrix in SUPPORTED[architecture.model_type].fused:
+            parts |= _FUSED[matrix]
+        is_absent = _OF_INPUTS if architecture.norms == "behind" else ()
+        return {rest: names for rest, names in parts.items() if rest not in is_absent}
     others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
     if architecture.latent.query_rank is None:
         return others | _LATENT | {"self_attention.linear_q.weight": ("self_attn.q_proj.weight",)}
@@ -144,11 +181,11 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         "v_proj": kv_heads,
         "qkv_proj": heads + 2 * kv_heads,
         "gate_up_proj": 2 * a.intermediate_size,
-        "q_norm": a.head_dim,
-        "k_norm": a.head_dim,
+        "q_norm": heads if a.whole_qk_norm else a.head_dim,
+        "k_norm": kv_heads if a.whole_qk_norm else a.head_dim,
     }
     rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size}
-    rows |= {"gate": a.experts.num_experts if a.experts else 0}
+    rows |= dict.fromkeys(("gate", "router"), a.experts.num_experts if a.experts else 0)
     columns = {"o_proj": a.num_heads * a.value_dim}
     if a.latent is not None:
         of_queries = a.latent.query_rank or 0
@@ -160,12 +197,20 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
         columns |= {"q_b_proj": of_queries, "kv_b_proj": a.latent.rank}
     shapes = {}
     for name in all_hf_names(a):
+        if a.experts and is_of_all_experts(name):
+            e, size = a.experts.num_experts, a.experts.intermediate_size
+            gate_up = (a.hidden_size, 2 * size) if "gate_up" in name else (size, a.hidden_size)
+            shapes[name] = (e, *(gate_up[1:] if name.endswith("bias") else gate_up))
+            continue
         module, kind = name.split(".")[-2:]
         mlp_size = a.intermediate_size
         if a.experts and ".experts." in name:
             mlp_size = a.experts.intermediate_size
         elif a.experts and ".shared_experts." in name:
             mlp_size = a.experts.shared_size
+        if kind == "sinks":
+            shapes[name] = (a.num_heads,)
+            continue
         if kind == "e_score_correction_bias":
             shape = (rows["gate"],)
         elif module in ("gate_proj", "up_proj", "w1", "w3"):
@@ -183,19 +228,24 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
     """A layer's names in Megatron, with and without Transformer Engine."""
     experts = architecture.experts
     is_sparse = experts is not None and experts.is_sparse[layer]
+    has_norms = architecture.qk_norm or architecture.whole_qk_norm or architecture.latent is not None
     for rest in _layer_parts(architecture):
         is_absent = (
             (rest.endswith(".bias") and not architecture.qkv_bias)
-            or (re.search(r"[qk]_layernorm", rest) and not (architecture.qk_norm or architecture.latent))
+            or (re.search(r"[qk]_layernorm", rest) and not has_norms)
             or (rest.startswith("mlp.") and is_sparse)
         )
         if not is_absent:
             yield rest
     if experts is not None and is_sparse:
         yield _ROUTER
+        if architecture.has_sinks:
+            yield _BIASES[_ROUTER]
         if experts.has_bias:
             yield _BIAS
         if experts.shared_size:
             yield from _SHARED
         for expert in range(experts.num_experts):
             yield from (_FC1.format(expert), _FC2.format(expert))
+            if architecture.has_sinks:
+                yield from (_BIASES[_FC1].format(expert), _BIASES[_FC2].format(expert))

@@ -4,18 +4,18 @@ SGLang's ``torch_native`` backend calls torch once for each sequence and layer, 
 time. Here sequences of similar length form a bucket, are padded and attended to together. The places of their
 keys and the mask are found once for a forward pass and serve all its layers.
 
-Sliding windows, encoders, cross-attention, speculative decoding and very long prefills go to SGLang's own code.
+Encoders, cross-attention, speculative decoding and very long prefills go to SGLang's own code.
 
 T tokens of the forward pass; of a bucket, after padding: B sequences, Q queries each, K keys each; H heads.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 MAX_RATIO = 2.0
 """Longest to shortest sequence of a bucket, in keys."""
@@ -43,6 +43,21 @@ class Bucket:
     """int64 [B * Q], the places of the queries in the forward pass. None: all of it, in order, without padding."""
     kept: Tensor | None
     """int64, the queries of B * Q that are no padding. None: all."""
+    last_seen: Tensor
+    """int64 [B, Q], the last key that a query sees."""
+    window_masks: dict[int, Tensor] = field(default_factory=dict)
+    """``mask_of`` by window."""
+
+    def mask_of(self, window: int | None) -> Tensor:
+        """``mask``, and False on keys more than ``window`` before the last one that a query sees (SGLang's
+        ``sliding_window_size``, which does not count the query itself)."""
+        if window is None:
+            return self.mask
+        if window not in self.window_masks:
+            key_K = torch.arange(self.size[2])
+            is_near = key_K >= self.last_seen[:, :, None] - window
+            self.window_masks[window] = self.mask & is_near[:, None]
+        return self.window_masks[window]
 
 
 def make_buckets(
@@ -80,6 +95,7 @@ def make_buckets(
                 mask=(key_K <= last_seen_BQ[:, :, None])[:, None],
                 rows=(start_B1 + query_BQ).view(-1) if padded or not whole else None,
                 kept=real_BQ.view(-1).nonzero()[:, 0] if padded else None,
+                last_seen=last_seen_BQ,
             )
         )
     return buckets
@@ -114,12 +130,16 @@ def attend(
     v_cache: Tensor,
     scale: float | None,
     softmax_of: Callable[..., Tensor] = scaled_dot_product_attention,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """Writes the bucket's rows of ``output``.
 
     Args:
         query: [T, H, D]. output: [T, H, D of the values]. k_cache, v_cache: [slots, key-value heads, D].
         softmax_of: attention of [B, key-value heads, ...], with the arguments of torch's.
+        window: see ``Bucket.mask_of``.
+        sinks: [H], of each head a score of no key, which takes its part of the softmax.
     """
     num_sequences, num_queries, num_keys = bucket.size
     heads, kv_heads = query.shape[1], k_cache.shape[1]
@@ -134,8 +154,15 @@ def attend(
     rows = query if bucket.rows is None else query.index_select(0, bucket.rows)
     # The heads that share a key-value head are further queries of it: [B, kv_heads, group * Q, D].
     queries = rows.view(num_sequences, num_queries, kv_heads, group, -1).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    mask = bucket.mask if num_queries == 1 else bucket.mask.repeat(1, 1, group, 1)
+    mask = bucket.mask_of(window)
+    mask = mask if num_queries == 1 else mask.repeat(1, 1, group, 1)
+    if sinks is not None:
+        if scale is None:
+            scale = float(queries.shape[-1] ** -0.5)
+        queries, keys, values, mask = with_sink(queries, keys, values, mask, sinks, scale, num_queries)
     attended = softmax_of(queries, keys, values, attn_mask=mask, scale=scale)
+    if sinks is not None:
+        attended = attended[..., : v_cache.shape[-1]]
     result = (
         attended.unflatten(2, (group, num_queries))
         .permute(0, 3, 1, 2, 4)
@@ -149,6 +176,19 @@ def attend(
         output.index_copy_(0, bucket.rows[bucket.kept], result[bucket.kept])
 
 
+def with_sink(
+    queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor, scale: float, num_queries: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """queries [B, kv_heads, group * Q, D], keys, values and mask with one more key, whose value is zero, and whose score with a
+    query is the sink of its head: by one more number of each, 1 in this key and sink / scale in a query."""
+    by_head = sinks.to(queries.dtype) / scale
+    of_query = by_head.view(1, keys.shape[1], -1, 1).repeat_interleave(num_queries, 2)
+    queries = torch.cat((queries, of_query.expand(len(queries), -1, -1, -1)), -1)
+    sink = torch.zeros_like(keys[:, :, :1])
+    keys = torch.cat((pad(keys, (0, 1)), pad(sink, (0, 1), value=1.0)), 2)
+    return queries, keys, pad(values, (0, 1, 0, 1)), pad(mask, (0, 1), value=True)
+
+
 def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
     """SGLang's ``torch_native`` backend for a model runner, with ``attend`` in place of its loops. With ``softmax_of``
     it raises a ValueError where it would leave an attention to SGLang's own code."""
@@ -158,6 +198,7 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
 
     class BatchedAttention(TorchNativeAttnBackend):
         _buckets: list[Bucket] | None = None
+        _sinks: Tensor | None = None
 
         def init_forward_metadata(self, forward_batch):
             super().init_forward_metadata(forward_batch)
@@ -177,6 +218,14 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
             table = self.req_to_token_pool.req_to_token
             return make_buckets(table, forward_batch.req_pool_indices, kv_lens.tolist(), q_lens)
 
+        def forward_decode(self, *arguments, sinks: Tensor | None = None, **options):
+            self._sinks = sinks
+            return super().forward_decode(*arguments, **options)
+
+        def forward_extend(self, *arguments, sinks: Tensor | None = None, **options):
+            self._sinks = sinks
+            return super().forward_extend(*arguments, **options)
+
         def _run_sdpa_forward_decode(self, *arguments, **options):
             return self._attended(super()._run_sdpa_forward_decode, True, *arguments, **options)
 
@@ -186,16 +235,33 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
 
         def _attended(self, sglangs, is_causal, query, output, k_cache, v_cache, *rest, **options):
             """sglangs: its own code, for what is not done here."""
-            is_other = options.get("sliding_window_size") is not None or options.get("is_cross_attn")
+            window = options.get("sliding_window_size")
+            has_more = window is not None or self._sinks is not None
+            is_other = options.get("is_cross_attn") or (has_more and softmax_of is not None)
             if self._buckets is None or is_other or not is_causal:
                 if softmax_of is not None:
                     raise ValueError(
                         "model.numerics=aligned: an attention that is no plain causal one, or a prefill of more than "
                         f"{MAX_PAIRS} pairs of query and key in one sequence; set rollout.server_args.chunked_prefill_size lower"
                     )
+                if self._sinks is not None:
+                    raise ValueError(
+                        f"a prefill of more than {MAX_PAIRS} pairs of query and key in one sequence, of a model with sinks; set "
+                        "rollout.server_args.chunked_prefill_size lower"
+                    )
                 return sglangs(query, output, k_cache, v_cache, *rest, **options)
             for bucket in self._buckets:
-                attend(bucket, query, output, k_cache, v_cache, options.get("scaling"), chosen)
+                attend(
+                    bucket,
+                    query,
+                    output,
+                    k_cache,
+                    v_cache,
+                    options.get("scaling"),
+                    chosen,
+                    window,
+                    self._sinks,
+                )
             return output
 
     return BatchedAttention(runner)

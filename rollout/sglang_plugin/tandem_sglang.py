@@ -17,6 +17,7 @@ On CPU servers alone:
   leave its objects out of theirs: modules stay, and collections would look at all of them again and again.
 - Batched attention: ``tandem_batched_attention.py``.
 - Latent attention (MLA), which SGLang computes wrongly there: ``tandem_latent_attention.py``.
+- gpt-oss, which SGLang refuses there: ``tandem_gpt_oss.py``.
 - Equal prompts of one prefill are computed once: ``tandem_shared_prompts.py``.
 - With ``model.numerics: aligned`` the learner's operations: ``tandem_aligned.py``.
 - A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
@@ -48,6 +49,7 @@ def register() -> None:
 
 
 def register_for_cpu() -> None:
+    import tandem_gpt_oss
     import tandem_latent_attention
     import tandem_shared_prompts
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -58,6 +60,7 @@ def register_for_cpu() -> None:
 
         tandem_aligned.register(pieces)
     register_attention_backend("torch_native")(batched_attention)
+    tandem_gpt_oss.register(batched_attention)
     tandem_latent_attention.register()
     tandem_shared_prompts.register()
     HookRegistry.register(

@@ -186,6 +186,8 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.copies: list[tuple[Tensor, Tensor]] = []
         self.filled: list[Tensor] = []
+        self.overwritten: set[int] = set()
+        """Sent tensors, by their memory, that the loader fills with a constant before it copies them."""
         self._joined: dict[int, tuple[Tensor, list[Tensor]]] = {}
         """By its memory: a tensor that others were joined to, row after row, and these."""
 
@@ -195,6 +197,8 @@ class Recorder(TorchDispatchMode):
             return args[0]
         if func in (aten.fill_.Scalar, aten.zero_.default) and args[0].device.type != "meta":
             self.filled.append(args[0])
+        elif func in (aten.fill_.Scalar, aten.zero_.default):
+            self.overwritten.add(args[0].untyped_storage()._cdata)
         result = func(*args, **(kwargs or {}))
         if func is aten.cat.default and result.device.type == "meta" and args[1:] in ((), (0,)):
             self._joined[result.untyped_storage()._cdata] = (result, list(args[0]))
@@ -222,11 +226,14 @@ def record(load_weights: Callable, tensors: Sequence[Sent]) -> Places:
         one, other = record(load_weights, tensors[:half]), record(load_weights, tensors[half:])
         return Places(one.copies | other.copies, one.filled + other.filled)
     name_of = {tensor.untyped_storage()._cdata: name for name, tensor in empty.items()}
-    places = Places({name: [] for name in empty}, recorder.filled)
+    kept = {name: t for name, t in empty.items() if t.untyped_storage()._cdata not in recorder.overwritten}
+    places = Places({name: [] for name in kept}, recorder.filled)
     for part, source in recorder.copies:
         name = name_of.get(source.untyped_storage()._cdata)
         if name is None:  # computed from sent tensors; from which is unknown
             return Places()
+        if name not in kept:  # SGLang loads it itself
+            continue
         places.copies[name].append(Copy(part.detach(), source))
     return places
 

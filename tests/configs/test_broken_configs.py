@@ -37,6 +37,11 @@ ROOT = Path(__file__).resolve().parents[2]
 SECONDS_TO_ANSWER = 5
 
 COMMON = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "tie_word_embeddings": False}
+SINKS = COMMON | {
+    "model_type": "gpt_oss", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+    "attention_bias": True, "swiglu_limit": 7.0, "sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 MODELS: dict[str, dict[str, Any]] = {
     "dense": COMMON | {
         "model_type": "qwen3", "vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -58,6 +63,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1, "routed_scaling_factor": 1.0, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
         "moe_layer_freq": 1, "n_group": 1, "topk_group": 1,
     },
+    "sinks": SINKS,
+    "sinks_float32": SINKS | {"dtype": "float32"},
     "7b": COMMON | {
         "model_type": "qwen2", "vocab_size": 152064, "hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28,
         "num_key_value_heads": 4, "intermediate_size": 18944,
@@ -717,6 +724,18 @@ TABLE = {
     "latent attention without the plugin": Broken(
         options="--dry-run model.path=latent rollout.sglang_plugin=false", field="rollout.sglang_plugin", value="false",
         error="computes prompts of a deepseek_v3 wrongly", fix="leave it out",
+    ),
+    "attention with sinks without the plugin": Broken(
+        options="--dry-run model.path=sinks rollout.sglang_plugin=false", field="rollout.sglang_plugin", value="false",
+        error="SGLang has no attention with sinks on CPU", fix="leave it out",
+    ),
+    "sinks in another dtype than the folder's": Broken(
+        options="model.path=sinks_float32 rollout.dtype=bfloat16", field="rollout.dtype", value="bfloat16",
+        error="SGLang makes matrices of a gpt_oss in the dtype of config.json, float32", fix="set rollout.dtype=float32",
+    ),
+    "experts in one tensor, rounded to a grid": Broken(
+        options="model.path=sinks rollout.precision=int8", field="rollout.precision", value="int8",
+        error="the experts of a gpt_oss are one tensor", fix="use bf16 or fp16",
     ),
     "adapters that are no smaller": Broken(
         options="learner.lora={rank: 100000}", field="learner.lora.rank", value="100000", error="learner.lora.rank=100000 is above",

@@ -12,6 +12,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.objective import AggregationConfig
 from configs.schema.run import RunConfig
 from parallel.megatron.groups import join_groups
+from tests.parallel.megatron.test_model import OLMO3_ROPE
 from tests.support.layout_workers import OPTIMIZER, build, work_layout
 from tests.support.megatron_workers import VOCAB, learner_config, make_hf_model, run_ranks
 from tests.support.moe_workers import assert_same_choice, make_moe_model
@@ -49,15 +50,17 @@ REPLAYED = "policy with experts, of which most are given"
 FACTORED, MERGED = "adapters, factored", "adapters, merged"
 EXPERTS_FROZEN = "adapters beside experts"
 FUSED = "policy, of a folder with fused matrices"
+WINDOWED = "policy with windows, norms over all heads, and norms behind attention and MLP"
+PAIRED = "policy with norms before and behind, and pairs of neighbours that are rotated"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
     "dp2": (UNTIED, MERGED),
     "cp2": (UNTIED, TIED, CRITIC, FACTORED),
     "cp3": (UNTIED, CRITIC, REPLAYED),
-    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED),
-    "tp2 sp cp2": (UNTIED, REPLAYED, EXPERTS_FROZEN),
-    "tp2": (UNTIED, ALIGNED, FACTORED, MERGED, FUSED),
-    "tp2 sp": (UNTIED, TIED, CRITIC, ALIGNED, FACTORED, MERGED),
+    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED, WINDOWED),
+    "tp2 sp cp2": (UNTIED, REPLAYED, EXPERTS_FROZEN, WINDOWED),
+    "tp2": (UNTIED, ALIGNED, FACTORED, MERGED, FUSED, WINDOWED),
+    "tp2 sp": (UNTIED, TIED, CRITIC, ALIGNED, FACTORED, MERGED, PAIRED),
     "pp2": (UNTIED, TIED, CRITIC, FACTORED, FUSED),
     "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED, MERGED),
     "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED, ALIGNED, MERGED),
@@ -73,8 +76,15 @@ CHECKPOINTS = {
     "tp2 sp cp2": (TIED, ("pp2", "cp2 pp2 vpp2")),
     "tp2 sp": (FACTORED, ("cp2",)),
     "pp2": (FACTORED, ("tp2",)),
+    "tp2 pp2": (WINDOWED, ("cp2 pp2",)),
 }
 """The layout that writes a checkpoint, of which model, and those that read it, beside one process."""
+
+
+OLMO3 = {
+    "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPE, "sliding_window": 6,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
 
 
 def learner_run(folder) -> RunConfig:
@@ -136,6 +146,10 @@ class Runs:
         }
         fused = make_hf_model(root / "fused", "phi3", num_hidden_layers=4)
         self.jobs[FUSED] = {"kind": "policy", "folder": fused}
+        windowed = make_hf_model(root / "windowed", "olmo3", **OLMO3)
+        self.jobs[WINDOWED] = {"kind": "policy", "folder": windowed, "recompute": "full"}
+        paired = make_hf_model(root / "paired", "glm4", tied=True, num_hidden_layers=4)
+        self.jobs[PAIRED] = {"kind": "policy", "folder": paired}
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
         self.jobs[ALIGNED] = self.jobs[TIED] | {"pieces": 2}
         groups = make_groups(
@@ -148,7 +162,8 @@ class Runs:
         if "one process" not in self.found:
             torch.set_num_threads(1)  # as in the ranks, whose bits are compared
             jobs = {name: ("step", job) for name, job in self.jobs.items()}
-            jobs[REPLAYED] = ("step", self.jobs[REPLAYED] | {"recompute": "none"})
+            for name in (REPLAYED, WINDOWED):
+                jobs[name] = ("step", self.jobs[name] | {"recompute": "none"})
             jobs[RECOMPUTED] = ("step", self.jobs[UNTIED] | {"recompute": "full"})
             jobs[IN_ONE_PIECE] = ("step", self.jobs[TIED] | {"pieces": 1})
             jobs[LEARNER] = ("learner", self.learner)

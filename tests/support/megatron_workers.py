@@ -17,10 +17,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from transformers import (
+    Glm4Config,
+    Glm4ForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -46,6 +52,7 @@ from parallel.packing import PackedBatch, pack_sequences
 from parallel.weights import hf_conversion
 from rollout.records import Group
 from rollout.servers.command import choose_ports
+from rollout.tiny_model import write_olmo3_rope
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
 from trainer.algorithm.value_loss import value_loss
@@ -60,7 +67,11 @@ KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     "phi3": (Phi3Config, Phi3ForCausalLM),
+    "olmo2": (Olmo2Config, Olmo2ForCausalLM),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM),
+    "glm4": (Glm4Config, Glm4ForCausalLM),
 }
+OLMO3_LAYERS = ["sliding_attention", "full_attention"]
 VOCAB = 43  # divides by nothing: tensor parallelism needs padding rows
 
 
@@ -71,10 +82,18 @@ def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0,
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
         max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.15, head_dim=16,
     )  # fmt: skip
-    if kind != "qwen3":  # its head_dim is independent of hidden_size; the others' is hidden_size / heads
+    if kind not in (
+        "qwen3",
+        "glm4",
+    ):  # their head_dim is independent of hidden_size; the others' is hidden_size / heads
         fields["head_dim"] = 8
     fields |= {"sliding_window": None} if kind == "mistral" else {}
-    fields |= {"pad_token_id": None} if kind == "phi3" else {}  # its default is beyond this vocabulary
+    # Their defaults are beyond this vocabulary.
+    fields |= (
+        {"pad_token_id": None, "eos_token_id": None} if kind in ("phi3", "olmo2", "olmo3", "glm4") else {}
+    )
+    fields |= {"layer_types": OLMO3_LAYERS, "sliding_window": 7} if kind == "olmo3" else {}
+    fields |= {"attention_bias": True} if kind == "glm4" else {}
     torch.manual_seed(seed)
     model = model_class(config_class(**{**fields, **changes})).float()
     with torch.no_grad():
@@ -82,6 +101,8 @@ def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0,
             if parameter.dim() == 1:
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
     model.save_pretrained(folder)
+    if kind == "olmo3":
+        write_olmo3_rope(folder)
     return folder
 
 

@@ -19,6 +19,8 @@ from transformers import (
     Glm4MoeForCausalLM,
     Glm4MoeLiteConfig,
     Glm4MoeLiteForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     Qwen3MoeConfig,
@@ -52,6 +54,12 @@ GROUPED = {
 """Families whose experts are read by DeepSeek-V3's fields: config class, model class, and the fields of the family alone."""
 
 
+YARN_OF_GPT_OSS = dict(
+    rope_type="yarn", rope_theta=150_000.0, factor=4.0, original_max_position_embeddings=64, beta_fast=32.0, beta_slow=1.0,
+    truncate=False,
+)  # fmt: skip
+
+
 def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0, **changes) -> Path:
     """A tiny random model in ``folder``; norm weights and biases are random too. Experts and dense MLPs differ in size
     where a family has both."""
@@ -62,6 +70,14 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
     torch.manual_seed(seed)
     if kind == "mixtral":
         model = MixtralForCausalLM(MixtralConfig(**{**fields, "num_local_experts": EXPERTS, **changes}))
+    elif kind == "gpt_oss":
+        own = {
+            "num_local_experts": EXPERTS,
+            "intermediate_size": 24,
+            "sliding_window": 7,
+            "rope_parameters": YARN_OF_GPT_OSS,
+        }
+        model = GptOssForCausalLM(GptOssConfig(**{**fields, **own, **changes}))
     elif kind in GROUPED:
         config_class, model_class, own = GROUPED[kind]
         model = model_class(config_class(**{**fields, **GROUPED_FIELDS, **own, **changes}))
@@ -71,9 +87,11 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
     model = model.float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
-            elif name.endswith("gate.weight"):  # routes that differ clearly from token to token
+            elif name.endswith(
+                ("gate.weight", "router.weight")
+            ):  # routes that differ clearly from token to token
                 parameter.mul_(3.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
@@ -108,11 +126,14 @@ def give_experts(model, experts_TLK: Tensor, is_replayed_T: Tensor) -> None:
     """Replace the forward passes of the model's routers by ones that take these experts of one sequence, written out
     from the definition."""
     config = model.config
-    gates = [layer.mlp.gate for layer in model.model.layers if hasattr(layer.mlp, "gate")]
+    mlps = [layer.mlp for layer in model.model.layers]
+    gates = [getattr(mlp, "gate", getattr(mlp, "router", None)) for mlp in mlps]
+    gates = [gate for gate in gates if gate is not None]
     for number, gate in enumerate(gates):
 
         def forward(hidden, gate=gate, number=number):
             logits_TE = torch.nn.functional.linear(hidden.reshape(-1, gate.hidden_dim), gate.weight)
+            logits_TE = logits_TE + getattr(gate, "bias", 0.0)
             bias_E = getattr(gate, "e_score_correction_bias", None)
             p_TE = logits_TE.float().softmax(-1) if bias_E is None else logits_TE.float().sigmoid()
             scores_TE = p_TE.detach() + (0.0 if bias_E is None else bias_E)

@@ -25,11 +25,13 @@ def sharpen(folder: Path) -> None:
     """Larger weights, so that the random model's distribution is far from uniform and its answers depend on
     the prompt."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = (folder / "config.json").read_text()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 2:
                 parameter.mul_(3.0 if "embed" not in name else 6.0)
     model.save_pretrained(folder)
+    (folder / "config.json").write_text(config)  # Olmo 3's is not that of transformers
 
 
 def units_of(weights) -> list[list[tuple[str, torch.Size]]]:

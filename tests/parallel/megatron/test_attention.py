@@ -21,19 +21,24 @@ def bounds(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
 
 
-def naive_attention(query, key, value, lengths):
-    """Per sequence and head: softmax over the past, written out."""
+def naive_attention(query, key, value, lengths, window=None, sinks=None):
+    """Per sequence and head: softmax over the past, or over the last ``window`` tokens of it, written out. sinks: of each
+    head the score of a further key without a value."""
     heads, kv_heads, dim = query.shape[1], key.shape[1], query.shape[2]
     out, start = torch.zeros_like(query), 0
     rows = []
     for length in lengths:
         s = slice(start, start + length)
         mask = torch.ones(length, length).tril() == 0
+        if window is not None:
+            mask |= torch.ones(length, length).tril(-window) == 1
         per_head = []
         for head in range(heads):
             group = head // (heads // kv_heads)
             scores = (query[s, head] @ key[s, group].t() / dim**0.5).masked_fill(mask, -torch.inf)
-            per_head.append(torch.softmax(scores, -1) @ value[s, group])
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[head].expand(length, 1)), -1)
+            per_head.append(torch.softmax(scores, -1)[:, :length] @ value[s, group])
         rows.append(torch.stack(per_head, 1))
         start += length
     return torch.cat(rows) if rows else out
@@ -80,23 +85,39 @@ def test_dummies_make_the_tokens_divide_and_nobody_reads_them(lengths, multiple,
     assert not keep_order or torch.equal(model_T[:total], values)
 
 
-@settings(max_examples=25, deadline=None)
-@given(lengths=lengths_strategy, heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]), seed=st.integers(0, 100))
-def test_matches_the_naive_loop_with_gradients(lengths, heads, seed):
+windows = st.sampled_from([None, 1, 2, 3, 5, 9])
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=lengths_strategy,
+    heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
+    window=windows,
+    has_sinks=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_matches_the_naive_loop_with_gradients(lengths, heads, window, has_sinks, seed):
     g = torch.Generator().manual_seed(seed)
     total = sum(lengths)
     batch = [torch.randn(total, h, 8, generator=g) for h in (heads[0], heads[1], heads[1])]
     upstream = torch.randn(total, heads[0], 8, generator=g)
+    batch += [torch.randn(heads[0], generator=g)] if has_sinks else []
     wanted_in = [x.double().requires_grad_() for x in batch]
-    wanted = naive_attention(*wanted_in, lengths)
+    wanted = naive_attention(*wanted_in[:3], lengths, window, *wanted_in[3:])
     wanted.backward(upstream.double())
     plan = plan_packing(bounds(lengths), CPU)
     found_in = [x.clone().requires_grad_() for x in batch]
-    found = plan.to_batch_order(
-        packed_attention(
-            *(plan.to_model_order(x) for x in found_in), plan.buckets, scale=None, dtype=torch.float32
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "WINDOW_BLOCK", 3)
+        out = packed_attention(
+            *(plan.to_model_order(x) for x in found_in[:3]),
+            plan.buckets,
+            scale=None,
+            dtype=torch.float32,
+            window=window,
+            sinks_A=found_in[3] if has_sinks else None,
         )
-    )
+    found = plan.to_batch_order(out)
     found.backward(upstream)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
     for mine, theirs in zip(found_in, wanted_in, strict=True):

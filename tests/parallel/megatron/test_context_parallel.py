@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parallel.megatron import attention
 from parallel.megatron.attention import plan_packing
 from parallel.megatron.context_parallel import lower_right_causal_attention, split_context
 from tests.parallel.megatron.test_attention import CPU, bounds
@@ -97,16 +98,18 @@ def test_a_split_by_hand():
 
 @pytest.mark.parametrize("heads", [(4, 2), (3, 3)])
 @pytest.mark.parametrize(("n", "length"), [(1, 1), (1, 9), (5, 5), (5, 9), (70, 300)])
-def test_the_end_of_a_sequence_attends_like_the_whole(heads, n, length):
+@pytest.mark.parametrize("window", [None, 1, 4, 9, 100])
+def test_the_end_of_a_sequence_attends_like_the_whole(heads, n, length, window, monkeypatch):
     """Against the last rows of the causal attention of the whole sequence, with gradients of keys and values."""
+    monkeypatch.setattr(attention, "WINDOW_BLOCK", 32)
     g = torch.Generator().manual_seed(0)
     whole = [
         torch.randn(2, h, length, 8, generator=g, requires_grad=True) for h in (heads[0], heads[1], heads[1])
     ]
-    wanted = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=heads[0] != heads[1])[
-        :, :, -n:
-    ]
-    found = lower_right_causal_attention(whole[0][:, :, -n:], whole[1], whole[2], None)
+    mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
+    wanted = F.scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=heads[0] != heads[1])
+    wanted = wanted[:, :, -n:]
+    found = lower_right_causal_attention(whole[0][:, :, -n:], whole[1], whole[2], None, window)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     upstream = torch.randn(found.shape, generator=g)
     gradients = [torch.autograd.grad(out, whole, upstream, retain_graph=True) for out in (found, wanted)]

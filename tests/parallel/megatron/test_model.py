@@ -12,8 +12,16 @@ from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.rotary import plain_rotary, rotary_frequencies, rotary_frequencies_of_transformers
 from parallel.planning.architecture import padded_vocab_size, read_architecture
 from parallel.weights import hf_conversion, hf_files
-from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, run_ranks, work_round_trip
-from tests.support.moe_workers import make_moe_model
+from tests.support.layout_workers import by_hf_names
+from tests.support.megatron_workers import (
+    make_batch,
+    make_engine,
+    make_hf_model,
+    run_ranks,
+    weighted_loss,
+    work_round_trip,
+)
+from tests.support.moe_workers import by_transformers, make_moe_model
 
 LLAMA3_ROPE = dict(
     rope_type="llama3",
@@ -29,6 +37,16 @@ SHAPES = [
     ("llama", dict(rope_parameters=LLAMA3_ROPE)), ("qwen3", dict(rope_parameters=YARN_ROPE)),
     ("qwen2", dict(rope_parameters=dict(rope_type="linear", rope_theta=10_000.0, factor=2.0))), ("llama", dict(num_key_value_heads=4)),
     ("mistral", dict(head_dim=16)), ("phi3", {}), ("phi3", dict(tied=True, num_key_value_heads=4)),
+]  # fmt: skip
+
+
+OLMO3_ROPE = {
+    "full_attention": YARN_ROPE | {"rope_theta": 500_000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+}
+OWN_LAYERS = [
+    ("olmo2", {}), ("olmo2", dict(tied=True, num_key_value_heads=4)), ("olmo3", {}),
+    ("olmo3", dict(rope_parameters=OLMO3_ROPE, sliding_window=20)), ("glm4", {}), ("glm4", dict(attention_bias=False, tied=True)),
 ]  # fmt: skip
 
 
@@ -56,6 +74,24 @@ def test_logits_match_transformers_on_packed_batches(tmp_path, kind, changes):
     assert (scored[1] + (logp.exp() * logp).sum(-1)).abs().max() <= 1e-4
 
 
+@pytest.mark.parametrize("kind, changes", OWN_LAYERS)
+def test_logits_and_gradients_of_other_layers_match_transformers(tmp_path, kind, changes):
+    """Norms behind attention and MLP, norms over all heads, windows, pairs of neighbours that are rotated."""
+    folder = make_hf_model(tmp_path / "m", kind, **changes)
+    batch = make_batch([5, 60, 2, 33, 5, 71])
+    engine = make_engine(folder, distributed=False)
+    packed = engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T)
+    with torch.no_grad():
+        found = engine.chunks[0].logits(tokens_T=batch.tokens_T, packed=packed)
+    wanted, gradients = by_transformers(folder, batch, 0.7, tmp_path / "gradients")
+    assert wanted.std() > 0.1 and (found - wanted).abs().max() <= 1e-5
+    engine.update([batch.select([0, 1, 2]), batch.select([3, 4, 5])], weighted_loss, temperature=0.7)
+    mine = by_hf_names(engine, lambda p: p.main_grad)
+    assert mine.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
 def weights_on_disk(folder):
     return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
 
@@ -68,8 +104,12 @@ def assert_same_weights(left, right):
 
 
 @pytest.mark.parametrize(
-    "kind, tied", [("qwen2", False), ("qwen3", True), ("llama", True), ("mistral", False), ("phi3", False)]
-)
+    "kind, tied",
+    [
+        ("qwen2", False), ("qwen3", True), ("llama", True), ("mistral", False), ("phi3", False), ("olmo2", True), ("olmo3", False),
+        ("glm4", False),
+    ],
+)  # fmt: skip
 def test_round_trip_is_bit_identical(tmp_path, kind, tied):
     folder = make_hf_model(tmp_path / "m", kind, tied=tied)
     (folder / "tokenizer_config.json").write_text("{}")
@@ -216,7 +256,7 @@ def test_frequencies_that_a_config_does_not_spell_out_are_left_to_transformers(t
         assert torch.equal(found_F, wanted_F) and factor == wanted_factor
 
 
-@pytest.mark.parametrize("kind", ["mistral", "phi3", "glm4_moe"])
+@pytest.mark.parametrize("kind", ["mistral", "phi3", "glm4_moe", "olmo2", "glm4"])
 def test_frequencies_of_other_families_are_those_of_their_own_code(tmp_path, kind):
     """As saved by transformers, and as published, where the share of a head that is rotated is a field of its own."""
     make = make_moe_model if kind == "glm4_moe" else make_hf_model
@@ -226,7 +266,7 @@ def test_frequencies_of_other_families_are_those_of_their_own_code(tmp_path, kin
     wanted_F = model.model.rotary_emb.inv_freq
     rope = hf_config.pop("rope_parameters")
     published = hf_config | {"rope_scaling": None, "rope_theta": rope["rope_theta"]}
-    if kind == "glm4_moe":
+    if kind in ("glm4_moe", "glm4"):
         published["partial_rotary_factor"] = 0.5
     for config in (hf_config | {"rope_parameters": rope}, published):
         assert plain_rotary(config) is not None

@@ -87,6 +87,12 @@ def glm_config(**changes) -> dict:
     return config | changes
 
 
+def gpt_oss_config(**changes) -> dict:
+    layers = ["sliding_attention", "full_attention"] * 3
+    own = {"attention_bias": True, "swiglu_limit": 7.0, "sliding_window": 4, "layer_types": layers}
+    return moe_config(model_type="gpt_oss") | own | changes
+
+
 def deepseek_config(**changes) -> dict:
     config = glm_config(model_type="deepseek_v3", head_dim=8, num_key_value_heads=4)
     return config | LATENT_FIELDS | {"attention_bias": False, "n_group": 4, "topk_group": 2} | changes
@@ -117,6 +123,19 @@ def test_experts_of_a_config():
     in_rope = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25}
     found = read_architecture(glm_config(rope_parameters=in_rope, use_qk_norm=True, attention_bias=False))
     assert found.qk_norm and not found.qkv_bias and found.rotary_size == 4
+
+
+def test_a_model_with_sinks():
+    found = read_architecture(gpt_oss_config())
+    assert found.has_sinks and found.qkv_bias and found.windows == (4, None) * 3
+    assert found.experts == Experts(
+        num_experts=8,
+        experts_per_token=2,
+        intermediate_size=48,
+        norm_topk=True,
+        is_sparse=(True,) * 6,
+        clamp=7.0,
+    )
 
 
 def test_heads_of_latent_attention():
@@ -152,7 +171,10 @@ def test_heads_of_latent_attention():
             mixtral_config(router_jitter_noise=0.1),
             "router_jitter_noise=0.1, which the learner does not compute",
         ),
-        (mixtral_config(sliding_window=4096), "sliding_window=4096, which the learner does not compute"),
+        (
+            mixtral_config(sliding_window=128),
+            "sliding_window=128, which SGLang does not compute in a mixtral",
+        ),
         (moe_config(n_shared_experts=1), "n_shared_experts=1, which the learner does not compute"),
         (glm_config(n_group=3), "n_group=3 and topk_group=1, which do not fit n_routed_experts=8"),
         (glm_config(n_group=4, topk_group=5), "n_group=4 and topk_group=5, which do not fit"),
@@ -194,6 +216,13 @@ def test_heads_of_latent_attention():
             ),
             "rope_interleave=False, which the learner does not compute; use a deepseek_v2",
         ),
+        (
+            gpt_oss_config(quantization_config={"quant_method": "mxfp4"}),
+            r"quant_method.*load the gpt_oss with transformers .*dequantize=True.* save it in bfloat16",
+        ),
+        (gpt_oss_config(attention_bias=False), "attention_bias=False; it must be true"),
+        (gpt_oss_config(swiglu_alpha=1.5), "swiglu_alpha=1.5, which the learner does not compute"),
+        (gpt_oss_config(swiglu_limit=None), "swiglu_limit=None; it must be"),
         (deepseek_config(moe_layer_freq=2), "moe_layer_freq=2, which the learner does not compute"),
         (
             {name: value for name, value in deepseek_config().items() if name != "topk_method"},
@@ -278,6 +307,7 @@ SHAPES = [
     ("glm4_moe", dict(norm_topk_prob=False, first_k_dense_replace=0, use_qk_norm=False, attention_bias=False, routed_scaling_factor=1.0)),
     ("deepseek_v3", dict(num_hidden_layers=3)), ("deepseek_v3", dict(rope_parameters=YARN, n_group=1, v_head_dim=24)),
     ("deepseek_v3", dict(q_lora_rank=None, rope_interleave=False)), ("glm4_moe_lite", {}), ("deepseek_v2", {}),
+    ("gpt_oss", {}), ("gpt_oss", dict(num_experts_per_tok=3, swiglu_limit=0.5, num_hidden_layers=3)),
     ("deepseek_v2", dict(topk_method="group_limited_greedy", n_group=2, topk_group=1, q_lora_rank=None, rope_parameters=YARN)),
 ]  # fmt: skip
 
@@ -464,7 +494,9 @@ def test_logprobs_and_gradients_of_given_experts_match_transformers(tmp_path, ki
     gradients = by_hf_names(engine, lambda p: p.main_grad)
     for name, gradient in wanted.items():
         assert (gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
-    routers = [tensor for name, tensor in gradients.items() if name.endswith("gate.weight")]
+    routers = [
+        tensor for name, tensor in gradients.items() if name.endswith(("gate.weight", "router.weight"))
+    ]
     assert len(routers) == batch.experts_TLK.shape[1] and all(tensor.norm() > 1e-3 for tensor in routers)
 
 
@@ -501,7 +533,7 @@ def test_float16_is_refused_for_training(tmp_path):
     "kind, changes",
     [
         ("qwen3_moe", MIXED), ("mixtral", dict(tied=True)), ("glm4_moe", {}), ("deepseek_v3", {}),
-        ("glm4_moe_lite", dict(q_lora_rank=None)),
+        ("glm4_moe_lite", dict(q_lora_rank=None)), ("gpt_oss", {}),
     ],
 )  # fmt: skip
 def test_round_trip_is_bit_identical(tmp_path, kind, changes):
@@ -575,7 +607,7 @@ def test_wrong_tensors_are_named(tmp_path, damage, message):
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
+    "family", ["qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"]
 )
 def test_tiny_models(tmp_path, family):
     for folder, seed in (("a", 0), ("b", 0), ("c", 1)):
@@ -586,7 +618,7 @@ def test_tiny_models(tmp_path, family):
     config = read_hf_config(tmp_path / "a")
     experts = read_architecture(config).experts
     assert (experts.num_experts, experts.experts_per_token) == (8, 2)
-    assert experts.is_sparse == (family in ("qwen3_moe", "mixtral"), True, True, True)
+    assert experts.is_sparse == (family in ("qwen3_moe", "mixtral", "gpt_oss"), True, True, True)
     validate_rollout_layout(config, 2)
     assert json.loads((tmp_path / "a" / "tokenizer_config.json").read_text())["eos_token"] == "<eos>"
 
@@ -639,6 +671,7 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "mixtral": {},
         "tied": dict(tied=True),
         "glm4_moe": dict(num_hidden_layers=4),
+        "gpt_oss": dict(num_hidden_layers=4),
         "deepseek_v3": dict(
             num_hidden_layers=3, rope_parameters=YARN
         ),  # two layers and one in a pipeline of two
@@ -653,13 +686,13 @@ def models(tmp_path_factory) -> dict[str, Path]:
 
 REPLAYED = "mixed, with experts that are given"
 TWO_RANKS = {
-    "ep2": (dict(ep=2, dp=2), ["mixed", "tied", "glm4_moe", REPLAYED]),
+    "ep2": (dict(ep=2, dp=2), ["mixed", "tied", "glm4_moe", "gpt_oss", REPLAYED]),
     "ep2 tp2 sp": (
         dict(ep=2, tp=2, sp=True),
-        ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", REPLAYED],
+        ["qwen3_moe", "mixtral", "glm4_moe", "deepseek_v3", "gpt_oss", REPLAYED],
     ),
     "tp2 sp": (dict(tp=2, sp=True), ["qwen3_moe"]),  # all experts on both ranks, which see different tokens
-    "ep2 cp2": (dict(ep=2, cp=2), ["mixed", "deepseek_v3"]),
+    "ep2 cp2": (dict(ep=2, cp=2), ["mixed", "deepseek_v3", "gpt_oss"]),
 }
 
 
@@ -734,7 +767,7 @@ def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, al
 def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
     """The first stage of the mixed model has none. Its checkpoints: one to one process, one of one process,
     one of a plain optimizer. Another model has more layers in the first stage than in the last."""
-    names = ["mixed", "tied", "deepseek_v3", REPLAYED]
+    names = ["mixed", "tied", "deepseek_v3", "gpt_oss", REPLAYED]
     saves = saves_of(models, names, tmp_path)
     job = dict(kind="policy", folder=models["mixed"])
     plain = job | {"distributed": False, "checkpoint": tmp_path / "plain" / "step_000001"}
@@ -772,30 +805,33 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
 
 
 @pytest.mark.engines
-def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
+def test_servers_of_all_kinds_of_layers_take_the_learners_weights_exactly(tmp_path):
     """After another model's weights have come and gone, every byte is that of the folder; log-probs are the
     learner's throughout, also where it replays the servers' experts, which are its own. One family has latent attention,
-    whose loader joins matrices, and derives others from them."""
+    whose loader joins matrices, and derives others from them. Two have no experts: with windows, which are shorter than the
+    sequences, and norms behind attention and MLP."""
     fleets = {}
+    families = {"deepseek_v3": 2, "mixtral": 1, "olmo3": 2, "glm4": 1, "gpt_oss": 2}
     try:
-        for family, tensor_parallel in (("deepseek_v3", 2), ("mixtral", 1)):
+        for family, tensor_parallel in families.items():
             for seed in (0, 1):
                 make_tiny_countdown_model(tmp_path / f"{family}{seed}", seed=seed, family=family)
                 sharpen(tmp_path / f"{family}{seed}")
-            routing = "rollout" if family == "deepseek_v3" else "own"
+            routing = "rollout" if family in ("deepseek_v3", "gpt_oss") else "own"
             logs = tmp_path / "logs" / family
             fleets[family] = make_fleet(tmp_path / f"{family}0", logs, tp=tensor_parallel, routing=routing)
             fleets[family].start()
-        for family, tensor_parallel in (("deepseek_v3", 2), ("mixtral", 1)):
+        for family, tensor_parallel in families.items():
             fleets[family].wait_healthy(400)
-            options = {"tensor_parallel": tensor_parallel, "timeout_s": 120, "needs_experts": True}
+            has_experts = family in ("deepseek_v3", "mixtral", "gpt_oss")
+            options = {"tensor_parallel": tensor_parallel, "timeout_s": 120, "needs_experts": has_experts}
             with SGLangControl(fleets[family].urls, **options) as control:
                 if family == "deepseek_v3":
                     control.require_plugin()
                     control.resume()
                     experts = read_architecture(read_hf_config(tmp_path / f"{family}0")).experts
                     check_an_interruption(control, fleets[family].urls, experts)
-                else:
+                elif family == "mixtral":
                     with pytest.raises(
                         ControlError, match=r"does not return routed experts.*learner\.routing=own"
                     ):
@@ -805,8 +841,9 @@ def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
                 fleets[family].urls,
                 tensor_parallel,
                 [make_engine(tmp_path / f"{family}{seed}") for seed in (0, 1)],
-                replays=family == "deepseek_v3",
+                replays=family in ("deepseek_v3", "gpt_oss"),
             )
+            fleets[family].stop()
     finally:
         for fleet in fleets.values():
             fleet.stop()
@@ -815,7 +852,7 @@ def test_servers_of_both_families_take_the_learners_experts_exactly(tmp_path):
 def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
     with SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120) as control:
         (from_disk,) = control.checksums()
-        assert any("experts" in name for name in from_disk)
+        assert any("experts" in name for name in from_disk) == (engines[0].architecture.experts is not None)
         assert gap(urls, engines[0], replays=replays) <= EXACT
         for version, engine in ((1, engines[1]), (2, engines[0])):
             exported = SimpleNamespace(named_parameters=engine.export_hf)
@@ -824,12 +861,16 @@ def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
             control.resume()
             assert received.keys() == from_disk.keys()
             same = {name for name in received if received[name] == from_disk[name]}
-            # Of the other model, norms are the same (ones), and a rank's part of the vocabulary where it is
+            # Of the other model, norms are the same (ones), biases (zeros), and a rank's part of the vocabulary where it is
             # all padding.
             assert (
                 same == set(from_disk)
                 if version == 2
-                else not [name for name in same if "experts" in name or "proj" in name]
+                else not [
+                    name
+                    for name in same
+                    if ("experts" in name or "proj" in name) and not name.endswith("bias")
+                ]
             )
             assert gap(urls, engine, replays=replays) <= EXACT
 

@@ -12,7 +12,7 @@ from parallel.megatron import shared_prompts
 from parallel.megatron.attention import packed_attention, plan_packing
 from parallel.megatron.shared_prompts import SharedPlan, plan_shared_prompts, shared_attention
 from parallel.packing import PackedBatch, pack_sequences
-from tests.parallel.megatron.test_attention import bounds, naive_attention
+from tests.parallel.megatron.test_attention import bounds, naive_attention, windows
 from tests.support.megatron_workers import make_engine, make_hf_model, make_value_engine, weighted_loss
 
 CPU = torch.device("cpu")
@@ -87,8 +87,12 @@ def test_the_plan_has_each_shared_prompt_once_and_every_token(rows, multiple):
     heads=st.sampled_from([(4, 2), (3, 3), (4, 1)]),
     filling=st.sampled_from([0, 512]),
     multiple=st.integers(1, 3),
+    window=windows,
+    has_sinks=st.booleans(),
 )
-def test_attention_is_that_of_whole_sequences_with_gradients(rows, heads, filling, multiple):
+def test_attention_is_that_of_whole_sequences_with_gradients(
+    rows, heads, filling, multiple, window, has_sinks
+):
     """Values of a shared prompt are equal, so the oracle's gradients are summed over its samples."""
     batch, g = batch_of(rows), torch.Generator().manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
@@ -97,14 +101,18 @@ def test_attention_is_that_of_whole_sequences_with_gradients(rows, heads, fillin
     model_tokens = len(plan.to_model_order(batch.tokens_T))
     inputs = [torch.randn(model_tokens, h, 8, generator=g) for h in (heads[0], heads[1], heads[1])]
     upstream = torch.randn(batch.num_tokens, heads[0], 8, generator=g)
+    inputs += [torch.randn(heads[0], generator=g)] if has_sinks else []
     theirs = [x.double().requires_grad_() for x in inputs]
-    expected = naive_attention(*(plan.to_batch_order(x) for x in theirs), batch.lengths)
+    in_order = (plan.to_batch_order(x) for x in theirs[:3])
+    expected = naive_attention(*in_order, batch.lengths, window, *theirs[3:])
     expected.backward(upstream.double())
     mine = [x.clone().requires_grad_() for x in inputs]
+    settings = {"scale": None, "dtype": torch.float32, "window": window}
+    settings["sinks_A"] = mine[3] if has_sinks else None
     if isinstance(plan, SharedPlan):
-        out = shared_attention(*mine, plan, scale=None, dtype=torch.float32)
+        out = shared_attention(*mine[:3], plan, **settings)
     else:
-        out = packed_attention(*mine, plan.buckets, scale=None, dtype=torch.float32)
+        out = packed_attention(*mine[:3], plan.buckets, **settings)
     plan.to_batch_order(out).backward(upstream)
     torch.testing.assert_close(plan.to_batch_order(out).double(), expected, rtol=1e-5, atol=1e-5)
     for x, y in zip(mine, theirs, strict=True):

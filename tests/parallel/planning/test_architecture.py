@@ -6,7 +6,7 @@ import pytest
 
 from configs.schema.layout import LayoutConfig
 from parallel.planning.architecture import read_architecture, read_hf_config
-from parallel.planning.layout import validate_layout, validate_rollout_layout
+from parallel.planning.layout import check_numerics, validate_layout, validate_rollout_layout
 from tests.support.megatron_workers import make_hf_model
 
 CONFIG = {
@@ -63,6 +63,24 @@ def test_a_config_without_a_model_type_lists_the_supported_ones(config):
         validate_layout(config, LayoutConfig())
 
 
+OLMO3 = {
+    "model_type": "olmo3", "head_dim": None, "rope_theta": 500_000, "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
+
+
+def test_windows_and_norms_of_a_config():
+    found = read_architecture(CONFIG | OLMO3)
+    assert (found.windows, found.whole_qk_norm, found.norms) == ((9, None), True, "behind")
+    assert found.split_vectors == (4 + 2) * 8 and found.layer_norms == 2
+    with pytest.raises(ValueError, match=r"layout.tp=4 does not divide the model's num_key_value_heads=2"):
+        validate_layout(CONFIG | OLMO3, LayoutConfig(tp=4))
+    with pytest.raises(ValueError, match=r"rollout.tp=4 does not fit the model's num_key_value_heads=2"):
+        validate_rollout_layout(CONFIG | OLMO3, 4)
+    with pytest.raises(ValueError, match="aligned covers layers of Llama's form"):
+        check_numerics(1, found)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -83,6 +101,24 @@ def test_a_config_without_a_model_type_lists_the_supported_ones(config):
             "partial_rotary_factor=0.5",
         ),
         (dict(use_sliding_window=True), "use_sliding_window"),
+        (
+            OLMO3 | {"layer_types": ["full_attention"]},
+            r"layer_types=\['full_attention'\]; it must be a list of 2",
+        ),
+        (
+            OLMO3 | {"layer_types": ["full_attention", "chunked"]},
+            "it must be a list of 2 names, of full_attention and",
+        ),
+        (OLMO3 | {"sliding_window": 0}, "sliding_window=0; it must be a whole number"),
+        (
+            OLMO3 | {"rope_theta": 1e4},
+            "rope_theta=10000.0, which transformers uses in layers without a window alone",
+        ),
+        (
+            OLMO3 | {"rope_parameters": {"rope_theta": 5e5}},
+            "has rope_parameters, which SGLang does not read there",
+        ),
+        (OLMO3 | {"head_dim": 16}, "head_dim=16, of which SGLang's olmo3 knows nothing; it must be 8"),
         (dict(attention_bias=True), "attention_bias"),
         (dict(hidden_act="gelu"), "hidden_act"),
         (dict(layer_types=["sliding_attention"]), "layer_types"),

@@ -1,10 +1,11 @@
 """The table of families: the page has it word for word, and its names are those that config.json files have."""
 
+import math
 import re
 from pathlib import Path
 
 import pytest
-from transformers import DeepseekV3Config, Glm4MoeConfig, Glm4MoeLiteConfig
+from transformers import DeepseekV3Config, Glm4MoeConfig, Glm4MoeLiteConfig, GptOssConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from configs.schema.layout import LayoutConfig
@@ -82,13 +83,15 @@ def test_every_family_has_a_tiny_model():
         ),
         (671, DeepseekV3Config(topk_method="noaux_tc", scoring_func="sigmoid", moe_layer_freq=1)),  # DeepSeek-V3
         (30, Glm4MoeLiteConfig(first_k_dense_replace=1)),  # GLM-4.7-Flash
+        (20.9, GptOssConfig(num_hidden_layers=24, num_local_experts=32)),
+        (116.8, GptOssConfig()),
     ],
 )  # fmt: skip
 def test_models_have_as_many_parameters_as_their_cards_say(billions, config):
     """By the shapes of the folder's tensors, and by the memory model."""
     architecture = read_architecture(config.to_dict())
     shapes = hf_shapes(architecture)
-    parameters = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes.values())
+    parameters = sum(map(math.prod, shapes.values()))
     assert parameters == pytest.approx(billions * 1e9, rel=0.02)
     biases = sum(shape[0] for name, shape in shapes.items() if name.endswith("e_score_correction_bias"))
     assert sum(stage_parameters(architecture, LayoutConfig(dp=1), 0)) == parameters - biases

@@ -155,6 +155,17 @@ def test_attention_keeps_what_flash_attention_keeps(queries, keys):
         assert device.flops == pytest.approx(3.5 * attention_flops(q, k))
 
 
+def test_a_mask_of_numbers_is_kept_and_hides_no_flops():
+    with SimulatedDevice() as device, fused(device):
+        q, k = (
+            torch.empty(2, 8, n, 64, device=META, dtype=torch.bfloat16, requires_grad=True) for n in (3, 9)
+        )
+        out = F.scaled_dot_product_attention(q, k, k, attn_mask=q.new_zeros(3, 9))
+        assert device.flops == attention_flops(q, k, is_causal=False) == 2 * 8 * 3 * 9 * (2 * 64 + 2 * 64)
+        out.sum().backward()
+        assert q.grad.shape == q.shape and k.grad.shape == k.shape
+
+
 def test_attention_without_a_causal_mask_is_not_simulated():
     with SimulatedDevice() as device, fused(device):
         q = torch.empty(1, 1, 2, 8, device=META)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import scaled_dot_product_attention
 
 from rollout.servers.command import PLUGIN
 
@@ -34,38 +33,59 @@ def make_cache(kv_lens: list[int], kv_heads: int, dtype: torch.dtype):
     return table, requests, *caches
 
 
-def one_at_a_time(query, table, requests, k_cache, v_cache, kv_lens, q_lens):
+def one_at_a_time(query, table, requests, k_cache, v_cache, kv_lens, q_lens, window=None, sinks=None):
     group = query.shape[1] // k_cache.shape[1]
     outputs = []
     for request, keys, queries in zip(requests.tolist(), kv_lens, query.split(q_lens), strict=True):
         slots = table[request, :keys].long()
         k, v = (cache[slots].repeat_interleave(group, 1).transpose(0, 1) for cache in (k_cache, v_cache))
-        sees = torch.arange(keys) <= torch.arange(keys - len(queries), keys)[:, None]
-        attended = scaled_dot_product_attention(queries.transpose(0, 1), k, v, attn_mask=sees, scale=SCALE)
+        last = torch.arange(keys - len(queries), keys)[:, None]
+        sees = torch.arange(keys) <= last
+        if window is not None:  # as in SGLang, which does not count the query itself
+            sees &= torch.arange(keys) >= last - window
+        scores = (queries.transpose(0, 1) @ k.transpose(1, 2) * SCALE).masked_fill(~sees, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, len(queries), 1)), -1)
+        attended = scores.softmax(-1)[..., :keys] @ v
         outputs.append(attended.transpose(0, 1))
     return torch.cat(outputs)
 
 
 def compare(
-    kv_lens: list[int], q_lens: list[int], heads: int, kv_heads: int, dtype: torch.dtype, tolerance: float
+    kv_lens: list[int],
+    q_lens: list[int],
+    heads: int,
+    kv_heads: int,
+    dtype: torch.dtype,
+    tolerance: float,
+    window: int | None = None,
+    has_sinks: bool = False,
 ):
     table, requests, k_cache, v_cache = make_cache(kv_lens, kv_heads, dtype)
     query = torch.randn(sum(q_lens), heads, HEAD_DIM, dtype=dtype)
     output = torch.full_like(query, torch.nan)
+    sinks = torch.randn(heads, dtype=dtype) if has_sinks else None
     buckets = batched.make_buckets(table, requests, kv_lens, q_lens)
     for bucket in buckets:
-        batched.attend(bucket, query, output, k_cache, v_cache, SCALE)
-    expected = one_at_a_time(query, table, requests, k_cache, v_cache, kv_lens, q_lens)
+        batched.attend(bucket, query, output, k_cache, v_cache, SCALE, window=window, sinks=sinks)
+    expected = one_at_a_time(query, table, requests, k_cache, v_cache, kv_lens, q_lens, window, sinks)
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
 
 
-@given(lengths, st.booleans(), st.sampled_from([(4, 4), (4, 2), (6, 1)]), st.integers(0, 2**31))
+@given(
+    lengths,
+    st.booleans(),
+    st.sampled_from([(4, 4), (4, 2), (6, 1)]),
+    st.sampled_from([None, 0, 7, 100]),
+    st.booleans(),
+    st.integers(0, 2**31),
+)
 @settings(max_examples=60)
-def test_it_is_the_attention_of_each_sequence(pairs, decodes, heads, seed):
+def test_it_is_the_attention_of_each_sequence(pairs, decodes, heads, window, has_sinks, seed):
     torch.manual_seed(seed)
     kv_lens = [keys for keys, _ in pairs]
     q_lens = [1 if decodes else queries for _, queries in pairs]
-    compare(kv_lens, q_lens, *heads, torch.float32, 1e-5)
+    compare(kv_lens, q_lens, *heads, torch.float32, 1e-5, window, has_sinks)
 
 
 def test_it_is_so_in_bfloat16():

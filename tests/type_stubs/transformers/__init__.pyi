@@ -13,6 +13,8 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3ForCausalLM as DeepseekV3ForCausalLM,
 )
+from transformers.models.glm4.configuration_glm4 import Glm4Config as Glm4Config
+from transformers.models.glm4.modeling_glm4 import Glm4ForCausalLM as Glm4ForCausalLM
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig as Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM as Glm4MoeForCausalLM
 from transformers.models.glm4_moe_lite.configuration_glm4_moe_lite import (
@@ -21,12 +23,18 @@ from transformers.models.glm4_moe_lite.configuration_glm4_moe_lite import (
 from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import (
     Glm4MoeLiteForCausalLM as Glm4MoeLiteForCausalLM,
 )
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig as GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM as GptOssForCausalLM
 from transformers.models.llama.configuration_llama import LlamaConfig as LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM as LlamaForCausalLM
 from transformers.models.mistral.configuration_mistral import MistralConfig as MistralConfig
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM as MistralForCausalLM
 from transformers.models.mixtral.configuration_mixtral import MixtralConfig as MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM as MixtralForCausalLM
+from transformers.models.olmo2.configuration_olmo2 import Olmo2Config as Olmo2Config
+from transformers.models.olmo2.modeling_olmo2 import Olmo2ForCausalLM as Olmo2ForCausalLM
+from transformers.models.olmo3.configuration_olmo3 import Olmo3Config as Olmo3Config
+from transformers.models.olmo3.modeling_olmo3 import Olmo3ForCausalLM as Olmo3ForCausalLM
 from transformers.models.phi3.configuration_phi3 import Phi3Config as Phi3Config
 from transformers.models.phi3.modeling_phi3 import Phi3ForCausalLM as Phi3ForCausalLM
 from transformers.models.qwen2.configuration_qwen2 import Qwen2Config as Qwen2Config
