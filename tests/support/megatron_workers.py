@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -252,21 +253,28 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
     return float((difference / sum(wanted[n].double().square().sum() for n in wanted)).sqrt())
 
 
+def forked_context() -> ForkServerContext:
+    """Of processes that are forked from a server which has imported this module and done nothing else: a spawned one takes
+    six CPU seconds to import torch and Megatron."""
+    multiprocessing.set_forkserver_preload([__name__])
+    return multiprocessing.get_context("forkserver")
+
+
 def run_ranks(
     work, num_ranks: int, folder: Path, *arguments: Any, deadline_s: float = 600.0, own_output: bool = False
 ) -> list[Any]:
     """``work(*arguments)`` in ``num_ranks`` fresh processes of one group; what each returned, by rank. Fails
     past the deadline.
 
-    They are forked from a server that has imported this module and done nothing else: a spawned process takes
-    six CPU seconds to import torch and Megatron. Their output is then the server's, which was started by the
-    first test that needed it; with ``own_output`` they are spawned, and write where this process does.
+    They are of ``forked_context``. Their output is then the server's, which was started by the first test that needed it;
+    with ``own_output`` they are spawned, and write where this process does.
     """
-    multiprocessing.set_forkserver_preload([__name__])
     port = choose_ports([0], None)[
         0
     ].http  # not of those for outgoing connections, one of which could take it meanwhile
     folder.mkdir(parents=True, exist_ok=True)
+    if not own_output:
+        forked_context()
     context = mp.start_processes(
         _rank_main,
         (dict(os.environ), work, num_ranks, port, folder, arguments),
@@ -288,10 +296,7 @@ def run_ranks(
 def run_forked(work, *arguments: Any, deadline_s: float = 300.0) -> int | None:
     """``work(*arguments)`` in a fresh process that no group has, forked from the server of ``run_ranks``: its exit
     code. None past the deadline."""
-    multiprocessing.set_forkserver_preload([__name__])
-    process = multiprocessing.get_context("forkserver").Process(
-        target=_forked_main, args=(dict(os.environ), work, arguments)
-    )
+    process = forked_context().Process(target=_forked_main, args=(dict(os.environ), work, arguments))
     process.start()
     process.join(deadline_s)
     if process.is_alive():

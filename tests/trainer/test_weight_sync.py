@@ -136,7 +136,7 @@ class Replica:
         with closing(Receiving(Meeting(*announcement.meeting))) as receiving:
 
             def read(flat: Tensor) -> None:
-                receiving.receive(flat.view(torch.uint8), lambda part: None)
+                receiving.receive([flat.view(torch.uint8)], lambda part: None)
 
             return self._receive_buckets(read, names, dtypes, shapes, announcement, version)
 

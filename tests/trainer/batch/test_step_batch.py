@@ -8,7 +8,6 @@ Legend: S sequences, T packed tokens, V vocabulary.
 """
 
 import math
-import multiprocessing
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -49,6 +48,7 @@ from configs.schema.objective import (
 )
 from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Trajectory
+from tests.support.megatron_workers import forked_context
 from tests.support.packed_batches import random_batch
 from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
@@ -314,7 +314,7 @@ class Ranks:
     step."""
 
     def __init__(self, folder: Path):
-        context = multiprocessing.get_context("spawn")
+        context = forked_context()
         self._ends, self._processes = [], []
         for rank in range(MOST_RANKS):
             mine, theirs = context.Pipe()

@@ -10,6 +10,7 @@ import torch.multiprocessing as mp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.megatron_workers import forked_context
 from trainer.ranks.metrics import Metric, Reduction, merge_metrics, merge_over_ranks, values
 
 
@@ -143,7 +144,8 @@ def _rank(rank: int, folder: str) -> None:
 
 
 def test_every_rank_gets_the_merge_of_all(tmp_path):
-    mp.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    forked_context()
+    mp.start_processes(_rank, args=(str(tmp_path),), nprocs=2, start_method="forkserver")
     for rank in range(2):
         assert torch.load(tmp_path / f"{rank}.pt") == {"mean": 3.0, "only_0": 0.0, "only_1": 1.0}
     alone = {"a": Metric.sum(1)}

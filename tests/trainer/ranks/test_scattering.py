@@ -1,6 +1,5 @@
 """Shares as they arrive, against the shares that were sent, on gloo ranks."""
 
-import multiprocessing
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 
 from rollout.columns import FIELDS
 from rollout.records import COUNTS, EXPERTS, TOKEN_IDS, Group, Status
+from tests.support.megatron_workers import forked_context
 from tests.support.records import trajectory
 from tests.support.scattering_workers import serve_rank
 from tests.trainer.batch.test_step_batch import make_groups
@@ -41,7 +41,7 @@ def with_experts(groups: list[Group]) -> list[Group]:
 
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory):
-    context = multiprocessing.get_context("spawn")
+    context = forked_context()
     store = tmp_path_factory.mktemp("store") / "store"
     processes, ends = [], []
     for rank in range(RANKS):
