@@ -229,7 +229,7 @@ REFUSED: dict[str, str] = {
         ),
         _SEES,
     ),
-    "qwen2_moe": "its shared expert has a gate of its own, which the learner does not compute; Qwen3-MoE has no shared expert",
+    "qwen2_moe": "its shared expert has a gate of its own, which the learner was tried with in Qwen3-Next and Qwen3.5 alone",
     "phimoe": "its norms have a bias and its router samples by SparseMixer, which the learner does not compute",
     "minimax_m2": "it normalises queries and keys over all heads at once, which the learner does not compute",
     **dict.fromkeys(("cohere", "cohere2", "phi", "gptj", "gpt_neox", "falcon"), _PARALLEL),

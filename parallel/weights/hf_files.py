@@ -29,7 +29,7 @@ COMPANIONS = (
 )  # fmt: skip
 
 
-_FURTHER = "num_nextn_predict_layers"
+_FURTHER = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 class HuggingFaceWeights:
@@ -154,7 +154,7 @@ def _amend_config(config: Path, dtype: torch.dtype) -> None:
     layers for further tokens (``Architecture.further_layers``)."""
     content = json.loads(config.read_text())
     key, name = "torch_dtype" if "torch_dtype" in content else "dtype", str(dtype).removeprefix("torch.")
-    changes = {key: name} | ({_FURTHER: 0} if content.get(_FURTHER) else {})
+    changes = {key: name} | {further: 0 for further in _FURTHER if content.get(further)}
     if content | changes != content:
         config.write_text(json.dumps(content | changes, indent=2) + "\n")
 

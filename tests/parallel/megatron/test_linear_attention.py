@@ -96,7 +96,7 @@ def test_a_config_without_an_interval_is_told_it():
 
 def test_what_predicts_further_tokens_is_left_out(tmp_path):
     """In bfloat16, of a folder as it is published."""
-    folder = make_recurrent_model(tmp_path / "m", "qwen3_5_text")
+    folder = make_recurrent_model(tmp_path / "m", "qwen3_5_text", mtp_num_hidden_layers=1)
     weights = load_file(folder / "model.safetensors")
     further = {"mtp.fc.weight": torch.ones(32, 64), "mtp.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}
     save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
@@ -118,6 +118,8 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path):
     written = load_file(tmp_path / "out" / "model.safetensors")
     assert written.keys() == weights.keys()
     assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in weights.items())
+    assert read_hf_config(folder)["mtp_num_hidden_layers"] == 1
+    assert read_hf_config(tmp_path / "out")["mtp_num_hidden_layers"] == 0
 
 
 @pytest.mark.parametrize("kind, changes", SHAPES)
