@@ -61,6 +61,19 @@ def test_servers_return_experts_where_the_learner_replays_them(tmp_path):
         check_server_args(RolloutConfig(server_args={"enable_return_routed_experts": True}))
 
 
+def test_servers_of_recurrent_layers_keep_states_for_as_many_responses_as_are_asked_for(tmp_path):
+    ports, share = choose_ports([0], None)[0], on_one_machine(1, 1)[0]
+    spec = server_spec(tmp_path, max_concurrency=48, dtype="float32")
+    flags = ("--disable-radix-cache", "--max-mamba-cache-size", "--disable-shared-experts-fusion")
+    assert not set(flags) & set(server_command(spec, share, ports))
+    (tmp_path / "config.json").write_text('{"linear_num_value_heads": 4}')
+    on_cpu = server_command(spec, share, ports)
+    assert flags[0] in on_cpu and on_cpu[on_cpu.index(flags[1]) + 1] == "48" and flags[2] not in on_cpu
+    on_gpus = server_command(replace(spec, cuda=True), share, ports)
+    assert flags[2] in on_gpus and not set(flags[:2]) & set(on_gpus)
+    assert server_environment(spec, share, place=0)["SGLANG_MAMBA_CONV_DTYPE"] == "float32"
+
+
 def test_given_ports_are_two_apart_and_free_ones_are_distinct():
     first = choose_ports([0], None)[0].http
     assert [(p.http, p.nccl) for p in choose_ports(range(3), first)] == [
