@@ -32,7 +32,8 @@ from launch.selftest.ranks import run_part
 from launch.studies.mismatch import draw, score
 from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folder, step_folders
-from parallel.planning.architecture import Experts, read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.model_parts import Experts
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.watched_process import guard_session
 from tracing import Recorder, Window, install

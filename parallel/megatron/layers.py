@@ -44,7 +44,8 @@ from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.planning.architecture import Architecture, Experts, Recurrent, last_stage_layers
+from parallel.planning.architecture import Architecture, last_stage_layers
+from parallel.planning.model_parts import Experts, Recurrent
 
 
 @dataclass(kw_only=True)

@@ -35,7 +35,7 @@ from megatron.core.transformer.utils import (
 
 from numerics.delta_rule import ChunkPlan, causal_convolution, gated_delta_rule, gated_norm, log_decay, unit
 from parallel.megatron import platform
-from parallel.planning.architecture import Recurrent
+from parallel.planning.model_parts import Recurrent
 
 
 class GatedDeltaNet(MegatronModule):

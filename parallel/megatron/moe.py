@@ -34,7 +34,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from parallel.megatron import platform
-from parallel.planning.architecture import Experts
+from parallel.planning.model_parts import Experts
 
 
 def config_fields(experts: Experts | None, *, is_grouped: bool) -> dict[str, Any]:

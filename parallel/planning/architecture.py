@@ -8,20 +8,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from parallel.planning.config_fields import (
-    check_rope_by_layers,
-    check_rope_numbers,
-    check_rope_type,
-    read_field,
     read_positive_number,
     read_size,
     read_windows,
-    rope_of,
-    rope_type_of,
     rotary_size_of,
-    rotated_share,
     yarn_scale,
 )
+from parallel.planning.config_parts import read_experts, read_recurrent
 from parallel.planning.families import Family, family_of
+from parallel.planning.model_parts import Experts, Latent, Recurrent
+from parallel.planning.variants import refuse_variants
 
 ROTATED_IN_FLOAT32 = (64, 128, 256, 512)
 """Sizes of heads that SGLang 0.5.23 rotates on GPUs by a kernel of its own, with float32 tables and products
@@ -30,101 +26,11 @@ ROTATED_IN_FLOAT32 = (64, 128, 256, 512)
 CHUNK = 64
 """Tokens of a chunk of the gated delta rule (``numerics/delta_rule.py``)."""
 
-
 WINDOW_BLOCK = 512
 """Queries of one call under a window: its mask has as many rows, and a block sees at most as many keys beyond the window."""
 
-
 SINK_SIZE = 8
 """Numbers of a head by which a sink makes it longer: CUDA's kernels want multiples of it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
-    """The mixture-of-experts part of a model. Router weights are the chosen experts' scores: a softmax over all
-    experts, or a sigmoid of each.
-
-    ``norm_topk``: whether the weights are divided by their sum. ``is_sparse``: per layer, whether it has
-    experts or a dense MLP.
-    """
-
-    num_experts: int
-    experts_per_token: int
-    intermediate_size: int
-    norm_topk: bool
-    is_sparse: tuple[bool, ...]
-    score: Literal["softmax", "sigmoid"] = "softmax"
-    float32_logits: bool = False
-    """Whether the router's logits are float32 whatever the model's dtype is, as in transformers and on SGLang's GPUs."""
-    has_bias: bool = False
-    """Whether experts are chosen by score + bias. The bias is kept as it was loaded: the loss has no gradient of it."""
-    scale: float = 1.0
-    """By which the weights are multiplied at last."""
-    shared_size: int = 0
-    """Intermediate size of the MLP that every token goes through beside its experts; 0: there is none."""
-    clamp: float | None = None
-    """Greatest gate, and greatest up in either direction, of experts with gpt-oss's activation: gate sigmoid(1.702 gate)
-    (up + 1). None: silu(gate) up. The former have biases, and one tensor of a folder has all experts of a layer."""
-    has_shared_gate: bool = False
-    """Whether the sigmoid of a product of each token multiplies that MLP's output."""
-    num_groups: int = 1
-    """Groups of equally many experts, in their order. A token's experts are of its ``top_groups`` best groups, by the best
-    expert of each, or with a sigmoid by the sum of the two best."""
-    top_groups: int = 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Latent:
-    """Attention whose keys and values are products of one short vector of each token (multi-head latent attention, MLA;
-    DeepSeek-V2, arXiv 2405.04434, 2.1).
-
-    A head of a query or a key has ``head_dim`` numbers, of which ``rotary_size`` are rotated. These are the same in all
-    keys of a token.
-    """
-
-    query_rank: int | None
-    """Numbers of the vector that queries are products of. None: they are products of the hidden state."""
-    rank: int
-    """Numbers of the vector that keys and values are products of."""
-    value_dim: int
-    """Numbers of a value's head."""
-    is_interleaved: bool
-    """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves."""
-    scale: float
-    """Of the scores of attention."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recurrent:
-    """Layers whose state is a matrix of each head, not the keys and values of all tokens: gated delta nets (linear attention;
-    arXiv 2412.06464). Value heads share key heads, as many neighbours each.
-
-    The model's other layers have attention with a gate at its output, and all its norms but those of gated delta nets
-    multiply by 1 + weight.
-    """
-
-    is_recurrent: tuple[bool, ...]
-    """Per layer."""
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    """Numbers of a head of a query or key."""
-    value_dim: int
-    """Numbers of a value's head."""
-    width: int
-    """Tokens that the convolution sees, itself included."""
-
-    @property
-    def convolved(self) -> int:
-        """Numbers of queries, keys and values."""
-        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
-
-    @property
-    def group_rows(self) -> tuple[int, ...]:
-        """Of a key head: the numbers of its query, its key, its value heads and their gates, steps and decays."""
-        shared = self.value_heads // self.key_heads
-        values = shared * self.value_dim
-        return self.key_dim, self.key_dim, values, values, shared, shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +184,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     kind = hf_config.get("model_type")
     family = family_of(kind)
     assert isinstance(kind, str)  # it is the name of a family
-    _refuse_variants(hf_config, kind, family)
+    refuse_variants(hf_config, kind, family)
     heads = read_size(hf_config, "num_attention_heads", kind)
     hidden_size = read_size(hf_config, "hidden_size", kind)
     num_layers = read_size(hf_config, "num_hidden_layers", kind)
@@ -304,7 +210,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
             f"{hidden_size // heads} (hidden_size / num_attention_heads)"
         )
     latent, head_dim, rotary_size = _read_heads(hf_config, kind, family, hidden_size // heads)
-    recurrent = _read_recurrent(hf_config, kind, num_layers) if family.is_recurrent else None
+    recurrent = read_recurrent(hf_config, kind, num_layers) if family.is_recurrent else None
     return Architecture(
         model_type=kind,
         vocab_size=read_size(hf_config, "vocab_size", kind),
@@ -327,7 +233,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         windows=read_windows(hf_config, kind, num_layers) if family.serves_windows else (),
         latent=latent,
         recurrent=recurrent,
-        experts=_read_experts(hf_config, kind, family, num_layers),
+        experts=read_experts(hf_config, kind, family, num_layers),
         further_layers=_further_layers(hf_config) if family.experts == "deepseek_v3" else 0,
     )
 
@@ -368,40 +274,6 @@ def _read_intermediate_size(hf_config: Mapping[str, Any], kind: str, family: Fam
     )
 
 
-def _read_recurrent(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> Recurrent:
-    kinds = hf_config.get("layer_types")
-    if "full_attention_interval" not in hf_config and isinstance(kinds, list) and "full_attention" in kinds:
-        raise ValueError(
-            f"config.json of a {kind} model lacks 'full_attention_interval', which SGLang reads; add it: by its layer_types it is "
-            f"{kinds.index('full_attention') + 1}"
-        )
-    every = read_size(hf_config, "full_attention_interval", kind)
-    is_recurrent = tuple((layer + 1) % every != 0 for layer in range(num_layers))
-    if kinds is not None and kinds != ["linear_attention" if r else "full_attention" for r in is_recurrent]:
-        raise ValueError(
-            f"config.json has layer_types={kinds!r}, which full_attention_interval={every} contradicts; restore it"
-        )
-    if len(set(is_recurrent)) == 1:
-        raise ValueError(
-            f"config.json has full_attention_interval={every} and {num_layers} layers, which gives layers of one kind alone; restore it"
-        )
-    key_heads, value_heads = (
-        read_size(hf_config, f"linear_num_{part}_heads", kind) for part in ("key", "value")
-    )
-    if value_heads % key_heads:
-        raise ValueError(
-            f"config.json has linear_num_value_heads={value_heads}, not a multiple of linear_num_key_heads={key_heads}; restore it"
-        )
-    return Recurrent(
-        is_recurrent=is_recurrent,
-        key_heads=key_heads,
-        value_heads=value_heads,
-        key_dim=read_size(hf_config, "linear_key_head_dim", kind),
-        value_dim=read_size(hf_config, "linear_value_head_dim", kind),
-        width=read_size(hf_config, "linear_conv_kernel_dim", kind),
-    )
-
-
 def _further_layers(hf_config: Mapping[str, Any]) -> int:
     count = hf_config.get("num_nextn_predict_layers") or 0
     if type(count) is not int or not 0 <= count <= MOST_LAYERS:
@@ -414,196 +286,6 @@ def _further_layers(hf_config: Mapping[str, Any]) -> int:
 def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
     """``part`` of ``Family``: a fact, or the field that says so."""
     return part if isinstance(part, bool) else bool(hf_config.get(part))
-
-
-def _read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int) -> Experts | None:
-    if family.experts in _BY_GROUPS:
-        return _read_grouped_experts(hf_config, kind, family, num_layers)
-    clamp = None
-    if family.experts == "gpt_oss":
-        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
-        clamp = read_positive_number(hf_config, "swiglu_limit", kind)
-    elif family.experts == "mixtral":
-        size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
-    elif family.experts in ("qwen3_moe", "qwen3_next"):
-        of_next = family.experts == "qwen3_next"
-        size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", of_next))
-        dense = hf_config.get("mlp_only_layers") or ()
-        every = read_size(hf_config, "decoder_sparse_step", kind, default=1)
-    else:
-        return None
-    # Recent versions of transformers write Mixtral's name for either family.
-    count_name = "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    count, chosen = _read_counts(hf_config, count_name, kind)
-    is_sparse = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
-    if not any(is_sparse):
-        raise ValueError(
-            f"config.json has mlp_only_layers={list(dense)} and decoder_sparse_step={every}, which leave none of the {num_layers} layers "
-            "with experts; restore it, or use a dense model"
-        )
-    has_shared = family.experts == "qwen3_next"
-    return Experts(
-        num_experts=count,
-        experts_per_token=chosen,
-        intermediate_size=read_size(hf_config, size_name, kind),
-        norm_topk=norm_topk,
-        is_sparse=is_sparse,
-        shared_size=read_size(hf_config, "shared_expert_intermediate_size", kind) if has_shared else 0,
-        has_shared_gate=has_shared,
-        clamp=clamp,
-    )
-
-
-_BY_GROUPS: dict[str, tuple[Literal["softmax", "sigmoid"], tuple[str, ...]]] = {
-    "deepseek_v2": ("softmax", ("greedy", "group_limited_greedy")),
-    "deepseek_v3": ("sigmoid", ("noaux_tc",)),
-}
-"""By ``Family.experts``: the score of experts, and the ``topk_method`` that may choose among them."""
-
-
-def _read_grouped_experts(
-    hf_config: Mapping[str, Any], kind: str, family: Family, num_layers: int
-) -> Experts:
-    """Of DeepSeek's models and of GLM-4.5 and later, which name their fields alike."""
-    count, chosen = _read_counts(hf_config, "n_routed_experts", kind)
-    default = None if kind in _BY_GROUPS else 1  # SGLang has none for DeepSeek's models
-    groups, best = (read_size(hf_config, name, kind, default=default) for name in ("n_group", "topk_group"))
-    if hf_config.get("topk_method") == "greedy" and groups > 1:
-        raise ValueError(
-            f"config.json has n_group={groups}, which topk_method='greedy' contradicts; restore it"
-        )
-    if (
-        count % groups
-        or best > groups
-        or chosen > best * count // groups
-        or (groups > 1 and count < 2 * groups)
-    ):
-        raise ValueError(
-            f"config.json has n_group={groups} and topk_group={best}, which do not fit n_routed_experts={count} and "
-            f"num_experts_per_tok={chosen}; restore it"
-        )
-    dense = read_field(hf_config, "first_k_dense_replace", kind)
-    if type(dense) is not int or not 0 <= dense < num_layers:
-        raise ValueError(
-            f"config.json has first_k_dense_replace={dense!r}, which leaves none of the {num_layers} layers with experts, or is no "
-            "number of layers; restore it, or use a dense model"
-        )
-    is_sparse = tuple(layer >= dense for layer in range(num_layers))
-    kinds = hf_config.get("mlp_layer_types")
-    if kinds is not None and kinds != ["sparse" if sparse else "dense" for sparse in is_sparse]:
-        raise ValueError(
-            f"config.json has mlp_layer_types={kinds!r}, which first_k_dense_replace={dense} contradicts; restore it"
-        )
-    if kind in _BY_GROUPS:
-        for name in ("topk_method", "scoring_func", "moe_layer_freq"):
-            read_field(hf_config, name, kind)
-    size = read_size(hf_config, "moe_intermediate_size", kind)
-    score = _BY_GROUPS[family.experts or ""][0]
-    return Experts(
-        num_experts=count,
-        experts_per_token=chosen,
-        intermediate_size=size,
-        norm_topk=bool(hf_config.get("norm_topk_prob", score == "sigmoid")),
-        is_sparse=is_sparse,
-        score=score,
-        float32_logits=True,
-        has_bias=score == "sigmoid",
-        scale=read_positive_number(hf_config, "routed_scaling_factor", kind),
-        shared_size=size * read_size(hf_config, "n_shared_experts", kind),
-        num_groups=groups,
-        top_groups=best,
-    )
-
-
-def _read_counts(hf_config: Mapping[str, Any], count_name: str, kind: str) -> tuple[int, int]:
-    """(experts, experts of a token)."""
-    count = read_size(hf_config, count_name, kind)
-    chosen = read_size(hf_config, "num_experts_per_tok", kind)
-    if chosen > count:
-        raise ValueError(
-            f"config.json has num_experts_per_tok={chosen}, more than its {count_name}={count}; restore it"
-        )
-    return count, chosen
-
-
-def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> None:
-    if family.plain_windows:
-        check_rope_by_layers(hf_config, kind)
-    check_rope_type(rope_type_of(hf_config), kind)
-    check_rope_numbers(hf_config, kind)
-    layer_types = hf_config.get("layer_types")
-    score, methods = _BY_GROUPS.get(family.experts or "", ("", ()))
-    grouped = bool(methods)
-    refused = {
-        # SGLang's code of these families computes no windows.
-        "use_sliding_window": bool(hf_config.get("use_sliding_window")),
-        "attn_output_gate": family.is_recurrent and not hf_config.get("attn_output_gate", True),
-        "layer_types": not (family.serves_windows or family.is_recurrent)
-        and (
-            any(t != "full_attention" for t in layer_types)
-            if isinstance(layer_types, list)
-            else bool(layer_types)
-        ),
-        "attention_bias": family.qkv_bias is False and bool(hf_config.get("attention_bias")),
-        "mlp_bias": bool(hf_config.get("mlp_bias")),
-        "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
-        "partial_rotary_factor": family.rotated_share is None and rotated_share(hf_config, family) != 1.0,
-        "quantization_config": hf_config.get("quantization_config") is not None,
-        "router_jitter_noise": bool(hf_config.get("router_jitter_noise")),
-        "router_bias": bool(hf_config.get("router_bias")),
-        "shared_expert_intermediate_size": family.experts != "qwen3_next"
-        and bool(hf_config.get("shared_expert_intermediate_size")),
-        # SGLang puts experts into all layers of such a model.
-        "mlp_only_layers": family.experts == "qwen3_next" and bool(hf_config.get("mlp_only_layers")),
-        "decoder_sparse_step": family.experts == "qwen3_next"
-        and hf_config.get("decoder_sparse_step", 1) != 1,
-        "n_shared_experts": not grouped and bool(hf_config.get("n_shared_experts")),
-        "scoring_func": grouped and hf_config.get("scoring_func", score) != score,
-        "topk_method": grouped and hf_config.get("topk_method", methods[0]) not in methods,
-        "norm_topk_prob": score == "softmax" and bool(hf_config.get("norm_topk_prob")),
-        # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
-        "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),
-        # SGLang takes 1.702 whatever it says.
-        "swiglu_alpha": family.has_sinks and hf_config.get("swiglu_alpha", 1.702) != 1.702,
-        "moe_layer_freq": grouped and hf_config.get("moe_layer_freq", 1) != 1,
-    }
-    if family.has_sinks and not hf_config.get("attention_bias"):
-        raise ValueError(
-            f"config.json of a {kind} model has attention_bias={hf_config.get('attention_bias')!r}; it must be true: restore it"
-        )
-    if family.has_sinks and refused["quantization_config"]:
-        raise ValueError(
-            f"config.json has quantization_config={hf_config['quantization_config']!r}, which the learner does not read; load the {kind} "
-            "with transformers (quantization_config=Mxfp4Config(dequantize=True)) and save it in bfloat16"
-        )
-    for name, is_set in refused.items():
-        if is_set:
-            value = hf_config.get(name, rotated_share(hf_config, family))
-            raise ValueError(
-                f"config.json has {name}={value!r}, which the learner does not compute; use a {kind} without it"
-            )
-    if kind == "qwen3_next":
-        _refuse_unread_rotation(hf_config, rotated_share(hf_config, family))
-    window, positions = (hf_config.get(name) for name in ("sliding_window", "max_position_embeddings"))
-    if family.has_window and window is not None and (type(positions) is not int or window < positions):
-        raise ValueError(
-            f"config.json has sliding_window={window!r}, which SGLang does not compute in a {kind}, with "
-            f"max_position_embeddings={positions!r}; set sliding_window to null and max_position_embeddings to at most {window!r}: up to "
-            "that length both are the same"
-        )
-
-
-def _refuse_unread_rotation(hf_config: Mapping[str, Any], share: float) -> None:
-    """Of a Qwen3-Next, whose rope parameters SGLang does not read."""
-    theta = rope_of(hf_config).get("rope_theta", hf_config.get("rope_theta", 10_000.0))
-    for name, value, default in (
-        ("rope_theta", theta, 10_000.0),
-        ("partial_rotary_factor", share, 0.25),
-    ):
-        if hf_config.get(name, default) != value:
-            raise ValueError(
-                f"config.json has {name}={value!r} in its rope parameters, where SGLang does not read it; write it beside them too"
-            )
 
 
 def last_stage_layers(num_layers: int, stages: int, chunks: int = 1) -> int | None:

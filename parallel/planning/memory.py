@@ -24,9 +24,9 @@ from parallel.planning.architecture import (
     SINK_SIZE,
     WINDOW_BLOCK,
     Architecture,
-    Latent,
     padded_vocab_size,
 )
+from parallel.planning.model_parts import Latent
 
 GIB = 2**30
 Device = Literal["cpu", "cuda"]

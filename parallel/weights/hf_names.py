@@ -4,8 +4,9 @@ import re
 from collections.abc import Iterator
 from functools import cache
 
-from parallel.planning.architecture import Architecture, Recurrent
+from parallel.planning.architecture import Architecture
 from parallel.planning.families import SUPPORTED
+from parallel.planning.model_parts import Recurrent
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"

@@ -27,7 +27,7 @@ from parallel.engine import (
 )
 from parallel.megatron import platform
 from parallel.packing import PackedBatch
-from parallel.planning.architecture import Experts
+from parallel.planning.model_parts import Experts
 from parallel.weights.hf_conversion import export_adapters, export_hf
 from rollout.records import FinishReason, Group
 from tests.support.megatron_workers import (

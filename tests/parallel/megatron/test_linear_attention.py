@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.packing import pack_sequences
-from parallel.planning.architecture import Recurrent, read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.model_parts import Recurrent
 from parallel.planning.traffic import bytes_to_send
 from parallel.weights.hf_headers import weight_problems
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer

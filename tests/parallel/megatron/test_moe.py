@@ -27,8 +27,9 @@ from parallel.megatron.attention import plan_packing
 from parallel.megatron.context_parallel import split_context
 from parallel.megatron.model import _recording
 from parallel.packing import PackedBatch, pack_sequences
-from parallel.planning.architecture import Experts, Latent, read_architecture, read_hf_config
+from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
+from parallel.planning.model_parts import Experts, Latent
 from parallel.planning.traffic import bytes_to_send
 from parallel.weights.hf_headers import weight_problems
 from parallel.weights.hf_names import all_hf_names, expert_of, hf_names, ungrouped, with_expert

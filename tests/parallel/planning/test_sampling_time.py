@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from configs.schema.run import RunConfig
-from parallel.planning.architecture import Experts, Latent
 from parallel.planning.decoding import Lengths
 from parallel.planning.machine import Machine
+from parallel.planning.model_parts import Experts, Latent
 from parallel.planning.sampling_time import decoder_of, sampling_time, server_flops
 from tests.support.step_times import ALIKE, DENSE, ROUND, close, hardware, run_config, server
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 import pytest
 
 from configs.schema.layout import LayoutConfig
-from parallel.planning.architecture import Recurrent
 from parallel.planning.decoding import Lengths
 from parallel.planning.flops import forward_flops, update_flops
 from parallel.planning.machine import Machine
 from parallel.planning.memory import stage_parameters
+from parallel.planning.model_parts import Recurrent
 from parallel.planning.training_time import (
     batch_of,
     bubble_share,

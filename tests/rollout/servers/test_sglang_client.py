@@ -16,7 +16,7 @@ from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from parallel.planning.architecture import Experts
+from parallel.planning.model_parts import Experts
 from rollout.client import GenerationError, Session
 from rollout.http_replicas import AttemptFailed
 from rollout.records import Completion, FinishReason
