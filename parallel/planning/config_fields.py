@@ -1,6 +1,6 @@
 """Fields of a model's config.json: numbers, and what its rotary frequencies follow from. Without torch.
 
-Functions raise a ValueError that names the field, its value and the fix. ``architecture.py`` makes a model of them.
+Functions raise a ValueError that names the field, its value and the fix. ``config_parts.py`` and ``architecture.py`` make a model of them.
 """
 
 import math
