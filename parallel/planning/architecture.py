@@ -538,6 +538,9 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
         # SGLang's code of these families computes no windows.
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
         "attn_output_gate": family.is_recurrent and not hf_config.get("attn_output_gate", True),
+        # Of the gate behind a gated delta net's norm, which SGLang reads.
+        "output_gate_type": family.is_recurrent
+        and hf_config.get("output_gate_type") not in (None, "swish", "silu"),
         "layer_types": not (family.serves_windows or family.is_recurrent)
         and (
             any(t != "full_attention" for t in layer_types)
