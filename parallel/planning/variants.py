@@ -43,6 +43,9 @@ def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[
         # SGLang's code of these families computes no windows.
         "use_sliding_window": bool(hf_config.get("use_sliding_window")),
         "attn_output_gate": family.is_recurrent and not hf_config.get("attn_output_gate", True),
+        # Of the gate behind a gated delta net's norm, which SGLang reads.
+        "output_gate_type": family.is_recurrent
+        and hf_config.get("output_gate_type") not in (None, "swish", "silu"),
         "layer_types": further and not (family.serves_windows or family.is_recurrent),
         "attention_bias": family.qkv_bias is False and bool(hf_config.get("attention_bias")),
         "mlp_bias": bool(hf_config.get("mlp_bias")),

@@ -73,6 +73,7 @@ ROPE = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25
         ),
         (dict(linear_conv_kernel_dim=0), "linear_conv_kernel_dim=0; it must be"),
         (dict(attn_output_gate=False), "attn_output_gate=False, which the learner does not compute"),
+        (dict(output_gate_type="sigmoid"), "output_gate_type='sigmoid', which the learner does not compute"),
         (dict(mlp_only_layers=[0]), r"mlp_only_layers=\[0\], which the learner does not compute"),
         (dict(decoder_sparse_step=2), "decoder_sparse_step=2, which the learner does not compute"),
         (dict(shared_expert_intermediate_size=0), "shared_expert_intermediate_size=0; it must be"),
