@@ -22,10 +22,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -39,7 +35,7 @@ from parallel.megatron.attention import PackedPlan, packed_attention, paired_in_
 from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.lora import Lora, add_adapters
-from parallel.megatron.rms_norm import rms_norm
+from parallel.megatron.rms_norm import rms_norm, split_rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
 from parallel.planning.architecture import Architecture, Experts, last_stage_layers
 
@@ -100,15 +96,11 @@ class AllHeadsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(-2)
-        if not self.is_split:
-            return rms_norm(flat, self.weight, self.eps).view(x.shape)
-        wide = flat.float()
-        # Each rank's heads have a part of the gradient of the sum.
-        squares = copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True))
-        )
-        normed = wide * (squares / self.size + self.eps).rsqrt() * self.weight.float()
-        return normed.to(x.dtype).view(x.shape)
+        if self.is_split:
+            normed = split_rms_norm(flat, self.weight, self.eps, self.size, self.tp_group)
+        else:
+            normed = rms_norm(flat, self.weight, self.eps)
+        return normed.view(x.shape)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

@@ -384,7 +384,12 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
         kept += rows * _latent_row(a.latent, a.rotary_size, work)
         kept += 2 * layout.cp * tokens * c * a.head_dim * heads
     kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
-    if a.qk_norm or a.whole_qk_norm:
+    if (
+        a.whole_qk_norm and layout.tp > 1
+    ):  # a sum each, and x, which is inside the values' product if a rank has one group
+        is_inside = kv_heads == 1 and b == c and layout.cp == 1
+        kept += tokens * (2 * 4 + (0 if is_inside else b * a.head_dim * (heads + kv_heads)))
+    elif a.qk_norm or a.whole_qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
     window = a.windows[layer] if a.windows else None
     if window and work.device == "cuda":  # copies of keys and values for each query head
