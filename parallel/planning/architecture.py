@@ -456,7 +456,8 @@ def _refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) ->
     if family.has_sinks and refused["quantization_config"]:
         raise ValueError(
             f"config.json has quantization_config={hf_config['quantization_config']!r}, which the learner does not read; load the {kind} "
-            "with transformers (quantization_config=Mxfp4Config(dequantize=True)) and save it in bfloat16"
+            "with transformers (quantization_config=Mxfp4Config(dequantize=True)) and write it by save_pretrained(FOLDER, "
+            "save_original_format=False)"
         )
     for name, is_set in refused.items():
         if is_set:
