@@ -358,11 +358,11 @@ _ALWAYS: dict[str, Any] = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
 }
-"""Fields of Megatron's config that no model and no layout changes."""
+"""Fields of Megatron's config that no layout changes, and no model but those of ``_of_sinks``."""
 
 
 def _activation(architecture: Architecture, *, is_aligned: bool) -> Callable[[Tensor], Tensor]:
-    """Of the gate."""
+    """Of the MLP's gate."""
     if architecture.has_sinks:
         return _sigmoid_gate
     return aligned.silu if is_aligned else F.silu
@@ -373,7 +373,7 @@ def _sigmoid_gate(gate: Tensor) -> Tensor:
 
 
 def _of_sinks(architecture: Architecture) -> dict[str, Any]:
-    """Further fields of a model with sinks: biases in all matrices, and gpt-oss's experts."""
+    """Fields that a model with sinks changes: biases in all matrices, and gpt-oss's experts."""
     experts = architecture.experts
     if not architecture.has_sinks or experts is None:
         return {}
@@ -400,9 +400,8 @@ def transformer_config(
     last = last_stage_layers(architecture.num_layers, pipeline_parallel, virtual or 1)
     is_even = architecture.num_layers % pipeline_parallel == 0
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    always = {name: value for name, value in _ALWAYS.items() if name not in _of_sinks(architecture)}
     return TransformerConfig(
-        **always,
+        **(_ALWAYS | _of_sinks(architecture)),
         num_layers=architecture.num_layers,
         num_layers_in_last_pipeline_stage=None if is_even else last,
         hidden_size=architecture.hidden_size,
@@ -412,7 +411,6 @@ def transformer_config(
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
         activation_func=_activation(architecture, is_aligned=is_aligned),
-        **_of_sinks(architecture),
         add_qkv_bias=architecture.qkv_bias,
         # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
         qk_layernorm=architecture.qk_norm,

@@ -398,12 +398,8 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
         a.has_sinks
     ):  # at most: longer heads, copies of keys and values, and masks of blocks that are not whole
         copies = 1 + -(-(window or 0) // WINDOW_BLOCK)
-        kept += (
-            tokens
-            * c
-            * (2 * SINK_SIZE * heads + 2 * layout.cp * (a.head_dim + SINK_SIZE) * kv_heads * copies)
-        )
-        kept += tokens * c * (min(WINDOW_BLOCK, tokens) + window) if window else 0
+        longer = 2 * SINK_SIZE * heads + 2 * layout.cp * (a.head_dim + SINK_SIZE) * kv_heads * copies
+        kept += tokens * c * (longer + (min(WINDOW_BLOCK, tokens) + window if window else 0))
     if a.experts and is_sparse:
         e = a.experts
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
@@ -518,9 +514,7 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     table = padded_vocab_size(a.vocab_size, layout.tp) * a.hidden_size if has_table else 0
     expert_size = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
     is_joined = a.experts is not None and a.experts.clamp is not None
-    if (
-        a.experts is not None and is_joined
-    ):  # all experts of a layer in one tensor, which is gathered from parts of it
+    if a.experts and is_joined:  # all experts of a layer in one tensor, which is gathered from parts of it
         expert_size = 2 * a.hidden_size * a.experts.intermediate_size * a.experts.num_experts
         expert_size *= 1 if layout.ep == 1 else 3
     largest = b * max(table, a.hidden_size * a.intermediate_size)
