@@ -23,10 +23,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -42,7 +38,7 @@ from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
-from parallel.megatron.rms_norm import rms_norm
+from parallel.megatron.rms_norm import rms_norm, split_rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
 from parallel.planning.architecture import Architecture, last_stage_layers
 from parallel.planning.model_parts import Experts, Recurrent
@@ -113,15 +109,11 @@ class AllHeadsNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         flat = x.flatten(-2)
-        if not self.is_split:
-            return rms_norm(flat, self.weight, self.eps).view(x.shape)
-        wide = flat.float()
-        # Each rank's heads have a part of the gradient of the sum.
-        squares = copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(wide.square().sum(-1, keepdim=True))
-        )
-        normed = wide * (squares / self.size + self.eps).rsqrt() * self.weight.float()
-        return normed.to(x.dtype).view(x.shape)
+        if self.is_split:
+            normed = split_rms_norm(flat, self.weight, self.eps, self.size, self.tp_group)
+        else:
+            normed = rms_norm(flat, self.weight, self.eps)
+        return normed.view(x.shape)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -398,11 +390,11 @@ _ALWAYS: dict[str, Any] = {
     "bias_dropout_fusion": False,
     "apply_rope_fusion": False,
 }
-"""Fields of Megatron's config that no model and no layout changes."""
+"""Fields of Megatron's config that no layout changes, and no model but those of ``_of_sinks``."""
 
 
 def _activation(architecture: Architecture, *, is_aligned: bool) -> Callable[[Tensor], Tensor]:
-    """Of the gate."""
+    """Of the MLP's gate."""
     if architecture.has_sinks:
         return _sigmoid_gate
     return aligned.silu if is_aligned else F.silu
@@ -413,7 +405,7 @@ def _sigmoid_gate(gate: Tensor) -> Tensor:
 
 
 def _of_sinks(architecture: Architecture) -> dict[str, Any]:
-    """Further fields of a model with sinks: biases in all matrices, and gpt-oss's experts."""
+    """Fields that a model with sinks changes: biases in all matrices, and gpt-oss's experts."""
     experts = architecture.experts
     if not architecture.has_sinks or experts is None:
         return {}
@@ -440,9 +432,8 @@ def transformer_config(
     last = last_stage_layers(architecture.num_layers, pipeline_parallel, virtual or 1)
     is_even = architecture.num_layers % pipeline_parallel == 0
     full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    always = {name: value for name, value in _ALWAYS.items() if name not in _of_sinks(architecture)}
     return TransformerConfig(
-        **always,
+        **(_ALWAYS | _of_sinks(architecture)),
         num_layers=architecture.num_layers,
         num_layers_in_last_pipeline_stage=None if is_even else last,
         hidden_size=architecture.hidden_size,
@@ -452,7 +443,6 @@ def transformer_config(
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
         activation_func=_activation(architecture, is_aligned=is_aligned),
-        **_of_sinks(architecture),
         add_qkv_bias=architecture.qkv_bias,
         # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
         qk_layernorm=architecture.qk_norm,

@@ -4,6 +4,7 @@ Legend: H hidden size, F rotary frequencies. Its layers: ``layers.py``.
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -72,6 +73,9 @@ class PackedGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         moe.mark_expert_parameters(self)
+        for layer in self.decoder.layers:
+            # Megatron's records gradients here in a pass without any too, and norms of outputs would keep their inputs.
+            layer.bias_dropout_add_exec_handler = nullcontext
         self.architecture = architecture
         self.inv_freq_F = backbone.inv_freq_F.to(platform.device())
         self.attention_factor = backbone.attention_factor

@@ -1,6 +1,7 @@
-"""RMSNorm, on CPU in float32 by an own forward and backward pass."""
+"""RMSNorm, on CPU in float32 and over tensor-parallel ranks by an own forward and backward pass."""
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -34,3 +35,33 @@ class _Float32RMSNorm(torch.autograd.Function):
         grad_n = (grad * n).flatten(0, -2)
         mean = torch.mv(grad_n, weight).div_(n.shape[-1]).view(r.shape)
         return torch.addcmul(grad * weight, n, mean, value=-1).mul_(r), grad_n.sum(0), None
+
+
+def split_rms_norm(x: Tensor, weight: Tensor, eps: float, size: int, group: dist.ProcessGroup) -> Tensor:
+    """``rms_norm`` over ``size`` numbers, of which each rank of the group has its part in x and weight."""
+    return _SplitRMSNorm.apply(x, weight, eps, size, group)
+
+
+class _SplitRMSNorm(torch.autograd.Function):
+    """The sums of ``_Float32RMSNorm`` over a group. It keeps x, where autograd would keep two float32 tensors of its size."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps, size, group):
+        wide = x.float()
+        squares = torch.linalg.vecdot(wide, wide).unsqueeze(-1)
+        dist.all_reduce(squares, group=group)
+        r = squares.div_(size).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, r, weight)
+        ctx.size, ctx.group = size, group
+        return (wide * r * weight.float()).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, r, weight = ctx.saved_tensors
+        n, grad_y = x.float() * r, grad.float()
+        grad_weight = (grad_y * n).flatten(0, -2).sum(0).to(weight.dtype)
+        grad_n = grad_y * weight.float()
+        mean = torch.linalg.vecdot(grad_n, n).unsqueeze(-1)
+        dist.all_reduce(mean, group=ctx.group)
+        grad_x = torch.addcmul(grad_n, n, mean.div_(ctx.size), value=-1).mul_(r)
+        return grad_x.to(x.dtype), grad_weight, None, None, None

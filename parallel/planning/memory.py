@@ -427,7 +427,12 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
         kept += rows * _latent_row(a.latent, a.rotary_size, work)
         kept += 2 * layout.cp * tokens * c * a.head_dim * heads
     kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
-    if a.qk_norm or a.whole_qk_norm:
+    if (
+        a.whole_qk_norm and layout.tp > 1
+    ):  # a sum each, and x, which is inside the values' product if a rank has one group
+        is_inside = kv_heads == 1 and b == c and layout.cp == 1
+        kept += tokens * (2 * 4 + (0 if is_inside else b * a.head_dim * (heads + kv_heads)))
+    elif a.qk_norm or a.whole_qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
     window = a.windows[layer] if a.windows else None
     if window and work.device == "cuda":  # copies of keys and values for each query head
@@ -436,12 +441,8 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
         a.has_sinks
     ):  # at most: longer heads, copies of keys and values, and masks of blocks that are not whole
         copies = 1 + -(-(window or 0) // WINDOW_BLOCK)
-        kept += (
-            tokens
-            * c
-            * (2 * SINK_SIZE * heads + 2 * layout.cp * (a.head_dim + SINK_SIZE) * kv_heads * copies)
-        )
-        kept += tokens * c * (min(WINDOW_BLOCK, tokens) + window) if window else 0
+        longer = 2 * SINK_SIZE * heads + 2 * layout.cp * (a.head_dim + SINK_SIZE) * kv_heads * copies
+        kept += tokens * c * (longer + (min(WINDOW_BLOCK, tokens) + window if window else 0))
     return kept + _mlp_bytes(a, layout, work, is_sparse=is_sparse)
 
 
@@ -587,9 +588,7 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     table = padded_vocab_size(a.vocab_size, layout.tp) * a.hidden_size if has_table else 0
     expert_size = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
     is_joined = a.experts is not None and a.experts.clamp is not None
-    if (
-        a.experts is not None and is_joined
-    ):  # all experts of a layer in one tensor, which is gathered from parts of it
+    if a.experts and is_joined:  # all experts of a layer in one tensor, which is gathered from parts of it
         expert_size = 2 * a.hidden_size * a.experts.intermediate_size * a.experts.num_experts
         expert_size *= 1 if layout.ep == 1 else 3
     largest = b * max(table, a.hidden_size * a.intermediate_size)

@@ -87,7 +87,8 @@ def _check_gpt_oss(hf_config: Mapping[str, Any], kind: str) -> None:
     if hf_config.get("quantization_config") is not None:
         raise ValueError(
             f"config.json has quantization_config={hf_config['quantization_config']!r}, which the learner does not read; load the {kind} "
-            "with transformers (quantization_config=Mxfp4Config(dequantize=True)) and save it in bfloat16"
+            "with transformers (quantization_config=Mxfp4Config(dequantize=True)) and write it by save_pretrained(FOLDER, "
+            "save_original_format=False)"
         )
 
 

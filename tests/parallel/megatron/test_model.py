@@ -92,6 +92,19 @@ def test_logits_and_gradients_of_other_layers_match_transformers(tmp_path, kind,
         assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("kind", ["qwen3", "olmo2"])
+def test_a_pass_without_gradients_keeps_nothing_for_them(tmp_path, kind):
+    batch = make_batch([5, 9])
+    chunk = make_engine(make_hf_model(tmp_path / "m", kind), distributed=False).chunks[0]
+    kept = []
+    with (
+        torch.no_grad(),
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape), lambda t: t),
+    ):
+        chunk.logits(tokens_T=batch.tokens_T, packed=chunk.pack(batch.cu_seqlens, batch.positions_T))
+    assert kept == []
+
+
 def weights_on_disk(folder):
     return {n: t for file in sorted(folder.glob("*.safetensors")) for n, t in load_file(file).items()}
 

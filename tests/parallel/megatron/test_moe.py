@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Mxfp4Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkRouter
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeTopkRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
@@ -219,7 +219,7 @@ def test_heads_of_latent_attention():
         ),
         (
             gpt_oss_config(quantization_config={"quant_method": "mxfp4"}),
-            r"quant_method.*load the gpt_oss with transformers .*dequantize=True.* save it in bfloat16",
+            r"quant_method.*load the gpt_oss with transformers .*dequantize=True.*save_original_format=False",
         ),
         (gpt_oss_config(attention_bias=False), "attention_bias=False; it must be true"),
         (gpt_oss_config(swiglu_alpha=1.5), "swiglu_alpha=1.5, which the learner does not compute"),
@@ -258,6 +258,27 @@ def test_heads_of_latent_attention():
 def test_what_is_not_computed_is_refused(config, message):
     with pytest.raises(ValueError, match=message):
         read_architecture(config)
+
+
+def test_a_gpt_oss_in_mxfp4_that_is_rewritten_as_the_guide_says_is_loaded(tmp_path):
+    folder = make_moe_model(tmp_path / "m", "gpt_oss", intermediate_size=32)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        shape = (experts, outputs, inputs // 32)
+        weights[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        weights[f"{name}_scales"] = torch.randint(122, 126, shape, dtype=torch.uint8)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}})
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    model.save_pretrained(tmp_path / "out", save_original_format=False)
+    make_engine(tmp_path / "out", dtype="bfloat16").save_hf(tmp_path / "again")
+    assert_same_weights(tmp_path / "out", tmp_path / "again")
 
 
 def test_what_sglang_would_serve_wrongly_is_refused():
@@ -716,8 +737,16 @@ def alone(models, tmp_path_factory) -> dict[str, dict]:
     uneven = dict(
         kind="policy", folder=models["deepseek_v3"], checkpoint=checkpoint.parent / "uneven" / checkpoint.name
     )
-    jobs = step_jobs(models, models) | {"saved": ("save", job), "saved uneven": ("save", uneven)}
-    return work_layout(LayoutConfig(), jobs) | {"folder": checkpoint, "uneven": uneven["checkpoint"]}
+    biased = dict(
+        kind="policy", folder=models["gpt_oss"], checkpoint=checkpoint.parent / "biased" / checkpoint.name
+    )
+    saves = {"saved": ("save", job), "saved uneven": ("save", uneven), "saved biased": ("save", biased)}
+    folders = {
+        "folder": checkpoint,
+        "uneven": uneven["checkpoint"],
+        "biased": biased["checkpoint"],
+    }
+    return work_layout(LayoutConfig(), step_jobs(models, models) | saves) | folders
 
 
 @pytest.fixture(scope="module")
@@ -734,6 +763,13 @@ def on_two_ranks(models, alone, tmp_path_factory):
             "plain": ("step", job | {"distributed": False}),
             "loaded": ("load", job | {"checkpoint": alone["folder"]}),
             "saved": ("save", job | {"checkpoint": folder / "step_000001"}),
+        }
+    )
+    biased = dict(kind="policy", folder=models["gpt_oss"])
+    cases["ep2 tp2 sp"][1].update(
+        {
+            "loaded": ("load", biased | {"checkpoint": alone["biased"]}),
+            "saved": ("save", biased | {"checkpoint": folder / "biased" / "step_000001"}),
         }
     )
     return run_ranks(work_layouts, 2, folder / "ranks", cases, deadline_s=900), folder
@@ -760,8 +796,16 @@ def test_an_optimizer_that_is_not_distributed_steps_alike(on_two_ranks, alone):
 def test_a_checkpoint_loads_with_and_without_expert_parallelism(on_two_ranks, alone, models):
     ranks, folder = on_two_ranks
     assert_same_step([found["ep2"]["loaded"] for found in ranks], alone["saved"])
-    job = ("load", dict(kind="policy", folder=models["mixed"], checkpoint=folder / "step_000001"))
-    assert_same_step([work_layout(LayoutConfig(), {"loaded": job})["loaded"]], alone["saved"])
+    assert_same_step([found["ep2 tp2 sp"]["loaded"] for found in ranks], alone["saved biased"])
+    jobs = {
+        "saved": ("load", dict(kind="policy", folder=models["mixed"], checkpoint=folder / "step_000001")),
+        "saved biased": (
+            "load",
+            dict(kind="policy", folder=models["gpt_oss"], checkpoint=folder / "biased" / "step_000001"),
+        ),
+    }
+    for name, found in work_layout(LayoutConfig(), jobs).items():
+        assert_same_step([found], alone[name])
 
 
 @pytest.mark.engines
