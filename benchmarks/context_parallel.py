@@ -2,7 +2,7 @@
 arithmetic, and whether the step is the same.
 
     held    = bytes that autograd keeps at the most on a rank in one update, each storage once
-    planned = ``memory.activation_bytes`` of that layout
+    planned = ``activations.activation_bytes`` of that layout
     above   = (greatest resident memory of the rank - that before the update)
 
 Every rank is a process with one thread. Seconds are of one update, without a second one to compare with: the
@@ -54,8 +54,9 @@ def main() -> None:
 
 def run_layout(cp: int, tokens: int, folder: Path) -> dict[str, Any]:
     from configs.schema.layout import LayoutConfig
+    from parallel.planning.activations import activation_bytes
     from parallel.planning.architecture import read_architecture, read_hf_config
-    from parallel.planning.memory import Work, activation_bytes
+    from parallel.planning.work import Work
     from tests.support.megatron_workers import make_hf_model, run_ranks
 
     model = make_hf_model(folder / f"model{cp}", "qwen3", max_position_embeddings=tokens, **SIZES)

@@ -92,7 +92,8 @@ def peak_of(way: str, dtype: str) -> dict[str, Any]:
     from configs.schema.layout import LayoutConfig
     from configs.schema.learner import LoraConfig
     from parallel.planning.architecture import read_architecture, read_hf_config
-    from parallel.planning.memory import Work, describe, learner_memory
+    from parallel.planning.memory import describe, learner_memory
+    from parallel.planning.work import Work
     from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, weighted_loss
 
     lora = None if way == "full" else LoraConfig(rank=RANK, forward=way)

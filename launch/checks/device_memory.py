@@ -23,6 +23,7 @@ from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.planner import static_share
 from parallel.planning.server_memory import RolloutMemory, rollout_memory
+from parallel.planning.work import Device, work_of
 
 CPU_CACHE_TOKENS = 65536
 """Cache of a server on CPU without ``rollout.max_total_tokens``."""
@@ -38,7 +39,7 @@ NVIDIA_SMI_TIMEOUT_S = 30.0
 class Device:
     """The device of a rank."""
 
-    kind: memory.Device
+    kind: Device
     bytes: int | None
     """Memory of one GPU; without GPUs, of the whole machine, which all processes share. None: unknown here."""
     name: str
@@ -160,7 +161,7 @@ def _stages(
     config: RunConfig | SftConfig, device: Device, architecture: Architecture
 ) -> list[memory.LearnerMemory]:
     critic, reference = critic_architecture(config, architecture), reference_architecture(config)
-    work = memory.work_of(config, device.kind, critic, reference)
+    work = work_of(config, device.kind, critic, reference)
     return [
         memory.learner_memory(architecture, config.layout, work, stage) for stage in range(config.layout.pp)
     ]

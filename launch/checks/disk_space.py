@@ -21,7 +21,8 @@ from configs.schema.learner import OptimizerConfig
 from parallel.checkpoints.files import stored_bytes
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
-from parallel.planning.memory import BYTES, size_text, stage_parameters
+from parallel.planning.memory import size_text, stage_parameters
+from parallel.planning.work import BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,8 +13,9 @@ from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_
 from launch.tables import aligned, print_table
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.layout import validate_layout
-from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text, work_of
+from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
 from parallel.planning.simulated import START, Part, SimulatedRank
+from parallel.planning.work import work_of
 
 WIDTH = 120
 TITLES = (

@@ -22,7 +22,8 @@ from parallel.held_memory import KeptBytes, lasting_bytes
 from parallel.megatron import platform
 from parallel.packing import PackedBatch
 from parallel.planning.architecture import read_architecture, read_hf_config
-from parallel.planning.memory import learner_memory, size_text, work_of
+from parallel.planning.memory import learner_memory, size_text
+from parallel.planning.work import work_of
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.hf_names import all_hf_names
 from rollout.tiny_model import make_tiny_countdown_model

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from parallel.planning.architecture import CHUNK, Architecture, padded_vocab_size
-from parallel.planning.memory import row_counts, stage_layers
 from parallel.planning.model_parts import Recurrent
+from parallel.planning.work import row_counts, stage_layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

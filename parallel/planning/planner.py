@@ -34,10 +34,11 @@ from parallel.planning.architecture import Architecture, read_architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.layout import fitting_layouts, layout_problems, rollout_sizes
 from parallel.planning.machine import Machine
-from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, Work, size_text, work_of, worst_stage
+from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, size_text, worst_stage
 from parallel.planning.server_memory import RolloutMemory, rollout_memory
 from parallel.planning.time import Estimator, StepTime, seconds_text, two_digits
 from parallel.planning.traffic import Traffic, traffic
+from parallel.planning.work import Work, work_of
 
 AMPLE = 0.3
 """Share of a GPU that is free on either side, for longer responses than planned. More decides nothing."""

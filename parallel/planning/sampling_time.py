@@ -8,9 +8,9 @@ from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.planning.decoding import Decoded, Decoder, Lengths, decode, mixed
 from parallel.planning.flops import Flops, Load, forward_flops
 from parallel.planning.machine import Machine
-from parallel.planning.memory import BYTES
 from parallel.planning.server_memory import RolloutMemory
 from parallel.planning.traffic import Sent, forward_sent
+from parallel.planning.work import BYTES
 
 PREFILL_TOKENS = 8192
 """Tokens of a server's pass over prompts: SGLang's --chunked-prefill-size on large GPUs."""

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from configs.schema.rollout import Quantization
 from parallel.planning.architecture import Architecture, padded_vocab_size
-from parallel.planning.memory import BYTES
+from parallel.planning.work import BYTES
 
 STATES_SHARE = 0.9 / 1.9
 """Of the memory for states and cache: SGLang's --mamba-full-memory-ratio is 0.9."""

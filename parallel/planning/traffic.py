@@ -12,7 +12,8 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture
-from parallel.planning.memory import BYTES, stage_layers, stage_parameters, trained_parameters
+from parallel.planning.memory import stage_parameters, trained_parameters
+from parallel.planning.work import BYTES, stage_layers
 
 Group = Literal["tensor", "context", "pipeline", "expert"]
 """The groups that a pass sends in. Data-parallel ranks send once per optimizer step."""

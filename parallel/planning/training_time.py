@@ -14,8 +14,9 @@ from parallel.planning.architecture import Architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.flops import Flops, Load, forward_flops, update_flops
 from parallel.planning.machine import Machine, spanned
-from parallel.planning.memory import BYTES, trained_parameters
+from parallel.planning.memory import trained_parameters
 from parallel.planning.traffic import Group, Sent, data_bytes, forward_sent, scored_passes, update_sent
+from parallel.planning.work import BYTES
 
 SHARED_COST = 8
 """A micro-batch counts an eighth of a shared prompt for each sample (``learner.share_prompts``)."""

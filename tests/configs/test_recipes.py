@@ -25,9 +25,10 @@ from launch.cli import app
 from launch.commands import train as training
 from launch.processes.placement import check_placement
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
-from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, stage_parameters, work_of, worst_stage
+from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, stage_parameters, worst_stage
 from parallel.planning.planner import Cluster, plan
 from parallel.planning.server_memory import RolloutMemory, rollout_memory
+from parallel.planning.work import work_of
 from tests.support.model_folders import make_model_folder
 from trainer.algorithm.advantages import grpo
 

@@ -22,8 +22,8 @@ import trainer.learner
 from configs.schema import RunConfig
 from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.engine import MegatronEngine, ValueEngine
-from parallel.planning.memory import row_counts
 from parallel.planning.simulated import START, Collective, MadeStep, Part, SimulatedRank, made_step
+from parallel.planning.work import row_counts
 from parallel.simulation.device import Memory, SimulatedDevice
 from parallel.simulation.ranks import Collectives
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer

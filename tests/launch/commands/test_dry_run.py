@@ -31,9 +31,10 @@ from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Supervisor
 from parallel.checkpoints.files import write_manifest
 from parallel.planning.architecture import read_architecture, read_hf_config
-from parallel.planning.memory import GIB, size_text, work_of, worst_stage
+from parallel.planning.memory import GIB, size_text, worst_stage
 from parallel.planning.server_memory import rollout_memory
 from parallel.planning.traffic import bytes_to_send
+from parallel.planning.work import work_of
 from parallel.weights.precision import packed_form
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.configs.test_broken_configs import BASE, MODELS

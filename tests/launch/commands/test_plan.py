@@ -15,8 +15,9 @@ from launch.commands.plan_page import at_its_peak, lanes
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.decoding import Lengths
 from parallel.planning.machine import Machine
-from parallel.planning.memory import learner_memory, work_of
+from parallel.planning.memory import learner_memory
 from parallel.planning.planner import Cluster, Timing, plan
+from parallel.planning.work import work_of
 from tests.support.command import tandem
 
 ROOT = Path(__file__).resolve().parents[3]

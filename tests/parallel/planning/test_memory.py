@@ -10,24 +10,12 @@ import pytest
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig
+from parallel.planning.activations import activation_bytes, layer_activation_bytes, logits_bytes
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import last_stage_layers, read_architecture, read_hf_config
-from parallel.planning.memory import (
-    GIB,
-    Work,
-    activation_bytes,
-    describe,
-    in_flight,
-    layer_activation_bytes,
-    learner_memory,
-    logits_bytes,
-    size_text,
-    stage_layers,
-    stage_parameters,
-    work_of,
-    worst_stage,
-)
+from parallel.planning.memory import GIB, describe, learner_memory, size_text, stage_parameters, worst_stage
 from parallel.planning.server_memory import left_by_sglang, rollout_memory
+from parallel.planning.work import Work, in_flight, stage_layers, work_of
 from tests.support.megatron_workers import make_hf_model, run_ranks
 from tests.support.memory_workers import work_memory
 from tests.support.moe_workers import LATENT_FIELDS, make_moe_model

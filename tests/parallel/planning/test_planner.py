@@ -22,7 +22,7 @@ from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import fitting_layouts, validate_layout, validate_rollout_layout
-from parallel.planning.memory import GIB, USABLE_SHARE, work_of, worst_stage
+from parallel.planning.memory import GIB, USABLE_SHARE, worst_stage
 from parallel.planning.planner import (
     AMPLE,
     FEW,
@@ -37,6 +37,7 @@ from parallel.planning.planner import (
     reasons,
 )
 from parallel.planning.traffic import traffic
+from parallel.planning.work import work_of
 from parallel.weights.hf_names import hf_shapes
 from tests.support.command import tandem
 from tests.support.model_folders import write_tokenizer, write_weights

@@ -1,0 +1,115 @@
+"""What a learner rank has to do, which decides its memory: settings, layers, tokens."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from configs.schema.layout import LayoutConfig
+from configs.schema.learner import LoraConfig
+from configs.schema.run import RunConfig, SftConfig
+from parallel.planning.architecture import Architecture
+
+Device = Literal["cpu", "cuda"]
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """The settings that decide a learner rank's memory, beside model and layout."""
+
+    device: Device
+    dtype: str
+    token_budget: int
+    chunk_tokens: int
+    recompute: Literal["none", "full"]
+    distributed_optimizer: bool
+    num_microbatches: int | None = None
+    """Micro-batches of one optimizer step on one rank; None: as many as fill the pipeline."""
+    lora: LoraConfig | None = None
+    has_reference: bool = False
+    """Whether a reference policy has weights of its own. With adapters the policy without them is the reference."""
+    reference: Architecture | None = None
+    """Of a reference from another folder than the policy's."""
+    reference_dtype: str = "bfloat16"
+    fp32_lm_head: bool = False
+    critic: Architecture | None = None
+    critic_dtype: str = "bfloat16"
+    critic_distributed: bool = True
+    """Whether the critic's optimizer is distributed."""
+    transfers_weights: bool = False
+    converts_weights: bool = False
+    """Whether weights are sent in another dtype, or rounded in theirs (``rollout.precision``): large ones then take buffers
+    too."""
+    packs_weights: bool = False
+    """Whether matrices are sent with about a byte for each number."""
+
+    @property
+    def dtype_bytes(self) -> int:
+        return BYTES[self.dtype]
+
+    @property
+    def attention_bytes(self) -> int:
+        return 4 if self.device == "cpu" else self.dtype_bytes
+
+
+def work_of(
+    config: RunConfig | SftConfig,
+    device: Device,
+    critic: Architecture | None = None,
+    reference: Architecture | None = None,
+) -> Work:
+    """The work of a run. ``critic`` is the architecture of the run's critic, if it has one; ``reference`` that of
+    ``kl.model``."""
+    is_rl = isinstance(config, RunConfig)
+    of_critic = config.critic if is_rl else None
+    return Work(
+        device=device,
+        dtype=config.model.dtype,
+        token_budget=config.learner.token_budget if is_rl else config.token_budget,
+        chunk_tokens=config.learner.logprob_chunk_tokens if is_rl else config.logprob_chunk_tokens,
+        recompute=config.learner.recompute if is_rl else "none",
+        distributed_optimizer=(config.learner.optimizer if is_rl else config.optimizer).distributed,
+        lora=config.learner.lora if is_rl else None,
+        has_reference=is_rl and config.has_reference_weights,
+        reference=reference,
+        reference_dtype=((is_rl and config.kl.model) or config.model).dtype,
+        fp32_lm_head=config.model.fp32_lm_head,
+        critic=critic,
+        critic_dtype=((of_critic and of_critic.model) or config.model).dtype,
+        critic_distributed=of_critic is None or of_critic.optimizer.distributed,
+        transfers_weights=is_rl,
+        converts_weights=is_rl
+        and (
+            config.rollout.dtype != config.model.dtype
+            or (config.rollout.precision is not None and not config.rollout.packs)
+        ),
+        packs_weights=is_rl and config.rollout.packs,
+    )
+
+
+def stage_layers(architecture: Architecture, layout: LayoutConfig, stage: int) -> list[int]:
+    """The numbers of a stage's layers. All chunks have equally many; chunk v of stage p is the model's chunk
+    v pp + p. Without chunks the last stage may have fewer (``last_stage_layers``)."""
+    depth = -(-architecture.num_layers // (layout.pp * layout.vpp))
+    chunks = range(stage, layout.pp * layout.vpp, layout.pp)
+    layers = [chunk * depth + i for chunk in chunks for i in range(depth)]
+    return [layer for layer in layers if layer < architecture.num_layers]
+
+
+def in_flight(layout: LayoutConfig, stage: int, num_microbatches: int | None) -> int:
+    """Greatest number of a stage's forward passes (per chunk) whose backward has not begun.
+
+    1F1B: pp - stage, since a stage goes on forward until its first micro-batch has come back. Interleaved:
+    Megatron's warm-up of 2 (pp - stage - 1) + (vpp - 1) pp passes, and the running one. There are at most
+    ``num_microbatches`` vpp passes. Source: ``get_pp_rank_microbatches`` of Megatron-Core 0.16.1.
+    """
+    pp, vpp = layout.pp, layout.vpp
+    passes = pp - stage if vpp == 1 else 2 * (pp - stage - 1) + (vpp - 1) * pp + 1
+    return passes if num_microbatches is None else min(passes, num_microbatches * vpp)
+
+
+def row_counts(layout: LayoutConfig, tokens: int) -> tuple[int, int]:
+    """(this rank's tokens between matrices, its tokens of the micro-batch): a C-th of all under context
+    parallelism, padded to a multiple of t under sequence parallelism."""
+    tokens = -(-tokens // layout.cp)
+    rows = -(-tokens // layout.tp)
+    return (rows, rows * layout.tp) if layout.sp else (tokens, tokens)
