@@ -73,7 +73,8 @@ class PackedGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         moe.mark_expert_parameters(self)
-        for layer in self.decoder.layers:
+        layers: Any = self.decoder.layers
+        for layer in layers:
             # Megatron's records gradients here in a pass without any too, and norms of outputs would keep their inputs.
             layer.bias_dropout_add_exec_handler = nullcontext
         self.architecture = architecture
