@@ -23,7 +23,8 @@ from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.planner import static_share
 from parallel.planning.server_memory import RolloutMemory, rollout_memory
-from parallel.planning.work import Device, work_of
+from parallel.planning.work import Device as DeviceKind
+from parallel.planning.work import work_of
 
 CPU_CACHE_TOKENS = 65536
 """Cache of a server on CPU without ``rollout.max_total_tokens``."""
@@ -39,7 +40,7 @@ NVIDIA_SMI_TIMEOUT_S = 30.0
 class Device:
     """The device of a rank."""
 
-    kind: Device
+    kind: DeviceKind
     bytes: int | None
     """Memory of one GPU; without GPUs, of the whole machine, which all processes share. None: unknown here."""
     name: str

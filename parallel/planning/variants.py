@@ -71,7 +71,7 @@ def _of_experts(hf_config: Mapping[str, Any], family: Family) -> dict[str, bool]
         "decoder_sparse_step": of_next and hf_config.get("decoder_sparse_step", 1) != 1,
         "n_shared_experts": not grouped and bool(hf_config.get("n_shared_experts")),
         "scoring_func": grouped and hf_config.get("scoring_func", score) != score,
-        "topk_method": grouped and hf_config.get("topk_method", methods[0]) not in methods,
+        "topk_method": grouped and "topk_method" in hf_config and hf_config["topk_method"] not in methods,
         "norm_topk_prob": score == "softmax" and bool(hf_config.get("norm_topk_prob")),
         # SGLang takes 1.702 whatever it says.
         "swiglu_alpha": family.has_sinks and hf_config.get("swiglu_alpha", 1.702) != 1.702,

@@ -1,5 +1,6 @@
 """How SGLang servers are started: ports, command lines, environments, GPUs; none is."""
 
+import contextlib
 import json
 import os
 import socket
@@ -74,8 +75,17 @@ def test_servers_of_recurrent_layers_keep_states_for_as_many_responses_as_are_as
     assert server_environment(spec, share, place=0)["SGLANG_MAMBA_CONV_DTYPE"] == "float32"
 
 
+def first_of_four() -> int:
+    """The first port of four replicas, all of whose ports are free: servers of other tests take ports too."""
+    for _ in range(50):
+        first = choose_ports([0], None)[0].http
+        with contextlib.suppress(ValueError):
+            return choose_ports(range(4), first)[0].http
+    raise AssertionError("no eight neighbouring ports are free")
+
+
 def test_given_ports_are_two_apart_and_free_ones_are_distinct():
-    first = choose_ports([0], None)[0].http
+    first = first_of_four()
     assert [(p.http, p.nccl) for p in choose_ports(range(3), first)] == [
         (first + i, first + i + 1) for i in (0, 2, 4)
     ]
