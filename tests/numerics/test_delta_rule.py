@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from numerics.delta_rule import causal_convolution, gated_delta_rule, plan_chunks, unit
+from numerics.delta_rule import CHUNK, causal_convolution, gated_delta_rule, plan_chunks, unit
+from parallel.planning import architecture
 
 CPU = torch.device("cpu")
 BOUNDS = torch.tensor([0, 5, 65, 67, 218, 348, 349])
@@ -64,3 +65,8 @@ def test_a_convolution_sees_its_own_sequence_alone():
         padded = F.pad(x_TD[start:end].t(), (3, 0))
         wanted = F.conv1d(padded[None], weight_DW[:, None], groups=6)[0].t()
         torch.testing.assert_close(found[start:end], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_the_plan_counts_chunks_of_the_rules_size():
+    """Planning has no torch, so that it cannot import the rule."""
+    assert architecture.CHUNK == CHUNK
