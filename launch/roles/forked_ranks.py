@@ -112,9 +112,8 @@ def _become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> No
                 signal.signal(
                     number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 )
-        setproctitle(
-            " ".join([sys.executable, *COMMAND, *arguments])
-        )  # it looks for the environment where it was
+        # Before the environment changes: it looks for it where it was.
+        setproctitle(" ".join([sys.executable, *COMMAND, *arguments]))
         os.environ.clear()
         os.environ.update(environment)
         sys.argv = ["tandem", *arguments]

@@ -118,15 +118,18 @@ class AllHeadsNorm(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            {"weight": self.weight},
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return _sharded_rows({"weight": self.weight}, prefix, sharded_offsets, metadata, self.tp_group)
+
+
+def _sharded_rows(
+    parameters: dict[str, Tensor], prefix: str, sharded_offsets: tuple, metadata: dict | None, tp_group: Any
+) -> dict:
+    """Megatron's ``sharded_state_dict`` of parameters whose rows tensor-parallel ranks split."""
+    assert metadata is not None
+    groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+    return make_sharded_tensors_for_checkpoint(
+        parameters, prefix, dict.fromkeys(parameters, 0), sharded_offsets, **groups
+    )
 
 
 class AlignedRMSNorm(RMSNorm):
@@ -187,15 +190,7 @@ class PackedCoreAttention(nn.Module):
     ) -> dict:
         if self.sinks is None:
             return {}
-        assert metadata is not None
-        return make_sharded_tensors_for_checkpoint(
-            {"sinks": self.sinks},
-            prefix,
-            {"sinks": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=metadata["dp_cp_group"],
-        )
+        return _sharded_rows({"sinks": self.sinks}, prefix, sharded_offsets, metadata, self.tp_group)
 
 
 def block_spec(

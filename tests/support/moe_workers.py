@@ -29,8 +29,8 @@ from transformers import (
 
 from configs.schema.layout import LayoutConfig
 from parallel.packing import PackedBatch
-from tests.support.layout_workers import work_layout
-from tests.support.megatron_workers import VOCAB, make_engine, weighted_loss
+from tests.support.layout_workers import by_hf_names, work_layout
+from tests.support.megatron_workers import VOCAB, make_batch, make_engine, weighted_loss
 
 EXPERTS = 4
 GROUPED_FIELDS = {
@@ -98,6 +98,28 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     model.save_pretrained(folder)
     return folder
+
+
+def assert_is_transformers(
+    folder: Path, lengths: list[int], scratch: Path, loose: tuple[str, ...] = (), temperature: float = 0.7
+) -> None:
+    """Logits of packed sequences within 1e-5 of transformers', and the gradient of two micro-batches within 1e-5 of its norm, or
+    5e-5 for names that end in ``loose``."""
+    batch = make_batch(lengths)
+    engine = make_engine(folder, distributed=False)
+    model = engine.chunks[0]
+    with torch.no_grad():
+        found = model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
+    wanted, wanted_gradients = by_transformers(folder, batch, temperature, scratch)
+    assert wanted.std() > 0.1  # the model says something
+    assert (found - wanted).abs().max() <= 1e-5
+    minibatch = [batch.select([0, 1, 2]), batch.select([*range(3, len(lengths))])]
+    engine.update(minibatch, weighted_loss, temperature=temperature)
+    gradients = by_hf_names(engine, lambda p: p.main_grad)
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in wanted_gradients.items():
+        tolerance = 5e-5 if name.endswith(loose) else 1e-5
+        assert (gradients[name] - gradient).norm() <= tolerance * gradient.norm(), name
 
 
 def by_transformers(

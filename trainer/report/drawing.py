@@ -4,13 +4,11 @@ The colours differ under every kind of colour vision (M. Okabe and K. Ito, 2008)
 dashes. Legends stand above the axes and cover nothing.
 """
 
-import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -153,8 +151,8 @@ def _note_smoothing(figure: "Figure", panels: Sequence[Panel], recorded: Recorde
 def new_figure(
     num_panels: int, title: str, *, size: tuple[float, float] | None = None
 ) -> "tuple[Figure, Sequence[Axes]]":
-    """``size``: inches; None: for all panels in rows. An empty ``title`` is for a page that shows it itself. ``save``
-    lays it out."""
+    """``size``: inches; None: for all panels in rows. An empty ``title`` is for a page that shows it itself.
+    ``page.save`` lays it out."""
     # Slow to import. Figure itself draws with Agg, without a display or global state.
     from matplotlib.figure import Figure
 
@@ -172,15 +170,6 @@ def new_figure(
         axes.set_xlabel("step")
         axes.xaxis.get_major_locator().set_params(integer=True)
     return figure, list(all_axes[:num_panels])
-
-
-def save(figure: "Figure", file: Path | io.StringIO, **options: Any) -> None:
-    """With room for its texts. A figure with a layout of its own would be drawn twice, the first time for the layout
-    alone."""
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    ConstrainedLayoutEngine(wspace=0.04, hspace=0.06).execute(figure)
-    figure.savefig(file, **options)
 
 
 def draw_stack(

@@ -21,7 +21,7 @@ from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
 from trainer.metric_names import TIME_PARTS
 from trainer.report import comparison, timeline
-from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure, save
+from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure
 from trainer.report.pictures import PICTURES
 from trainer.report.recorded_run import AlarmHistory, RecordedRun, note_the_data, number_text, read_run
 from trainer.report.samples import shown_samples
@@ -167,6 +167,15 @@ def _labelled(runs: Sequence[RecordedRun]) -> dict[str, RecordedRun]:
 def shown(title: str, about: str, figures: "Iterable[Figure]") -> dict[str, Any]:
     """Figures under one title, for a page."""
     return {"title": title, "about": about, "images": [as_svg(figure) for figure in figures]}
+
+
+def save(figure: "Figure", file: Path | io.StringIO, **options: Any) -> None:
+    """With room for its texts. A figure with a layout of its own would be drawn twice, the first time for the layout
+    alone."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    ConstrainedLayoutEngine(wspace=0.04, hspace=0.06).execute(figure)
+    figure.savefig(file, **options)
 
 
 def as_svg(figure: "Figure") -> str:

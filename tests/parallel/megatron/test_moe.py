@@ -49,6 +49,7 @@ from tests.support.megatron_workers import (
 )
 from tests.support.moe_workers import (
     LATENT_FIELDS,
+    assert_is_transformers,
     assert_same_choice,
     by_transformers,
     make_moe_model,
@@ -337,19 +338,7 @@ SHAPES = [
 @pytest.mark.parametrize("kind, changes", SHAPES)
 def test_logits_and_gradients_match_transformers_on_packed_batches(tmp_path, kind, changes):
     folder = make_moe_model(tmp_path / "m", kind, **changes)
-    batch = make_batch([5, 60, 2, 33, 5, 71])
-    engine = make_engine(folder, distributed=False)
-    model = engine.chunks[0]
-    with torch.no_grad():
-        found = model.logits(tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T))
-    wanted, wanted_gradients = by_transformers(folder, batch, 0.7, tmp_path / "gradients")
-    assert wanted.std() > 0.1  # the model says something
-    assert (found - wanted).abs().max() <= 1e-5
-    engine.update([batch.select([0, 1, 2]), batch.select([3, 4, 5])], weighted_loss, temperature=0.7)
-    gradients = by_hf_names(engine, lambda p: p.main_grad)
-    assert gradients.keys() == wanted_gradients.keys()
-    for name, wanted_gradient in wanted_gradients.items():
-        assert (gradients[name] - wanted_gradient).norm() <= 1e-5 * wanted_gradient.norm(), name
+    assert_is_transformers(folder, [5, 60, 2, 33, 5, 71], tmp_path / "gradients")
 
 
 @pytest.mark.parametrize("norm_topk", [True, False])
