@@ -31,6 +31,7 @@ from tests.parallel.test_layout_parity import (
 from tests.support import pretend_gpu
 from tests.support.layout_workers import work_layout
 from tests.support.moe_workers import make_moe_model
+from tests.support.recurrent_models import make_recurrent_model
 from tests.support.whole_runs import ROOT
 
 HAS_GPU = torch.cuda.is_available() or pretend_gpu.VARIABLE in os.environ
@@ -69,7 +70,12 @@ def jobs_in(root: Path) -> dict[str, tuple[str, dict[str, Any]]]:
     jobs[RECOMPUTED] = ("step", runs.jobs[UNTIED] | {"recompute": "full"})
     jobs[f"{REPLAYED}, kept"] = ("step", runs.jobs[REPLAYED] | {"recompute": "none"})
     latent = make_moe_model(root / "latent", "deepseek_v3", num_hidden_layers=3)
-    jobs["latent attention"] = ("step", {"kind": "policy", "folder": latent, "recompute": "full"})
+    sinks = make_moe_model(root / "sinks", "gpt_oss", num_hidden_layers=4)
+    delta_nets = make_recurrent_model(root / "delta nets", "qwen3_next")
+    others = {"latent attention": latent, "sinks": sinks, "gated delta nets": delta_nets}
+    for name, folder in others.items():
+        jobs[name] = ("step", {"kind": "policy", "folder": folder, "recompute": "full"})
+    jobs["gated delta nets, kept"] = ("step", {"kind": "policy", "folder": delta_nets})
     jobs[LEARNER] = ("learner", runs.learner)
     jobs[FEW_TOKENS] = ("step_of_lengths", runs.few_tokens)
     jobs[BAD_LOSS] = ("bad_loss", runs.jobs[UNTIED])
