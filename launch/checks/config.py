@@ -395,7 +395,8 @@ def _check_devices(
     if isinstance(config, RunConfig) and "serve" in runs:
         has_kernels = partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda")
         yield from finding_of("rollout.quantization", has_kernels)
-        is_served = partial(check_dtype_is_served, config.rollout, cuda=device.kind == "cuda")
+        is_cuda = device.kind == "cuda"
+        is_served = partial(check_dtype_is_served, config.rollout, config.model.path, cuda=is_cuda)
         yield from finding_of("rollout.dtype", is_served)
         on_cpu = partial(check_numerics_device, config.model, cuda=device.kind == "cuda")
         yield from finding_of("model.numerics", on_cpu)

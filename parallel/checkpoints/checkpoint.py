@@ -54,8 +54,8 @@ T = TypeVar("T")
 EXTRA = "extra.json"
 NO_SPACE = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """In the text of an error alone: on its way through Megatron and between ranks its number is lost."""
-OF_CONFIG = ("max_lr", "min_lr", "betas", "eps")
-"""Settings of an optimizer's groups that a checkpoint holds too, and that the running config decides."""
+OF_CONFIG = ("max_lr", "min_lr", "betas", "eps", "foreach", "fused")
+"""Settings of an optimizer's groups that a checkpoint holds too, and that the running config or device decides."""
 CONTENT = {
     "singleton_local_shards": False,
     "chained_optim_avoid_prefix": True,
@@ -100,10 +100,15 @@ def initialise_optimizer_state(optimizer) -> None:
 
 
 def _complete_steps(part) -> None:
-    """Add the counts that torch's AdamW keeps per parameter and Megatron does not save before the first step."""
-    if isinstance(part.optimizer, torch.optim.AdamW):
-        for state in part.optimizer.state.values():
-            state.setdefault("step", torch.tensor(0.0))
+    """Add the counts that torch's AdamW keeps per parameter and Megatron does not save before the first step. Its kernel
+    for all parameters reads them on their device."""
+    if not isinstance(part.optimizer, torch.optim.AdamW):
+        return
+    for group in part.optimizer.param_groups:
+        for parameter in group["params"]:
+            state = part.optimizer.state[parameter]
+            place = parameter.device if group["fused"] else torch.device("cpu")
+            state["step"] = state.get("step", torch.tensor(0.0)).to(place)
 
 
 def _count_without_parameters(optimizer, steps: int) -> None:
@@ -259,10 +264,10 @@ def load(
             chunk.load_state_dict(loaded[f"model{i}"])
         _restore_missing_step(optimizer, loaded["optimizer"], loaded["scheduler"]["num_steps"])
         optimizer.load_state_dict(loaded["optimizer"])
-        for part in optimizer_parts(optimizer):
-            _complete_steps(part)
         for group, of_config in zip(optimizer.param_groups, settings, strict=True):
             group.update(of_config)
+        for part in optimizer_parts(optimizer):
+            _complete_steps(part)
         scheduler.num_steps = 0
         scheduler.load_state_dict(loaded["scheduler"])
         if same_processes:

@@ -178,12 +178,20 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx, heads, cos, sin):
         ctx.save_for_backward(cos, sin)
-        return rotated(heads.to(cos.dtype), cos, sin).to(heads.dtype)
+        return _rotated(heads, cos, sin, backward=False)
 
     @staticmethod
     def backward(ctx, grad):
-        cos, sin = ctx.saved_tensors
-        return rotated(grad.to(cos.dtype), cos, -sin).to(grad.dtype), None, None
+        return _rotated(grad, *ctx.saved_tensors, backward=True), None, None
+
+
+def _rotated(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, *, backward: bool) -> Tensor:
+    if heads_TAD.is_cuda:
+        from parallel.megatron import triton_kernels
+
+        return triton_kernels.rotated(heads_TAD, cos_T1F, sin_T1F, backward=backward)
+    sin_T1F = -sin_T1F if backward else sin_T1F
+    return rotated(heads_TAD.to(cos_T1F.dtype), cos_T1F, sin_T1F).to(heads_TAD.dtype)
 
 
 def packed_attention(

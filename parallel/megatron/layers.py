@@ -40,6 +40,7 @@ from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm, split_rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
+from parallel.megatron.swiglu import use_swiglu
 from parallel.planning.architecture import Architecture, last_stage_layers
 from parallel.planning.model_parts import Experts, Recurrent
 
@@ -218,8 +219,10 @@ def block_spec(
     mine = slice(first, first + get_num_layers_to_build(config, vp_stage))
     is_sparse = is_sparse[mine]
     layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
-    if lora is not None:
-        for sparse, layer in layers.items():
+    for sparse, layer in layers.items():
+        if config.use_te_activation_func:
+            use_swiglu(layer, has_experts=sparse)
+        if lora is not None:
             add_adapters(layer, lora, has_experts=sparse)
     specs = [layers[sparse] for sparse in is_sparse]
     if (recurrent := architecture.recurrent) is not None:
@@ -438,6 +441,9 @@ def transformer_config(
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
         activation_func=_activation(architecture, is_aligned=is_aligned),
+        use_te_activation_func=not (
+            is_aligned or architecture.has_sinks
+        ),  # the layers' is our own: ``use_swiglu``
         add_qkv_bias=architecture.qkv_bias,
         # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
         qk_layernorm=architecture.qk_norm,

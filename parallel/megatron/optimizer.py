@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from configs.schema.learner import OptimizerConfig
+from parallel.megatron import platform
 
 FIRST_LOSS_SCALE, LEAST_LOSS_SCALE = 2.0**16, 1.0
 """Loss scales of a float16 model. Megatron ignores one overflow, then halves the scale on each. After a thousand
@@ -22,8 +23,8 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW for a model's chunks inside Megatron's DistributedDataParallel. ``dtype`` is the model's.
 
-    It is torch's (``setup``) and updates one parameter after another. On GPUs its default is all at once, which takes
-    as much memory again as a moment of every parameter.
+    It is torch's (``setup``). On GPUs each number is read and written once, by one kernel; the default there takes as much
+    memory again as a moment of every parameter. On CPU it updates one parameter after another.
     """
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -46,7 +47,7 @@ def build_optimizer(
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for group in part.optimizer.param_groups if part.optimizer is not None else ():
-            group["foreach"] = False
+            group["foreach"], group["fused"] = False, platform.has_cuda()
     return optimizer
 
 

@@ -1,4 +1,4 @@
-"""RMSNorm, on CPU in float32 and over tensor-parallel ranks by an own forward and backward pass."""
+"""RMSNorm, in float32 on CPU, on CUDA, and over tensor-parallel ranks by an own forward and backward pass."""
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return _Float32RMSNorm.apply(x, weight, eps)
+    if x.is_cuda:
+        return _KernelRMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
@@ -35,6 +37,24 @@ class _Float32RMSNorm(torch.autograd.Function):
         grad_n = (grad * n).flatten(0, -2)
         mean = torch.mv(grad_n, weight).div_(n.shape[-1]).view(r.shape)
         return torch.addcmul(grad * weight, n, mean, value=-1).mul_(r), grad_n.sum(0), None
+
+
+class _KernelRMSNorm(torch.autograd.Function):
+    """The same by one kernel each way, also of many short rows, such as heads, and of parts of longer ones."""
+
+    @staticmethod
+    def forward(ctx, x, weight, eps):
+        from parallel.megatron import triton_kernels
+
+        out, root = triton_kernels.rms_norm(x, weight, eps)
+        ctx.save_for_backward(x, weight, root)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        from parallel.megatron import triton_kernels
+
+        return *triton_kernels.rms_norm_gradient(grad, *ctx.saved_tensors), None
 
 
 def split_rms_norm(x: Tensor, weight: Tensor, eps: float, size: int, group: dist.ProcessGroup) -> Tensor:

@@ -117,9 +117,9 @@ def _product(hidden_CH: Tensor, weight_VH: Tensor) -> Tensor:
     return hidden_CH @ weight_VH.t()
 
 
-def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, temperature: float, product=_product) -> Tensor:
-    """float32 [C, V], a fresh tensor that may be changed in place."""
-    logits_CV = product(hidden_CH, weight_VH).float()
+def _scaled(product_CV: Tensor, temperature: float) -> Tensor:
+    """float32 [C, V], a fresh tensor, or the product itself, that may be changed in place."""
+    logits_CV = product_CV.float()
     return logits_CV if temperature == 1.0 else logits_CV.div_(temperature)
 
 
@@ -148,12 +148,14 @@ class _KeptHere:
         return cls(kept.num_T > 0, tokens_M, columns_M, chunk_tokens, bounds)
 
     def limit(self, logits_CV: Tensor, start: int) -> None:
-        """Set the logits of what was not kept to ``NEVER``, in place. start: the chunk's first token."""
+        """Set the logits of what was not kept to ``NEVER``, or the least number of their dtype, in place. start: the chunk's
+        first token."""
         chunk = start // self.chunk_tokens
         ids = slice(self.bounds[chunk], self.bounds[chunk + 1])
         places = self.tokens_M[ids] - start, self.columns_M[ids]
         kept_values = logits_CV[places]
-        logits_CV.masked_fill_(self.is_limited_T[start : start + self.chunk_tokens, None], NEVER)
+        never = max(NEVER, torch.finfo(logits_CV.dtype).min)
+        logits_CV.masked_fill_(self.is_limited_T[start : start + self.chunk_tokens, None], never)
         logits_CV[places] = kept_values
 
 
@@ -193,18 +195,18 @@ class _LinearLogprobs(torch.autograd.Function):
         for start in range(0, hidden_TH.shape[0], ctx.settings.chunk_tokens):
             chunk = slice(start, start + ctx.settings.chunk_tokens)
             hidden_CH = hidden_TH[chunk].to(dtype)
-            logits_CV = _scaled_logits(hidden_CH, rows_VH, temperature)
+            product_CV = _product(hidden_CH, rows_VH)
             if ctx.kept_here is not None:
-                ctx.kept_here.limit(logits_CV, start)
-            grad_CV = _grad_logits(
-                logits_CV,
+                ctx.kept_here.limit(product_CV, start)
+            grad_CV = _grad_product(
+                product_CV,
                 targets_T[chunk] - ctx.first,
                 log_z_T[chunk],
                 entropy_T[chunk],
                 grad_logprobs_T[chunk],
                 None if grad_entropy_T is None else grad_entropy_T[chunk],
+                temperature,
             )
-            grad_CV = (grad_CV if temperature == 1.0 else grad_CV.div_(temperature)).to(dtype)
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
             if grad_weight_VH is not None:
                 _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
@@ -217,6 +219,8 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right, total in float32 whatever the dtype of the factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
+    elif total.is_cuda:  # the product is not rounded on its way
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += left @ right
 
@@ -236,23 +240,44 @@ def _sums(
     sums_3T = hidden_TH.new_zeros((3, num_tokens), dtype=torch.float32)
     if num_columns == 0:
         return maximum_T, sums_3T
-    is_local_T = (local_targets_T >= 0) & (local_targets_T < num_columns)
     product = settings.whole_logits or _product
     for start in range(0, num_tokens, settings.chunk_tokens):
         chunk = slice(start, start + settings.chunk_tokens)
-        hidden_CH = hidden_TH[chunk].to(rows_VH.dtype)
-        logits_CV = _scaled_logits(hidden_CH, rows_VH, settings.temperature, product)
+        product_CV = product(hidden_TH[chunk].to(rows_VH.dtype), rows_VH)
         if kept_here is not None:
-            kept_here.limit(logits_CV, start)
-        maximum_T[chunk] = logits_CV.amax(-1)
-        column_C1 = torch.where(is_local_T[chunk], local_targets_T[chunk], 0).unsqueeze(1)
-        sums_3T[1, chunk] = torch.where(is_local_T[chunk], logits_CV.gather(1, column_C1).squeeze(1), 0.0)
-        logits_CV.sub_(maximum_T[chunk].unsqueeze(1))
-        exponentials_CV = logits_CV.exp()
-        sums_3T[0, chunk] = exponentials_CV.sum(-1)
-        if settings.with_entropy:
-            sums_3T[2, chunk] = exponentials_CV.mul_(logits_CV).sum(-1)
+            kept_here.limit(product_CV, start)
+        sums_4C = _chunk_sums(
+            product_CV, local_targets_T[chunk], settings.temperature, with_entropy=settings.with_entropy
+        )
+        maximum_T[chunk], sums_3T[:, chunk] = sums_4C[0], sums_4C[1:]
     return maximum_T, sums_3T
+
+
+def _chunk_sums(
+    product_CV: Tensor, local_targets_C: Tensor, temperature: float, *, with_entropy: bool
+) -> Tensor:
+    """``_sums`` of one chunk, [4, C]. The product may be changed."""
+    if product_CV.is_cuda:
+        from parallel.megatron import triton_kernels
+
+        return triton_kernels.logit_sums(product_CV, local_targets_C, temperature, with_entropy=with_entropy)
+    logits_CV = _scaled(product_CV, temperature)
+    is_local_C, column_C1 = _local_columns(local_targets_C, logits_CV.shape[1])
+    sums_4C = logits_CV.new_zeros((4, len(logits_CV)))
+    sums_4C[0] = logits_CV.amax(-1)
+    sums_4C[2] = torch.where(is_local_C, logits_CV.gather(1, column_C1).squeeze(1), 0.0)
+    logits_CV.sub_(sums_4C[0].unsqueeze(1))
+    exponentials_CV = logits_CV.exp()
+    sums_4C[1] = exponentials_CV.sum(-1)
+    if with_entropy:
+        sums_4C[3] = exponentials_CV.mul_(logits_CV).sum(-1)
+    return sums_4C
+
+
+def _local_columns(local_targets_C: Tensor, num_columns: int) -> tuple[Tensor, Tensor]:
+    """(whether a target is among this rank's columns [C], its column or 0 [C, 1])."""
+    is_local_C = (local_targets_C >= 0) & (local_targets_C < num_columns)
+    return is_local_C, torch.where(is_local_C, local_targets_C, 0).unsqueeze(1)
 
 
 def _combine_ranks(
@@ -278,9 +303,23 @@ def _combine_ranks(
     return total_T + log_sum_T, (sums_3T[1] - total_T) - log_sum_T, log_sum_T - sums_3T[2] / sums_3T[0]
 
 
-def _grad_logits(logits_CV, local_targets_C, log_z_C, entropy_C, grad_logprobs_C, grad_entropy_C) -> Tensor:
-    """d loss / d x [C, V] = g (1[target] - p) - h p (log p + entropy); g, h: gradients of log-prob and entropy."""
-    logp_CV = logits_CV.sub_(log_z_C.unsqueeze(1))
+def _grad_product(
+    product_CV: Tensor,
+    local_targets_C: Tensor,
+    log_z_C: Tensor,
+    entropy_C: Tensor,
+    grad_logprobs_C: Tensor,
+    grad_entropy_C: Tensor | None,
+    temperature: float,
+) -> Tensor:
+    """d loss / d product, in its dtype, which may be its memory: with x = product / temperature, d loss / d x =
+    g (1[target] - p) - h p (log p + entropy); g, h: gradients of log-prob and entropy."""
+    if product_CV.is_cuda and product_CV.shape[1]:
+        from parallel.megatron import triton_kernels
+
+        rows = (local_targets_C, log_z_C, entropy_C, grad_logprobs_C, grad_entropy_C)
+        return triton_kernels.logit_gradient_(product_CV, *rows, temperature)
+    logp_CV = _scaled(product_CV, temperature).sub_(log_z_C.unsqueeze(1))
     probabilities_CV = logp_CV.exp()
     if grad_entropy_C is None:
         grad_CV = probabilities_CV.mul_(-grad_logprobs_C.unsqueeze(1))
@@ -288,8 +327,7 @@ def _grad_logits(logits_CV, local_targets_C, log_z_C, entropy_C, grad_logprobs_C
         factor_CV = logp_CV.add_(entropy_C.unsqueeze(1)).mul_(grad_entropy_C.unsqueeze(1))
         factor_CV.add_(grad_logprobs_C.unsqueeze(1))
         grad_CV = probabilities_CV.mul_(factor_CV).neg_()
-    is_local_C = (local_targets_C >= 0) & (local_targets_C < grad_CV.shape[1])
     if grad_CV.shape[1]:
-        column_C1 = torch.where(is_local_C, local_targets_C, 0).unsqueeze(1)
+        is_local_C, column_C1 = _local_columns(local_targets_C, grad_CV.shape[1])
         grad_CV.scatter_add_(1, column_C1, torch.where(is_local_C, grad_logprobs_C, 0.0).unsqueeze(1))
-    return grad_CV
+    return (grad_CV if temperature == 1.0 else grad_CV.div_(temperature)).to(product_CV.dtype)

@@ -116,10 +116,9 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     Attention on T tokens, A / t and K / t heads (at least one key/value head): rotated queries and the output,
     2 c D A; keys and values, see ``_keys_and_values``, or of latent attention 2 c D A and, of T / t tokens, ``_latent_row``;
     the sums of the softmax, 4 A; the packed output for the projection, b D A, or b V A of values of another size. Norms of
-    queries and keys: see ``_qk_norm_token``. MLP on T tokens: the halves of gate and up, 2 I,
-    silu(gate), up, and their product: 5 b I / t.
+    queries and keys: see ``_qk_norm_token``. MLP on T tokens: the halves of gate and up, 2 I, and silu(gate) up: 3 b I / t.
     Experts on the rank's own T tokens (T / t under sequence parallelism), if the router spreads tokens evenly
-    over ranks: for each chosen expert the token b H, 5 b I, and b I for the product times the router's weight;
+    over ranks: for each chosen expert the token b H, 3 b I, and b I for the product times the router's weight;
     8 bytes an expert for the router's probabilities and choice; of float32 logits a copy of a 2-byte input, 4 H. A shared
     expert of size S is an MLP on T tokens.
 
@@ -178,15 +177,17 @@ def _mlp_bytes(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: 
     if a.experts and is_sparse:
         e = a.experts
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
-        halves = 5 if e.clamp is None else 7  # the sum with the bias, both clamped halves
+        halves = (
+            3 if e.clamp is None else 7
+        )  # the sum with the bias, both clamped halves, and what Megatron keeps
         copied = 4 * a.hidden_size if e.float32_logits and b == 2 and not work.lora else 0
-        shared = tokens * (4 if work.lora else 5) * b * e.shared_size // layout.tp
+        shared = tokens * (2 if work.lora else 3) * b * e.shared_size // layout.tp
         if e.has_shared_gate:  # the output and the gate that it is multiplied by
             shared += rows * b * (a.hidden_size + 1)
         return shared + rows * (
             e.experts_per_token * b * (inputs + halves * e.intermediate_size) + 8 * e.num_experts + copied
         )
-    return tokens * 4 * b * a.intermediate_size // layout.tp
+    return tokens * 2 * b * a.intermediate_size // layout.tp
 
 
 def rule_bytes(a: Architecture, layout: LayoutConfig, work: Work) -> int:
@@ -269,16 +270,21 @@ def _qk_norm_token(a: Architecture, heads: int, kv_heads: int, work: Work) -> in
 def logits_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
     """Greatest memory of the backward pass of the log-probs (``vocab_parallel.linear_logprobs``).
 
-    A chunk of C tokens: logits and probabilities in float32, 8 C V / t, and in a 2-byte dtype the product
-    before the logits, 2 C V / t. The weight's gradient is summed in float32, 4 V H / t, and rounded to a 2-byte
-    dtype, 2 V H / t; a frozen one, beside adapters, has none. The hidden states' gradient is b T H. ``fp32_lm_head``
-    multiplies by a float32 copy of a 2-byte weight, 4 V H / t, and needs no product in that dtype.
+    A chunk of C tokens: on CPU logits and probabilities in float32, 8 C V / t, and in a 2-byte dtype the product
+    before the logits, 2 C V / t; on CUDA the product alone, b C V / t, which its gradient overwrites. The weight's gradient
+    is summed in float32, 4 V H / t, and rounded to a 2-byte dtype, 2 V H / t, on CUDA after the last chunk; a frozen one,
+    beside adapters, has none. The hidden states' gradient is b T H. ``fp32_lm_head`` multiplies by a float32 copy of a 2-byte
+    weight, 4 V H / t, and its product is in float32.
     """
     rows = padded_vocab_size(architecture.vocab_size, layout.tp) // layout.tp
     rounded = 2 if work.dtype_bytes == 2 else 0
     tokens = -(-work.token_budget // layout.cp)
     has_copy = work.fp32_lm_head and rounded > 0
-    chunk = min(work.chunk_tokens, tokens) * rows * (8 + (0 if has_copy else rounded))
-    copy = rows * architecture.hidden_size * 4 if has_copy else 0
-    weight_gradient = rows * architecture.hidden_size * (4 + rounded) if work.lora is None else 0
-    return chunk + copy + weight_gradient + tokens * architecture.hidden_size * work.dtype_bytes
+    product = 0 if has_copy else rounded
+    of_logit = (product or 4) if work.device == "cuda" else 8 + product
+    chunk, weight = min(work.chunk_tokens, tokens) * rows * of_logit, rows * architecture.hidden_size
+    copy = weight * 4 if has_copy else 0
+    weight_gradient = weight * 4 if work.lora is None else 0
+    rounding = weight * rounded if work.lora is None else 0
+    at_once = max(chunk, rounding) if work.device == "cuda" else chunk + rounding
+    return at_once + copy + weight_gradient + tokens * architecture.hidden_size * work.dtype_bytes

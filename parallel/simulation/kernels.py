@@ -1,13 +1,14 @@
 """The fused kernels that a GPU has and tensors without numbers do not: what they keep for backward, and their FLOPs.
 
 torch composes attention and RMSNorm of many operations for tensors of the ``meta`` device, each with a result of its
-own. On CUDA both are one kernel, without Transformer Engine too.
+own. On CUDA both are one kernel, without Transformer Engine too, and so are the operations of ``triton_kernels``.
 
 Legend: N sequences, A query heads, K key/value heads, n queries, L keys, D head dimension.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.megatron import attention as packed_attention
+from parallel.megatron import swiglu, vocab_parallel
 from parallel.simulation.device import NotKnown, SimulatedDevice
 
 LOWER_RIGHT = object()
@@ -23,12 +25,9 @@ LOWER_RIGHT = object()
 
 @contextmanager
 def fused(device: SimulatedDevice) -> Iterator[None]:
-    """Inside, ``scaled_dot_product_attention`` and ``rms_norm`` of simulated tensors are fused kernels."""
-    attention, norm = F.scaled_dot_product_attention, F.rms_norm
+    """Inside, the operations of simulated tensors that are one kernel on a GPU make their results alone."""
 
-    def simulated_attention(query, key, value, attn_mask=None, *args, is_causal=False, **kwargs):
-        if not query.is_meta:
-            return attention(query, key, value, attn_mask, *args, is_causal=is_causal, **kwargs)
+    def attention(query, key, value, attn_mask=None, *args, is_causal=False, **kwargs):
         if is_causal or attn_mask is LOWER_RIGHT:
             return _Attention.apply(query, key, value, None, device)
         if isinstance(attn_mask, Tensor) and attn_mask.shape == (query.shape[2], key.shape[2]):
@@ -37,17 +36,37 @@ def fused(device: SimulatedDevice) -> Iterator[None]:
             "attention is simulated if it is causal or has a mask of one number for each query and key"
         )
 
-    def simulated_norm(x, normalized_shape, weight=None, eps=None):
-        if not x.is_meta:
-            return norm(x, normalized_shape, weight, eps)
+    def norm(x, normalized_shape, weight=None, eps=None):
         return _RMSNorm.apply(x, weight)
 
-    with (
-        patch.object(F, "scaled_dot_product_attention", simulated_attention),
-        patch.object(F, "rms_norm", simulated_norm),
-        patch.object(packed_attention, "causal_lower_right", lambda queries, keys: LOWER_RIGHT),
-    ):
+    def sums(product_CV, *args, **kwargs):
+        return torch.empty((4, len(product_CV)), dtype=torch.float32, device=product_CV.device)
+
+    def add_product(total, left, right):
+        device.flops += 2 * total.numel() * left.shape[1]
+
+    kernels: dict[tuple[Any, str], Callable[..., Any]] = {
+        (F, "scaled_dot_product_attention"): attention,
+        (F, "rms_norm"): norm,
+        (vocab_parallel, "_chunk_sums"): sums,
+        (vocab_parallel, "_grad_product"): lambda product_CV, *args: product_CV,
+        (vocab_parallel, "_add_product"): add_product,
+        (swiglu, "_activated"): lambda gate_up: torch.empty_like(gate_up.chunk(2, -1)[0]),
+        (swiglu, "_gradient"): lambda grad, gate_up: torch.empty_like(gate_up),
+        (packed_attention, "_rotated"): lambda heads, *args, **kwargs: torch.empty(
+            heads.shape, dtype=heads.dtype, device=heads.device
+        ),
+    }
+    with ExitStack() as inside:
+        for (place, name), kernel in kernels.items():
+            inside.enter_context(patch.object(place, name, _of_simulated(getattr(place, name), kernel)))
+        masks = patch.object(packed_attention, "causal_lower_right", lambda queries, keys: LOWER_RIGHT)
+        inside.enter_context(masks)
         yield
+
+
+def _of_simulated(real: Callable[..., Any], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda x, *args, **kwargs: (kernel if x.is_meta else real)(x, *args, **kwargs)
 
 
 def attention_flops(query: Tensor, key: Tensor, *, is_causal: bool = True) -> int:

@@ -156,6 +156,8 @@ def server_command(
         flags["base-gpu-id"] = share.first_gpu
         if spec.config.launch.placement == "colocated":  # the server then lends its GPUs' memory on request
             flags["enable-memory-saver"] = True
+        if config.dtype == "float32":  # which SGLang's default, fa3 or flashinfer, does not take
+            flags["attention-backend"] = "triton"
     else:
         # Nothing is compiled on first use, and wait_healthy generates a token anyway.
         flags |= {"device": "cpu", "skip-server-warmup": True}
@@ -203,6 +205,8 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
     paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if spec.cuda:
+        # By default Triton rounds the factors of float32 products to TF32, of 10 bits: attention was off by 1.6e-3 nats.
+        environment.setdefault("TRITON_F32_DEFAULT", "ieee")
         return environment
     threads = spec.config.launch.threads_per_process
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), **REUSED_MEMORY}
@@ -387,11 +391,10 @@ def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
         )
 
 
-def check_dtype_is_served(config: RolloutConfig, *, cuda: bool) -> None:
-    """Refuse float32 on GPUs where SGLang chooses the attention: fa3 and flashinfer, whatever the dtype. Raises ValueError."""
-    names = {name.replace("_", "-") for name in config.server_args}
-    if cuda and config.dtype == "float32" and "attention-backend" not in names:
+def check_dtype_is_served(config: RolloutConfig, model: Path, *, cuda: bool) -> None:
+    """Refuse float32 on GPUs for gated delta nets, whose kernels of SGLang take numbers of two bytes. Raises ValueError."""
+    if cuda and config.dtype == "float32" and has_recurrent_layers(model):
         raise ValueError(
-            "rollout.dtype=float32: the attention that SGLang chooses on GPUs takes numbers of two bytes alone; set rollout.dtype=bfloat16 "
-            "(and model.dtype, for the smallest gap), or name one that takes float32 in rollout.server_args.attention_backend"
+            "rollout.dtype=float32: SGLang's kernels of gated delta nets on GPUs take numbers of two bytes alone; set "
+            "rollout.dtype=bfloat16 (and model.dtype, for the smallest gap)"
         )

@@ -54,7 +54,7 @@ def test_the_quickstart_fits_the_machine(tmp_path, monkeypatch, gpus):
     monkeypatch.setattr(quickstart, "gpus_here", lambda: gpus)
     settings = quickstart.settings_of_machine()
     config = load_config(quickstart.CONFIGS / "countdown_tiny.yaml", [f"model.path={tmp_path}", *settings])
-    check_dtype_is_served(config.rollout, cuda=gpus > 0)
+    check_dtype_is_served(config.rollout, config.model.path, cuda=gpus > 0)
     assert config.rollout.dtype == config.model.dtype
     assert config.layout.world_size <= max(gpus, 2)
     assert gpus != 1 or config.layout.world_size == 1

@@ -7,6 +7,7 @@ import os
 import random
 import resource
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -22,6 +23,7 @@ from configs.schema.layout import LayoutConfig
 from parallel.checkpoints import checkpoint, writers
 from parallel.checkpoints.checkpoint import CheckpointError, DiskFull, optimizer_parts
 from parallel.checkpoints.files import latest_valid, prune, step_folder
+from parallel.megatron import optimizer
 from tests.support.megatron_workers import (
     make_batch,
     make_engine,
@@ -44,10 +46,19 @@ def assert_equal(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
+@pytest.fixture
+def as_on_gpus(monkeypatch):
+    """AdamW for all parameters at once, which torch has on CPU too."""
+    monkeypatch.setattr(optimizer, "platform", SimpleNamespace(has_cuda=lambda: True))
+
+
 @pytest.mark.parametrize(
     "dtype, distributed", [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
 )
-def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distributed):
+@pytest.mark.parametrize("fused", [False, True])
+def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distributed, fused, request):
+    if fused:
+        request.getfixturevalue("as_on_gpus")
     settings = dict(dtype=dtype, distributed=distributed, schedule="cosine", weight_decay=0.1)
     batch = make_batch([9, 5, 12])
     first = make_engine(folder, **settings)
@@ -70,6 +81,25 @@ def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distribut
         for state in part.optimizer.state.values()
     ]
     assert {float(step) for step in steps} == {5.0} and len({id(step) for step in steps}) == len(steps)
+    assert all(group["fused"] == fused for group in second._optimizer.param_groups)
+
+
+def test_an_optimizer_of_gpus_steps_as_one_of_cpus_and_goes_on_there(folder, tmp_path, monkeypatch):
+    batch, there = make_batch([9, 5, 12]), make_engine(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(optimizer, "platform", SimpleNamespace(has_cuda=lambda: True))
+        gpu = make_engine(folder)
+    for engine in (gpu, there):
+        engine.update([batch], weighted_loss, temperature=1.0)
+    gpu.save(tmp_path / "step_000001", {})
+    here = make_engine(folder)
+    here.load(tmp_path / "step_000001")
+    assert not any(group["fused"] for group in here._optimizer.param_groups)
+    for engine in (here, there):
+        engine.update([batch], weighted_loss, temperature=1.0)
+    wanted = weights_of(there)
+    for name, weight in weights_of(here).items():
+        torch.testing.assert_close(weight, wanted[name], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("distributed", [True, False])

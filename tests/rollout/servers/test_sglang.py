@@ -366,10 +366,14 @@ def test_one_wrong_bit_of_a_transfer_is_found_and_named(fleet, models, model_dir
 def of_selftest(fleet, control, model_dirs, tmp_path):
     """Runs the work of a selftest's check with this server."""
     init_distributed(60.0)
-    config = load_config(SELFTEST, [f"model.path={model_dirs[0]}"])
     request = {"urls": fleet.urls, "key_file": str(tmp_path / "key.yaml")}
+
+    def run(part, placement="separate"):
+        config = load_config(SELFTEST, [f"model.path={model_dirs[0]}", f"launch.placement={placement}"])
+        return part(RunFolder(tmp_path), config, request)
+
     control.load_from_disk(model_dirs[0], version=2)
-    yield lambda part: part(RunFolder(tmp_path), config, request)
+    yield run
     control.load_from_disk(model_dirs[0], version=2)
 
 
@@ -418,6 +422,26 @@ def test_the_selftest_finds_a_server_that_takes_other_bytes_than_were_sent(of_se
     monkeypatch.setattr(served, "one_bit_flipped", nullcontext)  # so that nothing is refused
     with pytest.raises(CheckFailed, match="the server took the weights"):
         of_selftest(served.flipped_bit)
+
+
+@pytest.mark.engines
+def test_the_selftest_on_shared_devices_asks_a_server_only_for_memory_that_it_has(of_selftest, monkeypatch):
+    """On GPUs a server that is asked twice ends."""
+    given_back, release, resume = set[str](), SGLangControl.release_memory, SGLangControl.resume_memory
+
+    def release_memory(control, tags):
+        assert not given_back & set(tags)
+        given_back.update(tags)
+        release(control, tags)
+
+    def resume_memory(control, tags):
+        assert given_back >= set(tags)
+        given_back.difference_update(tags)
+        resume(control, tags)
+
+    monkeypatch.setattr(SGLangControl, "release_memory", release_memory)
+    monkeypatch.setattr(SGLangControl, "resume_memory", resume_memory)
+    assert "other bytes were received than sent" in of_selftest(served.flipped_bit, "colocated").text
 
 
 @pytest.mark.engines

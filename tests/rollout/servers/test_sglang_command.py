@@ -193,14 +193,25 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
         RolloutConfig(quantization="fp8", precision="int8")
 
 
-def test_float32_is_refused_on_gpus_unless_an_attention_is_named():
-    """SGLang chooses fa3 or flashinfer there whatever the dtype, and neither takes float32."""
-    check_dtype_is_served(RolloutConfig(dtype="float32"), cuda=False)
-    check_dtype_is_served(RolloutConfig(), cuda=True)
-    for name in ("attention_backend", "attention-backend"):
-        check_dtype_is_served(RolloutConfig(dtype="float32", server_args={name: "torch_native"}), cuda=True)
-    with pytest.raises(ValueError, match=r"rollout\.dtype=float32: .* set rollout\.dtype=bfloat16"):
-        check_dtype_is_served(RolloutConfig(dtype="float32"), cuda=True)
+def test_float32_on_gpus_is_served_by_exact_products_and_refused_for_gated_delta_nets(tmp_path):
+    """SGLang would choose fa3 or flashinfer, whatever the dtype, and neither takes float32. Triton rounds to TF32 by default."""
+    share = ServerShare(replica=0, node=0, node_rank=0, num_nodes=1, first_gpu=0, num_ranks=1)
+    ports = Ports(http=1, nccl=2)
+    for dtype, own, backend in (
+        ("float32", {}, "triton"),
+        ("bfloat16", {}, None),
+        ("float32", {"attention_backend": "torch_native"}, "torch_native"),
+    ):
+        spec = server_spec(tmp_path, cuda=True, dtype=dtype, server_args=own)
+        flags = dict(pairwise(server_command(spec, share, ports)))
+        assert flags.get("--attention-backend") == backend
+        assert server_environment(spec, share, 0)["TRITON_F32_DEFAULT"] == "ieee"
+    check_dtype_is_served(RolloutConfig(dtype="float32"), tmp_path, cuda=True)
+    (tmp_path / "config.json").write_text(json.dumps({"linear_num_value_heads": 4}))
+    check_dtype_is_served(RolloutConfig(), tmp_path, cuda=True)
+    check_dtype_is_served(RolloutConfig(dtype="float32"), tmp_path, cuda=False)
+    with pytest.raises(ValueError, match=r"rollout\.dtype=float32: SGLang's kernels of gated delta nets"):
+        check_dtype_is_served(RolloutConfig(dtype="float32"), tmp_path, cuda=True)
 
 
 def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:

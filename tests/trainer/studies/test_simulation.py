@@ -134,8 +134,9 @@ def test_memory_of_what_stays_is_the_plans_and_the_peak_is_near(number, simulate
     for name in ("parameters", "gradients", "optimizer"):
         assert at_start[name] == pytest.approx(getattr(plan, name), rel=0.005, abs=2**17), name
     update = plan.lasting + plan.activations + plan.logits + plan.pipeline
-    # The logits' share is an upper bound, and larger in so small a model; recipes are within 5 % (simulated_recipes.md).
-    assert 0.9 * update <= rank.parts["update"].peak <= 1.05 * update
+    # The gradients inside a layer, which are not planned, are more than the logits of so small a vocabulary; recipes are
+    # within 6 % (simulated_recipes.md).
+    assert 0.9 * update <= rank.parts["update"].peak <= 1.06 * update
     # The plan is of weights that are converted as they are sent, each large one into a buffer of its own.
     assert rank.parts["sync"].peak <= plan.lasting + plan.transfer
 

@@ -1,0 +1,63 @@
+"""The gated activation of MLPs and experts, silu(gate) up, as one operation (N. Shazeer, arXiv 2002.05202)."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class SwiGLU:
+    """silu(gate) up of the halves gate and up of the last dimension, for the place in which Megatron puts Transformer Engine's.
+
+    Of Megatron's own four operations autograd keeps two tensors more than the halves, and adds 0 to one of them.
+    """
+
+    def __init__(self, config: TransformerConfig):
+        """Nothing of the config is needed."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        return _SwiGLU.apply(gate_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        return _activated(gate_up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return _gradient(grad, *ctx.saved_tensors)
+
+
+def _activated(gate_up: Tensor) -> Tensor:
+    if gate_up.is_cuda:
+        from parallel.megatron import triton_kernels
+
+        return triton_kernels.swiglu(gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def _gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """With s = sigmoid(gate): d silu(gate) / d gate = s (1 + gate (1 - s))."""
+    if gate_up.is_cuda:
+        from parallel.megatron import triton_kernels
+
+        return triton_kernels.swiglu_gradient(grad, gate_up)
+    gate, up = gate_up.chunk(2, -1)
+    return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
+
+
+def use_swiglu(layer: ModuleSpec, *, has_experts: bool) -> None:
+    """In a layer's specification. Megatron takes it with ``use_te_activation_func``."""
+    submodules: Any = layer.submodules
+    mlp = submodules.mlp.submodules
+    parts = (mlp.experts.submodules, mlp.shared_experts.submodules) if has_experts else (mlp,)
+    for part in parts:
+        part.activation_func = SwiGLU
