@@ -5,6 +5,7 @@ the 64-bit hashes of all buckets. They come by a broadcast each, or, on one mach
 (``tandem_process_memory.py``).
 """
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -75,7 +76,8 @@ class RunningHash:
 
     def add(self, part: Tensor) -> None:
         if self._xxh3 is not None:
-            self._xxh3.update(part.cpu().numpy().data)
+            here = part.cpu()
+            self._xxh3.update(_memory_of(here))
 
     def digest(self) -> Tensor:
         """int64 []."""
@@ -86,8 +88,14 @@ class RunningHash:
 
 def xxh3(flat: Tensor) -> Tensor:
     """XXH3 with 64 bits (Collet). A change goes unseen with a chance of about 2^-64."""
-    digest = xxhash.xxh3_64_intdigest(flat.cpu().numpy().data)
-    return torch.tensor(_as_int64(digest), device=flat.device)
+    here = flat.cpu()
+    return torch.tensor(_as_int64(xxhash.xxh3_64_intdigest(_memory_of(here))), device=flat.device)
+
+
+def _memory_of(here: Tensor) -> ctypes.Array:
+    """The bytes of a tensor in this process's memory, while it lives. ``numpy`` would forbid torch to resize its storage, which
+    is a weight's own where it is sent as it is; an offloaded learner gives it back."""
+    return (ctypes.c_ubyte * here.numel()).from_address(here.data_ptr())
 
 
 def multiply_sum(flat: Tensor) -> Tensor:

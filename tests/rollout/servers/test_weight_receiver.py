@@ -364,6 +364,17 @@ def test_a_hash_changes_with_every_bit_and_with_the_order_and_the_length(kind, c
         assert digest != int(transfer.weight_hash(swapped, kind))
 
 
+@pytest.mark.parametrize("kind", transfer.HASHES)
+def test_a_hashed_weight_can_give_its_memory_back(kind):
+    """As an offloaded learner's do, of which large ones are sent as they are."""
+    flat = torch.arange(100, dtype=torch.uint8)
+    running = transfer.RunningHash(flat, kind)
+    for part in flat.split(30):
+        running.add(part)
+    assert int(running.digest()) == int(transfer.weight_hash(flat, kind))
+    flat.untyped_storage().resize_(0)
+
+
 @given(
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=5).map(tuple),
     is_whole=st.booleans(),
