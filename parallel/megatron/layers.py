@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from numerics.delta_rule import ChunkPlan
-from parallel.megatron import aligned, moe, platform
+from parallel.megatron import accumulation, aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, paired_in_halves, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.latent_attention import LatentAttention
@@ -382,7 +382,6 @@ _ALWAYS: dict[str, Any] = {
     "perform_initialization": True,
     **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _keep_values),
     # They need Apex or CUDA.
-    "gradient_accumulation_fusion": False,
     "masked_softmax_fusion": False,
     "bias_activation_fusion": False,
     "bias_dropout_fusion": False,
@@ -441,6 +440,8 @@ def transformer_config(
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
         activation_func=_activation(architecture, is_aligned=is_aligned),
+        # Of Megatron's own layers: ``accumulation``.
+        gradient_accumulation_fusion=has_adapters or not uses_transformer_engine(architecture, dtype),
         use_te_activation_func=not (
             is_aligned or architecture.has_sinks
         ),  # the layers' is our own: ``use_swiglu``

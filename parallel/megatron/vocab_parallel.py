@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.kept_sets import KeptSets
+from parallel.megatron import accumulation
 
 NEVER = -1e30
 """Logit of an id that the sampler had not kept. exp(NEVER - x) is exactly 0 for every real logit x, and 0 * NEVER is 0,
@@ -209,20 +210,10 @@ class _LinearLogprobs(torch.autograd.Function):
             )
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
             if grad_weight_VH is not None:
-                _add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
+                accumulation.add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_TH, grad_weight_VH, None, None
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, total in float32 whatever the dtype of the factors."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    elif total.is_cuda:  # the product is not rounded on its way
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:
-        total += left @ right
 
 
 def _sums(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from parallel.megatron import attention as packed_attention
-from parallel.megatron import swiglu, vocab_parallel
+from parallel.megatron import accumulation, swiglu, vocab_parallel
 from parallel.simulation.device import NotKnown, SimulatedDevice
 
 LOWER_RIGHT = object()
@@ -50,7 +50,7 @@ def fused(device: SimulatedDevice) -> Iterator[None]:
         (F, "rms_norm"): norm,
         (vocab_parallel, "_chunk_sums"): sums,
         (vocab_parallel, "_grad_product"): lambda product_CV, *args: product_CV,
-        (vocab_parallel, "_add_product"): add_product,
+        (accumulation, "add_product"): add_product,
         (swiglu, "_activated"): lambda gate_up: torch.empty_like(gate_up.chunk(2, -1)[0]),
         (swiglu, "_gradient"): lambda grad, gate_up: torch.empty_like(gate_up),
         (packed_attention, "_rotated"): lambda heads, *args, **kwargs: torch.empty(

@@ -39,8 +39,11 @@ def folder(tmp_path_factory):
 
 def reference_gradient(engine, microbatches):
     """The plain sum of the micro-batches' gradients, by torch.autograd on the bare model, without Megatron's
-    DDP or schedule."""
+    DDP or schedule, and without linear layers that add their own."""
     engine.chunks[0].zero_grad(set_to_none=True)
+    for module in engine.chunks[0].modules():
+        if hasattr(module, "gradient_accumulation_fusion"):
+            module.gradient_accumulation_fusion = False
     parameters = dict(engine.chunks[0].named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in microbatches:
