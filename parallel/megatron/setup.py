@@ -1,7 +1,7 @@
 """Preparation of Megatron-Core 0.16: import this module before ``megatron.core``, on every platform.
 
-It silences warnings about absent kernels, hides a Transformer Engine that does not import, chooses torch's AdamW and
-repairs the distributed optimizer's checkpoints. Without CUDA ``parallel.megatron.cpu`` first puts its stand-ins in place.
+It silences warnings about absent kernels, hides a Transformer Engine that does not import, chooses torch's AdamW and norm of
+gradients, and repairs the distributed optimizer's checkpoints. Without CUDA ``parallel.megatron.cpu`` first puts its stand-ins in place.
 """
 
 import warnings
@@ -96,6 +96,22 @@ def _with_padding(flat: torch.Tensor, buffer) -> torch.Tensor:
     return padded
 
 
+def _take_gradients_together() -> None:
+    """Norm and clipping of all gradients by few operations. Megatron's own, in the place of Apex's, has the host read a number
+    of each parameter from the device, and clips a copy of each gradient that it copies back."""
+    from megatron.core.optimizer import clip_grads
+
+    def norm(chunk_size, no_overflow, tensor_lists, per_tensor):
+        return torch.nn.utils.get_total_norm(tensor_lists[0]).view(1), None
+
+    def scale(chunk_size, no_overflow, tensor_lists, factor):
+        source, target = tensor_lists
+        assert all(one is other for one, other in zip(source, target, strict=True))
+        torch._foreach_mul_(target, factor)
+
+    clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm, scale
+
+
 def install() -> None:
     """Put the repairs in place, once. Called on import."""
     if not getattr(torch, "_tandem_megatron_repaired", False):
@@ -103,6 +119,7 @@ def install() -> None:
         _choose_torchs_optimizer()
         _repair_distributed_optimizer()
         _repair_checkpoints_of_several_buckets()
+        _take_gradients_together()
 
 
 install()
