@@ -43,6 +43,7 @@ from rollout.servers.command import (
     check_numerics_device,
     check_quantization,
     check_server_args,
+    check_windows_are_served,
     choose_ports,
 )
 from rollout.tokenizer_files import check_same_tokens
@@ -404,10 +405,14 @@ def _check_devices(
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
     if fits_model and _has_model_configs(config):
         yield from memory_problems(config, device, runs)
-        if isinstance(config, RunConfig) and "serve" in runs and device.kind == "cpu":
+        if isinstance(config, RunConfig) and "serve" in runs:
             architecture = read_architecture(read_hf_config(config.model.path))
-            has_plugin = config.rollout.sglang_plugin
-            yield from finding_of("rollout.sglang_plugin", check_served_on_cpu, architecture, has_plugin)
+            if device.kind == "cpu":
+                has_plugin = config.rollout.sglang_plugin
+                yield from finding_of("rollout.sglang_plugin", check_served_on_cpu, architecture, has_plugin)
+            are_served = partial(check_windows_are_served, cuda=device.kind == "cuda")
+            of_model = (architecture.model_type, architecture.windows)
+            yield from finding_of("rollout.server_args", are_served, config.rollout, *of_model)
 
 
 def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Finding]:

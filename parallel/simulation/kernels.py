@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.megatron import attention as packed_attention
 from parallel.megatron import accumulation, swiglu, vocab_parallel
+from parallel.megatron import attention as packed_attention
 from parallel.simulation.device import NotKnown, SimulatedDevice
 
 LOWER_RIGHT = object()

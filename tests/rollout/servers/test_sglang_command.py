@@ -20,6 +20,7 @@ from rollout.servers.command import (
     check_dtype_is_served,
     check_quantization,
     check_server_args,
+    check_windows_are_served,
     choose_ports,
     cpu_binding,
     files_of_other_models,
@@ -212,6 +213,20 @@ def test_float32_on_gpus_is_served_by_exact_products_and_refused_for_gated_delta
     check_dtype_is_served(RolloutConfig(dtype="float32"), tmp_path, cuda=False)
     with pytest.raises(ValueError, match=r"rollout\.dtype=float32: SGLang's kernels of gated delta nets"):
         check_dtype_is_served(RolloutConfig(dtype="float32"), tmp_path, cuda=True)
+
+
+def test_windows_are_refused_where_sglang_would_cut_them_short():
+    for own in ({}, {"attention_backend": "fa3"}):
+        check_windows_are_served(RolloutConfig(server_args=own), "olmo3", (16, None), cuda=True)
+    triton = RolloutConfig(server_args={"attention-backend": "triton"})
+    check_windows_are_served(triton, "olmo3", (16, None), cuda=False)
+    check_windows_are_served(triton, "olmo2", (), cuda=True)
+    of_decode = RolloutConfig(server_args={"decode_attention_backend": "triton"})
+    for config in (triton, of_decode, RolloutConfig(dtype="float32")):
+        with pytest.raises(
+            ValueError, match=r"leaves out the oldest token of a window .* this olmo3 has windows"
+        ):
+            check_windows_are_served(config, "olmo3", (16, None), cuda=True)
 
 
 def gpus_of(config: RolloutConfig, *, first_gpu: int, cuda: bool) -> list[range | None]:
