@@ -28,6 +28,3 @@ def use_in_linear_layers() -> None:
 
     layers.fused_weight_gradient_mlp_cuda = SimpleNamespace(wgrad_gemm_accum_fp32=add_gradient)
     layers._grad_accum_fusion_available = True
-
-
-use_in_linear_layers()

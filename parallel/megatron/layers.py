@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from numerics.delta_rule import ChunkPlan
-from parallel.megatron import aligned, moe, platform
+from parallel.megatron import accumulation, aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, paired_in_halves, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.latent_attention import LatentAttention
@@ -361,6 +361,9 @@ def _transformer_engine_attention() -> type:
             )
 
     return RotaryTEAttention
+
+
+accumulation.use_in_linear_layers()
 
 
 def _keep_values(tensor: Tensor) -> Tensor:
