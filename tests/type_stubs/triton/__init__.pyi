@@ -1,4 +1,4 @@
-# Triton is installed with torch for CUDA alone.
+# What the product uses of Triton, for the type checker alone, which would read all of its sources.
 from typing import Any
 
 from . import language as language
