@@ -107,7 +107,8 @@ def _take_gradients_together() -> None:
     def scale(chunk_size, no_overflow, tensor_lists, factor):
         source, target = tensor_lists
         assert all(one is other for one, other in zip(source, target, strict=True))
-        torch._foreach_mul_(target, factor)  # pyright: ignore[reportPrivateImportUsage]
+        if target:  # a stage of a pipeline may have no experts
+            torch._foreach_mul_(target, factor)  # pyright: ignore[reportPrivateImportUsage]
 
     clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm, scale
 
