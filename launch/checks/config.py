@@ -393,13 +393,13 @@ def _check_devices(
 ) -> Iterator[Finding]:
     if is_here:
         yield from _check_gpus(config, runs)
+    is_cuda = device.kind == "cuda"
     if isinstance(config, RunConfig) and "serve" in runs:
-        has_kernels = partial(check_has_kernels, config.rollout, cuda=device.kind == "cuda")
+        has_kernels = partial(check_has_kernels, config.rollout, cuda=is_cuda)
         yield from finding_of("rollout.quantization", has_kernels)
-        is_cuda = device.kind == "cuda"
         is_served = partial(check_dtype_is_served, config.rollout, config.model.path, cuda=is_cuda)
         yield from finding_of("rollout.dtype", is_served)
-        on_cpu = partial(check_numerics_device, config.model, cuda=device.kind == "cuda")
+        on_cpu = partial(check_numerics_device, config.model, cuda=is_cuda)
         yield from finding_of("model.numerics", on_cpu)
         if "learn" not in runs:
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
@@ -407,12 +407,13 @@ def _check_devices(
         yield from memory_problems(config, device, runs)
         if isinstance(config, RunConfig) and "serve" in runs:
             architecture = read_architecture(read_hf_config(config.model.path))
-            if device.kind == "cpu":
+            if not is_cuda:
                 has_plugin = config.rollout.sglang_plugin
                 yield from finding_of("rollout.sglang_plugin", check_served_on_cpu, architecture, has_plugin)
-            are_served = partial(check_windows_are_served, cuda=device.kind == "cuda")
+            field = "rollout.dtype" if config.rollout.dtype == "float32" else "rollout.server_args"
+            are_served = partial(check_windows_are_served, cuda=is_cuda)
             of_model = (architecture.model_type, architecture.windows)
-            yield from finding_of("rollout.server_args", are_served, config.rollout, *of_model)
+            yield from finding_of(field, are_served, config.rollout, *of_model)
 
 
 def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Finding]:

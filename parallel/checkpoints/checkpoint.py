@@ -132,6 +132,16 @@ def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
             inner["state"].setdefault("common_step", torch.tensor(float(steps)))
 
 
+def _move_steps_to_host(optimizer, state: dict[Any, Any]) -> None:
+    """The step counts of plain optimizers, which Megatron pickles for all ranks: each would open rank 0's device."""
+    parts = optimizer_parts(optimizer)
+    for i in range(len(parts)):
+        part_state = state[i] if len(parts) > 1 else state
+        inner = part_state.get("optimizer", part_state).get("state", {})
+        if isinstance(inner.get("common_step"), torch.Tensor):
+            inner["common_step"] = inner["common_step"].cpu()
+
+
 def save(
     folder: Path,
     *,
@@ -298,6 +308,8 @@ def _checkpoint_state(
         "optimizer": optimizer.sharded_state_dict(model_state, is_loading=is_loading, metadata=metadata),
         "scheduler": scheduler.state_dict(),
     }
+    if not is_loading:
+        _move_steps_to_host(optimizer, state["optimizer"])
     if with_random:
         place = ((dist.get_world_size(),), (dist.get_rank(),))
         state["random"] = ShardedObject("random", _random_state(), *place, replica_id=0)

@@ -10,7 +10,8 @@ from megatron.core.tensor_parallel import layers
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, total in float32 whatever the dtype of the factors. On CUDA the product is not rounded to it."""
+    """total += left @ right, total in float32 whatever the dtype of the factors. On CUDA the product is not rounded to the
+    dtype of its factors."""
     if left.dtype == total.dtype:
         total.addmm_(left, right)
     elif total.is_cuda:

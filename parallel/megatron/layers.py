@@ -44,6 +44,8 @@ from parallel.megatron.swiglu import use_swiglu
 from parallel.planning.architecture import Architecture, last_stage_layers
 from parallel.planning.model_parts import Experts, Recurrent
 
+accumulation.use_in_linear_layers()
+
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
@@ -363,9 +365,6 @@ def _transformer_engine_attention() -> type:
     return RotaryTEAttention
 
 
-accumulation.use_in_linear_layers()
-
-
 def _keep_values(tensor: Tensor) -> Tensor:
     return tensor
 
@@ -443,11 +442,10 @@ def transformer_config(
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
         activation_func=_activation(architecture, is_aligned=is_aligned),
-        # Of Megatron's own layers: ``accumulation``.
-        gradient_accumulation_fusion=has_adapters or not uses_transformer_engine(architecture, dtype),
-        use_te_activation_func=not (
-            is_aligned or architecture.has_sinks
-        ),  # the layers' is our own: ``use_swiglu``
+        # Transformer Engine's layers have such sums of their own, which were not tried.
+        gradient_accumulation_fusion=not uses_transformer_engine(architecture, dtype),
+        # The activation that it names is ours: ``use_swiglu``.
+        use_te_activation_func=not (is_aligned or architecture.has_sinks),
         add_qkv_bias=architecture.qkv_bias,
         # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
         qk_layernorm=architecture.qk_norm,

@@ -1,4 +1,4 @@
-"""RMSNorm, in float32 on CPU, on CUDA, and over tensor-parallel ranks by an own forward and backward pass."""
+"""RMSNorm, by an own forward and backward pass in three places: in float32 on CPU, on CUDA, and over tensor-parallel ranks."""
 
 import torch
 import torch.distributed as dist

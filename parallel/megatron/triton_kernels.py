@@ -184,10 +184,10 @@ def _swiglu_gradient(grads, gate_up, out, size, block: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * size + i, mask=i < size, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * size + size + i, mask=i < size, other=0.0).to(tl.float32)
     grad = tl.load(grads + row * size + i, mask=i < size, other=0.0).to(tl.float32)
-    open_ = tl.sigmoid(gate)
-    of_gate = grad * up * open_ * (1.0 + gate * (1.0 - open_))
+    sigmoid = tl.sigmoid(gate)
+    of_gate = grad * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     tl.store(out + row * 2 * size + i, of_gate.to(out.dtype.element_ty), mask=i < size)
-    tl.store(out + row * 2 * size + size + i, (grad * gate * open_).to(out.dtype.element_ty), mask=i < size)
+    tl.store(out + row * 2 * size + size + i, (grad * gate * sigmoid).to(out.dtype.element_ty), mask=i < size)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

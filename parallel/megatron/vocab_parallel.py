@@ -69,7 +69,7 @@ def linear_logprobs(
 
     kept: the ids over which each token's softmax, log-prob and entropy are taken, with Z = sum over the kept ids of
     all ranks; None: the full vocabulary. Gradients are the same with p = 0 elsewhere. A target outside its own set
-    would have a log-prob of about ``NEVER``.
+    would have a log-prob of about ``NEVER``, or the least number of the product's dtype.
 
     Raises ValueError for shapes that do not fit, temperature <= 0 and chunk_tokens < 1.
     """
@@ -211,6 +211,7 @@ class _LinearLogprobs(torch.autograd.Function):
             grad_hidden_TH[chunk] = grad_CV @ rows_VH
             if grad_weight_VH is not None:
                 accumulation.add_product(grad_weight_VH[: ctx.count], grad_CV.t(), hidden_CH)
+            del product_CV, grad_CV  # before there are others
         if grad_weight_VH is not None:
             grad_weight_VH = grad_weight_VH.to(weight_VH.dtype)
         return grad_hidden_TH, grad_weight_VH, None, None
@@ -241,6 +242,7 @@ def _sums(
             product_CV, local_targets_T[chunk], settings.temperature, with_entropy=settings.with_entropy
         )
         maximum_T[chunk], sums_3T[:, chunk] = sums_4C[0], sums_4C[1:]
+        del product_CV  # before there is another
     return maximum_T, sums_3T
 
 

@@ -116,7 +116,8 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     Attention on T tokens, A / t and K / t heads (at least one key/value head): rotated queries and the output,
     2 c D A; keys and values, see ``_keys_and_values``, or of latent attention 2 c D A and, of T / t tokens, ``_latent_row``;
     the sums of the softmax, 4 A; the packed output for the projection, b D A, or b V A of values of another size. Norms of
-    queries and keys: see ``_qk_norm_token``. MLP on T tokens: the halves of gate and up, 2 I, and silu(gate) up: 3 b I / t.
+    queries and keys: see ``_qk_norm_token``. MLP on T tokens: the halves of gate and up, 2 I, and silu(gate) up: 3 b I / t;
+    with aligned numerics silu(gate) and up beside them.
     Experts on the rank's own T tokens (T / t under sequence parallelism), if the router spreads tokens evenly
     over ranks: for each chosen expert the token b H, 3 b I, and b I for the product times the router's weight;
     8 bytes an expert for the router's probabilities and choice; of float32 logits a copy of a 2-byte input, 4 H. A shared
@@ -187,7 +188,7 @@ def _mlp_bytes(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: 
         return shared + rows * (
             e.experts_per_token * b * (inputs + halves * e.intermediate_size) + 8 * e.num_experts + copied
         )
-    return tokens * 2 * b * a.intermediate_size // layout.tp
+    return tokens * (4 if work.is_aligned else 2) * b * a.intermediate_size // layout.tp
 
 
 def rule_bytes(a: Architecture, layout: LayoutConfig, work: Work) -> int:

@@ -31,6 +31,8 @@ class Work:
     """Of a reference from another folder than the policy's."""
     reference_dtype: str = "bfloat16"
     fp32_lm_head: bool = False
+    is_aligned: bool = False
+    """``model.numerics: aligned``."""
     critic: Architecture | None = None
     critic_dtype: str = "bfloat16"
     critic_distributed: bool = True
@@ -73,6 +75,7 @@ def work_of(
         reference=reference,
         reference_dtype=((is_rl and config.kl.model) or config.model).dtype,
         fp32_lm_head=config.model.fp32_lm_head,
+        is_aligned=config.model.numerics == "aligned",
         critic=critic,
         critic_dtype=((of_critic and of_critic.model) or config.model).dtype,
         critic_distributed=of_critic is None or of_critic.optimizer.distributed,

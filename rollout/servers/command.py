@@ -40,6 +40,8 @@ PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
 NUMERICS = Path(__file__).parents[2]
 """The folder of the package ``numerics``, which the plugin imports."""
 
+ATTENTION_OF_FLOAT32 = "triton"
+"""On GPUs: SGLang's defaults there, fa3 and flashinfer, take numbers of two bytes alone."""
 OTHER_MODEL = re.compile("model-impl|json-model-override-args|speculative-")
 """Flags with which a server may load the code of another model than its config.json names."""
 
@@ -156,8 +158,8 @@ def server_command(
         flags["base-gpu-id"] = share.first_gpu
         if spec.config.launch.placement == "colocated":  # the server then lends its GPUs' memory on request
             flags["enable-memory-saver"] = True
-        if config.dtype == "float32":  # which SGLang's default, fa3 or flashinfer, does not take
-            flags["attention-backend"] = "triton"
+        if config.dtype == "float32":
+            flags["attention-backend"] = ATTENTION_OF_FLOAT32
     else:
         # Nothing is compiled on first use, and wait_healthy generates a token anyway.
         flags |= {"device": "cpu", "skip-server-warmup": True}
@@ -205,8 +207,9 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
     paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
     if spec.cuda:
-        # By default Triton rounds the factors of float32 products to TF32, of 10 bits: attention was off by 1.6e-3 nats.
-        environment.setdefault("TRITON_F32_DEFAULT", "ieee")
+        if spec.config.rollout.dtype == "float32":
+            # By default Triton rounds the factors of products to TF32, of 10 bits: attention was off by 1.6e-3 nats.
+            environment.setdefault("TRITON_F32_DEFAULT", "ieee")
         return environment
     threads = spec.config.launch.threads_per_process
     environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), **REUSED_MEMORY}
@@ -400,8 +403,8 @@ def check_windows_are_served(
     windows: of each layer; empty: none has any. Raises ValueError.
     """
     named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
-    backend = named.get("attention-backend", "triton" if config.dtype == "float32" else None)
-    if cuda and windows and "triton" in (backend, named.get("decode-attention-backend")):
+    backend = named.get("attention-backend", ATTENTION_OF_FLOAT32 if config.dtype == "float32" else None)
+    if cuda and any(windows) and named.get("decode-attention-backend", backend) == "triton":
         raise ValueError(
             f"SGLang's Triton attention leaves out the oldest token of a window for each token that it samples, and this "
             f"{model_type} has windows; set rollout.dtype=bfloat16, and no rollout.server_args.attention_backend, or another one"

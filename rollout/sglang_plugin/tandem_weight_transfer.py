@@ -95,6 +95,7 @@ def xxh3(flat: Tensor) -> Tensor:
 def _memory_of(here: Tensor) -> ctypes.Array:
     """The bytes of a tensor in this process's memory, while it lives. ``numpy`` would forbid torch to resize its storage, which
     is a weight's own where it is sent as it is; an offloaded learner gives it back."""
+    assert here.dtype == torch.uint8 and here.is_contiguous()
     return (ctypes.c_ubyte * here.numel()).from_address(here.data_ptr())
 
 

@@ -41,9 +41,10 @@ def reference_gradient(engine, microbatches):
     """The plain sum of the micro-batches' gradients, by torch.autograd on the bare model, without Megatron's
     DDP or schedule, and without linear layers that add their own."""
     engine.chunks[0].zero_grad(set_to_none=True)
-    for module in engine.chunks[0].modules():
-        if hasattr(module, "gradient_accumulation_fusion"):
-            module.gradient_accumulation_fusion = False
+    adding = [m for m in engine.chunks[0].modules() if getattr(m, "gradient_accumulation_fusion", False)]
+    assert adding
+    for module in adding:
+        module.gradient_accumulation_fusion = False
     parameters = dict(engine.chunks[0].named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in microbatches:
@@ -62,6 +63,8 @@ def reference_gradient(engine, microbatches):
             strict=True,
         ):
             total[name] += grad
+    for module in adding:
+        module.gradient_accumulation_fusion = True
     return total
 
 

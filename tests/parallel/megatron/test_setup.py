@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel.megatron import platform
+from parallel.megatron import accumulation, platform
+
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # isort: skip - after their preparation
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
@@ -22,6 +24,27 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as op
 repaired = {m.__module__ for m in (optimizer.load_state_dict, optimizer._set_main_param_and_optimizer_states)}
 print(untouched, *repaired)
 """
+
+
+def test_gradients_are_clipped_together_and_none_is_fine():
+    """A stage of a pipeline may have no experts."""
+    gradients = [torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])]
+    parameters = [torch.nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    for some in (parameters, []):
+        clip_grad_by_total_norm_fp32(some, max_norm=1.0, total_norm=5.0)
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient / (5.0 + 1e-6))
+
+
+def test_products_are_added_in_float32():
+    total, left, right = torch.full((2, 3), 0.5), torch.randn(2, 4), torch.randn(4, 3)
+    for dtype, rounding in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2)):
+        found, wanted = total.clone(), total + left.to(dtype).float() @ right.to(dtype).float()
+        accumulation.add_product(found, left.to(dtype), right.to(dtype))
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, wanted, rtol=rounding, atol=rounding)
 
 
 @pytest.mark.parametrize("device, untouched", [("cpu", False), ("cuda", True)])

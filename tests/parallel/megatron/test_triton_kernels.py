@@ -18,4 +18,4 @@ def test_the_kernels_are_the_plain_operations():
     environment = dict(os.environ) if torch.cuda.is_available() else os.environ | {"TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", str(CASES)]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and "45 passed" in done.stdout, done.stdout[-4000:]
+    assert done.returncode == 0 and " skipped" not in done.stdout, done.stdout[-4000:]

@@ -206,7 +206,8 @@ def test_float32_on_gpus_is_served_by_exact_products_and_refused_for_gated_delta
         spec = server_spec(tmp_path, cuda=True, dtype=dtype, server_args=own)
         flags = dict(pairwise(server_command(spec, share, ports)))
         assert flags.get("--attention-backend") == backend
-        assert server_environment(spec, share, 0)["TRITON_F32_DEFAULT"] == "ieee"
+        of_products = server_environment(spec, share, 0).get("TRITON_F32_DEFAULT")
+        assert of_products == ("ieee" if dtype == "float32" else None)
     check_dtype_is_served(RolloutConfig(dtype="float32"), tmp_path, cuda=True)
     (tmp_path / "config.json").write_text(json.dumps({"linear_num_value_heads": 4}))
     check_dtype_is_served(RolloutConfig(), tmp_path, cuda=True)
@@ -220,7 +221,10 @@ def test_windows_are_refused_where_sglang_would_cut_them_short():
         check_windows_are_served(RolloutConfig(server_args=own), "olmo3", (16, None), cuda=True)
     triton = RolloutConfig(server_args={"attention-backend": "triton"})
     check_windows_are_served(triton, "olmo3", (16, None), cuda=False)
-    check_windows_are_served(triton, "olmo2", (), cuda=True)
+    for windows in ((), (None, None)):
+        check_windows_are_served(triton, "olmo2", windows, cuda=True)
+    both = RolloutConfig(server_args={"attention_backend": "triton", "decode_attention_backend": "fa3"})
+    check_windows_are_served(both, "olmo3", (16, None), cuda=True)
     of_decode = RolloutConfig(server_args={"decode_attention_backend": "triton"})
     for config in (triton, of_decode, RolloutConfig(dtype="float32")):
         with pytest.raises(
