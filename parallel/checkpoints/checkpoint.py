@@ -100,8 +100,8 @@ def initialise_optimizer_state(optimizer) -> None:
 
 
 def _complete_steps(part) -> None:
-    """Add the counts that torch's AdamW keeps per parameter and Megatron does not save before the first step. Its kernel
-    for all parameters reads them on their device."""
+    """Add the counts that torch's AdamW keeps per parameter and Megatron does not save before the first step. The
+    fused kernel reads them on the device of the parameters."""
     if not isinstance(part.optimizer, torch.optim.AdamW):
         return
     for group in part.optimizer.param_groups:
@@ -121,25 +121,28 @@ def _count_without_parameters(optimizer, steps: int) -> None:
             part.optimizer.state["no parameter"] = {"step": torch.tensor(float(steps))}
 
 
-def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
-    """Give plain optimizers the step count that torch's AdamW needs. It is missing where the state was saved
-    before the first step, or by a rank 0 without experts."""
+def _plain_states(optimizer, state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    """In a checkpoint's state, that of each part with torch's AdamW that is not distributed."""
     parts = optimizer_parts(optimizer)
     for i, part in enumerate(parts):
         part_state = state[i] if len(parts) > 1 else state
         inner = part_state.get("optimizer", part_state)
         if "state" in inner and isinstance(part.optimizer, torch.optim.AdamW):
-            inner["state"].setdefault("common_step", torch.tensor(float(steps)))
+            yield inner["state"]
+
+
+def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
+    """Give plain optimizers the step count that torch's AdamW needs. It is missing where the state was saved
+    before the first step, or by a rank 0 without experts."""
+    for of_part in _plain_states(optimizer, state):
+        of_part.setdefault("common_step", torch.tensor(float(steps)))
 
 
 def _move_steps_to_host(optimizer, state: dict[Any, Any]) -> None:
-    """The step counts of plain optimizers, which Megatron pickles for all ranks: each would open rank 0's device."""
-    parts = optimizer_parts(optimizer)
-    for i in range(len(parts)):
-        part_state = state[i] if len(parts) > 1 else state
-        inner = part_state.get("optimizer", part_state).get("state", {})
-        if isinstance(inner.get("common_step"), torch.Tensor):
-            inner["common_step"] = inner["common_step"].cpu()
+    """Of plain optimizers. Megatron pickles their step counts for all ranks, each of which would open rank 0's device."""
+    for of_part in _plain_states(optimizer, state):
+        if isinstance(step := of_part.get("common_step"), torch.Tensor):
+            of_part["common_step"] = step.cpu()
 
 
 def save(

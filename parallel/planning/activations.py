@@ -152,9 +152,8 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
         kept += rows * _latent_row(a.latent, a.rotary_size, work)
         kept += 2 * layout.cp * tokens * c * a.head_dim * heads
     kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
-    if (
-        a.whole_qk_norm and layout.tp > 1
-    ):  # a sum each, and x, which is inside the values' product if a rank has one group
+    if a.whole_qk_norm and layout.tp > 1:
+        # A sum each, and x, which is inside the values' product if a rank has one group.
         is_inside = kv_heads == 1 and b == c and layout.cp == 1
         kept += tokens * (2 * 4 + (0 if is_inside else b * a.head_dim * (heads + kv_heads)))
     elif a.qk_norm or a.whole_qk_norm:
@@ -162,9 +161,8 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     window = a.windows[layer] if a.windows else None
     if window and work.device == "cuda":  # copies of keys and values for each query head
         kept += 2 * layout.cp * tokens * c * a.head_dim * (heads - kv_heads)
-    if (
-        a.has_sinks
-    ):  # at most: longer heads, copies of keys and values, and masks of blocks that are not whole
+    if a.has_sinks:
+        # At most: longer heads, copies of keys and values, and masks of blocks that are not whole.
         copies = 1 + -(-(window or 0) // WINDOW_BLOCK)
         longer = 2 * SINK_SIZE * heads + 2 * layout.cp * (a.head_dim + SINK_SIZE) * kv_heads * copies
         kept += tokens * c * (longer + (min(WINDOW_BLOCK, tokens) + window if window else 0))
@@ -178,9 +176,8 @@ def _mlp_bytes(a: Architecture, layout: LayoutConfig, work: Work, *, is_sparse: 
     if a.experts and is_sparse:
         e = a.experts
         inputs = 0 if work.lora else a.hidden_size + e.intermediate_size
-        halves = (
-            3 if e.clamp is None else 7
-        )  # the sum with the bias, both clamped halves, and what Megatron keeps
+        # Of gpt-oss the sum with the bias, both clamped halves, and what Megatron's operations keep.
+        halves = 3 if e.clamp is None else 7
         copied = 4 * a.hidden_size if e.float32_logits and b == 2 and not work.lora else 0
         shared = tokens * (2 if work.lora else 3) * b * e.shared_size // layout.tp
         if e.has_shared_gate:  # the output and the gate that it is multiplied by

@@ -46,9 +46,8 @@ def assert_equal(left, right):
         assert torch.equal(left[name], right[name]), name
 
 
-@pytest.fixture
-def as_on_gpus(monkeypatch):
-    """AdamW for all parameters at once, which torch has on CPU too."""
+def choose_as_on_gpus(monkeypatch):
+    """The fused AdamW, which torch has on CPU too."""
     monkeypatch.setattr(optimizer, "platform", SimpleNamespace(has_cuda=lambda: True))
 
 
@@ -56,9 +55,9 @@ def as_on_gpus(monkeypatch):
     "dtype, distributed", [("float32", True), ("float32", False), ("bfloat16", True), ("bfloat16", False)]
 )
 @pytest.mark.parametrize("fused", [False, True])
-def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distributed, fused, request):
+def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distributed, fused, monkeypatch):
     if fused:
-        request.getfixturevalue("as_on_gpus")
+        choose_as_on_gpus(monkeypatch)
     settings = dict(dtype=dtype, distributed=distributed, schedule="cosine", weight_decay=0.1)
     batch = make_batch([9, 5, 12])
     first = make_engine(folder, **settings)
@@ -87,7 +86,7 @@ def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distribut
 def test_an_optimizer_of_gpus_steps_as_one_of_cpus_and_goes_on_there(folder, tmp_path, monkeypatch):
     batch, there = make_batch([9, 5, 12]), make_engine(folder)
     with monkeypatch.context() as patch:
-        patch.setattr(optimizer, "platform", SimpleNamespace(has_cuda=lambda: True))
+        choose_as_on_gpus(patch)
         gpu = make_engine(folder)
     for engine in (gpu, there):
         engine.update([batch], weighted_loss, temperature=1.0)
