@@ -126,7 +126,7 @@ OTHER_FIELDS = {
     ),
     **dict.fromkeys(["nnodes", "actor_num_nodes", "num_nodes"], "`launch.nodes.learner` and `launch.nodes.rollout`"),
     **dict.fromkeys(["n_gpus_per_node", "actor_num_gpus_per_node", "num_gpus_per_node"], "`launch.nodes.gpus_per_node`"),
-    **dict.fromkeys(["logger", "report_to", "use_wandb"], "no field: every run writes metrics.jsonl, a report and MLflow (`tracking.uri`)"),
+    **dict.fromkeys(["logger", "report_to", "use_wandb"], "`tracking.wandb={}` or `tracking.tensorboard=true`; MLflow is always on"),
     **dict.fromkeys(["val_before_train", "eval_on_start", "skip_eval_before_train"], "`evaluation.at_ends`"),
     **dict.fromkeys(["n_samples_per_eval_prompt", "num_generations_eval"], "`evaluation.samples_per_prompt`"),
     "do_sample": "`evaluation.greedy`",
@@ -209,7 +209,7 @@ OTHER_FIELDS = {
     **dict.fromkeys(["critic_warmup", "num_critic_only_steps", "freezing_steps"], "`critic.warmup_steps`"),
     **dict.fromkeys(["resume_mode", "resume_from_checkpoint", "load"], "`resume`, the folder of a run"),
     "experiment_name": "`name`",
-    **dict.fromkeys(["project_name", "wandb_project"], "`tracking.experiment`"),
+    **dict.fromkeys(["project_name", "wandb_project"], "`tracking.wandb.project`; `tracking.experiment` for MLflow"),
     "run_name": "`name`",
 }  # fmt: skip
 """The keys are the last parts of the names; the values continue the sentence "here it is"."""

@@ -203,8 +203,18 @@ def _without_password(uri: str | None) -> str | None:
     return uri
 
 
+class WandbConfig(Schema):
+    """A copy of the metrics at Weights & Biases, in a run of the run folder's name. It needs the package wandb. The key is
+    that of ``wandb login`` or of WANDB_API_KEY; with WANDB_MODE=offline it waits in the run folder for ``wandb sync``."""
+
+    project: str | None = None
+    """None: ``tracking.experiment``."""
+    entity: str | None = None
+    """Team or user; None: the default of the account."""
+
+
 class TrackingConfig(Schema):
-    """Where MLflow records the run, how many samples are kept to look at, and which steps are traced."""
+    """Where the run is recorded beside its folder, how many samples are kept to look at, and which steps are traced."""
 
     experiment: str = "tandem"
     """Name of the MLflow experiment, in which runs can be compared."""
@@ -212,6 +222,10 @@ class TrackingConfig(Schema):
     """MLflow tracking URI, without a password. None: MLFLOW_TRACKING_URI if set, else the sqlite store ``launch.runs_dir``/mlflow.db
     of all runs there. On a network file system, whose locks sqlite cannot trust, each run folder has a store of
     its own."""
+    wandb: WandbConfig | None = None
+    """Also copy the metrics to Weights & Biases. None: no. ``tandem publish RUN --to wandb`` does it at any time."""
+    tensorboard: bool = False
+    """Whether the metrics are also written as TensorBoard's event files, into RUN/tensorboard. It needs the package tensorboard."""
     sample_groups: NonNegativeInt = 2
     """Groups of each step whose samples are kept in the run folder, for ``tandem samples`` and the report; 0: none.
     About 25 bytes per sampled token."""

@@ -47,6 +47,7 @@ from rollout.servers.command import (
     choose_ports,
 )
 from rollout.tokenizer_files import check_same_tokens
+from trainer.tracking.publisher import missing_package, services_of
 
 if TYPE_CHECKING:
     from rollout.tasks import Problem
@@ -108,6 +109,7 @@ def load_checked(
         notes.extend(_gap_notes(config))
         if isinstance(config, RunConfig):
             yield from _check_run(config, runs)
+            yield from check_services(config, runs)
             yield from _check_ports(config, is_here=is_here)
             if not size_errors:
                 yield from (("launch.nodes", error) for error in check_placement(config))
@@ -127,6 +129,13 @@ def load_checked(
     for note in notes:
         print(f"# {note}", flush=True)
     return config
+
+
+def check_services(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
+    """Packages of what the learner copies its metrics to."""
+    for service in services_of(config) if "learn" in runs else ():
+        if problem := missing_package(service):
+            yield f"tracking.{service}", f"tracking.{service} {problem}, or leave it out"
 
 
 def _gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:

@@ -107,6 +107,26 @@ def trace(
 
 
 @command()
+def publish(
+    run: RunPath,
+    to: Annotated[str, typer.Option("--to", help="wandb or tensorboard.", metavar="SERVICE")],
+    follow: Annotated[
+        bool, typer.Option("--follow", "-f", help="Go on with new steps, until the run ends or Ctrl-C.")
+    ] = False,
+    project: Annotated[
+        str | None, typer.Option(help="Project at W&B; the run's own (tracking.wandb) if left out.")
+    ] = None,
+    entity: Annotated[str | None, typer.Option(help="Team or user at W&B.")] = None,
+    until_told: Annotated[bool, typer.Option("--until-told", hidden=True)] = False,
+) -> None:
+    """Copy a run's metrics to Weights & Biases, or into TensorBoard's event files (RUN/tensorboard), during the run or
+    after it, from any machine that sees the folder."""
+    from launch.commands.publish import publish_run
+
+    publish_run(run_folder(run), to, project=project, entity=entity, follow=follow, until_told=until_told)
+
+
+@command()
 def report(
     run: RunPath,
     against: Annotated[

@@ -12,6 +12,7 @@ hf/                the trained model, Hugging Face format            report.html
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
+tensorboard/       event files, where asked for                     wandb/, wandb_run.json        of W&B
 ledger.jsonl       the fate of every group of responses, one line per step
 samples/           samples of a few groups of each step, for `tandem samples` and the report
 trace/             spans of every role, for `tandem trace` and the report (tracing/); torch's profiles

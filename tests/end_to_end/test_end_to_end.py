@@ -24,6 +24,7 @@ from rollout.tasks import load_task
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import load_tokenizer
 from tests.support.command import tandem
+from tests.support.service_files import tensorboard_values, values_of, wandb_runs
 from tests.support.whole_runs import (
     RECIPE,
     SMALL,
@@ -219,22 +220,23 @@ class TwoTurns:
 """
 
 
-def test_a_run_goes_on_in_another_layout_and_colocated(folder):
+def test_a_run_goes_on_in_another_layout_and_colocated(folder, monkeypatch):
     """Episodes of two turns, some of which fork, of a model with experts, which the learner replays. So it does with the
     ids that top_p and top_k kept: the gap is rounding at a temperature, under both layouts. Interleaved
     pipeline stages send to servers of two tensor-parallel ranks. Their checkpoint goes on with sequence parallelism,
     taking turns with the servers on the same devices.
 
     On CPU the servers have no memory to give back, but everything is asked of them and of the learner as on a
-    GPU.
+    GPU. Both lives copy their metrics to W&B, whose run goes on, and to TensorBoard.
     """
+    monkeypatch.setenv("WANDB_MODE", "offline")
     (folder / "my_reward.py").write_text(LENGTH_REWARD)
     (folder / "my_turns.py").write_text(TWO_TURNS)
     settings = [
         *SMALL, *REWARD, "environment={type: tokens, environment: my_turns:TwoTurns}", "rollout.tp=2",
         "advantage={type: grpo, credit: turn}", "evaluation.at_ends=false", "learner.token_budget=64", "learner.old_logprobs=always",
         "kl.coefficient=0.01", "layout.dp=1", "record_batches={every: 4}",
-        "rollout.top_p=0.9", "rollout.top_k=10", "rollout.temperature=0.7",
+        "rollout.top_p=0.9", "rollout.top_k=10", "rollout.temperature=0.7", "tracking.wandb={}", "tracking.tensorboard=true",
     ]  # fmt: skip
     make_tiny_countdown_model(folder / "experts", seed=0, family="qwen3_moe")
     settings += ["model.path=experts", "learner.routing=rollout"]
@@ -272,6 +274,7 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
         "a reference of its own"
     )
     path = folder / "runs" / "latest"
+    assert_copied(path, steps)
     assert_traced(folder, steps=[4, 5])
     for step in (4, 5):
         profile = json.loads((path / "trace" / f"torch-rank-1-step-{step}.json").read_text())
@@ -287,6 +290,23 @@ def test_a_run_goes_on_in_another_layout_and_colocated(folder):
     assert control_calls(path / "logs" / "sglang-0.log") == [
         *first, *BESIDE, *STEP, *STEP, *BESIDE, *STEP, *BESIDE, *STEP[:2]
     ]  # fmt: skip
+
+
+def assert_copied(path: Path, steps: list[dict]) -> None:
+    """TensorBoard has every metric of both lives, and W&B's one run has each once."""
+    wanted = values_of(steps)
+    _, values = tensorboard_values(path)
+    assert {place: values[place] for place in wanted} == {
+        place: pytest.approx(value, rel=1e-6) for place, value in wanted.items()
+    }
+    (first, before), (second, after) = wandb_runs(path)
+    assert (
+        first == second
+        and {step for step, _ in before} == {1, 2}
+        and {step for step, _ in after} == {3, 4, 5}
+    )
+    found = before | after
+    assert {place: found[place] for place in wanted} == wanted
 
 
 def assert_traced(folder: Path, steps: list[int]) -> None:

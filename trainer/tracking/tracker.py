@@ -1,8 +1,9 @@
-"""The records of a run: metrics.jsonl, one console line per step, and MLflow.
+"""The records of a run: metrics.jsonl, one console line per step, MLflow, and copies in other trackers.
 
 log(step, metrics) ──> metrics.jsonl   the record: written and flushed before log returns, unless the disk is full
                    ──> console         one line (also console.log)
                    ──> queue ──> mlflow_thread.py ──> MLflow   never waited for, except at close, and then for seconds
+metrics.jsonl ──> publisher.py, a process for each of W&B and TensorBoard that the config asks for
 """
 
 import contextlib
@@ -25,6 +26,7 @@ from trainer.metric_names import find_entry, known
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
 from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Params, Row, Status
+from trainer.tracking.publisher import Publisher, services_of
 
 log = logging.getLogger(__name__)
 
@@ -268,6 +270,7 @@ class Tracker:
         first = [settings, Artifact(run_dir / "config.yaml"), *map(_row_of, kept)]
         self._mlflow = MlflowThread(config, run_dir, first, tags)
         self._mlflow.start()
+        self._publishers = [Publisher(service, run_dir) for service in services_of(config)]
 
     def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
         """Record one step. A later evaluation of the same step joins its line; ValueError for an earlier step.
@@ -315,6 +318,8 @@ class Tracker:
                 self._console.line(f"  ! step {step}: {alarm.message}", style=ALARM)
         self._alarming = {alarm.name for alarm in alarms}
         self._last_step = step
+        for publisher in self._publishers:
+            self._warn_of(publisher.service, publisher.problem())
 
     def say(self, text: str) -> None:
         """Print a line that is no step on the console and to console.log."""
@@ -325,6 +330,10 @@ class Tracker:
         if about not in self._warned:
             self._warned.add(about)
             self._console.line(f"  ! {text}", style=ALARM)
+
+    def _warn_of(self, service: str, problem: str | None) -> None:
+        if problem is not None:
+            self.warn_once(f"copy to {service}", problem)
 
     def note(self, text: str) -> None:
         """Write a line to console.log alone; the console has it already."""
@@ -340,9 +349,13 @@ class Tracker:
         if self._closed:
             return
         self._closed = True
-        self._mlflow.finish(
-            status, CLOSE_DEADLINE_S if status == "FINISHED" else min(CLOSE_DEADLINE_S, self._grace_s / 2)
-        )
+        patience_s = CLOSE_DEADLINE_S if status == "FINISHED" else min(CLOSE_DEADLINE_S, self._grace_s / 2)
+        deadline = time.monotonic() + patience_s
+        for publisher in self._publishers:
+            publisher.tell(status)
+        self._mlflow.finish(status, patience_s)
+        for publisher in self._publishers:
+            self._warn_of(publisher.service, publisher.finish(deadline))
         self._console.close()
         if problem := self._file.close():
             lost = f"the last lines of {self._path} are lost ({problem.strerror})"

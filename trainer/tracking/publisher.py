@@ -1,0 +1,76 @@
+"""The process that copies a run's metrics to another tracker while it goes on (``services.py``).
+
+A process of its own, since wandb starts a server, handles signals, and waits at the end of its process for a network that
+may not answer. Training waits for it only at the end of a run, and then for seconds.
+"""
+
+import importlib.util
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+from configs.schema import RunConfig
+from trainer.tracking.mlflow_thread import Status
+
+ServiceName = Literal["wandb", "tensorboard"]
+"""Also the name of the package that it needs, which is not among the installed ones."""
+
+
+def services_of(config: RunConfig) -> list[ServiceName]:
+    """Those that the config asks for."""
+    asked: dict[ServiceName, bool] = {
+        "wandb": config.tracking.wandb is not None,
+        "tensorboard": config.tracking.tensorboard,
+    }
+    return [name for name, is_asked in asked.items() if is_asked]
+
+
+def missing_package(service: ServiceName) -> str | None:
+    """What a service lacks here, with the fix; continues the name of what asks for it."""
+    if importlib.util.find_spec(service) is not None:
+        return None
+    return f"needs the package {service}, which is not installed; install it by `{sys.executable} -m pip install {service}`"
+
+
+class Publisher:
+    """``tandem publish RUN --to SERVICE`` for the time of a run. It ends with this process: its standard input then ends."""
+
+    def __init__(self, service: ServiceName, run_dir: Path):
+        self.service, self._run_dir = service, run_dir
+        self.log_file = run_dir / "logs" / f"publish-{service}.log"
+        self.log_file.parent.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "launch", "publish", str(run_dir), "--to", service, "--until-told"]
+        with self.log_file.open("ab") as log:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT
+            )
+
+    def problem(self) -> str | None:
+        """What is wrong, if it has ended before it was told to, or could not copy everything."""
+        if self._process.poll() in (None, 0):
+            return None
+        lines = self.log_file.read_text(errors="replace").strip().splitlines()
+        return self._incomplete(lines[-1] if lines else f"exit code {self._process.returncode}")
+
+    def tell(self, status: Status) -> None:
+        """Let it copy the rest and end."""
+        assert self._process.stdin is not None
+        with suppress(OSError), self._process.stdin as pipe:  # it may have ended
+            pipe.write(f"{status}\n".encode())
+
+    def finish(self, deadline: float) -> str | None:
+        """Wait for its end until ``time.monotonic()`` is ``deadline``, and then kill it. Returns what is wrong."""
+        try:
+            self._process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            return self._incomplete("it did not end in time")
+        return self.problem()
+
+    def _incomplete(self, why: str) -> str:
+        later = f"`tandem publish {self._run_dir} --to {self.service}` copies all of it at any time"
+        return f"the copy of the metrics to {self.service} is not complete ({why}); training goes on, and {later}"

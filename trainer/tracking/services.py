@@ -1,0 +1,185 @@
+"""Copies of metrics.jsonl in other trackers: Weights & Biases, and TensorBoard's event files.
+
+training loop ──> metrics.jsonl ──> ``publish``, in a process of its own ──> WandbService or TensorBoardService
+
+The process is ``tandem publish``; ``publisher.py`` starts it for a run whose config asks for a copy.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import yaml
+
+from configs.errors import counted
+from trainer.file_system import write_whole
+from trainer.tracking.mlflow_thread import Status
+from trainer.tracking.tracker import read_metrics
+
+WANDB_RUN = "wandb_run.json"
+"""In the run folder: the id of its run at W&B and the lines that this one holds, once it was closed in order."""
+Line = dict[str, Any]
+"""Of metrics.jsonl: ``step``, ``elapsed_s`` and the metrics."""
+
+
+class ServiceError(RuntimeError):
+    """A service refuses, or does not answer."""
+
+
+class Service(Protocol):
+    """Where lines are copied to."""
+
+    def open(self, lines: Sequence[Line]) -> int:
+        """``lines``: all so far. Returns how many of them it holds already; 0 where it begins anew. Raises ServiceError."""
+        ...
+
+    def log(self, line: Line) -> None:
+        """The next line, or what an evaluation has added to the last one."""
+        ...
+
+    def close(self, status: Status, lines: Sequence[Line]) -> None:
+        """``lines``: all that were logged."""
+        ...
+
+
+def publish(
+    service: Service, metrics: Path, wait: Callable[[], Status | None], say: Callable[[str], None] = print
+) -> None:
+    """Copy all lines of ``metrics``, and those that are added until ``wait``, which waits a moment, gives how the run has
+    ended. Where a resumed run does steps again the copy begins anew: no service takes steps back."""
+    status: Status | None = None
+    lines = _lines_of(metrics)
+    sent = lines[: service.open(lines)]
+    while True:
+        new = added(lines, sent)
+        if new is None:
+            say("steps that were copied are done again: a new copy begins")
+            service.close("KILLED", sent)
+            new = lines[service.open(lines) :]
+        for line in new:
+            service.log(line)
+        sent = lines
+        if status is not None:
+            service.close(status, sent)
+            say(f"copied: {counted(len(sent), 'line')} of {metrics}")
+            return
+        status = wait()
+        lines = _lines_of(metrics)
+
+
+def _lines_of(metrics: Path) -> list[Line]:
+    return read_metrics(metrics) if metrics.exists() else []
+
+
+def added(lines: Sequence[Line], sent: Sequence[Line]) -> list[Line] | None:
+    """What ``lines`` hold beside ``sent``; None where they do not hold all of it."""
+    if len(lines) < len(sent) or not all(map(_holds, lines, sent)):
+        return None
+    new = list(lines[len(sent) :])
+    if sent and (names := lines[len(sent) - 1].keys() - sent[-1].keys()):
+        last = lines[len(sent) - 1]
+        new.insert(0, {name: last[name] for name in ("step", "elapsed_s", *sorted(names)) if name in last})
+    return new
+
+
+def _holds(line: Line, sent: Line) -> bool:
+    """An evaluation adds to a line, and moves its ``elapsed_s``."""
+    return all(name in line and line[name] == value for name, value in sent.items() if name != "elapsed_s")
+
+
+def _measured(line: Line) -> dict[str, float]:
+    return {name: value for name, value in line.items() if name != "step" and value is not None}
+
+
+class WandbService:
+    """A run at Weights & Biases, of the name of the run folder, with its config. Neither code, console, git nor the
+    machine's load goes there."""
+
+    def __init__(
+        self, run_dir: Path, *, project: str, entity: str | None, say: Callable[[str], None] = print
+    ):
+        self._dir, self._project, self._entity, self._say = run_dir.resolve(), project, entity, say
+        self._file = self._dir / WANDB_RUN
+        self._run: Any = None
+
+    def open(self, lines: Sequence[Line]) -> int:
+        import wandb
+
+        held = self._held(lines)
+        id_, count = held if held is not None else (None, 0)
+        quiet = wandb.Settings(
+            console="off", disable_code=True, disable_git=True, silent=True, x_disable_stats=True
+        )
+        config = yaml.safe_load((self._dir / "config.yaml").read_text(encoding="utf-8"))
+        try:
+            self._run = wandb.init(
+                project=self._project, entity=self._entity, name=self._dir.name,
+                id=id_, resume=None if id_ is None else "allow", config=config, dir=self._dir, settings=quiet,
+            )  # fmt: skip
+        except wandb.Error as error:
+            raise ServiceError(f"W&B: {' '.join(str(error).split())}") from error
+        self._file.unlink(missing_ok=True)  # it says that a run was closed in order
+        self._say(
+            f"W&B: {f'`wandb sync {Path(self._run.dir).parent}`' if self._run.offline else self._run.url}"
+        )
+        return count
+
+    def log(self, line: Line) -> None:
+        self._run.log(_measured(line), step=line["step"])
+
+    def close(self, status: Status, lines: Sequence[Line]) -> None:
+        id_ = self._run.id
+        self._run.finish(exit_code=int(status == "FAILED"))
+        content = {"id": id_, "lines": len(lines), "digest": _digest(lines)}
+        write_whole(self._file, json.dumps(content).encode())
+
+    def _held(self, lines: Sequence[Line]) -> tuple[str, int] | None:
+        """(id of the run of an earlier copy, the lines that it holds), where they are the first of ``lines``."""
+        try:
+            held = json.loads(self._file.read_text(encoding="utf-8"))
+            id_, count = str(held["id"]), int(held["lines"])
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+        return (id_, count) if held.get("digest") == _digest(lines[:count]) else None
+
+
+def _digest(lines: Sequence[Line]) -> str:
+    return hashlib.sha256(json.dumps(list(lines), sort_keys=True).encode()).hexdigest()
+
+
+class TensorBoardService:
+    """Event files in RUN/tensorboard, written anew each time: ``tensorboard --logdir RUNS`` shows all runs."""
+
+    def __init__(self, run_dir: Path, *, say: Callable[[str], None] = print):
+        self._dir, self._say = run_dir, say
+        self._writer: Any = None
+        self._began = 0.0
+
+    def open(self, lines: Sequence[Line]) -> int:
+        from torch.utils.tensorboard import SummaryWriter
+
+        folder = self._dir / "tensorboard"
+        for old in folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._writer = SummaryWriter(
+            str(folder), purge_step=0
+        )  # a TensorBoard that looks on forgets the old file
+        config = (self._dir / "config.yaml").read_text(encoding="utf-8")
+        self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
+        last = lines[-1].get("elapsed_s") if lines else None
+        newest = (self._dir / "metrics.jsonl").stat().st_mtime if lines else time.time()
+        self._began = newest - (last or 0.0)
+        self._say(f"TensorBoard: `tensorboard --logdir {self._dir.parent}`")
+        return 0
+
+    def log(self, line: Line) -> None:
+        written_at = self._began + (line.get("elapsed_s") or 0.0)
+        for name, value in _measured(line).items():
+            self._writer.add_scalar(name, value, line["step"], walltime=written_at)
+        self._writer.flush()
+
+    def close(self, status: Status, lines: Sequence[Line]) -> None:
+        self._writer.close()
