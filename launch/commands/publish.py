@@ -28,7 +28,8 @@ LOOK_EVERY_S = 2.0
 ASK_EVERY_S = 30.0
 """Seconds between two questions whether the run goes on, which may go to Slurm."""
 GOES_ON = ("running", "waiting", "unknown")
-STATUSES: tuple[Status, ...] = get_args(Status)
+SERVICES: dict[str, ServiceName] = {name: name for name in get_args(ServiceName)}
+STATUSES: dict[str, Status] = {status: status for status in get_args(Status)}
 
 
 def publish_run(
@@ -39,10 +40,9 @@ def publish_run(
     until_told: go on until standard input says how the run has ended, or ends. A learner starts it so.
     Raises BadInput for a run or a service that cannot be used.
     """
-    services: tuple[ServiceName, ...] = get_args(ServiceName)
-    service = next((name for name in services if name == to), None)
+    service = SERVICES.get(to)
     if service is None:
-        raise BadInput(f"--to {to}: there is no such service; choose {' or '.join(services)}")
+        raise BadInput(f"--to {to}: there is no such service; choose {' or '.join(SERVICES)}")
     if problem := missing_package(service):
         raise BadInput(f"--to {service} {problem}")
     if service != "wandb" and (project or entity):
@@ -116,5 +116,4 @@ def _told() -> Status | None:
     """Waits a moment for what standard input says."""
     if not select.select([sys.stdin], [], [], LOOK_EVERY_S)[0]:
         return None
-    told = sys.stdin.readline().strip()
-    return next((status for status in STATUSES if status == told), "FAILED")
+    return STATUSES.get(sys.stdin.readline().strip(), "FAILED")
