@@ -8,7 +8,15 @@ from configs.errors import Contradiction
 from configs.schema.environment import AgentEnvironment, MessageEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
-from configs.schema.task import CodeReward, CountdownTask, FileTask, JsonlTask, WeightedReward
+from configs.schema.task import (
+    CodeReward,
+    CountdownTask,
+    FileTask,
+    JsonlTask,
+    OverlongPenalty,
+    RewardByField,
+    WeightedReward,
+)
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
@@ -168,24 +176,36 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
             "advantage.credit=turn with grpo compares the rewards of turns, which kl.place=reward would take a KL per token from",
             "use kl.place=loss, or advantage.type=reinforce_pp or gae",
         )
-    parts = config.reward.parts if isinstance(config.reward, WeightedReward) else {}
-    needs_rows = [f"reward.parts.{name}.type" for name, part in parts.items() if part.type == "code"]
-    if isinstance(config.reward, CodeReward):
-        needs_rows = ["reward.type"]
-    if needs_rows and isinstance(config.task, CountdownTask):
+    parts = dict(_reward_parts("reward", config.reward))
+    readers = {f"{field}.type": "code" for field, part in parts.items() if isinstance(part, CodeReward)}
+    readers = {"reward.type": "by_field"} if isinstance(config.reward, RewardByField) else readers
+    if readers and isinstance(config.task, CountdownTask):
+        field, kind = next(iter(readers.items()))
         yield Contradiction(
-            (needs_rows[0], "task.type"),
-            f"{needs_rows[0]}=code reads the tests from the rows of a data file, and task.type=countdown has none",
+            (field, "task.type"),
+            f"{field}={kind} reads a field of the rows of a data file, and task.type=countdown has none",
             "use task.type=jsonl",
         )
-    for name, part in parts.items():
-        if part.type == "overlong" and part.buffer_tokens > config.rollout.max_new_tokens:
+    for field, part in parts.items():
+        if isinstance(part, OverlongPenalty) and part.buffer_tokens > config.rollout.max_new_tokens:
             yield Contradiction(
-                (f"reward.parts.{name}.buffer_tokens", "rollout.max_new_tokens"),
-                f"reward.parts.{name}.buffer_tokens={part.buffer_tokens} is more than rollout.max_new_tokens="
-                f"{config.rollout.max_new_tokens}, so that every response would be punished",
+                (f"{field}.buffer_tokens", "rollout.max_new_tokens"),
+                f"{field}.buffer_tokens={part.buffer_tokens} is more than rollout.max_new_tokens={config.rollout.max_new_tokens}, so "
+                "that every response would be punished",
                 "use a fraction of it, such as a fifth",
             )
+
+
+def _reward_parts(field: str, reward: object) -> Iterator[tuple[str, object]]:
+    """The single rewards by their fields."""
+    if isinstance(reward, RewardByField | WeightedReward):
+        kind, inner = (
+            ("rewards", reward.rewards) if isinstance(reward, RewardByField) else ("parts", reward.parts)
+        )
+        for name, part in inner.items():
+            yield from _reward_parts(f"{field}.{kind}.{name}", part)
+    else:
+        yield field, reward
 
 
 def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:

@@ -1,6 +1,7 @@
 """The task and its rewards: what is asked, and how a response is scored."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -410,4 +411,40 @@ class WeightedReward(Schema):
         return self
 
 
-AnyReward = Annotated[SingleReward | WeightedReward, Field(discriminator="type")]
+def parts_of(reward: SingleReward | WeightedReward) -> Sequence[SingleReward | OverlongPenalty]:
+    return [*reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
+
+
+RewardOfAll = Annotated[SingleReward | WeightedReward, Field(discriminator="type")]
+"""A reward of every prompt, or of those of one source."""
+
+
+class RewardByField(Schema):
+    """Another reward for the prompts of each source of the data, by a field of their records. ``reward/part/SOURCE`` is the mean
+    over the responses to the prompts of a source, and ``reward/part/SOURCE/NAME`` that of a part of its reward."""
+
+    type: Literal["by_field"]
+    field: str = "data_source"
+    """The records' field with the name of the source; a field inside others is named with dots."""
+    rewards: Annotated[dict[str, RewardOfAll], Field(min_length=1)]
+    """The rewards by the values of the field, e.g. ``{math: {type: math_verify}, code: {type: code}}``. Every record of the
+    task's files needs one of these values."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names in metrics by the values of the field."""
+        return {value: re.sub(r"[^\w./-]", "_", value) for value in self.rewards}
+
+    @model_validator(mode="after")
+    def _sources_have_names(self):
+        names = self.names
+        for value, name in names.items():
+            if not name or (same := next((v for v in names if v != value and names[v] == name), None)):
+                why = f"is the same as {same!r} in the names of metrics" if name else "cannot name a metric"
+                raise Contradiction(
+                    ("rewards",), f"the value {value!r} {why}", "write another value into the data"
+                )
+        return self
+
+
+AnyReward = Annotated[SingleReward | WeightedReward | RewardByField, Field(discriminator="type")]

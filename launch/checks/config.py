@@ -312,11 +312,11 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
 
         yield from finding_of("rollout.router", check_is_installed)
     if config.reward_type.type not in ("countdown", "gsm8k"):
-        from rollout.rewards.scorer import check_reward
+        from rollout.rewards.by_field import check_rewards
 
         field = "reward.function" if config.reward_type.type == "function" else "reward"
-        first_problem = partial(_first_problem, config.task)
-        yield from finding_of(field, check_reward, config.reward_type, first_problem, _print_comment)
+        first_problem = partial(_problem_of_source, config)
+        yield from finding_of(field, check_rewards, config.reward_type, first_problem, _print_comment)
     if runs != EVALUATION:
         from launch.checks.own_parts import check_own_parts
 
@@ -342,13 +342,20 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         yield "task.heldout_path", f"{error}; name a file of them"
 
 
-def _first_problem(task: TaskConfig) -> "Problem | None":
-    """A problem to try a reward on; None where the task's file is missing or broken, which is reported
-    elsewhere."""
+def _problem_of_source(config: RunConfig, source: str | None) -> "Problem | None":
+    reward = config.reward_type
+    return _first_problem(
+        config.task, (reward.field, source) if source and reward.type == "by_field" else None
+    )
+
+
+def _first_problem(task: TaskConfig, of: tuple[str, str] | None = None) -> "Problem | None":
+    """A problem to try a reward on, one of a source (``first_problem``); None where the task's file is missing or broken,
+    which is reported elsewhere, or has none."""
     from rollout.tasks import first_problem
 
     try:
-        return first_problem(task)
+        return first_problem(task, of)
     except (ValueError, OSError):
         return None
 

@@ -19,15 +19,15 @@ from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
 from configs.schema.run import CountdownSftData, JsonlSftData, SftData
 from configs.schema.task import (
-    AnyReward,
     CodeReward,
     CountdownTask,
     Gsm8kTask,
     JsonlTask,
     ModelReward,
+    RewardByField,
     RewardPart,
     TaskConfig,
-    WeightedReward,
+    parts_of,
 )
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.weights.hf_headers import weight_problems
@@ -196,9 +196,18 @@ def _check_reward_tokenizers(config: RunConfig) -> Iterator[Finding]:
             yield from finding_of("reward", _open_tokenizer, part.text.tokenizer)
 
 
-def _reward_parts(config: RunConfig) -> Sequence[AnyReward | RewardPart]:
+def _reward_parts(config: RunConfig) -> Sequence[RewardPart]:
+    return [part for _, part in _parts_of_sources(config)]
+
+
+def _parts_of_sources(config: RunConfig) -> Iterator[tuple[tuple[str, str] | None, RewardPart]]:
+    """Each part of each reward, with (field, value) of the records that it scores; None: all."""
     reward = config.reward_type
-    return [*reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
+    if not isinstance(reward, RewardByField):
+        yield from ((None, part) for part in parts_of(reward))
+        return
+    for value, one in reward.rewards.items():
+        yield from (((reward.field, value), part) for part in parts_of(one))
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -217,10 +226,12 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
             if room is not None and tokens > room.tokens:
                 yield "rollout.max_new_tokens", room.too_long(f"training prompt {text!r}", tokens)
         return
+    from rollout.rewards.by_field import known_source
     from rollout.rewards.code import check_tests
     from rollout.tasks.files import check_field
 
-    code_parts = [part for part in _reward_parts(config) if isinstance(part, CodeReward)]
+    code_parts = [(of, part) for of, part in _parts_of_sources(config) if isinstance(part, CodeReward)]
+    reward = config.reward_type
     surveys: dict[str, Survey] = {}
     for field, path in task.files.items():
         if not path.is_file():
@@ -231,8 +242,22 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
             yield f"task.{field}", str(error)
             continue
         yield from _check_conversations(f"task.{field}", surveys[field], tokenizer, config)
-        for part in code_parts:
-            yield from finding_of(f"task.{field}", check_field, path, part.tests_field, check_tests)
+        if isinstance(reward, RewardByField):
+            sources = set[str]()
+
+            def note_source(
+                value: object, reward: RewardByField = reward, sources: set[str] = sources
+            ) -> None:
+                sources.add(known_source(reward, value))
+
+            problems = [*finding_of(f"task.{field}", check_field, path, reward.field, note_source)]
+            yield from problems
+            if field == "train_path" and not problems and (unused := reward.rewards.keys() - sources):
+                names = ", ".join(map(repr, sorted(unused)))
+                notes.append(f"reward.rewards: no record of {path} has `{reward.field}` {names}")
+        for of, part in code_parts:
+            check = partial(check_field, of=of)
+            yield from finding_of(f"task.{field}", check, path, part.tests_field, check_tests)
         room = _prompt_room(config, "training" if field == "train_path" else "held-out")
         arguments = config.model.chat_template_kwargs
         yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, arguments, room, notes)

@@ -27,7 +27,7 @@ from rollout.environments.processes import ProcessPool, max_processes
 from rollout.environments.protocol import Environment
 from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ParserProcess, ToolCallParser, Tools
-from rollout.rewards.scorer import Scorer
+from rollout.rewards.by_field import AnyScorer
 from rollout.sampling.prompt_room import PromptsOf, sequence_limits
 from rollout.user_code import import_named
 
@@ -49,7 +49,7 @@ _Block = TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment
 async def sample_makers(
     config: RunConfig,
     *,
-    scorer: Scorer,
+    scorer: AnyScorer,
     tokenizer: "PreTrainedTokenizerBase",
     stop_token_ids: list[int],
     max_positions: int | None,

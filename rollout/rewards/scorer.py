@@ -22,6 +22,7 @@ from configs.schema.task import (
     JudgeReward,
     MathVerifyReward,
     ModelReward,
+    RewardOfAll,
     RewardPart,
 )
 from rollout.records import FinishReason, Prompt, Score
@@ -46,9 +47,11 @@ MOST_DEFAULT_WORKERS = 32
 
 
 def check_reward(
-    config: AnyReward,
+    config: RewardOfAll,
     sample: Callable[[], "Problem | None"] = lambda: None,
     tell: Callable[[str], None] = logger.info,
+    *,
+    field: str = "reward",
 ) -> None:
     """Refuse a reward that cannot be used here, before anything is started. ``Scorer`` checks the servers of
     reward models and judges later.
@@ -56,12 +59,13 @@ def check_reward(
     Args:
         sample: gives a problem on which the user's function is tried; without one it is only imported.
         tell: takes remarks on a usable reward.
+        field: the config's, for messages.
 
     Raises:
         ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder or a
             server's key is missing, or programs cannot be run.
     """
-    for name, part in _parts(config).items():
+    for name, part in _parts(config, field).items():
         if isinstance(part, ModelReward | JudgeReward):
             from rollout.rewards.served import key_of
 
@@ -94,16 +98,18 @@ def _check_function(
         tell(f"{name}.function: {note}")
 
 
-def _parts(config: AnyReward) -> dict[str, RewardPart]:
-    """The parts of the reward by their config fields."""
+def _parts(config: RewardOfAll, field: str) -> dict[str, RewardPart]:
+    """The parts of the reward by their config fields; ``field`` is that of the reward."""
     if config.type != "weighted":
-        return {"reward": config}
-    return {f"reward.parts.{name}": part for name, part in config.parts.items()}
+        return {field: config}
+    return {f"{field}.parts.{name}": part for name, part in config.parts.items()}
 
 
 def may_read_rows(config: AnyReward) -> bool:
-    """Whether a part of the reward may read the record of a prompt: the user's function, or tests of programs."""
-    return any(part.type in ("function", "code") for part in _parts(config).values())
+    """Whether a part of the reward may read the record of a prompt: its source, the user's function, or tests of programs."""
+    return config.type == "by_field" or any(
+        part.type in ("function", "code") for part in _parts(config, "reward").values()
+    )
 
 
 def default_num_workers(cores: int) -> int:
@@ -137,10 +143,17 @@ class Scorer:
             is unusable, a judge's key is not set, or programs cannot be run.
     """
 
-    def __init__(self, config: AnyReward, *, max_new_tokens: int, num_workers: int | None = None):
+    def __init__(
+        self,
+        config: RewardOfAll,
+        *,
+        max_new_tokens: int,
+        num_workers: int | None = None,
+        field: str = "reward",
+    ):
         self._config, self._max_new_tokens = config, max_new_tokens
         self._num_workers = num_workers or default_num_workers(len(os.sched_getaffinity(0)))
-        self._parts = _parts(config)
+        self._parts = _parts(config, field)
         # The first part that checks the answer decides whether a response is correct, else the first model or judge.
         candidates = [field for field, part in self._parts.items() if part.type != "overlong"]
         self._deciding = min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))
@@ -248,7 +261,8 @@ class Scorer:
 
     def _named_parts(self, scores: dict[str, Score]) -> dict[str, float]:
         if self._config.type != "weighted":
-            return scores["reward"].parts
+            (score,) = scores.values()
+            return score.parts
         named: dict[str, float] = {}
         for name, score in zip(self._config.parts, scores.values(), strict=True):
             named[name] = score.value

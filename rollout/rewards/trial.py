@@ -32,7 +32,7 @@ def try_function(
 ) -> tuple[str, ...]:
     """Remarks on a usable function. ``tell`` is called while the trial takes long. Without a problem the function is
     only imported. Raises ValueError: the function cannot be used; with the fix."""
-    key = (reward, problem and (problem.text, problem.reference))
+    key = (reward, problem and (problem.text, problem.reference, repr(problem.row)))
     if key not in _REMARKS:
         with TrialProcess(worker.__name__, reward.function, tell=tell) as process:
             _REMARKS[key] = _try(reward, process, problem)

@@ -24,7 +24,7 @@ from rollout.client import GenerationClient
 from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt
-from rollout.rewards.scorer import Scorer
+from rollout.rewards.by_field import AnyScorer
 from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
 from rollout.sampling.order import Order, epoch_order
 from rollout.sampling.pool import GroupPool, ScoredGroup
@@ -48,7 +48,7 @@ class GroupSampler:
         task: Task,
         samples: SampleMaker,
         evaluation_samples: SampleMaker | None = None,
-        scorer: Scorer,
+        scorer: AnyScorer,
         rollout: RolloutConfig,
         evaluation: EvaluationConfig,
         seed: int,

@@ -51,6 +51,10 @@ def load_task(
     )
 
 
-def first_problem(config: TaskConfig) -> Problem:
-    """The first problem to train on, with its record, without a tokenizer. Raises ValueError as ``load_task``."""
-    return first_countdown_problem(config) if isinstance(config, CountdownTask) else first_in_file(config)
+def first_problem(config: TaskConfig, of: tuple[str, str] | None = None) -> Problem:
+    """The first problem to train on, with its record, without a tokenizer.
+
+    of: (a field, its value as text): the first whose record has this value.
+    Raises ValueError as ``load_task``, and where there is none.
+    """
+    return first_countdown_problem(config) if isinstance(config, CountdownTask) else first_in_file(config, of)

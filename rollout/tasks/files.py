@@ -242,12 +242,26 @@ def num_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode())
 
 
-def first_in_file(config: Gsm8kTask | JsonlTask) -> Problem:
-    """The first training problem, with its record; the file is read no further. Raises ValueError: see
-    ``load_file_task``."""
+def _is_of(record: dict, of: tuple[str, str] | None) -> bool:
+    """Whether a record has the value in the field that ``of`` names; every record where it names none."""
+    if of is None:
+        return True
+    try:
+        return str(field_of(record, of[0])) == of[1]
+    except LookupError:
+        return False
+
+
+def first_in_file(config: Gsm8kTask | JsonlTask, of: tuple[str, str] | None = None) -> Problem:
+    """The first training problem, with its record; the file is read no further.
+
+    of: (a field, its value as text): the first one with this value.
+    Raises ValueError: see ``load_file_task``; also where there is none.
+    """
     form = _form_of(config)
     problems = _read_fields(config.train_path, form, keep_rows=True)
-    _, prompt, reference, record = next(problems, None) or _refuse_empty(config.train_path, form)
+    found = (problem for problem in problems if _is_of(problem[3], of))
+    _, prompt, reference, record = next(found, None) or _refuse_empty(config.train_path, form)
     text, messages, tools = _parts_of(prompt)
     return Problem(
         prompt_id="first", text=text, reference=reference, messages=messages, tools=tools, row=record
@@ -332,10 +346,18 @@ def _field_value(record: dict, field: str) -> Any:
         ) from None
 
 
-def check_field(path: Path, field: str, check: Callable[[Any], object]) -> None:
-    """Have ``check`` look at a field of every record of a file, in order. Raises ValueError: see ``read_records``;
-    also for a missing field, and where ``check`` raises it, naming the line."""
-    for number, record in read_records(path, roots={field.split(".")[0]}):
+def check_field(
+    path: Path, field: str, check: Callable[[Any], object], *, of: tuple[str, str] | None = None
+) -> None:
+    """Have ``check`` look at a field of every record of a file, in order.
+
+    of: (another field, its value as text): only of records with this value.
+    Raises ValueError: see ``read_records``; also for a missing field, and where ``check`` raises it, naming the line.
+    """
+    roots = {name.split(".")[0] for name in (field, *(of or ())[:1])}
+    for number, record in read_records(path, roots=roots):
+        if not _is_of(record, of):
+            continue
         try:
             value = _field_value(record, field)
         except ValueError as error:

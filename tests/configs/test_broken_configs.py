@@ -842,6 +842,10 @@ TABLE = {
         command="eval", options=f"layout.dp=2 rollout.replicas=2 {NODES}", field="launch.nodes", value="learner: 2",
         error="this machine alone cannot run launch.nodes", fix="set launch.nodes=null",
     ),
+    "rewards of sources of a task without records": Broken(
+        options="reward.type=by_field reward.rewards.math.type=gsm8k", field="reward.type, task.type", value="countdown",
+        error="task.type=countdown has none", fix="use task.type=jsonl",
+    ),
     "sampling ahead on shared devices": Broken(
         options="rollout.max_staleness=1 launch.placement=colocated", field="rollout.max_staleness, launch.placement",
         value="colocated", error="samples while the learner trains", fix="set rollout.max_staleness=0, or launch.placement=separate",

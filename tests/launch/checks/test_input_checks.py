@@ -108,7 +108,23 @@ class Case:
     fix: str = ""
 
 
+BY_SOURCE = "reward={type: by_field, field: source, rewards: {math: {type: gsm8k}, code: {type: code}}}"
+SOURCES = '{"prompt": "1", "answer": "1", "source": "math"}\n{"prompt": "1", "answer": "1", "source": "code", "tests": "assert 1"}\n'
 CASES = {
+    # ---- sources of the data
+    "a record without a source": Case(
+        damage=train(SOURCES + GOOD), overrides=(BY_SOURCE, "task.heldout_path=null"), field="task.train_path",
+        error="train.jsonl:line 3: field `source` is missing", fix="name it in the config",
+    ),
+    "a source without a reward": Case(
+        damage=train(SOURCES.replace("math", "poems")), overrides=(BY_SOURCE, "task.heldout_path=null"), field="reward.rewards",
+        error="train.jsonl:line 1: field `source` is 'poems', for which reward.rewards has none, only for 'math', 'code'",
+        fix="add one, or drop such records",
+    ),
+    "a program without tests in a source of programs": Case(
+        damage=train(SOURCES.replace("tests", "test")), overrides=(BY_SOURCE, "task.heldout_path=null"), field="task.train_path",
+        error="train.jsonl:line 2: field `tests` is missing",
+    ),
     # ---- tokenizer
     "no tokenizer": Case(
         damage=lambda: Path("model/tokenizer.json").unlink(), field="model.path", error="the folder has no tokenizer.json or",
@@ -410,6 +426,14 @@ def test_everything_is_said_at_once():
         "task.train_path",
         "task.heldout_path",
     ]
+
+
+def test_sound_sources_are_read_and_a_reward_for_none_of_them_is_said(capsys):
+    Path("train.jsonl").write_text(SOURCES)
+    assert problems(BY_SOURCE, "task.heldout_path=null") == []
+    assert "no record of" not in capsys.readouterr().out
+    assert problems(BY_SOURCE, "reward.rewards.poems={type: gsm8k}", "task.heldout_path=null") == []
+    assert "reward.rewards: no record of train.jsonl has `source` 'poems'" in capsys.readouterr().out
 
 
 def test_prompts_that_are_left_out_are_counted_before_a_start(capsys):

@@ -1,0 +1,107 @@
+"""Another reward for the prompts of each source of the data (``reward: {type: by_field}``)."""
+
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from configs.schema.task import AnyReward, RewardByField
+from rollout.records import FinishReason, Prompt, Score, field_of
+from rollout.rewards.scorer import Scorer, check_reward
+
+if TYPE_CHECKING:
+    from rollout.tasks.task import Problem
+
+
+class ScorerByField:
+    """Inside ``async with``, a ``Scorer`` for each source, with the processes and requests of its own."""
+
+    def __init__(self, config: RewardByField, *, max_new_tokens: int, num_workers: int | None = None):
+        self._config = config
+        self._scorers = {
+            value: Scorer(
+                reward, max_new_tokens=max_new_tokens, num_workers=num_workers, field=_field_of(value)
+            )
+            for value, reward in config.rewards.items()
+        }
+        self._exits = AsyncExitStack()
+
+    @property
+    def retries(self) -> int:
+        """Requests to reward models and judges that failed and were repeated, so far."""
+        return sum(scorer.retries for scorer in self._scorers.values())
+
+    async def __aenter__(self) -> "ScorerByField":
+        try:
+            for scorer in self._scorers.values():
+                await self._exits.enter_async_context(scorer)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all processes and requests. Safe to call twice."""
+        await self._exits.aclose()
+
+    async def score(
+        self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
+    ) -> Score:
+        """As ``Scorer.score`` by the reward of the prompt's source, whose value is a part under the name of the source.
+
+        Raises ValueError for a prompt without a source, which the data were searched for before the start.
+        """
+        source = source_of(self._config, prompt.row)
+        score = await self._scorers[source].score(
+            prompt, response_text, num_tokens=num_tokens, finish_reason=finish_reason
+        )
+        name = self._config.names[source]
+        own = {f"{name}/{part}": value for part, value in score.parts.items()}
+        return replace(score, parts=own if score.error else {name: score.value, **own})
+
+
+AnyScorer = Scorer | ScorerByField
+
+
+def scorer_of(config: AnyReward, *, max_new_tokens: int) -> AnyScorer:
+    kind = ScorerByField if isinstance(config, RewardByField) else Scorer
+    return kind(config, max_new_tokens=max_new_tokens)  # pyright: ignore[reportArgumentType] - of its own config
+
+
+def source_of(config: RewardByField, row: Any) -> str:
+    """The source of a record, which has a reward. Raises ValueError."""
+    try:
+        source = field_of(row or {}, config.field)
+    except LookupError as error:
+        raise ValueError(
+            f"a record has no field `{config.field}`, by which reward.rewards are chosen"
+        ) from error
+    return known_source(config, source)
+
+
+def known_source(config: RewardByField, value: object) -> str:
+    """The value of the field as text. Raises ValueError where no reward has its name."""
+    source = str(value)
+    if source not in config.rewards:
+        known = ", ".join(map(repr, config.rewards))
+        raise ValueError(
+            f"is {value!r}, for which reward.rewards has none, only for {known}; add one, or drop such records"
+        )
+    return source
+
+
+def check_rewards(
+    config: AnyReward, sample: Callable[[str | None], "Problem | None"], tell: Callable[[str], None]
+) -> None:
+    """``check_reward`` for each source. ``sample`` gives a problem of a source, or of the only one (None). Raises ValueError."""
+    if not isinstance(config, RewardByField):
+        return check_reward(config, lambda: sample(None), tell)
+    for value, reward in config.rewards.items():
+        check_reward(reward, lambda value=value: sample(value), tell, field=_field_of(value))
+
+
+def _field_of(value: str) -> str:
+    return f"reward.rewards.{value}"
