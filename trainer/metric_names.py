@@ -233,6 +233,8 @@ METRICS = {entry.name: entry for entry in (
     *_evaluation("eval/set/*/greedy/", "problems of a further held-out set, one each at temperature 0", "such answers"),
     *_evaluation("eval/set/*/", "problems of a further held-out set (task.heldout_sets)", "samples of the set"),
     Entry("eval/set/*/pass_at/*", None, "share of problems", "pass@k on the problems of the set, the last star is k"),
+    *_evaluation("eval/source/*/", "held-out problems of a source (reward.type=by_field)", "samples of the source"),
+    Entry("eval/source/*/pass_at/*", None, "share of problems", "pass@k on the problems of the source, the last star is k"),
     Entry("sync/version", None, "version", "weight version that the step published"),
     Entry("sync/bytes", None, "bytes", "bytes of weights that were sent"),
     Entry("sync/servers", None, "servers", "servers that have the step's weights; fewer than rollout.replicas where one has ended"),

@@ -195,6 +195,7 @@ def evaluation_metrics(result: EvaluationResult, prefix: str = "eval") -> dict[s
         numbers[f"{prefix}/accuracy_error"] = result.accuracy_error
     if result.greedy is not None:
         numbers |= evaluation_metrics(result.greedy, f"{prefix}/greedy")
-    for name, of_set in result.sets.items():
-        numbers |= evaluation_metrics(of_set, f"{prefix}/set/{name}")
+    for kind, results in (("set", result.sets), ("source", result.sources)):
+        for name, one in results.items():
+            numbers |= evaluation_metrics(one, f"{prefix}/{kind}/{name}")
     return numbers

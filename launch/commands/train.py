@@ -213,9 +213,10 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
     if result.greedy:
         summary["greedy_accuracy"] = result.greedy.accuracy
         text += f", at temperature 0 {result.greedy.accuracy:.4f}"
-    if result.sets:
-        summary["sets"] = {name: of_set.accuracy for name, of_set in result.sets.items()}
-        text += "".join(f", {name} {accuracy:.4f}" for name, accuracy in summary["sets"].items())
+    for kind, results in (("sets", result.sets), ("sources", result.sources)):
+        if results:
+            summary[kind] = {name: one.accuracy for name, one in results.items()}
+            text += "".join(f", {name} {accuracy:.4f}" for name, accuracy in summary[kind].items())
     return summary, text
 
 

@@ -17,7 +17,7 @@ class ScorerByField:
     """Inside ``async with``, a ``Scorer`` for each source, with the processes and requests of its own."""
 
     def __init__(self, config: RewardByField, *, max_new_tokens: int, num_workers: int | None = None):
-        self._config = config
+        self._config, self._names = config, config.names
         self._scorers = {
             value: Scorer(
                 reward, max_new_tokens=max_new_tokens, num_workers=num_workers, field=_field_of(value)
@@ -25,6 +25,10 @@ class ScorerByField:
             for value, reward in config.rewards.items()
         }
         self._exits = AsyncExitStack()
+
+    def source_name(self, prompt: Prompt) -> str | None:
+        """The name of the prompt's source in metrics."""
+        return self._names[source_of(self._config, prompt.row)]
 
     @property
     def retries(self) -> int:
@@ -58,7 +62,7 @@ class ScorerByField:
         score = await self._scorers[source].score(
             prompt, response_text, num_tokens=num_tokens, finish_reason=finish_reason
         )
-        name = self._config.names[source]
+        name = self._names[source]
         own = {f"{name}/{part}": value for part, value in score.parts.items()}
         return replace(score, parts=own if score.error else {name: score.value, **own})
 

@@ -162,6 +162,10 @@ class Scorer:
         self._exits = AsyncExitStack()
         self._num_errors = 0
 
+    def source_name(self, prompt: Prompt) -> str | None:
+        """The name of the prompt's source in metrics; None where one reward is for all."""
+        return None
+
     @property
     def retries(self) -> int:
         """Requests to reward models and judges that failed and were repeated, so far."""

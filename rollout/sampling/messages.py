@@ -86,6 +86,8 @@ class EvaluationResult:
     """Of one answer per problem at temperature 0, where the config asks for it."""
     sets: "dict[str, EvaluationResult]" = field(default_factory=dict)
     """Of further held-out sets, by name."""
+    sources: "dict[str, EvaluationResult]" = field(default_factory=dict)
+    """Of the problems of each source, by its name, where each has a reward of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -206,12 +206,23 @@ class GroupSampler:
         _log_failures(failures)
         if len(failures) == sum(map(len, answers)):
             raise SamplingError(_nothing_to_learn(failures, len(failures)))
+        sources = self._summarise_sources(sets[0], answers)
         answered, results = iter(answers), []
         for prompts in sets:
             sampled, *greedy = (_summarise_samples(list(islice(answered, len(prompts)))) for _ in ways)
             results.append(replace(sampled, greedy=next(iter(greedy), None)))
         first, *others = results
-        return replace(first, sets=dict(zip(self._task.heldout_sets, others, strict=True)))
+        return replace(first, sets=dict(zip(self._task.heldout_sets, others, strict=True)), sources=sources)
+
+    def _summarise_sources(
+        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Sample]]
+    ) -> dict[str, EvaluationResult]:
+        """answers: to ``prompts``, and then others."""
+        by_source: dict[str, list[Sequence[Sample]]] = {}
+        for prompt, samples in zip(prompts, answers, strict=False):
+            if (source := self._scorer.source_name(prompt)) is not None:
+                by_source.setdefault(source, []).append(samples)
+        return {source: _summarise_samples(samples) for source, samples in sorted(by_source.items())}
 
     async def _sample_group(self, number: int) -> ScoredGroup:
         """The training group of this number, which is its place in the order of the data too."""

@@ -138,7 +138,7 @@ def whole_step(**changes) -> StepMetrics:
         "measured": measured,
         "updates": [Update(metrics=per_minibatch(metrics)) for metrics in updates],
         "sync": SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
-        "evaluation": replace(evaluated, sets={"hard": evaluated}),
+        "evaluation": replace(evaluated, sets={"hard": evaluated}, sources={"openai/gsm8k": evaluated}),
         "seconds": dict.fromkeys(("step", *TIME_PARTS), 1.0),
         "mode": "decoupled",
         "group": None,

@@ -113,7 +113,7 @@ PICTURES = (
             ),
             Lines(
                 "Held-out accuracy",
-                {"eval/accuracy": "accuracy", "eval/set/*/accuracy": "*"},
+                {"eval/accuracy": "accuracy", "eval/set/*/accuracy": "*", "eval/source/*/accuracy": "*"},
                 sparse=True,
                 bounds=(0, None),
             ),

@@ -83,6 +83,9 @@ class LengthScorer:
         self.seen: list[tuple[str, str]] = []
         self.lengths: list[tuple[int, FinishReason]] = []
 
+    def source_name(self, prompt: Prompt) -> str | None:
+        return None
+
     async def score(
         self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
     ) -> Score:
@@ -725,6 +728,26 @@ def test_each_heldout_set_is_evaluated_as_if_it_were_the_only_one(tokenizer, gre
         sampler._task = replace(sampler._task, heldout=prompts)
         assert whole.sets[name] == asyncio.run(sampler.evaluate())
     assert [result.count for result in (whole, *whole.sets.values())] == [6, 4, 6]
+    assert decode_reply(encode(Evaluated(whole))) == Evaluated(whole)
+
+
+def test_each_source_is_evaluated_as_if_its_problems_were_the_only_ones(tokenizer):
+    class OfTwoSources(LengthScorer):
+        def source_name(self, prompt: Prompt) -> str:
+            return "even" if int(prompt.reference) % 2 == 0 else "odd"
+
+    evaluation = EvaluationConfig(samples_per_prompt=2, greedy=True)
+    others = {"heldout_sets": {"b": make_prompts(2, "b")}, "evaluation": evaluation}
+    sampler = make_sampler(tokenizer, scorer=OfTwoSources(), num_heldout=7, **others)
+    whole = asyncio.run(sampler.evaluate())
+    assert [*whole.sources] == ["even", "odd"] and whole.sets["b"].sources == {}
+    for parity, source in enumerate(whole.sources):
+        alone = make_sampler(tokenizer, num_heldout=7, evaluation=EvaluationConfig(samples_per_prompt=2))
+        alone._task = replace(alone._task, heldout=alone._task.heldout[parity::2])
+        assert whole.sources[source] == asyncio.run(alone.evaluate())
+    assert whole.accuracy == pytest.approx(
+        (4 * whole.sources["even"].accuracy + 3 * whole.sources["odd"].accuracy) / 7
+    )
     assert decode_reply(encode(Evaluated(whole))) == Evaluated(whole)
 
 
