@@ -4,7 +4,6 @@ It reads the run folder alone, and works on any machine that sees it: a login no
 may lack.
 """
 
-import logging
 import select
 import signal
 import sys
@@ -18,7 +17,6 @@ from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder
-from trainer.tracking import tracker
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import ServiceName, missing_package
 from trainer.tracking.services import Service, ServiceError, TensorBoardService, WandbService, publish
@@ -61,7 +59,6 @@ def publish_run(
             signal.signal(number, signal.SIG_IGN)
     elif follow:
         wait = _followed(folder)
-    logging.getLogger(tracker.__name__).disabled = True  # the last line may be being written
     try:
         publish(_service(service, folder, config, project, entity), metrics, wait, _say)
     except ServiceError as error:

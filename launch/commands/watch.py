@@ -4,12 +4,11 @@ the roles do, and the newest samples.
 Like ``tandem status`` it reads the folder alone, and disturbs nothing.
 """
 
-import logging
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -27,7 +26,6 @@ from launch.commands.status import status
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.metric_names import TIME_PARTS, known
-from trainer.tracking import tracker
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
 from trainer.tracking.tracker import read_metrics
 from trainer.tracking.transcripts import Decode, find_decode
@@ -71,23 +69,11 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
             time.sleep(every_s)
 
 
-@contextmanager
-def _quiet(logger: str) -> Iterator[None]:
-    """Inside, warnings of the logger are not shown."""
-    log = logging.getLogger(logger)
-    before, log.disabled = log.disabled, True
-    try:
-        yield
-    finally:
-        log.disabled = before
-
-
 def _parts(folder: RunFolder, decode: Callable[[], Decode]) -> list[tuple[str, RenderableType]]:
     """(title, content) of the panels."""
     file = folder.path / "metrics.jsonl"
-    with _quiet(tracker.__name__):  # its last line may be being written
-        rows = read_metrics(file) if file.exists() else []
-        found = status(folder, rows=rows)
+    rows = read_metrics(file, is_written=True) if file.exists() else []
+    found = status(folder, rows=rows)
     lines = aligned([("state", found.state), *found.lines])
     return [
         ("run", Text("\n".join(lines), no_wrap=True, overflow="ellipsis")),

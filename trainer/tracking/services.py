@@ -71,7 +71,7 @@ def publish(
 
 
 def _lines_of(metrics: Path) -> list[Line]:
-    return read_metrics(metrics) if metrics.exists() else []
+    return read_metrics(metrics, is_written=True) if metrics.exists() else []
 
 
 def added(lines: Sequence[Line], sent: Sequence[Line]) -> list[Line] | None:

@@ -42,11 +42,11 @@ _RESERVED = ("step", "elapsed_s")
 # metrics.jsonl
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path, *, is_written: bool = False) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; None stands for a value that was not finite.
 
-    Lines that are no JSON object of a step and numbers (torn by a crash, or edited) are left out, with a warning. Raises
-    OSError.
+    Lines that are no JSON object of a step and numbers (torn by a crash, or edited) are left out, with a warning unless
+    ``is_written``: the last line may then be on its way. Raises OSError.
     """
     rows, torn = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
@@ -54,7 +54,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
             rows.append(row)
         else:
             torn.append(str(number))
-    if torn:
+    if torn and not is_written:
         log.warning("%s: line %s not readable as a step and numbers, left out", path, ", ".join(torn))
     return rows
 
