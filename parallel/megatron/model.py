@@ -73,6 +73,9 @@ class PackedGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         moe.mark_expert_parameters(self)
+        if architecture.scales_embeddings and self.pre_process:
+            factor = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
+            self.embedding.register_forward_hook(lambda module, tokens, embeddings: embeddings * factor)
         layers: Any = self.decoder.layers
         for layer in layers:
             # Megatron's records gradients here in a pass without any too, and norms of outputs would keep their inputs.
