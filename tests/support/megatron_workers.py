@@ -105,7 +105,8 @@ def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0,
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
+                around_zero = name.endswith("bias") or kind == "gemma3_text"
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if around_zero else 1.0))
     model.save_pretrained(folder)
     if kind == "olmo3":
         write_olmo3_rope(folder)
