@@ -90,7 +90,8 @@ OLMO3 = {
 
 
 GEMMA = {name: OLMO3[name] for name in ("num_hidden_layers", "sliding_window", "layer_types")} | {
-    "rope_parameters": GEMMA_ROPE
+    "rope_parameters": GEMMA_ROPE,
+    "num_key_value_heads": 1,  # as Gemma 3 270M and 1B: ranks copy it
 }
 
 
