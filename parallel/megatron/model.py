@@ -76,6 +76,7 @@ class PackedGPTModel(GPTModel):
         if architecture.scales_embeddings and self.pre_process:
             factor = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
             embedding: nn.Module = self.embedding
+            # Its output, since a tied output layer reads the weight.
             embedding.register_forward_hook(partial(_scaled, factor))
         layers: Any = self.decoder.layers
         for layer in layers:

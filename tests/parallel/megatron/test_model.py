@@ -102,6 +102,16 @@ def test_logits_and_gradients_of_other_layers_match_transformers(tmp_path, kind,
         assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+def test_embeddings_are_multiplied_by_the_number_that_transformers_rounds(tmp_path):
+    folder = make_hf_model(tmp_path / "m", "gemma3_text")
+    chunk = make_engine(folder, dtype="bfloat16", distributed=False).chunks[0]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).model.embed_tokens
+    tokens = torch.arange(43)
+    found = chunk.embedding(input_ids=tokens[None], position_ids=None)[:, 0]
+    assert torch.equal(found, theirs(tokens))
+    assert not torch.equal(found, theirs.weight * 32**0.5)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "olmo2"])
 def test_a_pass_without_gradients_keeps_nothing_for_them(tmp_path, kind):
     batch = make_batch([5, 9])
