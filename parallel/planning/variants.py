@@ -8,7 +8,7 @@ from parallel.planning.config_fields import (
     check_rope_by_layers,
     check_rope_numbers,
     check_rope_type,
-    read_field,
+    read_size,
     rope_of,
     rope_type_of,
     rotated_share,
@@ -88,7 +88,7 @@ def _of_experts(hf_config: Mapping[str, Any], family: Family) -> dict[str, bool]
 
 def _check_gemma(hf_config: Mapping[str, Any], kind: str) -> None:
     check_rope_by_kind(hf_config, kind)
-    read_field(hf_config, "head_dim", kind)  # transformers' default is no share of the hidden size
+    read_size(hf_config, "head_dim", kind)  # transformers' default is no share of the hidden size
     # SGLang has no other activation, and takes the embeddings for the output layer whatever config.json says.
     for name, value in (("hidden_activation", "gelu_pytorch_tanh"), ("tie_word_embeddings", True)):
         if hf_config.get(name, value) != value:

@@ -116,6 +116,7 @@ def test_a_gemma_of_a_published_config():
             "hidden_activation='gelu', which SGLang does not compute; it must be",
         ),
         (dict(tie_word_embeddings=False), "tie_word_embeddings=False, which SGLang does not compute"),
+        (dict(head_dim=None), "head_dim=None; it must be a whole number"),
         (dict(query_pre_attn_scalar=0), "query_pre_attn_scalar=0; it must be a number above 0"),
         (dict(rope_local_base_freq=None), "rope_local_base_freq=None; it must be a number above 0"),
         (dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type 'yarn' .* are default, linear$"),
