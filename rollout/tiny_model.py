@@ -12,6 +12,8 @@ from transformers import (
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     Glm4MoeConfig,
@@ -155,6 +157,19 @@ FAMILIES = {
         },
     ),
     "glm4": (Glm4Config, Glm4ForCausalLM, _DENSE | {"attention_bias": True}),
+    "gemma3_text": (
+        Gemma3TextConfig,
+        Gemma3ForCausalLM,
+        _DENSE
+        | {
+            "sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "query_pre_attn_scalar": 24,
+            # As in models of 4 billion parameters and more.
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+    ),
 }  # fmt: skip
 """Config class, model class, and the fields of this family alone."""
 
@@ -259,7 +274,7 @@ def _random_model(
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # zero would hide that it was lost
                 buffer.normal_(std=0.02)
-        if "linear_num_value_heads" in own:
+        if "linear_num_value_heads" in own or family == "gemma3_text":
             # transformers leaves it at zero, where three norms one behind another multiply a gradient by 1e9.
             table: torch.Tensor = model.get_input_embeddings().weight
             row = SPECIAL_TOKENS.index("<pad>")

@@ -267,6 +267,12 @@ def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fi
                 f"rollout.precision={rollout.precision}: the experts of a {architecture.model_type} are one tensor of all of a layer, "
                 "which is not rounded to a grid; use bf16 or fp16, or leave it out",
             )
+        if architecture.scales_embeddings and not rollout.sglang_plugin and rollout.dtype != "float32":
+            yield (
+                "rollout.sglang_plugin",
+                f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a "
+                f"{architecture.model_type} to {rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's",
+            )
         if config.learner.lora is not None:
             yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
         room = partial(prompt_room, config, "training", max_positions=positions)

@@ -201,6 +201,7 @@ def make_tiny_model(
             "olmo2",
             "olmo3",
             "glm4",
+            "gemma3_text",
             "gpt_oss",
         ],
         typer.Option(help="The family of the model."),

@@ -40,7 +40,7 @@ from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm, split_rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.megatron.swiglu import use_swiglu
+from parallel.megatron.swiglu import GeGLU, SwiGLU, use_gated_activation
 from parallel.planning.architecture import Architecture, last_stage_layers
 from parallel.planning.model_parts import Experts, Recurrent
 
@@ -75,13 +75,16 @@ class RMSNorm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.normed(x)
+
+    def normed(self, x: Tensor) -> Tensor:
         return rms_norm(x, self.weight, self.eps)
 
 
 class CentredRMSNorm(RMSNorm):
     """RMSNorm that multiplies by 1 + weight, which a dtype of two bytes would round."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def normed(self, x: Tensor) -> Tensor:
         return rms_norm(x.float(), 1.0 + self.weight.float(), self.eps).to(x.dtype)
 
 
@@ -93,7 +96,11 @@ class OutputNorm(RMSNorm):
 
     def _add(self, output_with_bias: tuple[Tensor, Tensor | None], x: Tensor, dropout: float) -> Tensor:
         output, bias = output_with_bias
-        return x + rms_norm(output if bias is None else output + bias, self.weight, self.eps)
+        return x + self.normed(output if bias is None else output + bias)
+
+
+class CentredOutputNorm(OutputNorm, CentredRMSNorm):
+    """x + norm(output), by 1 + weight."""
 
 
 class AllHeadsNorm(nn.Module):
@@ -204,13 +211,12 @@ def block_spec(
     lora: Lora | None,
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
-    make_layer, norm = partial(_local_layer, config=config), RMSNorm
-    if architecture.recurrent is not None:
-        make_layer, norm = partial(_local_layer, norm=CentredRMSNorm, config=config), CentredRMSNorm
-    elif pieces is not None:
+    norm = CentredRMSNorm if architecture.centred_norms else RMSNorm
+    make_layer = partial(_local_layer, norm=norm, config=config)
+    if pieces is not None:
         make_layer, norm = partial(_aligned_layer, config, pieces), AlignedRMSNorm
     elif lora is not None:
-        make_layer = partial(_adaptable_layer, config)
+        make_layer = partial(_adaptable_layer, config, norm)
     elif uses_transformer_engine(architecture, config.params_dtype):
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -223,7 +229,7 @@ def block_spec(
     layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
     for sparse, layer in layers.items():
         if config.use_te_activation_func:
-            use_swiglu(layer, has_experts=sparse)
+            use_gated_activation(layer, GeGLU if architecture.has_gelu else SwiGLU, has_experts=sparse)
         if lora is not None:
             add_adapters(layer, lora, has_experts=sparse)
     specs = [layers[sparse] for sparse in is_sparse]
@@ -260,7 +266,8 @@ def _local_layer(
     layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if a.norms == "behind" else norm
     if a.norms != "before":
         of_output = {"config": config, "hidden_size": a.hidden_size, "eps": a.norm_eps}
-        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(OutputNorm, of_output)
+        output_norm = CentredOutputNorm if a.centred_norms else OutputNorm
+        layer.self_attn_bda = layer.mlp_bda = ModuleSpec(output_norm, of_output)
     if a.latent:
         layer.self_attention = _latent_attention(a)
     else:
@@ -303,10 +310,10 @@ def _aligned_layer(
 
 
 def _adaptable_layer(
-    config: TransformerConfig, architecture: Architecture, experts: Experts | None
+    config: TransformerConfig, norm: type, architecture: Architecture, experts: Experts | None
 ) -> ModuleSpec:
     """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention where it is used."""
-    spec = _local_layer(architecture, experts, config=config)
+    spec = _local_layer(architecture, experts, norm, config=config)
     is_whole = parallel_state.get_context_parallel_world_size() == 1
     if uses_transformer_engine(architecture, config.params_dtype) and is_whole:
         layer: Any = spec.submodules
@@ -396,6 +403,8 @@ def _activation(architecture: Architecture, *, is_aligned: bool) -> Callable[[Te
     """Of the MLP's gate."""
     if architecture.has_sinks:
         return _sigmoid_gate
+    if architecture.has_gelu:
+        return F.gelu
     return aligned.silu if is_aligned else F.silu
 
 
@@ -439,12 +448,13 @@ def transformer_config(
         num_attention_heads=architecture.num_heads,
         num_query_groups=architecture.num_kv_heads,
         kv_channels=architecture.head_dim,
+        softmax_scale=architecture.score_scale,
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
         activation_func=_activation(architecture, is_aligned=is_aligned),
         # Transformer Engine's layers have such sums of their own, which were not tried.
         gradient_accumulation_fusion=not uses_transformer_engine(architecture, dtype),
-        # The activation that it names is ours: ``use_swiglu``.
+        # The activation that it names is ours: ``use_gated_activation``.
         use_te_activation_func=not (is_aligned or architecture.has_sinks),
         add_qkv_bias=architecture.qkv_bias,
         # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.

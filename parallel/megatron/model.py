@@ -73,6 +73,11 @@ class PackedGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         moe.mark_expert_parameters(self)
+        if architecture.scales_embeddings and self.pre_process:
+            factor = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
+            embedding: nn.Module = self.embedding
+            # Its output, since a tied output layer reads the weight.
+            embedding.register_forward_hook(partial(_scaled, factor))
         layers: Any = self.decoder.layers
         for layer in layers:
             # Megatron's records gradients here in a pass without any too, and norms of outputs would keep their inputs.
@@ -175,6 +180,10 @@ class PackedGPTModel(GPTModel):
     def _run_packed(self, tokens_T: Tensor, packed: PackedSequences):
         """The result of ``_postprocess``, in the plan's order."""
         return self(packed.plan.to_model_order(tokens_T).unsqueeze(0), None, None, packed_seq_params=packed)
+
+
+def _scaled(factor: float, module: nn.Module, inputs: tuple, embeddings: Tensor) -> Tensor:
+    return embeddings * factor
 
 
 def _replay(

@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.planning.config_fields import check_rope_type, rope_of, rope_type_of, rotated_share
+from parallel.planning.config_fields import (
+    check_rope_type,
+    rope_of,
+    rope_type_of,
+    rotated_share,
+    window_theta,
+)
 from parallel.planning.families import SUPPORTED, family_of
 
 
@@ -18,19 +24,24 @@ def rotary_frequencies(folder: Path, hf_config: Mapping[str, Any]) -> tuple[Tens
     """
     # transformers and its Llama take three CPU seconds to import, and nothing else in a rank's start needs them.
     if (plain := plain_rotary(hf_config)) is not None:
-        theta, size = plain
-        return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float) / size)), 1.0
+        return _plain_frequencies(*plain), 1.0
     return rotary_frequencies_of_transformers(folder, str(hf_config.get("model_type")))
 
 
 def window_frequencies(hf_config: Mapping[str, Any]) -> Tensor | None:
-    """inv_freq [F] of layers with a window, where they rotate otherwise than the others: without YaRN. None: they do not."""
+    """inv_freq [F] of layers with a window, where they rotate otherwise than the others: without YaRN, or by a base of their own.
+    None: they do not."""
     family = family_of(hf_config.get("model_type"))
+    if family.is_gemma:
+        return _plain_frequencies(window_theta(hf_config, hf_config["model_type"]), hf_config["head_dim"])
     if not family.plain_windows or rope_type_of(hf_config) == "default":
         return None
     plain = plain_rotary({**hf_config, "rope_scaling": None})
     assert plain is not None  # read_architecture has its theta
-    theta, size = plain
+    return _plain_frequencies(*plain)
+
+
+def _plain_frequencies(theta: float, size: int) -> Tensor:
     return 1.0 / (theta ** (torch.arange(0, size, 2, dtype=torch.float) / size))
 
 
@@ -68,16 +79,19 @@ def rotary_frequencies_of_transformers(folder: Path, model_type: str) -> tuple[T
     """``rotary_frequencies`` of any config.json, by transformers itself."""
     from transformers import AutoConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
     from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeRotaryEmbedding
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    # Of Olmo 3 by kind of layer.
+    # Of Olmo 3 and Gemma 3 by kind of layer.
     by_layers = {"layer_type": "full_attention"} if "full_attention" in config.rope_parameters else {}
     kind = (config.rope_parameters["full_attention"] if by_layers else config.rope_parameters)["rope_type"]
     check_rope_type(kind, model_type)
     is_part = SUPPORTED[model_type].rotated_share is not None
-    plain = Glm4MoeRotaryEmbedding if is_part else LlamaRotaryEmbedding
+    plain = (
+        Glm4MoeRotaryEmbedding if is_part else Gemma3RotaryEmbedding if by_layers else LlamaRotaryEmbedding
+    )
     compute: Any = plain.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
     inv_freq_F, attention_factor = compute(config, device=torch.device("cpu"), **by_layers)
     return inv_freq_F.float(), float(attention_factor)

@@ -1,4 +1,4 @@
-"""The gated activation of MLPs and experts, silu(gate) up, as one operation (N. Shazeer, arXiv 2002.05202)."""
+"""The gated activation of MLPs and experts, silu(gate) up or gelu(gate) up, as one operation (N. Shazeer, arXiv 2002.05202)."""
 
 from typing import Any
 
@@ -35,6 +35,27 @@ class _SwiGLU(torch.autograd.Function):
         return _gradient(grad, *ctx.saved_tensors)
 
 
+class GeGLU(SwiGLU):
+    """gelu(gate) up, of the GELU's approximation with a tanh."""
+
+    def __call__(self, gate_up: Tensor) -> Tensor:
+        return _GeGLU.apply(gate_up)
+
+
+class _GeGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up):
+        ctx.save_for_backward(gate_up)
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors[0].chunk(2, -1)
+        of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return torch.cat((of_gate, F.gelu(gate, approximate="tanh").mul_(grad)), -1)
+
+
 def _activated(gate_up: Tensor) -> Tensor:
     if gate_up.is_cuda:
         from parallel.megatron import triton_kernels
@@ -54,10 +75,10 @@ def _gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
 
 
-def use_swiglu(layer: ModuleSpec, *, has_experts: bool) -> None:
+def use_gated_activation(layer: ModuleSpec, activation: type[SwiGLU], *, has_experts: bool) -> None:
     """In a layer's specification. Megatron takes it with ``use_te_activation_func``."""
     submodules: Any = layer.submodules
     mlp = submodules.mlp.submodules
     parts = (mlp.experts.submodules, mlp.shared_experts.submodules) if has_experts else (mlp,)
     for part in parts:
-        part.activation_func = SwiGLU
+        part.activation_func = activation

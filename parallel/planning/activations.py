@@ -252,7 +252,7 @@ def _norm_row(size: int, work: Work, architecture: Architecture | None = None) -
     """RMSNorm of one row keeps x and 1 / rms, b size + 4, on CUDA. On CPU it keeps x / rms and 1 / rms in
     float32, 4 size + 4, and for a 2-byte dtype x in float32 too; beside adapters the weight is frozen, and of the two
     x alone is kept. A norm that multiplies by 1 + weight keeps float32 numbers alone, 4 size + 4."""
-    if architecture is not None and architecture.recurrent is not None:
+    if architecture is not None and architecture.centred_norms:
         return 4 * size + 4
     if work.device == "cuda":
         return work.dtype_bytes * size + 4
@@ -261,7 +261,7 @@ def _norm_row(size: int, work: Work, architecture: Architecture | None = None) -
 
 def _qk_norm_token(a: Architecture, heads: int, kv_heads: int, work: Work) -> int:
     """Norms of queries and keys keep ``_norm_row`` per head; on CUDA the keys' x is free inside the qkv product."""
-    kept_anyway = work.dtype_bytes if work.device == "cuda" and a.recurrent is None else 0
+    kept_anyway = work.dtype_bytes if work.device == "cuda" and not a.centred_norms else 0
     return (heads + kv_heads) * _norm_row(a.head_dim, work, a) - kv_heads * kept_anyway * a.head_dim
 
 

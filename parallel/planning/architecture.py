@@ -62,6 +62,14 @@ class Architecture:
     """Whether queries and keys are normalised over the numbers of all heads at once."""
     norms: Literal["before", "behind", "both"] = "before"
     """Where attention and MLP have a norm: of their input, of their output, or of both."""
+    centred_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
+    has_gelu: bool = False
+    """Whether the gate of an MLP is a GELU (by its approximation with a tanh). False: a SiLU."""
+    scales_embeddings: bool = False
+    """Whether embeddings are multiplied by the root of the hidden size, rounded to the model's dtype."""
+    score_scale: float | None = None
+    """Of the scores of attention. None: head_dim ** -0.5. Of ``latent``: its own."""
     windows: tuple[int | None, ...] = ()
     """By layer the tokens that a token sees, itself included; None: all before it. Empty: no layer has a window."""
     has_sinks: bool = False
@@ -96,8 +104,10 @@ class Architecture:
     def needs_own_layers(self) -> bool:
         """Whether Megatron's layers for Transformer Engine lack a part of this model's."""
         has_norms = self.norms != "before" or self.whole_qk_norm
-        is_other = any(self.windows) or self.has_sinks or has_norms or self.is_interleaved
-        return bool(is_other) or self.recurrent is not None
+        is_other = (
+            any(self.windows) or self.has_sinks or has_norms or self.is_interleaved or self.centred_norms
+        )
+        return bool(is_other)
 
     @property
     def attention_numbers(self) -> tuple[int, int]:
@@ -222,15 +232,21 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         intermediate_size=_read_intermediate_size(hf_config, kind, family),
         norm_eps=read_positive_number(hf_config, "rms_norm_eps", kind),
         max_positions=read_size(hf_config, "max_position_embeddings", kind),
-        tied=bool(hf_config.get("tie_word_embeddings", False)),
+        tied=bool(hf_config.get("tie_word_embeddings", family.is_gemma)),
         qkv_bias=_has(hf_config, family.qkv_bias),
         qk_norm=_has(hf_config, family.qk_norm),
         rotary_size=rotary_size,
         is_interleaved=family.is_interleaved,
         whole_qk_norm=family.whole_qk_norm,
         norms=family.norms,
+        centred_norms=family.centred_norms,
+        has_gelu=family.is_gemma,
+        scales_embeddings=family.is_gemma,
+        score_scale=read_positive_number(hf_config, "query_pre_attn_scalar", kind) ** -0.5
+        if family.is_gemma
+        else None,
         has_sinks=family.has_sinks,
-        windows=read_windows(hf_config, kind, num_layers) if family.serves_windows else (),
+        windows=read_windows(hf_config, kind, num_layers, family) if family.serves_windows else (),
         latent=latent,
         recurrent=recurrent,
         experts=read_experts(hf_config, kind, family, num_layers),

@@ -28,10 +28,16 @@ def read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: in
     return value
 
 
-def read_windows(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> tuple[int | None, ...]:
+def read_windows(
+    hf_config: Mapping[str, Any], kind: str, num_layers: int, family: Family
+) -> tuple[int | None, ...]:
     """By layer the tokens that a token sees, itself included, from ``layer_types``; None: all before it."""
-    types = read_field(hf_config, "layer_types", kind)
     known = ("full_attention", "sliding_attention")
+    if family.is_gemma and hf_config.get("layer_types") is None:
+        every = read_size(hf_config, "sliding_window_pattern", kind, default=6)
+        types = [known[(layer + 1) % every != 0] for layer in range(num_layers)]
+    else:
+        types = read_field(hf_config, "layer_types", kind)
     if not isinstance(types, list) or len(types) != num_layers or not all(name in known for name in types):
         raise ValueError(
             f"config.json of a {kind} model has layer_types={types!r}; it must be a list of {num_layers} names, of {known[0]} and "
@@ -96,6 +102,35 @@ def check_rope_by_layers(hf_config: Mapping[str, Any], kind: str) -> None:
         )
 
 
+def check_rope_by_kind(hf_config: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError for rope parameters of a Gemma 3 that are neither transformers', by kind of layer, nor those of the
+    published files."""
+    by_kind, scaling = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
+    if by_kind is not None and scaling is not None:
+        raise ValueError(f"config.json of a {kind} model has rope_parameters and rope_scaling; restore it")
+    if by_kind is not None:
+        kinds = ("full_attention", "sliding_attention")
+        if not isinstance(by_kind, Mapping) or not all(isinstance(by_kind.get(k), Mapping) for k in kinds):
+            raise ValueError(
+                f"config.json of a {kind} model has rope_parameters={by_kind!r}; it must be an object of {' and '.join(kinds)}; restore it"
+            )
+        rope_type = by_kind["sliding_attention"].get("rope_type", "default")
+        if rope_type != "default":
+            raise ValueError(
+                f"config.json of a {kind} model has rope_type={rope_type!r} of sliding_attention, where SGLang scales nothing; restore it"
+            )
+    read_positive_number(hf_config if by_kind is None else by_kind["full_attention"], "rope_theta", kind)
+    window_theta(hf_config, kind)
+
+
+def window_theta(hf_config: Mapping[str, Any], kind: str) -> float:
+    """The base of rotary frequencies in a Gemma 3's layers with a window."""
+    by_kind = hf_config.get("rope_parameters")
+    if by_kind is not None:
+        return read_positive_number(by_kind["sliding_attention"], "rope_theta", kind)
+    return read_positive_number(hf_config, "rope_local_base_freq", kind)
+
+
 def yarn_scale(hf_config: Mapping[str, Any]) -> float:
     """0.1 m log(factor) + 1 of YaRN (arXiv 2309.00071) with m = ``mscale_all_dim``, by which DeepSeek's models multiply
     queries and keys; 1 without it."""
@@ -145,8 +180,10 @@ def rope_type_of(hf_config: Mapping[str, Any]) -> Any:
 
 
 def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """``rope_parameters``, or in older files ``rope_scaling``; empty where there are none."""
+    """``rope_parameters``, or in older files ``rope_scaling``; empty where there are none. Of parameters by kind of layer those
+    without a window."""
     rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
-    return rope
+    full = rope.get("full_attention")
+    return full if isinstance(full, Mapping) else rope

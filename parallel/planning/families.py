@@ -42,7 +42,12 @@ class Family:
     rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
     is_recurrent: bool = False
     """Whether layers are gated delta nets (linear attention), as ``layer_types`` or ``full_attention_interval`` says. The
-    others' attention then has a gate at its output, and norms multiply by 1 + weight."""
+    others' attention then has a gate at its output."""
+    centred_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
+    is_gemma: bool = False
+    """Whether, as in Gemma 3, the gate of an MLP is a GELU, embeddings are the output layer too and are multiplied by the root of the
+    hidden size, scores by ``query_pre_attn_scalar`` ** -0.5, and layers with a window rotate by a base of their own."""
     separate_inputs: bool = False
     """Whether a folder holds a gated delta net's queries, keys and values, gates and decays each as a matrix, not by key head."""
     is_latent: bool = False
@@ -81,6 +86,7 @@ _QWEN3_NEXT = Family(
     rotated_share=0.25,
     rope_types=("default",),
     is_recurrent=True,
+    centred_norms=True,
     experts="qwen3_next",
 )
 
@@ -130,6 +136,17 @@ SUPPORTED: dict[str, Family] = {
         rotated_share=0.5,
         rope_types=("default",),
         is_interleaved=True,
+    ),
+    "gemma3_text": Family(
+        title="Gemma 3 270M and 1B, and larger ones saved as a text model",
+        layers="attention with norms of q and k, most layers with a sliding window and a rotation of their own; MLP gated by a GELU; norms "
+        "before and behind attention and MLP, which multiply by 1 + weight; embeddings multiplied by a number",
+        qk_norm=True,
+        norms="both",
+        serves_windows=True,
+        rope_types=("default", "linear"),
+        centred_norms=True,
+        is_gemma=True,
     ),
     "qwen3_moe": Family(
         title="Qwen3-MoE",
@@ -192,11 +209,8 @@ _OWN_TOKENIZER = (
 _MLA = "its latent attention (MLA) differs from DeepSeek-V3's, which alone the learner computes"
 _SPARSE = "it chooses the tokens that a token sees (sparse attention), which the learner's packed attention does not compute"
 _HYBRID = "layers of it are recurrent (state space or linear attention), and the learner computes those of Qwen3-Next and Qwen3.5 alone"
-_WITH_VISION = (
-    "it takes pictures too, and an export would lose what reads them; train its text model, saved with model_type qwen3_5_text or "
-    "qwen3_5_moe_text"
-)
-_GELU = "its MLP has a GELU and its embeddings are multiplied by a number, which the learner does not compute"
+_WITH_VISION = "it takes pictures too, and an export would lose what reads them; train its text model, saved with model_type"
+_STREAMS = "its layers have several streams and tables of embeddings of their own, which the learner does not compute"
 _WINDOWS = "some of its layers see a sliding window of tokens, of which the server's code for this family was not tried"
 _SEES = "it takes pictures, sound or video, which this trainer's prompts do not have; use its text model, if that is a family of its own"
 _PARALLEL = (
@@ -216,9 +230,11 @@ REFUSED: dict[str, str] = {
         ),
         _HYBRID,
     ),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _WITH_VISION),
-    "gemma2": f"it caps its logits by a tanh, and {_GELU}",
-    **dict.fromkeys(("gemma", "gemma3", "gemma3_text", "gemma3n"), _GELU),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), f"{_WITH_VISION} qwen3_5_text or qwen3_5_moe_text"),
+    "gemma": "SGLang computes its GELU without the approximation by a tanh that it was trained with",
+    "gemma2": "it caps scores and logits by a tanh, which the learner does not compute",
+    "gemma3": f"{_WITH_VISION} gemma3_text",
+    **dict.fromkeys(("gemma3n", "gemma3n_text"), _STREAMS),
     "exaone4": "layers of it rotate nothing, or see a sliding window, by rules of its own, which the learner does not compute",
     **dict.fromkeys(("llama4", "llama4_text"), "layers of it see chunks of tokens and rotate nothing, which the learner does not compute"),
     **dict.fromkeys(("ministral", "mimo_v2_flash"), _WINDOWS),

@@ -81,7 +81,9 @@ def rollout_memory(
             matrices += 3 * a.hidden_size * (routed + a.experts.shared_size) // t
         else:
             matrices += 3 * a.hidden_size * a.intermediate_size // t
-    others += padded_vocab_size(a.vocab_size, t) // t * a.hidden_size * (1 if a.tied else 2)
+    # SGLang does not split an embedding that it multiplies by a number.
+    rows = a.vocab_size if a.scales_embeddings else padded_vocab_size(a.vocab_size, t) // t
+    others += rows * a.hidden_size * (1 if a.tied else 2)
     weights = (matrices + others) * b
     if quantization == "fp8":
         channels = a.num_layers * (heads + 2 * a.hidden_size + 2 * a.intermediate_size // t)

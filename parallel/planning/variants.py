@@ -4,9 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel.planning.config_fields import (
+    check_rope_by_kind,
     check_rope_by_layers,
     check_rope_numbers,
     check_rope_type,
+    read_size,
     rope_of,
     rope_type_of,
     rotated_share,
@@ -19,6 +21,8 @@ def refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> 
     """kind: the model_type. Raises ValueError, which names the field of config.json."""
     if family.plain_windows:
         check_rope_by_layers(hf_config, kind)
+    if family.is_gemma:
+        _check_gemma(hf_config, kind)
     check_rope_type(rope_type_of(hf_config), kind)
     check_rope_numbers(hf_config, kind)
     if family.has_sinks:
@@ -49,7 +53,10 @@ def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[
         "layer_types": further and not (family.serves_windows or family.is_recurrent),
         "attention_bias": family.qkv_bias is False and bool(hf_config.get("attention_bias")),
         "mlp_bias": bool(hf_config.get("mlp_bias")),
-        "hidden_act": hf_config.get("hidden_act", "silu") != "silu",
+        "hidden_act": not family.is_gemma and hf_config.get("hidden_act", "silu") != "silu",
+        "attn_logit_softcapping": hf_config.get("attn_logit_softcapping") is not None,
+        "final_logit_softcapping": hf_config.get("final_logit_softcapping") is not None,
+        "use_bidirectional_attention": bool(hf_config.get("use_bidirectional_attention")),
         "partial_rotary_factor": family.rotated_share is None and rotated_share(hf_config, family) != 1.0,
         # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
         "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),
@@ -77,6 +84,17 @@ def _of_experts(hf_config: Mapping[str, Any], family: Family) -> dict[str, bool]
         "swiglu_alpha": family.has_sinks and hf_config.get("swiglu_alpha", 1.702) != 1.702,
         "moe_layer_freq": grouped and hf_config.get("moe_layer_freq", 1) != 1,
     }
+
+
+def _check_gemma(hf_config: Mapping[str, Any], kind: str) -> None:
+    check_rope_by_kind(hf_config, kind)
+    read_size(hf_config, "head_dim", kind)  # transformers' default is no share of the hidden size
+    # SGLang has no other activation, and takes the embeddings for the output layer whatever config.json says.
+    for name, value in (("hidden_activation", "gelu_pytorch_tanh"), ("tie_word_embeddings", True)):
+        if hf_config.get(name, value) != value:
+            raise ValueError(
+                f"config.json of a {kind} model has {name}={hf_config[name]!r}, which SGLang does not compute; it must be {value!r}"
+            )
 
 
 def _check_gpt_oss(hf_config: Mapping[str, Any], kind: str) -> None:

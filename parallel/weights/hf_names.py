@@ -76,6 +76,10 @@ _OF_OUTPUTS = {
     },
 }
 """Norms of the outputs of attention and MLP, by ``Architecture.norms``. "behind" has no others."""
+_OF_OUTPUTS["gemma3_text"] = _OF_OUTPUTS["behind"] | {
+    name: ("pre_feedforward_layernorm.weight",)
+    for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
+}
 # MLPs of layers with experts; {} is the expert's number.
 _ROUTER, _BIAS = "mlp.router.weight", "mlp.router.correction_bias"
 _SHARED = tuple(f"mlp.shared_experts.linear_{part}.weight" for part in ("fc1", "fc2"))
@@ -178,7 +182,8 @@ def _layer_parts(architecture: Architecture, is_recurrent: bool = False) -> dict
         separate = _SEPARATE if SUPPORTED[architecture.model_type].separate_inputs else {}
         return others | _RECURRENT | _OUT_PROJ | separate
     if architecture.latent is None:
-        parts = _LAYER | _OF_OUTPUTS.get(architecture.norms, {}) | (_SINKS if architecture.has_sinks else {})
+        of_norms = _OF_OUTPUTS.get(architecture.model_type, _OF_OUTPUTS.get(architecture.norms, {}))
+        parts = _LAYER | of_norms | (_SINKS if architecture.has_sinks else {})
         for matrix in SUPPORTED[architecture.model_type].fused:
             parts |= _FUSED[matrix]
         is_absent = _OF_INPUTS if architecture.norms == "behind" else ()

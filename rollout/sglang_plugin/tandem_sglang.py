@@ -6,6 +6,7 @@
 
 - The learner's weights are received in the parameters, and hashed: ``tandem_weight_receiver.py``.
 - Routed experts are captured on CPU too, and answered in few bytes: ``tandem_routed_experts.py``.
+- Gemma 3's embeddings are multiplied by a rounded number: ``tandem_gemma3.py``.
 - Megatron is not imported.
 
 On CPU servers alone:
@@ -37,6 +38,7 @@ BATCHED = "tandem: attention is batched over sequences"
 
 
 def register() -> None:
+    import tandem_gemma3
     import tandem_routed_experts
     import tandem_weight_receiver
 
@@ -45,6 +47,7 @@ def register() -> None:
     on_cpu = os.environ.get("SGLANG_USE_CPU_ENGINE") == "1"
     tandem_weight_receiver.register()
     tandem_routed_experts.register(on_cpu=on_cpu)
+    tandem_gemma3.register()
     if on_cpu:
         register_for_cpu()
 

@@ -12,7 +12,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.objective import AggregationConfig
 from configs.schema.run import RunConfig
 from parallel.megatron.groups import join_groups
-from tests.parallel.megatron.test_model import OLMO3_ROPE
+from tests.parallel.megatron.test_model import GEMMA_ROPE, OLMO3_ROPE
 from tests.support.layout_workers import OPTIMIZER, build, work_layout
 from tests.support.megatron_workers import VOCAB, learner_config, make_hf_model, run_ranks
 from tests.support.moe_workers import assert_same_choice, make_moe_model
@@ -52,18 +52,20 @@ EXPERTS_FROZEN = "adapters beside experts"
 FUSED = "policy, of a folder with fused matrices"
 WINDOWED = "policy with windows, norms over all heads, and norms behind attention and MLP"
 PAIRED = "policy with norms before and behind, and pairs of neighbours that are rotated"
+SCALED = "policy with embeddings that are multiplied, norms by 1 + weight, and a rotation of windows' own"
+SCALED_CRITIC, SCALED_ADAPTERS = f"{SCALED}: critic", f"{SCALED}: adapters"
 STEPS = {
     **{name: (UNTIED,) for name in LAYOUTS},
     "dp2": (UNTIED, MERGED),
     "cp2": (UNTIED, TIED, CRITIC, FACTORED),
     "cp3": (UNTIED, CRITIC, REPLAYED),
-    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED, WINDOWED),
+    "cp2 pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED, WINDOWED, SCALED),
     "tp2 sp cp2": (UNTIED, REPLAYED, EXPERTS_FROZEN, WINDOWED),
-    "tp2": (UNTIED, ALIGNED, FACTORED, MERGED, FUSED, WINDOWED),
-    "tp2 sp": (UNTIED, TIED, CRITIC, ALIGNED, FACTORED, MERGED, PAIRED),
+    "tp2": (UNTIED, ALIGNED, FACTORED, MERGED, FUSED, WINDOWED, SCALED),
+    "tp2 sp": (UNTIED, TIED, CRITIC, ALIGNED, FACTORED, MERGED, PAIRED, SCALED, SCALED_ADAPTERS),
     "pp2": (UNTIED, TIED, CRITIC, FACTORED, FUSED),
     "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED, MERGED),
-    "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED, ALIGNED, MERGED),
+    "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED, ALIGNED, MERGED, SCALED, SCALED_CRITIC),
     "pp2 dp2": (
         TIED,
     ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
@@ -85,6 +87,12 @@ OLMO3 = {
     "num_hidden_layers": 4, "rope_parameters": OLMO3_ROPE, "sliding_window": 6,
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
 }  # fmt: skip
+
+
+GEMMA = {name: OLMO3[name] for name in ("num_hidden_layers", "sliding_window", "layer_types")} | {
+    "rope_parameters": GEMMA_ROPE,
+    "num_key_value_heads": 1,  # as Gemma 3 270M and 1B: ranks copy it
+}
 
 
 def learner_run(folder) -> RunConfig:
@@ -150,6 +158,10 @@ class Runs:
         self.jobs[WINDOWED] = {"kind": "policy", "folder": windowed, "recompute": "full"}
         paired = make_hf_model(root / "paired", "glm4", tied=True, num_hidden_layers=4)
         self.jobs[PAIRED] = {"kind": "policy", "folder": paired}
+        scaled = make_hf_model(root / "scaled", "gemma3_text", **GEMMA)
+        self.jobs[SCALED] = {"kind": "policy", "folder": scaled}
+        self.jobs[SCALED_CRITIC] = {"kind": "critic", "folder": scaled}
+        self.jobs[SCALED_ADAPTERS] = self.jobs[SCALED] | {"lora": adapters | {"forward": "factored"}}
         self.jobs[CRITIC] = {"kind": "critic", "folder": self.jobs[TIED]["folder"]}
         self.jobs[ALIGNED] = self.jobs[TIED] | {"pieces": 2}
         groups = make_groups(

@@ -17,6 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from megatron.core import parallel_state
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     Glm4ForCausalLM,
     LlamaConfig,
@@ -70,6 +72,7 @@ KINDS = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "olmo3": (Olmo3Config, Olmo3ForCausalLM),
     "glm4": (Glm4Config, Glm4ForCausalLM),
+    "gemma3_text": (Gemma3TextConfig, Gemma3ForCausalLM),
 }
 OLMO3_LAYERS = ["sliding_attention", "full_attention"]
 VOCAB = 43  # divides by nothing: tensor parallelism needs padding rows
@@ -85,21 +88,25 @@ def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0,
     if kind not in (
         "qwen3",
         "glm4",
+        "gemma3_text",
     ):  # their head_dim is independent of hidden_size; the others' is hidden_size / heads
         fields["head_dim"] = 8
     fields |= {"sliding_window": None} if kind == "mistral" else {}
     # Their defaults are beyond this vocabulary.
-    fields |= (
-        {"pad_token_id": None, "eos_token_id": None} if kind in ("phi3", "olmo2", "olmo3", "glm4") else {}
-    )
+    if kind in ("phi3", "olmo2", "olmo3", "glm4", "gemma3_text"):
+        fields |= {"pad_token_id": None, "eos_token_id": None}
     fields |= {"layer_types": OLMO3_LAYERS, "sliding_window": 7} if kind == "olmo3" else {}
     fields |= {"attention_bias": True} if kind == "glm4" else {}
+    if kind == "gemma3_text":
+        own = {"tie_word_embeddings": True, "query_pre_attn_scalar": 24, "bos_token_id": None}
+        fields |= own | {"layer_types": OLMO3_LAYERS, "sliding_window": 7}
     torch.manual_seed(seed)
     model = model_class(config_class(**{**fields, **changes})).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
+                around_zero = name.endswith("bias") or kind == "gemma3_text"
+                parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if around_zero else 1.0))
     model.save_pretrained(folder)
     if kind == "olmo3":
         write_olmo3_rope(folder)

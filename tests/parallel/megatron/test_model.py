@@ -9,7 +9,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from parallel.megatron.rms_norm import rms_norm
-from parallel.megatron.rotary import plain_rotary, rotary_frequencies, rotary_frequencies_of_transformers
+from parallel.megatron.rotary import (
+    plain_rotary,
+    rotary_frequencies,
+    rotary_frequencies_of_transformers,
+    window_frequencies,
+)
 from parallel.planning.architecture import padded_vocab_size, read_architecture
 from parallel.weights import hf_conversion, hf_files
 from tests.support.layout_workers import by_hf_names
@@ -44,9 +49,14 @@ OLMO3_ROPE = {
     "full_attention": YARN_ROPE | {"rope_theta": 500_000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
 }
+GEMMA_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 OWN_LAYERS = [
     ("olmo2", {}), ("olmo2", dict(tied=True, num_key_value_heads=4)), ("olmo3", {}),
     ("olmo3", dict(rope_parameters=OLMO3_ROPE, sliding_window=20)), ("glm4", {}), ("glm4", dict(attention_bias=False, tied=True)),
+    ("gemma3_text", {}), ("gemma3_text", dict(rope_parameters=GEMMA_ROPE, sliding_window=20, num_key_value_heads=1)),
 ]  # fmt: skip
 
 
@@ -92,6 +102,16 @@ def test_logits_and_gradients_of_other_layers_match_transformers(tmp_path, kind,
         assert (mine[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
 
 
+def test_embeddings_are_multiplied_by_the_number_that_transformers_rounds(tmp_path):
+    folder = make_hf_model(tmp_path / "m", "gemma3_text")
+    chunk = make_engine(folder, dtype="bfloat16", distributed=False).chunks[0]
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).model.embed_tokens
+    tokens = torch.arange(43)
+    found = chunk.embedding(input_ids=tokens[None], position_ids=None)[:, 0]
+    assert torch.equal(found, theirs(tokens))
+    assert not torch.equal(found, theirs.weight * 32**0.5)
+
+
 @pytest.mark.parametrize("kind", ["qwen3", "olmo2"])
 def test_a_pass_without_gradients_keeps_nothing_for_them(tmp_path, kind):
     batch = make_batch([5, 9])
@@ -120,7 +140,7 @@ def assert_same_weights(left, right):
     "kind, tied",
     [
         ("qwen2", False), ("qwen3", True), ("llama", True), ("mistral", False), ("phi3", False), ("olmo2", True), ("olmo3", False),
-        ("glm4", False),
+        ("glm4", False), ("gemma3_text", True),
     ],
 )  # fmt: skip
 def test_round_trip_is_bit_identical(tmp_path, kind, tied):
@@ -288,6 +308,26 @@ def test_frequencies_of_other_families_are_those_of_their_own_code(tmp_path, kin
         assert 2 * len(found_F) == read_architecture(config).rotary_size
     found_F, factor = rotary_frequencies_of_transformers(folder, kind)
     assert torch.equal(found_F, wanted_F) and factor == 1.0
+
+
+@pytest.mark.parametrize("factor", [None, 8.0])
+def test_frequencies_by_kind_of_layer_are_those_of_gemmas_own_code(tmp_path, factor):
+    """As saved by transformers, and as published."""
+    full = {"rope_type": "default", "rope_theta": 1_000_000.0}
+    rope = GEMMA_ROPE if factor else GEMMA_ROPE | {"full_attention": full}
+    folder = make_hf_model(tmp_path / "m", "gemma3_text", rope_parameters=rope)
+    hf_config = json.loads((folder / "config.json").read_text())
+    scaling = {"rope_type": "linear", "factor": factor} if factor else None
+    old = {"rope_theta": 1_000_000, "rope_local_base_freq": 10_000, "rope_scaling": scaling}
+    published = {k: v for k, v in hf_config.items() if k != "rope_parameters"} | old
+    for config in (hf_config, published):
+        (folder / "config.json").write_text(json.dumps(config))
+        wanted = AutoModelForCausalLM.from_pretrained(folder).model.rotary_emb
+        found_F, attention_factor = rotary_frequencies(folder, config)
+        assert torch.equal(found_F, wanted.full_attention_inv_freq) and attention_factor == 1.0
+        assert torch.equal(window_frequencies(config), wanted.sliding_attention_inv_freq)
+        by_transformers_F, _ = rotary_frequencies_of_transformers(folder, "gemma3_text")
+        assert torch.equal(by_transformers_F, wanted.full_attention_inv_freq)
 
 
 def test_transformers_rotary_frequencies_survive_the_stand_ins(tmp_path):

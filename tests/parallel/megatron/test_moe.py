@@ -842,10 +842,10 @@ def test_pipeline_stages_with_and_without_experts(alone, models, tmp_path):
 def test_servers_of_all_kinds_of_layers_take_the_learners_weights_exactly(tmp_path):
     """After another model's weights have come and gone, every byte is that of the folder; log-probs are the
     learner's throughout, also where it replays the servers' experts, which are its own. One family has latent attention,
-    whose loader joins matrices, and derives others from them. Two have no experts: with windows, which are shorter than the
-    sequences, and norms behind attention and MLP."""
+    whose loader joins matrices, and derives others from them. Three have no experts: with windows, which are shorter than the
+    sequences, and norms behind attention and MLP. One has the whole embedding on each rank of a server."""
     fleets = {}
-    families = {"deepseek_v3": 2, "mixtral": 1, "olmo3": 2, "glm4": 1, "gpt_oss": 2}
+    families = {"deepseek_v3": 2, "mixtral": 1, "olmo3": 2, "glm4": 1, "gpt_oss": 2, "gemma3_text": 2}
     try:
         for family, tensor_parallel in families.items():
             for seed in (0, 1):

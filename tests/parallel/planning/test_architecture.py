@@ -81,6 +81,65 @@ def test_windows_and_norms_of_a_config():
         check_numerics(1, found)
 
 
+GEMMA = {
+    "model_type": "gemma3_text", "sliding_window": 9, "query_pre_attn_scalar": 64, "rope_theta": 1_000_000, "rope_local_base_freq": 10_000,
+    "rope_scaling": None, "hidden_activation": "gelu_pytorch_tanh",
+}  # fmt: skip
+BY_KIND = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+
+def test_a_gemma_of_a_published_config():
+    """Of which layers have windows, a 1B's file does not say, nor that the embeddings are the output layer."""
+    config = (
+        {k: v for k, v in CONFIG.items() if k != "tie_word_embeddings"} | GEMMA | {"num_hidden_layers": 7}
+    )
+    found = read_architecture(config)
+    assert found.windows == (9, 9, 9, 9, 9, None, 9) and found.tied and found.score_scale == 1 / 8
+    assert read_architecture(config | {"sliding_window_pattern": 2}).windows == (9, None) * 3 + (9,)
+    assert found.has_gelu and found.scales_embeddings and found.centred_norms and found.layer_norms == 4
+    with pytest.raises(ValueError, match="aligned covers layers of Llama's form"):
+        check_numerics(1, found)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(final_logit_softcapping=30.0), "final_logit_softcapping=30.0, which the learner does not"),
+        (dict(attn_logit_softcapping=50.0), "attn_logit_softcapping=50.0, which the learner does not"),
+        (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True, which the learner"),
+        (dict(attention_bias=True), "attention_bias=True"),
+        (
+            dict(hidden_activation="gelu"),
+            "hidden_activation='gelu', which SGLang does not compute; it must be",
+        ),
+        (dict(tie_word_embeddings=False), "tie_word_embeddings=False, which SGLang does not compute"),
+        (dict(head_dim=None), "head_dim=None; it must be a whole number"),
+        (dict(query_pre_attn_scalar=0), "query_pre_attn_scalar=0; it must be a number above 0"),
+        (dict(rope_local_base_freq=None), "rope_local_base_freq=None; it must be a number above 0"),
+        (dict(rope_scaling={"rope_type": "yarn", "factor": 2.0}), "rope_type 'yarn' .* are default, linear$"),
+        (
+            dict(rope_parameters=BY_KIND, rope_scaling={"rope_type": "linear", "factor": 8.0}),
+            "has rope_parameters and rope_scaling",
+        ),
+        (dict(rope_parameters={"rope_theta": 1e6}), "it must be an object of full_attention and sliding_att"),
+        (
+            dict(rope_parameters=BY_KIND | {"sliding_attention": {"rope_type": "linear", "factor": 8.0}}),
+            "rope_type='linear' of sliding_attention, where SGLang scales nothing",
+        ),
+        (
+            dict(rope_parameters=BY_KIND | {"full_attention": {"rope_type": "linear", "rope_theta": 1e6}}),
+            "lacks 'factor'",
+        ),
+    ],
+)
+def test_a_gemma_that_would_be_computed_otherwise_is_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        read_architecture(CONFIG | {"tie_word_embeddings": True} | GEMMA | change)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [

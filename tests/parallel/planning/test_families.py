@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import (
     DeepseekV3Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeLiteConfig,
     GptOssConfig,
@@ -23,6 +24,12 @@ from parallel.weights.hf_names import hf_shapes
 from rollout.tiny_model import FAMILIES
 
 PAGE = Path(__file__).parents[3] / "docs" / "model.md"
+SMALL_GEMMA = {
+    "vocab_size": 262_144,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "sliding_window": 512,
+}
 TEXT_PARTS = {"kimi_k2", "pixtral"}
 """Names of published config.json files that transformers reads by code in the folder, or has under another."""
 
@@ -101,6 +108,8 @@ def test_every_family_has_a_tiny_model():
                 intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24, linear_num_value_heads=48,
             ),
         ),
+        (0.268, Gemma3TextConfig(**SMALL_GEMMA, num_hidden_layers=18, hidden_size=640, intermediate_size=2048)),
+        (1.0, Gemma3TextConfig(**SMALL_GEMMA, num_hidden_layers=26, hidden_size=1152, intermediate_size=6912)),
         (20.9, GptOssConfig(num_hidden_layers=24, num_local_experts=32)),
         (116.8, GptOssConfig()),
     ],

@@ -31,6 +31,7 @@ GLM = dict(
     routed_scaling_factor=1.5, attention_bias=True, use_qk_norm=True,
 )  # fmt: skip
 OLMO3 = dict(sliding_window=30, layer_types=["sliding_attention"] * 3 + ["full_attention"])
+GEMMA = dict(query_pre_attn_scalar=24, rope_theta=1_000_000, rope_local_base_freq=10_000)
 GPT_OSS = dict(
     num_local_experts=4, num_experts_per_tok=2, intermediate_size=96, sliding_window=30,
     layer_types=["sliding_attention", "full_attention"] * 2,
@@ -92,6 +93,7 @@ ONE_RANK = [
     Case({"dp": 1}, kind="qwen3_5_text"), Case({"dp": 1}, dtype="bfloat16", recompute="full", kind="qwen3_5_text"),
     Case({"dp": 1}, kind="gpt_oss"),
     Case({"dp": 1}, kind="olmo3"), Case({"dp": 1}, dtype="bfloat16", kind="olmo3"), Case({"dp": 1}, kind="glm4"),
+    Case({"dp": 1}, kind="gemma3_text"), Case({"dp": 1}, dtype="bfloat16", kind="gemma3_text"),
 ]  # fmt: skip
 TWO_RANKS = [
     Case({"tp": 2}), Case({"tp": 2}, dtype="bfloat16", recompute="full"), Case({"tp": 2, "sp": True}),
@@ -106,6 +108,7 @@ TWO_RANKS = [
     Case({"tp": 2, "sp": True}, dtype="bfloat16", kind="deepseek_v3"), Case({"cp": 2}, kind="deepseek_v3"),
     Case({"tp": 2, "sp": True}, kind="qwen3_5_text"), Case({"pp": 2}, dtype="bfloat16", kind="qwen3_5_text"),
     Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="gpt_oss"),
+    Case({"tp": 2, "sp": True}, dtype="bfloat16", kind="gemma3_text"),
     Case({"tp": 2, "sp": True}, kind="olmo3"), Case({"tp": 2}, dtype="bfloat16", kind="olmo3"), Case({"cp": 2}, kind="olmo3"),
     Case({"dp": 2, "ep": 2}, kind="qwen3_moe"), Case({"tp": 2, "sp": True, "ep": 2}, dtype="bfloat16", kind="qwen3_moe"),
 ]  # fmt: skip
@@ -127,6 +130,7 @@ def measured(tmp_path_factory) -> dict[str, list[dict[str, int]]]:
     for kind in ("qwen2", "qwen3", "phi3", "glm4"):
         make_hf_model(folder / kind, kind, **SIZES)
     make_hf_model(folder / "olmo3", "olmo3", **SIZES | OLMO3)
+    make_hf_model(folder / "gemma3_text", "gemma3_text", **SIZES | OLMO3)
     make_moe_model(folder / "gpt_oss", "gpt_oss", **SIZES | GPT_OSS)
     make_moe_model(folder / "glm4_moe", "glm4_moe", **SIZES, **GLM)
     make_moe_model(folder / "deepseek_v3", "deepseek_v3", **{**SIZES, **LATENT})
@@ -154,6 +158,7 @@ def test_the_arithmetic_is_what_torch_holds(case, measured):
             "deepseek_v3": LATENT,
             "glm4": {"attention_bias": True},
             "olmo3": OLMO3 | {"rope_theta": 500_000},
+            "gemma3_text": OLMO3 | GEMMA,
             "gpt_oss": GPT_OSS | {"attention_bias": True, "swiglu_limit": 7.0, "rope_theta": 150_000},
             "qwen3_5_text": RECURRENT,
         }.get(case.kind, EXPERTS),

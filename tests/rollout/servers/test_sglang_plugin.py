@@ -1,11 +1,12 @@
 """The plugin of CPU servers, by itself; tests/rollout/servers/test_sglang.py looks for it in a real server."""
 
+import os
 import subprocess
 import sys
 
 import pytest
 
-from rollout.servers.command import PLUGIN
+from rollout.servers.command import PLUGIN, STAND_INS
 
 THREAD = "threading.Thread(target=threading.Event().wait, daemon=True).start()"
 
@@ -37,7 +38,8 @@ def test_servers_do_not_import_megatron():
     code = """
 import sys
 from types import SimpleNamespace
-sys.modules["tandem_routed_experts"] = sys.modules["tandem_weight_receiver"] = SimpleNamespace(register=lambda **_: None)
+for name in ("gemma3", "routed_experts", "weight_receiver"):
+    sys.modules[f"tandem_{name}"] = SimpleNamespace(register=lambda **_: None)
 import tandem_sglang
 tandem_sglang.register()
 try:
@@ -49,6 +51,29 @@ except ImportError:
         [sys.executable, "-c", code], cwd=PLUGIN, capture_output=True, text=True, timeout=60
     )
     assert done.stdout.strip() == "left out", done.stderr
+
+
+def test_the_factor_of_gemmas_embeddings_is_rounded_as_in_transformers():
+    code = """
+import torch, tandem_gemma3
+from sglang.srt.models.gemma3_causal import Gemma3TextScaledWordEmbedding
+from sglang.srt.plugins.hook_registry import HookRegistry
+from transformers.models.gemma3 import modeling_gemma3
+tandem_gemma3.register()
+HookRegistry.apply_hooks()
+torch.set_default_dtype(torch.bfloat16)
+table = torch.randn(7, 640)
+both = [c(7, 640, 0, embed_scale=640**0.5) for c in (Gemma3TextScaledWordEmbedding, modeling_gemma3.Gemma3TextScaledWordEmbedding)]
+for embedding in both:
+    embedding.weight.data.copy_(table)
+one, other = (embedding(torch.arange(7)) for embedding in both)
+print(torch.equal(one, other), both[0].embed_scale)
+"""
+    environment = os.environ | {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STAND_INS)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=PLUGIN, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout.strip() == "True 25.25", done.stderr
 
 
 def test_transformers_is_imported_with_the_same_names_and_versions_by_less_work():

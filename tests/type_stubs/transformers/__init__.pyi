@@ -13,6 +13,8 @@ from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
     DeepseekV3ForCausalLM as DeepseekV3ForCausalLM,
 )
+from transformers.models.gemma3.configuration_gemma3 import Gemma3TextConfig as Gemma3TextConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3ForCausalLM as Gemma3ForCausalLM
 from transformers.models.glm4.configuration_glm4 import Glm4Config as Glm4Config
 from transformers.models.glm4.modeling_glm4 import Glm4ForCausalLM as Glm4ForCausalLM
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig as Glm4MoeConfig
