@@ -95,9 +95,9 @@ def test_a_look_reads_the_metrics_once_and_decodes_new_samples_alone(run, monkey
     """Also where a resumed run writes the step anew."""
     read, decoded = [], []
 
-    def reading(file):
+    def reading(file, **options):
         read.append(file)
-        return read_metrics(file)
+        return read_metrics(file, **options)
 
     def decoding(ids):
         decoded.append(ids)
