@@ -40,7 +40,7 @@ from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm, split_rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.megatron.swiglu import GeGLU, SwiGLU, use_gated_activation
+from parallel.megatron.gated_activation import GeGLU, SwiGLU, use_gated_activation
 from parallel.planning.architecture import Architecture, last_stage_layers
 from parallel.planning.model_parts import Experts, Recurrent
 

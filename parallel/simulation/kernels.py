@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from parallel.megatron import accumulation, swiglu, vocab_parallel
+from parallel.megatron import accumulation, gated_activation, vocab_parallel
 from parallel.megatron import attention as packed_attention
 from parallel.simulation.device import NotKnown, SimulatedDevice
 
@@ -51,8 +51,8 @@ def fused(device: SimulatedDevice) -> Iterator[None]:
         (vocab_parallel, "_chunk_sums"): sums,
         (vocab_parallel, "_grad_product"): lambda product_CV, *args: product_CV,
         (accumulation, "add_product"): add_product,
-        (swiglu, "_activated"): lambda gate_up: torch.empty_like(gate_up.chunk(2, -1)[0]),
-        (swiglu, "_gradient"): lambda grad, gate_up: torch.empty_like(gate_up),
+        (gated_activation, "_activated"): lambda gate_up: torch.empty_like(gate_up.chunk(2, -1)[0]),
+        (gated_activation, "_gradient"): lambda grad, gate_up: torch.empty_like(gate_up),
         (packed_attention, "_rotated"): lambda heads, *args, **kwargs: torch.empty(
             heads.shape, dtype=heads.dtype, device=heads.device
         ),
