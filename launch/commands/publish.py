@@ -4,11 +4,13 @@ It reads the run folder alone, and works on any machine that sees it: a login no
 may lack.
 """
 
+import fcntl
 import select
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import get_args
 
@@ -16,7 +18,7 @@ from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import WITHOUT_LOCKS, RunFolder
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import ServiceName, missing_package
 from trainer.tracking.services import Service, ServiceError, TensorBoardService, WandbService, publish
@@ -59,11 +61,28 @@ def publish_run(
             signal.signal(number, signal.SIG_IGN)
     elif follow:
         wait = _followed(folder)
-    try:
-        publish(_service(service, folder, config, project, entity), metrics, wait, _say)
-    except ServiceError as error:
-        print(f"tandem: {error}", file=sys.stderr)
-        raise SystemExit(1) from error
+    with _alone(folder, service, waits=until_told):
+        try:
+            publish(_service(service, folder, config, project, entity), metrics, wait, _say)
+        except ServiceError as error:
+            print(f"tandem: {error}", file=sys.stderr)
+            raise SystemExit(1) from error
+
+
+@contextmanager
+def _alone(folder: RunFolder, service: ServiceName, *, waits: bool) -> Iterator[None]:
+    """Inside, no other process copies the run to the service: both would begin anew. A resumed run ``waits`` for the end of
+    the copy before it. Raises BadInput."""
+    with (folder.path / f".publish-{service}.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except BlockingIOError as error:
+            how = f"{folder.logs / f'publish-{service}.log'} has its output where the run itself started it"
+            raise BadInput(f"RUN: another process copies {folder.path} to {service}; {how}") from error
+        except OSError as error:
+            if error.errno not in WITHOUT_LOCKS:
+                raise
+        yield
 
 
 def _service(

@@ -35,12 +35,12 @@ from numerics.delta_rule import ChunkPlan
 from parallel.megatron import accumulation, aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, paired_in_halves, rotate
 from parallel.megatron.context_parallel import SplitPlan, split_attention
+from parallel.megatron.gated_activation import GeGLU, SwiGLU, use_gated_activation
 from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
 from parallel.megatron.rms_norm import rms_norm, split_rms_norm
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.megatron.gated_activation import GeGLU, SwiGLU, use_gated_activation
 from parallel.planning.architecture import Architecture, last_stage_layers
 from parallel.planning.model_parts import Experts, Recurrent
 

@@ -1,5 +1,6 @@
 """``tandem publish``: what it refuses, and how long it follows a run."""
 
+import fcntl
 import importlib.util
 import json
 from pathlib import Path
@@ -59,6 +60,15 @@ def test_a_run_is_followed_until_it_ends_or_ctrl_c(run, monkeypatch):
     looks.clear()
     done = tandem("publish", "run", "--to", "tensorboard", "--follow", cwd=run.parent)
     assert done.returncode == 0 and "copied: 2 lines" in done.stdout
+
+
+def test_a_run_is_copied_by_one_process_at_a_time(run):
+    with (run / ".publish-tensorboard.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = tandem("publish", "run", "--to", "tensorboard", cwd=run.parent)
+        assert done.returncode == 2 and f"another process copies {run} to tensorboard" in done.stderr
+        assert not (run / "tensorboard").exists()
+    assert tandem("publish", "run", "--to", "tensorboard", cwd=run.parent).returncode == 0
 
 
 @pytest.mark.parametrize(
