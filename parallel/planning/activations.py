@@ -251,17 +251,17 @@ def _latent_row(latent: Latent, rotary_size: int, work: Work) -> int:
 def _norm_row(size: int, work: Work, architecture: Architecture | None = None) -> int:
     """RMSNorm of one row keeps x and 1 / rms, b size + 4, on CUDA. On CPU it keeps x / rms and 1 / rms in
     float32, 4 size + 4, and for a 2-byte dtype x in float32 too; beside adapters the weight is frozen, and of the two
-    x alone is kept. A norm that multiplies by 1 + weight keeps float32 numbers alone, 4 size + 4."""
-    if architecture is not None and architecture.centred_norms:
-        return 4 * size + 4
+    x alone is kept. A norm that multiplies by 1 + weight computes in float32 there, and keeps 4 size + 4."""
     if work.device == "cuda":
         return work.dtype_bytes * size + 4
+    if architecture is not None and architecture.centred_norms:
+        return 4 * size + 4
     return (4 if work.dtype_bytes == 4 or work.lora else 8) * size + 4
 
 
 def _qk_norm_token(a: Architecture, heads: int, kv_heads: int, work: Work) -> int:
     """Norms of queries and keys keep ``_norm_row`` per head; on CUDA the keys' x is free inside the qkv product."""
-    kept_anyway = work.dtype_bytes if work.device == "cuda" and not a.centred_norms else 0
+    kept_anyway = work.dtype_bytes if work.device == "cuda" else 0
     return (heads + kv_heads) * _norm_row(a.head_dim, work, a) - kv_heads * kept_anyway * a.head_dim
 
 

@@ -88,19 +88,21 @@ def test_the_gated_activation_and_its_gradient(dtype, shape):
         assert_near(of_halves, exact.grad, dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "of_weight_dtype"), [*((one, one) for one in DTYPES), (torch.bfloat16, torch.float32)], ids=str
+)
 @pytest.mark.parametrize(("heads", "size"), [(1, 48), (3, 128), (2, 2500)])
-def test_norms_and_their_gradients(dtype, heads, size):
-    """Also of heads that are parts of a longer product."""
+def test_norms_and_their_gradients(dtype, of_weight_dtype, heads, size):
+    """Also of heads that are parts of a longer product, and by a float32 weight, such as 1 + weight."""
     whole = drawn(37, 1, heads + 2, size, dtype=dtype)
-    weight, grad = drawn(size, seed=1, dtype=dtype), drawn(37, 1, heads, size, seed=2, dtype=dtype)
+    weight, grad = drawn(size, seed=1, dtype=of_weight_dtype), drawn(37, 1, heads, size, seed=2, dtype=dtype)
     exact, scale = whole[:, :, 1:-1].double().requires_grad_(), weight.double().requires_grad_()
     wanted = F.rms_norm(exact, (size,), scale, 1e-5)
     wanted.backward(grad.double())
     x, moved = whole.to(DEVICE)[:, :, 1:-1], weight.to(DEVICE)
     found, root = triton_kernels.rms_norm(x, moved, 1e-5)
     of_x, of_weight = triton_kernels.rms_norm_gradient(grad.to(DEVICE), x, moved, root)
-    assert found.dtype == of_x.dtype == of_weight.dtype == dtype
+    assert found.dtype == of_x.dtype == dtype and of_weight.dtype == of_weight_dtype
     for mine, right in ((found, wanted.detach()), (of_x, exact.grad), (of_weight, scale.grad)):
         assert_near(mine, right, dtype)
     again = triton_kernels.rms_norm_gradient(grad.to(DEVICE), x, moved, root)
