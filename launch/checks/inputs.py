@@ -14,10 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.errors import did_you_mean
 from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
 from configs.schema.run import CountdownSftData, JsonlSftData, SftData
+from configs.schema.sampler import MixtureOrder
 from configs.schema.task import (
     AnyReward,
     CodeReward,
@@ -233,10 +235,32 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
         yield from _check_conversations(f"task.{field}", surveys[field], tokenizer, config)
         for part in code_parts:
             yield from finding_of(f"task.{field}", check_field, path, part.tests_field, check_tests)
+        if field == "train_path" and isinstance(config.sampler, MixtureOrder):
+            yield from finding_of("sampler", _check_sources, config.sampler, path)
         room = _prompt_room(config, "training" if field == "train_path" else "held-out")
         arguments = config.model.chat_template_kwargs
         yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, arguments, room, notes)
     notes += _data_notes(surveys, config)
+
+
+def _check_sources(mixture: MixtureOrder, path: Path) -> None:
+    """Compare the sources of a file with the weights of a mixture. Raises ValueError."""
+    from rollout.records import source_name
+    from rollout.tasks.files import check_field
+
+    seen: set[str] = set()
+
+    def check(value: object) -> None:
+        seen.add(name := source_name(value))
+        if name not in mixture.weights:
+            has, fix = ", ".join(mixture.weights), "give it a weight, 0 to leave it out"
+            raise ValueError(f"is {name!r}, which is not in weights ({has}); {fix}")
+
+    check_field(path, mixture.field, check)
+    for name in mixture.weights:
+        if name not in seen:
+            fix = did_you_mean(name, sorted(seen), f"the names in `{mixture.field}`")
+            raise ValueError(f"weights has {name!r}, of which {path} has no record; {fix}")
 
 
 def survey_of(task: Gsm8kTask | JsonlTask, path: Path) -> "Survey":
