@@ -164,6 +164,14 @@ def field_of(record: Mapping[str, Any], field: str) -> Any:
     return value
 
 
+def source_name(value: object) -> str:
+    """The value of a field that names the source of its record. Raises ValueError for what is no name."""
+    if not isinstance(value, str | int | float):  # bool is an int
+        kind = "null" if value is None else f"a {type(value).__name__}"
+        raise ValueError(f"is {kind}; write the name of the record's source there")
+    return str(value)
+
+
 def digest(token_ids: np.ndarray) -> int:
     """64 bits of BLAKE2b over token ids, int32 in memory order."""
     content = np.ascontiguousarray(token_ids, dtype=TOKEN_IDS).data

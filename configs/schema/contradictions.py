@@ -8,6 +8,7 @@ from configs.errors import Contradiction
 from configs.schema.environment import AgentEnvironment, MessageEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
+from configs.schema.sampler import MixtureOrder
 from configs.schema.task import (
     CodeReward,
     CountdownTask,
@@ -86,6 +87,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     """Of the whole config, whose blocks are valid each by itself."""
     yield from _of_loss(config)
     yield from _of_reward(config)
+    yield from _of_sampler(config)
     yield from _of_batch(config)
     yield from _of_schedules(config)
     yield from _of_server_args(config)
@@ -206,6 +208,15 @@ def _reward_parts(field: str, reward: object) -> Iterator[tuple[str, object]]:
             yield from _reward_parts(f"{field}.{kind}.{name}", part)
     else:
         yield field, reward
+
+
+def _of_sampler(config: "RunConfig") -> Iterator[Contradiction]:
+    if isinstance(config.sampler, MixtureOrder) and isinstance(config.task, CountdownTask):
+        yield Contradiction(
+            ("sampler.type", "task.type"),
+            "sampler.type=mixture reads the sources from the records of a data file, and task.type=countdown has none",
+            "use task.type=jsonl, or leave `sampler` out",
+        )
 
 
 def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:

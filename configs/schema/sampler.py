@@ -1,10 +1,13 @@
 """The order in which a run takes its training prompts (``rollout/sampling/order.py``)."""
 
+import fractions
+import math
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from configs.schema.base import Schema
+from configs.errors import Contradiction
+from configs.schema.base import NonNegativeFloat, Schema
 from configs.schema.own_function import OwnFunction
 
 
@@ -20,10 +23,58 @@ class FileOrder(Schema):
     type: Literal["sequential"]
 
 
+MOST_TURNS = 1_000_000
+"""Prompts of one round of a mixture, which is held in memory."""
+
+
+class MixtureOrder(Schema):
+    """Prompts of several sources, such as math and code, in the shares of their weights, whatever their sizes are. In any
+    stretch from the start of the run, the number of each source's prompts is less than one from its share. Within a source
+    every prompt comes once before any comes again, each time in another order, which follows from ``seed``. A small source
+    repeats within an epoch, and a large one takes several. [Your own data](data.md#mixtures) has an example."""
+
+    type: Literal["mixture"]
+    field: str
+    """The field of the records that names their source, such as ``data_source``. Dots reach inner fields. Numbers and
+    booleans are compared as Python writes them (``1``, ``True``)."""
+    weights: dict[str, NonNegativeFloat]
+    """The weight of each source by its name. Only their ratios count. All sources of the training file are named; 0 leaves
+    one out."""
+
+    @property
+    def turns(self) -> dict[str, int]:
+        """Prompts of each source in a round, the smallest whole numbers of these ratios; sources of weight 0 are left out."""
+        # By their decimal digits: 0.3 is 3 / 10, and not the binary number next to it.
+        exact = {name: fractions.Fraction(str(weight)) for name, weight in self.weights.items() if weight > 0}
+        scale = math.lcm(*(weight.denominator for weight in exact.values()))
+        whole = {name: int(weight * scale) for name, weight in exact.items()}
+        divisor = math.gcd(*whole.values())
+        return {name: weight // divisor for name, weight in whole.items()}
+
+    @model_validator(mode="after")
+    def _has_a_round(self):
+        turns = self.turns
+        if not turns:
+            raise Contradiction(
+                ("weights",),
+                "weights has no source with a weight above 0, so that no prompt would come",
+                "give at least one, such as {math: 3, code: 1}",
+            )
+        if (total := sum(turns.values())) > MOST_TURNS:
+            raise Contradiction(
+                ("weights",),
+                f"weights are in the ratio of whole numbers whose sum has {len(str(total))} digits; it may be {MOST_TURNS:,}",
+                "round them, such as {math: 0.75, code: 0.25}",
+            )
+        return self
+
+
 class FunctionOrder(OwnFunction):
     """A function of the user's own, such as a curriculum."""
 
     type: Literal["function"]
 
 
-SamplerConfig = Annotated[ShuffledOrder | FileOrder | FunctionOrder, Field(discriminator="type")]
+SamplerConfig = Annotated[
+    ShuffledOrder | FileOrder | MixtureOrder | FunctionOrder, Field(discriminator="type")
+]

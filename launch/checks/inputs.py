@@ -14,10 +14,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from configs.errors import did_you_mean
 from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
 from configs.schema.run import CountdownSftData, JsonlSftData, SftData
+from configs.schema.sampler import MixtureOrder
 from configs.schema.task import (
     CodeReward,
     CountdownTask,
@@ -226,7 +228,6 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
             if room is not None and tokens > room.tokens:
                 yield "rollout.max_new_tokens", room.too_long(f"training prompt {text!r}", tokens)
         return
-    from rollout.rewards.by_field import known_source
     from rollout.rewards.code import check_tests
     from rollout.tasks.files import check_field
 
@@ -243,25 +244,55 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
             continue
         yield from _check_conversations(f"task.{field}", surveys[field], tokenizer, config)
         if isinstance(reward, RewardByField):
-            sources = set[str]()
-
-            def note_source(
-                value: object, reward: RewardByField = reward, sources: set[str] = sources
-            ) -> None:
-                sources.add(known_source(reward, value))
-
-            problems = [*finding_of(f"task.{field}", check_field, path, reward.field, note_source)]
-            yield from problems
-            if field == "train_path" and not problems and (unused := reward.rewards.keys() - sources):
-                names = ", ".join(map(repr, sorted(unused)))
-                notes.append(f"reward.rewards: no record of {path} has `{reward.field}` {names}")
+            yield from _check_rewards_of_sources(reward, f"task.{field}", path, notes)
         for of, part in code_parts:
             check = partial(check_field, of=of)
             yield from finding_of(f"task.{field}", check, path, part.tests_field, check_tests)
+        if field == "train_path" and isinstance(config.sampler, MixtureOrder):
+            yield from finding_of("sampler", _check_sources, config.sampler, path)
         room = _prompt_room(config, "training" if field == "train_path" else "held-out")
         arguments = config.model.chat_template_kwargs
         yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, arguments, room, notes)
     notes += _data_notes(surveys, config)
+
+
+def _check_rewards_of_sources(
+    reward: RewardByField, field: str, path: Path, notes: list[str]
+) -> Iterator[Finding]:
+    """Each record of a file has a source with a reward. A reward for no record to train on is a note."""
+    from rollout.rewards.by_field import known_source
+    from rollout.tasks.files import check_field
+
+    seen = set[str]()
+    problems = [
+        *finding_of(
+            field, check_field, path, reward.field, lambda value: seen.add(known_source(reward, value))
+        )
+    ]
+    yield from problems
+    if field == "task.train_path" and not problems and (unused := reward.rewards.keys() - seen):
+        names = ", ".join(map(repr, sorted(unused)))
+        notes.append(f"reward.rewards: no record of {path} has `{reward.field}` {names}")
+
+
+def _check_sources(mixture: MixtureOrder, path: Path) -> None:
+    """Compare the sources of a file with the weights of a mixture. Raises ValueError."""
+    from rollout.records import source_name
+    from rollout.tasks.files import check_field
+
+    seen: set[str] = set()
+
+    def check(value: object) -> None:
+        seen.add(name := source_name(value))
+        if name not in mixture.weights:
+            has, fix = ", ".join(mixture.weights), "give it a weight, 0 to leave it out"
+            raise ValueError(f"is {name!r}, which is not in weights ({has}); {fix}")
+
+    check_field(path, mixture.field, check)
+    for name in mixture.weights:
+        if name not in seen:
+            fix = did_you_mean(name, sorted(seen), f"the names in `{mixture.field}`")
+            raise ValueError(f"weights has {name!r}, of which {path} has no record; {fix}")
 
 
 def survey_of(task: Gsm8kTask | JsonlTask, path: Path) -> "Survey":

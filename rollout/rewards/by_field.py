@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from configs.schema.task import AnyReward, RewardByField
-from rollout.records import FinishReason, Prompt, Score, field_of
+from rollout.records import FinishReason, Prompt, Score, field_of, source_name
 from rollout.rewards.scorer import Scorer, check_reward
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def source_of(config: RewardByField, row: Any) -> str:
 
 def known_source(config: RewardByField, value: object) -> str:
     """The value of the field as text. Raises ValueError where no reward has its name."""
-    source = str(value)
+    source = source_name(value)
     if source not in config.rewards:
         known = ", ".join(map(repr, config.rewards))
         raise ValueError(
-            f"is {value!r}, for which reward.rewards has none, only for {known}; add one, or drop such records"
+            f"is {source!r}, for which reward.rewards has none, only for {known}; add one, or drop such records"
         )
     return source
 

@@ -1,8 +1,9 @@
-"""The order of the training prompts in an epoch. It follows from the seed and the epoch alone, so that a resumed run
-goes on where it was, and takes as many prompts as there are:
+"""The order of the training prompts in an epoch. It follows from the seed, the epoch and the records alone, so that a
+resumed run goes on where it was, and takes as many prompts as there are:
 
     shuffle      a random permutation
     sequential   the order of the data
+    mixture      several sources by weights (``mixture.py``)
     function     f(num_prompts, seed, epoch, **settings) -> num_prompts indices, of which some may repeat and others miss.
                  A parameter ``rows`` gets the records of the data file, by index.
 
@@ -18,8 +19,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from configs.schema.own_function import OwnFunction
-from configs.schema.sampler import FileOrder, SamplerConfig, ShuffledOrder
+from configs.schema.sampler import FileOrder, MixtureOrder, SamplerConfig, ShuffledOrder
 from rollout.environments.tandem_worker.failures import describe, place_of
+from rollout.records import field_of, source_name
+from rollout.sampling.mixture import mixture_order
 from rollout.user_code import call_problem, further_parameters, import_function, serve_trials
 
 Order = Callable[[int], Sequence[int]]
@@ -30,16 +33,20 @@ TRIED_PROMPTS, TRIED_EPOCHS = 8, 3
 
 
 def prompt_order(config: SamplerConfig, num_prompts: int, *, seed: int, rows: Callable[[], Rows]) -> Order:
-    """The order that ``config`` names. ``rows``: the records of the prompts; called for functions that want them.
+    """The order that ``config`` names. ``rows``: the records of the prompts; called for a mixture, and for functions that
+    want them.
 
-    Raises ValueError where a function cannot be imported; the order raises it where a function does not keep to its
-    contract.
+    Raises ValueError where a function cannot be imported, or the records and the weights of a mixture do not go together;
+    the order raises it where a function does not keep to its contract.
     """
     match config:
         case ShuffledOrder():
             return lambda epoch: epoch_order(num_prompts, seed=seed, epoch=epoch)
         case FileOrder():
             return lambda epoch: range(num_prompts)
+        case MixtureOrder():
+            sources = [source_name(field_of(row or {}, config.field)) for row in rows()]
+            return mixture_order(config, sources, seed=seed)
     function = load(config)
     further = _further(function, rows)
     return lambda epoch: _ordered(config, function, num_prompts, seed, epoch, further)

@@ -105,6 +105,8 @@ async def run_sample_role(
         WorkerStartError: the process of an environment cannot be started.
     """
     tokenizer, task = load_checked_task(config)
+    rows = partial(rows_of, task.train)
+    order = prompt_order(config.sampler, len(task.train), seed=config.seed, rows=rows)
     async with (
         scorer_of(config.reward_type, max_new_tokens=config.rollout.max_new_tokens) as scorer,
         sample_makers(
@@ -129,9 +131,7 @@ async def run_sample_role(
                 rollout=config.rollout,
                 evaluation=config.evaluation,
                 seed=config.seed,
-                order=prompt_order(
-                    config.sampler, len(task.train), seed=config.seed, rows=partial(rows_of, task.train)
-                ),
+                order=order,
             )
             gc.freeze()  # spares collections the tokenizer, the prompts and the libraries, which stay
             timeout_s = config.launch.peer_timeout_s
@@ -152,6 +152,7 @@ def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Tas
         tokenizer=tokenizer,
         chat_template_kwargs=config.model.chat_template_kwargs,
         keep_rows=keep_rows,
+        source_field=config.sampler.field if config.sampler.type == "mixture" else None,
     )
     return tokenizer, task_that_fits(task, config, max_positions=_max_positions(config))
 

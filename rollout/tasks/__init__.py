@@ -41,13 +41,19 @@ def load_task(
     tokenizer: "PreTrainedTokenizerBase",
     chat_template_kwargs: Mapping[str, Any] = {},
     keep_rows: bool = False,
+    source_field: str | None = None,
 ) -> Task:
     """The prompts of a task, for training and held out. ``keep_rows``: with their whole records, for the user's
-    reward. Raises ValueError: a file, a line or the tokenizer cannot be used; the message names it and the fix."""
+    reward. ``source_field``: those to train on with this field at least, which names their source. Raises ValueError: a
+    file, a line or the tokenizer cannot be used; the message names it and the fix."""
     if isinstance(config, CountdownTask):
         return load_countdown(config, tokenizer=tokenizer)
     return load_file_task(
-        config, tokenizer=tokenizer, chat_template_kwargs=chat_template_kwargs, keep_rows=keep_rows
+        config,
+        tokenizer=tokenizer,
+        chat_template_kwargs=chat_template_kwargs,
+        keep_rows=keep_rows,
+        source_field=source_field,
     )
 
 

@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from configs.schema.run import JsonlSftData
 from configs.schema.task import Gsm8kTask, JsonlTask
-from rollout.records import DataPrompt, Message, Messages, WithTools, field_of, messages_of
+from rollout.records import DataPrompt, Message, Messages, WithTools, field_of, messages_of, source_name
 from rollout.rewards.math_answers import gsm8k_reference
 from rollout.tasks.prompts import (
     as_json,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST_KEPT, SHAPES_KEPT = 256, 1024
+T = TypeVar("T")
 
 
 def load_file_task(
@@ -42,6 +43,7 @@ def load_file_task(
     tokenizer: "PreTrainedTokenizerBase",
     chat_template_kwargs: Mapping[str, Any] = {},
     keep_rows: bool = False,
+    source_field: str | None = None,
 ) -> Task:
     """The problems of a file of prompts and answers.
 
@@ -61,8 +63,8 @@ def load_file_task(
         chat_template_kwargs=chat_template_kwargs,
     )
 
-    def prompts(path: Path | None) -> LazyPrompts:
-        problems = [] if path is None else _build_problems(path, config.type, form, keep_rows)
+    def prompts(path: Path | None, source_field: str | None = None) -> LazyPrompts:
+        problems = [] if path is None else _build_problems(path, config.type, form, keep_rows, source_field)
         where = None if path is None else partial(place, path)
         return LazyPrompts(
             problems, task=config.type, to_problem=lambda problem: problem, encode=encode, where=where
@@ -70,7 +72,7 @@ def load_file_task(
 
     task = Task(
         name=config.type,
-        train=prompts(config.train_path),
+        train=prompts(config.train_path, source_field),
         heldout=prompts(config.heldout_path),
         heldout_sets={of: prompts(path) for of, path in config.heldout_sets.items()},
     )
@@ -114,11 +116,17 @@ def _form_of_pairs(data: JsonlSftData) -> _Form:
     )
 
 
-def _build_problems(path: Path, task: str, form: _Form, keep_rows: bool) -> list[Problem]:
+def _build_problems(
+    path: Path, task: str, form: _Form, keep_rows: bool, source_field: str | None
+) -> list[Problem]:
     problems, counts = [], Counter()
+    kept_fields = () if source_field is None else (source_field,)
+    sources: dict[str, dict[str, str]] = {}
     # Public files hold the same problem a hundred times: its hash is computed, and its text kept, once.
     digests: dict[tuple[str, str], str] = {}
-    for number, prompt, reference, record in _read_fields(path, form, keep_rows=keep_rows):
+    for number, prompt, reference, record in _read_fields(
+        path, form, keep_rows=keep_rows, kept_fields=kept_fields
+    ):
         text, messages, tools = _parts_of(prompt)
         digest = None if messages else digests.get((text, reference))
         if digest is None:
@@ -130,6 +138,9 @@ def _build_problems(path: Path, task: str, form: _Form, keep_rows: bool) -> list
         # Repeated problems are prompts of their own.
         prompt_id = f"{task}:{digest}" + (f"#{counts[digest]}" if counts[digest] > 1 else "")
         row = record if keep_rows else None
+        if source_field is not None:
+            source = _checked_field(path, number, record, source_field, source_name)
+            row = row or sources.setdefault(source, {source_field: source})  # one for all of a source
         problems.append(
             Problem(
                 prompt_id=prompt_id,
@@ -247,8 +258,8 @@ def _is_of(record: dict, of: tuple[str, str] | None) -> bool:
     if of is None:
         return True
     try:
-        return str(field_of(record, of[0])) == of[1]
-    except LookupError:
+        return source_name(field_of(record, of[0])) == of[1]
+    except (LookupError, ValueError):
         return False
 
 
@@ -284,13 +295,18 @@ def _refuse_empty(path: Path, form: _Form) -> NoReturn:
 
 
 def _read_fields(
-    path: Path, form: _Form, progress: Progress | None = None, *, keep_rows: bool = False
+    path: Path,
+    form: _Form,
+    progress: Progress | None = None,
+    *,
+    keep_rows: bool = False,
+    kept_fields: tuple[str, ...] = (),
 ) -> Iterator[tuple[int, DataPrompt, Any, dict]]:
     """(number, prompt, reference of the second or response, record) of each record, which has the needed fields at least."""
     first_field, second_field = form.fields[0], form.fields[-1]
     are_texts = len(form.fields) == 2 and form.tools_field is None
     needed = [*form.fields, *([form.tools_field] if form.tools_field else [])]
-    roots = () if keep_rows else {field.split(".")[0] for field in needed}
+    roots = () if keep_rows else {field.split(".")[0] for field in (*needed, *kept_fields)}
     for number, record in read_records(path, progress, roots=roots):
         first: Any = record.get(first_field)
         second: Any = record.get(second_field)
@@ -358,11 +374,16 @@ def check_field(
     for number, record in read_records(path, roots=roots):
         if not _is_of(record, of):
             continue
-        try:
-            value = _field_value(record, field)
-        except ValueError as error:
-            raise ValueError(f"{place(path, number)}: {error}") from error
-        try:
-            check(value)
-        except ValueError as error:
-            raise ValueError(f"{place(path, number)}: field `{field}` {error}") from error
+        _checked_field(path, number, record, field, check)
+
+
+def _checked_field(path: Path, number: int, record: dict, field: str, check: Callable[[Any], T]) -> T:
+    """What ``check`` makes of the field."""
+    try:
+        value = _field_value(record, field)
+    except ValueError as error:
+        raise ValueError(f"{place(path, number)}: {error}") from error
+    try:
+        return check(value)
+    except ValueError as error:
+        raise ValueError(f"{place(path, number)}: field `{field}` {error}") from error

@@ -478,6 +478,14 @@ TABLE = {
         options="reward={type: code}", field="reward.type, task.type", value="code", error="task.type=countdown has none",
         fix="use task.type=jsonl",
     ),
+    "a mixture without records": Broken(
+        options="sampler={type: mixture, field: source, weights: {math: 3, code: 1}}", field="sampler.type, task.type", value="mixture",
+        error="task.type=countdown has none", fix="use task.type=jsonl",
+    ),
+    "a mixture of nothing": Broken(
+        options="task={type: gsm8k, train_path: sound.jsonl} sampler={type: mixture, field: answer, weights: {math: 0}}",
+        field="sampler.weights", value="{math: 0}", error="no source with a weight above 0", fix="give at least one",
+    ),
     "code without tests": Broken(
         options="task={type: gsm8k, train_path: sound.jsonl} reward={type: code, sandbox: none}", field="task.train_path",
         value="sound.jsonl", error="sound.jsonl:line 1: field `tests` is missing", fix="this record has `question`, `answer`",

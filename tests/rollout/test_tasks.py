@@ -336,6 +336,30 @@ def test_prompts_keep_their_records_where_asked(tmp_path, tokenizer):
     assert [prompt.row for prompt in load_task(config, tokenizer=tokenizer).train] == [None, None]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
+def test_prompts_to_train_on_keep_their_source_where_asked(tmp_path, tokenizer, suffix):
+    """Those held out need none."""
+    names = ["math", 5] if suffix == "jsonl" else ["math", "5"]  # a column has one type
+    rows = [{"prompt": "1", "answer": "1", "of": {"source": name}, "more": "long"} for name in names]
+    heldout = [{"prompt": "1", "answer": "1"}]
+    paths = [tmp_path / f"{name}.{suffix}" for name in ("train", "heldout")]
+    for path, some in zip(paths, (rows, heldout), strict=True):
+        if suffix == "jsonl":
+            write_lines(path, *some)
+        else:
+            pyarrow.parquet.write_table(pyarrow.Table.from_pylist(some), path)
+    config = jsonl(paths[0], heldout_path=paths[1])
+    task = load_task(config, tokenizer=tokenizer, source_field="of.source")
+    assert [prompt.row for prompt in task.train] == [{"of.source": "math"}, {"of.source": "5"}]
+    assert [prompt.row for prompt in task.heldout] == [None]
+    kept = load_task(config, tokenizer=tokenizer, source_field="of.source", keep_rows=True).train
+    assert [prompt.row["more"] for prompt in kept] == ["long", "long"]
+    with pytest.raises(
+        ValueError, match=rf"train\.{suffix}:\w+ 1: field `source` is missing; this record has"
+    ):
+        load_task(config, tokenizer=tokenizer, source_field="source")
+
+
 def test_a_field_whose_own_name_has_a_dot_comes_first(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1", "a.b": "whole", "a": {"b": "inner"}})
     assert load_task(jsonl(path, answer_field="a.b"), tokenizer=tokenizer).train[0].reference == "whole"

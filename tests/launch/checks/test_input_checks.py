@@ -450,6 +450,35 @@ def test_prompts_that_are_left_out_are_counted_before_a_start(capsys):
     assert problem.field.startswith("task.train_path") and "230 tokens" in problem.error
 
 
+@pytest.mark.parametrize(
+    ("source", "weights", "error", "fix"),
+    [
+        (
+            {"in": "code"}, "a/math: 3, chat: 1", "train.jsonl:line 3: field `of.in` is 'code', which is not in weights (a/math, chat)",
+            "give it a weight, 0 to leave it out",
+        ),
+        (
+            {"in": "code"}, "a/math: 3, code: 1, coder: 0", "weights has 'coder', of which train.jsonl has no record",
+            "did you mean `code`? the names in `of.in`: a/math, code",
+        ),
+        ({}, "a/math: 3", "train.jsonl:line 3: field `of.in` is missing", "name it in the config"),
+        ({"in": None}, "a/math: 3", "train.jsonl:line 3: field `of.in` is null", "write the name of the record's source there"),
+        ({"in": ["code"]}, "a/math: 3", "train.jsonl:line 3: field `of.in` is a list", "write the name of the record's source there"),
+        ({"in": 2.5}, "a/math: 3, 'True': 1", "field `of.in` is '2.5', which is not in weights", "give it a weight"),
+    ],
+)  # fmt: skip
+def test_the_sources_of_a_mixture_are_those_of_the_records(source, weights, error, fix):
+    """The held-out file has none."""
+    row = {"prompt": "1 + 1", "answer": "2"}
+    rows = [row | {"of": {"in": "a/math"}}, row | {"of": {"in": "a/math"}}, row | {"of": source}]
+    write_jsonl("train.jsonl", *rows)
+    mixture = "sampler={type: mixture, field: of.in, weights: {%s}}"
+    (problem,) = problems(mixture % weights)
+    assert problem.field == "sampler" and error in problem.error and fix in (problem.fix or "")
+    write_jsonl("train.jsonl", *rows[:2], row | {"of": {"in": True}})
+    assert problems(mixture % "a/math: 3, 'True': 1") == []
+
+
 def test_every_heldout_set_is_checked_like_the_first(capsys):
     sets = ("task.heldout_sets.hard=hard.jsonl",)
     assert [(p.field, p.error) for p in problems(*sets)] == [

@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import ResampleGroups, RolloutConfig
+from configs.schema.sampler import MixtureOrder
 from configs.schema.task import ModelReward
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, Status
@@ -40,6 +41,7 @@ from rollout.sampling.messages import (
     decode_reply,
     encode,
 )
+from rollout.sampling.mixture import mixture_order
 from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
@@ -717,6 +719,28 @@ def test_a_sampler_takes_its_prompts_in_the_order_and_a_resumed_one_goes_on_ther
     assert begun + taken(second, 4) == whole
 
 
+def test_a_mixture_goes_on_at_its_place_also_with_other_weights(tokenizer):
+    """The position counts groups, whatever their order is."""
+    sources = ["math", "code", "math", "math", "code"]
+
+    def order(**weights):
+        return mixture_order(MixtureOrder(type="mixture", field="of", weights=weights), sources, seed=0)
+
+    def taken(sampler, count):
+        return [group.prompt_id for group in next_groups(sampler, count)[0]]
+
+    def expected(order):
+        return [f"p{i}" for epoch in range(3) for i in order(epoch)]
+
+    before, after = order(math=3, code=1), order(math=1, code=2)
+    first = make_sampler(tokenizer, order=before)
+    assert taken(first, 7) == expected(before)[:7]
+    for now in (before, after):
+        resumed = make_sampler(tokenizer, order=now)
+        asyncio.run(resumed.load_state(first.state))
+        assert taken(resumed, 8) == expected(now)[7:]
+
+
 @pytest.mark.parametrize("greedy", [False, True])
 def test_each_heldout_set_is_evaluated_as_if_it_were_the_only_one(tokenizer, greedy):
     evaluation = EvaluationConfig(samples_per_prompt=2, greedy=greedy, max_prompts=3)
@@ -869,6 +893,28 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
             )
         )
     assert asked == []
+
+
+@pytest.mark.parametrize(("longest", "error"), [(60, None), (62, "no prompt of the source 'code' is left")])
+def test_the_sample_role_mixes_what_is_not_left_out(model_dir, tmp_path, longest, error):
+    path = tmp_path / "p.jsonl"
+    rows = [
+        {"prompt": "1", "answer": "1", "of": "math"},
+        {"prompt": "1" * longest, "answer": "1", "of": "code"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = LEAVES_OUT | {"train_path": path, "heldout_path": None, "apply_chat_template": False}
+    mixture = MixtureOrder(type="mixture", field="of", weights={"math": 1, "code": 3})
+    config = run_config(model_dir, task=task).model_copy(update={"sampler": mixture})
+    asked = []
+    with pytest.raises((ValueError, RuntimeError), match=error or "asked"):
+
+        def server_urls():
+            asked.append(1)
+            raise RuntimeError("asked")
+
+        asyncio.run(run_sample_role(config, server_urls=server_urls, announce=asked.append, log_dir=tmp_path))
+    assert asked == ([] if error else [1])
 
 
 def test_prompts_and_those_held_out_obey_the_arguments_of_the_template(tmp_path):
