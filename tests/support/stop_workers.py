@@ -76,6 +76,9 @@ class Script:
 class EvenLength:
     retries = 0
 
+    def source_name(self, prompt: Prompt) -> None:
+        return None
+
     async def score(
         self, prompt: Prompt, response_text: str, *, num_tokens: int, finish_reason: FinishReason
     ) -> Score:
