@@ -432,15 +432,24 @@ class RewardByField(Schema):
 
     @property
     def names(self) -> dict[str, str]:
-        """The names in metrics by the values of the field."""
-        return {value: re.sub(r"[^\w./-]", "_", value) for value in self.rewards}
+        """The names in metrics by the values of the field: parts between slashes, of characters that MLflow takes."""
+        parts = {value: re.sub(r"[^\w./-]", "_", value).split("/") for value in self.rewards}
+        return {value: "/".join(p for p in of if p not in ("", ".", "..")) for value, of in parts.items()}
 
     @model_validator(mode="after")
     def _sources_have_names(self):
         names = self.names
         for value, name in names.items():
-            if not name or (same := next((v for v in names if v != value and names[v] == name), None)):
-                why = f"is the same as {same!r} in the names of metrics" if name else "cannot name a metric"
+            others = (
+                other for other in names if other != value and f"{names[other]}/".startswith(f"{name}/")
+            )
+            same = next(others, None)
+            if not name or same is not None:
+                why = (
+                    f"is {same!r} or its beginning in the names of metrics"
+                    if name
+                    else "cannot name a metric"
+                )
                 raise Contradiction(
                     ("rewards",), f"the value {value!r} {why}", "write another value into the data"
                 )

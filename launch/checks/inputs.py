@@ -289,7 +289,7 @@ def _check_sources(mixture: MixtureOrder, path: Path) -> None:
             raise ValueError(f"is {name!r}, which is not in weights ({has}); {fix}")
 
     check_field(path, mixture.field, check)
-    for name in mixture.weights:
+    for name in mixture.turns:
         if name not in seen:
             fix = did_you_mean(name, sorted(seen), f"the names in `{mixture.field}`")
             raise ValueError(f"weights has {name!r}, of which {path} has no record; {fix}")

@@ -8,11 +8,12 @@ import fcntl
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import get_args
+from typing import TextIO, get_args
 
 from configs.loader import load_config
 from configs.schema import RunConfig
@@ -27,7 +28,8 @@ LOOK_EVERY_S = 2.0
 """Seconds between two looks at the metrics."""
 ASK_EVERY_S = 30.0
 """Seconds between two questions whether the run goes on, which may go to Slurm."""
-GOES_ON = ("running", "waiting", "unknown")
+ENDED = ("finished", "failed", "stopped")
+"""States that another machine sees too."""
 SERVICES: dict[str, ServiceName] = {name: name for name in get_args(ServiceName)}
 STATUSES: dict[str, Status] = {status: status for status in get_args(Status)}
 
@@ -54,35 +56,60 @@ def publish_run(
     if not (metrics.exists() or follow or until_told):
         state = f"`tandem status {folder.path}` shows its state"
         raise BadInput(f"RUN: {folder.path} has no metrics yet; {state}, and --follow waits for them")
-    wait = partial(_status_of, folder)
     if until_told:
         wait = _told
         for number in (signal.SIGINT, signal.SIGTERM):  # they are the learner's, which tells
             signal.signal(number, signal.SIG_IGN)
-    elif follow:
-        wait = _followed(folder)
+    else:
+        wait = _followed(folder, _interrupted()) if follow else partial(_status_of, folder)
     with _alone(folder, service, waits=until_told):
         try:
             publish(_service(service, folder, config, project, entity), metrics, wait, _say)
-        except ServiceError as error:
-            print(f"tandem: {error}", file=sys.stderr)
+        except (ServiceError, OSError) as error:
+            print(f"tandem: {error}; the same command begins the copy anew", file=sys.stderr)
             raise SystemExit(1) from error
+
+
+def _interrupted() -> threading.Event:
+    """Set by the first Ctrl-C, so that the copy is closed in order; a second one ends the process."""
+    event = threading.Event()
+
+    def note(number: int, frame: object) -> None:
+        event.set()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, note)
+    return event
 
 
 @contextmanager
 def _alone(folder: RunFolder, service: ServiceName, *, waits: bool) -> Iterator[None]:
-    """Inside, no other process copies the run to the service: both would begin anew. A resumed run ``waits`` for the end of
-    the copy before it. Raises BadInput."""
+    """Inside, no other process copies the run to the service: both would begin anew. The process of a run ``waits`` for the end
+    of another copy, or of the run. Raises BadInput."""
     with (folder.path / f".publish-{service}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
-        except BlockingIOError as error:
+        has_said = False
+        while not _locked(lock):
             how = f"{folder.logs / f'publish-{service}.log'} has its output where the run itself started it"
-            raise BadInput(f"RUN: another process copies {folder.path} to {service}; {how}") from error
-        except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
-                raise
+            problem = f"another process copies {folder.path} to {service}; {how}"
+            if not waits:
+                raise BadInput(f"RUN: {problem}")
+            if not has_said:
+                _say(problem)
+            has_said = True
+            if _told() is not None:
+                raise SystemExit(0)  # the other has the whole run
         yield
+
+
+def _locked(lock: TextIO) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+    return True
 
 
 def _service(
@@ -109,21 +136,19 @@ def _status_of(folder: RunFolder) -> Status:
     return "FINISHED" if state == "finished" else "FAILED" if state == "failed" else "KILLED"
 
 
-def _followed(folder: RunFolder) -> Callable[[], Status | None]:
-    """Waits a moment, and gives the status once the run has ended, or at Ctrl-C."""
+def _followed(folder: RunFolder, interrupted: threading.Event) -> Callable[[], Status | None]:
+    """Waits a moment, and gives the status once the run has ended, or after Ctrl-C. Another machine does not see that a run
+    was killed."""
     ask_at = time.monotonic()
+    _say("following the run; Ctrl-C ends the copy, not the run")
 
     def wait() -> Status | None:
         nonlocal ask_at
-        try:
-            if time.monotonic() >= ask_at:
-                ask_at = time.monotonic() + ASK_EVERY_S
-                if not brief_state(folder).startswith(GOES_ON):
-                    return _status_of(folder)
-            time.sleep(LOOK_EVERY_S)
-        except KeyboardInterrupt:
-            return "KILLED"
-        return None
+        if time.monotonic() >= ask_at:
+            ask_at = time.monotonic() + ASK_EVERY_S
+            if brief_state(folder).startswith(ENDED):
+                return _status_of(folder)
+        return "KILLED" if interrupted.wait(LOOK_EVERY_S) else None
 
     return wait
 

@@ -1,5 +1,6 @@
 """Another reward for the prompts of each source of the data (``reward: {type: by_field}``)."""
 
+import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.schema.task import AnyReward, RewardByField
 from rollout.records import FinishReason, Prompt, Score, field_of, source_name
-from rollout.rewards.scorer import Scorer, check_reward
+from rollout.rewards.scorer import Scorer, check_reward, default_num_workers
 
 if TYPE_CHECKING:
     from rollout.tasks.task import Problem
@@ -18,6 +19,9 @@ class ScorerByField:
 
     def __init__(self, config: RewardByField, *, max_new_tokens: int, num_workers: int | None = None):
         self._config, self._names = config, config.names
+        # Of the default number of processes, each source has a share.
+        default = default_num_workers(len(os.sched_getaffinity(0)))
+        num_workers = num_workers or max(1, default // len(config.rewards))
         self._scorers = {
             value: Scorer(
                 reward, max_new_tokens=max_new_tokens, num_workers=num_workers, field=_field_of(value)
@@ -83,7 +87,10 @@ def source_of(config: RewardByField, row: Any) -> str:
         raise ValueError(
             f"a record has no field `{config.field}`, by which reward.rewards are chosen"
         ) from error
-    return known_source(config, source)
+    try:
+        return known_source(config, source)
+    except ValueError as error:
+        raise ValueError(f"the field `{config.field}` of a record {error}") from error
 
 
 def known_source(config: RewardByField, value: object) -> str:

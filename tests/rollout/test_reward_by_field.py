@@ -118,7 +118,10 @@ def test_a_function_is_tried_on_the_first_problem_of_its_source(tmp_path, monkey
     [
         ({}, "at least 1 item"),
         ({"": {"type": "gsm8k"}}, "'' cannot name a metric"),
-        ({"a b": {"type": "gsm8k"}, "a_b": {"type": "gsm8k"}}, "'a b' is the same as 'a_b' in the names of metrics"),
+        ({"a b": {"type": "gsm8k"}, "a_b": {"type": "gsm8k"}}, "'a b' is 'a_b' or its beginning in the names of metrics"),
+        ({"a": {"type": "gsm8k"}, "a/b": {"type": "gsm8k"}}, "'a' is 'a/b' or its beginning"),
+        ({"math": {"type": "gsm8k"}, "math/": {"type": "gsm8k"}}, "'math' is 'math/' or its beginning"),
+        ({"..": {"type": "gsm8k"}}, "'..' cannot name a metric"),
         ({"a": {"type": "by_field", "rewards": {"b": {"type": "gsm8k"}}}}, "does not match any of the expected tags"),
         ({"a": {"type": "weighted", "parts": {"long": OVERLONG}}}, "nothing to penalise"),
     ],

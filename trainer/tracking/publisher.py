@@ -39,7 +39,9 @@ class Publisher:
     """``tandem publish RUN --to SERVICE`` for the time of a run. It ends with this process: its standard input then ends."""
 
     def __init__(self, service: ServiceName, run_dir: Path):
+        """Raises OSError."""
         self.service, self._run_dir = service, run_dir
+        self._problem: str | None = None
         self.log_file = run_dir / "logs" / f"publish-{service}.log"
         self.log_file.parent.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "launch", "publish", str(run_dir), "--to", service, "--until-told"]
@@ -50,10 +52,12 @@ class Publisher:
 
     def problem(self) -> str | None:
         """What is wrong, if it has ended before it was told to, or could not copy everything."""
-        if self._process.poll() in (None, 0):
-            return None
-        lines = self.log_file.read_text(errors="replace").strip().splitlines()
-        return self._incomplete(lines[-1] if lines else f"exit code {self._process.returncode}")
+        if self._problem is None and self._process.poll() not in (None, 0):
+            lines = []
+            with suppress(OSError):
+                lines = self.log_file.read_text(errors="replace").strip().splitlines()
+            self._problem = self._incomplete(lines[-1] if lines else f"exit code {self._process.returncode}")
+        return self._problem
 
     def tell(self, status: Status) -> None:
         """Let it copy the rest and end."""

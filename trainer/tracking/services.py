@@ -8,7 +8,8 @@ The process is ``tandem publish``; ``publisher.py`` starts it for a run whose co
 import hashlib
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,14 +52,17 @@ def publish(
     """Copy all lines of ``metrics``, and those that are added until ``wait``, which waits a moment, gives how the run has
     ended. Where a resumed run does steps again the copy begins anew: no service takes steps back."""
     status: Status | None = None
-    lines = _lines_of(metrics)
-    sent = lines[: service.open(lines)]
+    version, lines = _version_of(metrics), _lines_of(metrics)
+    held = service.open(lines)
+    sent = lines[:held]
     while True:
         new = added(lines, sent)
-        if new is None:
-            say("steps that were copied are done again: a new copy begins")
+        # W&B goes on behind the last line of an earlier copy, and takes no more of it.
+        if new is None or (new and held == len(sent) and held and new[0]["step"] == sent[-1]["step"]):
+            say("steps that were copied have changed: a new copy begins")
             service.close("KILLED", sent)
-            new = lines[service.open(lines) :]
+            held = service.open(lines)
+            new = lines[held:]
         for line in new:
             service.log(line)
         sent = lines
@@ -67,7 +71,17 @@ def publish(
             say(f"copied: {counted(len(sent), 'line')} of {metrics}")
             return
         status = wait()
-        lines = _lines_of(metrics)
+        if (newest := _version_of(metrics)) != version:
+            version, lines = newest, _lines_of(metrics)
+
+
+def _version_of(metrics: Path) -> tuple[int, ...]:
+    """Inode, size and time of the file, so that an unchanged one is not read; () where there is none yet."""
+    try:
+        status = metrics.stat()
+    except FileNotFoundError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _lines_of(metrics: Path) -> list[Line]:
@@ -95,8 +109,8 @@ def _measured(line: Line) -> dict[str, float]:
 
 
 class WandbService:
-    """A run at Weights & Biases, of the name of the run folder, with its config. Neither code, console, git nor the
-    machine's load goes there."""
+    """A run at Weights & Biases, of the name of the run folder, with its config. Of what W&B takes by itself nothing goes there:
+    code, console, git, command line, variables of Slurm, names and load of the machine, installed packages."""
 
     def __init__(
         self, run_dir: Path, *, project: str, entity: str | None, say: Callable[[str], None] = print
@@ -111,16 +125,15 @@ class WandbService:
         held = self._held(lines)
         id_, count = held if held is not None else (None, 0)
         quiet = wandb.Settings(
-            console="off", disable_code=True, disable_git=True, silent=True, x_disable_stats=True
-        )
+            console="off", disable_code=True, disable_git=True, silent=True, x_disable_stats=True, x_disable_meta=True,
+            x_disable_machine_info=True, x_save_requirements=False, host="", username="", email="",
+        )  # fmt: skip
         config = yaml.safe_load((self._dir / "config.yaml").read_text(encoding="utf-8"))
-        try:
+        with _its_errors():
             self._run = wandb.init(
                 project=self._project, entity=self._entity, name=self._dir.name,
                 id=id_, resume=None if id_ is None else "allow", config=config, dir=self._dir, settings=quiet,
             )  # fmt: skip
-        except wandb.Error as error:
-            raise ServiceError(f"W&B: {' '.join(str(error).split())}") from error
         self._file.unlink(missing_ok=True)  # it says that a run was closed in order
         self._say(
             f"W&B: {f'`wandb sync {Path(self._run.dir).parent}`' if self._run.offline else self._run.url}"
@@ -128,11 +141,16 @@ class WandbService:
         return count
 
     def log(self, line: Line) -> None:
-        self._run.log(_measured(line), step=line["step"])
+        with _its_errors():
+            self._run.log(_measured(line), step=line["step"])
 
     def close(self, status: Status, lines: Sequence[Line]) -> None:
         id_ = self._run.id
-        self._run.finish(exit_code=int(status == "FAILED"))
+        with _its_errors():
+            self._run.summary["status"] = (
+                status  # W&B's own states know no run that was stopped and may go on
+            )
+            self._run.finish(exit_code=int(status == "FAILED"))
         content = {"id": id_, "lines": len(lines), "digest": _digest(lines)}
         write_whole(self._file, json.dumps(content).encode())
 
@@ -144,6 +162,17 @@ class WandbService:
         except (OSError, ValueError, LookupError, TypeError):
             return None
         return (id_, count) if held.get("digest") == _digest(lines[:count]) else None
+
+
+@contextmanager
+def _its_errors() -> Iterator[None]:
+    """Inside, an error of W&B becomes a ServiceError."""
+    import wandb
+
+    try:
+        yield
+    except wandb.Error as error:
+        raise ServiceError(f"W&B: {' '.join(str(error).split())}") from error
 
 
 def _digest(lines: Sequence[Line]) -> str:

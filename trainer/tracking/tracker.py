@@ -270,7 +270,13 @@ class Tracker:
         first = [settings, Artifact(run_dir / "config.yaml"), *map(_row_of, kept)]
         self._mlflow = MlflowThread(config, run_dir, first, tags)
         self._mlflow.start()
-        self._publishers = [Publisher(service, run_dir) for service in services_of(config)]
+        self._publishers: list[Publisher] = []
+        for service in services_of(config):
+            try:
+                self._publishers.append(Publisher(service, run_dir))
+            except OSError as error:
+                later = f"`tandem publish {run_dir} --to {service}` does it later"
+                self._warn_of(service, f"the metrics are not copied to {service} ({error}); {later}")
 
     def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
         """Record one step. A later evaluation of the same step joins its line; ValueError for an earlier step.

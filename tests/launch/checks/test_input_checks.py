@@ -458,7 +458,7 @@ def test_prompts_that_are_left_out_are_counted_before_a_start(capsys):
             "give it a weight, 0 to leave it out",
         ),
         (
-            {"in": "code"}, "a/math: 3, code: 1, coder: 0", "weights has 'coder', of which train.jsonl has no record",
+            {"in": "code"}, "a/math: 3, code: 1, coder: 2", "weights has 'coder', of which train.jsonl has no record",
             "did you mean `code`? the names in `of.in`: a/math, code",
         ),
         ({}, "a/math: 3", "train.jsonl:line 3: field `of.in` is missing", "name it in the config"),

@@ -3,6 +3,7 @@
 import fcntl
 import importlib.util
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -53,13 +54,14 @@ def test_a_run_is_followed_until_it_ends_or_ctrl_c(run, monkeypatch):
     _, values = tensorboard_values(run)
     assert {place: values[place] for place in values_of(ROWS)} == values_of(ROWS)
 
-    def interrupted(seconds: float) -> None:
-        raise KeyboardInterrupt
+    def interrupting(folder: RunFolder) -> str:
+        signal.raise_signal(signal.SIGINT)
+        return "not running"  # as a run of another machine seems
 
-    monkeypatch.setattr(command.time, "sleep", interrupted)
-    looks.clear()
+    monkeypatch.setattr(command, "brief_state", interrupting)
     done = tandem("publish", "run", "--to", "tensorboard", "--follow", cwd=run.parent)
     assert done.returncode == 0 and "copied: 2 lines" in done.stdout
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_run_is_copied_by_one_process_at_a_time(run):

@@ -2,6 +2,8 @@
 are joined, done again, or added while a copy goes on."""
 
 import json
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -112,7 +114,20 @@ def test_a_copy_begins_anew_only_where_steps_were_done_again(tmp_path):
     publish(service, folder / "metrics.jsonl", looks, said.append)
     assert service.copies == 1 and service.values == values_of([*joined, ROWS[2]])
     publish(service, folder / "metrics.jsonl", steps_then(lambda: write(folder, again)), said.append)
-    assert service.copies == 3 and service.values == values_of(again) and "done again" in said[-2]
+    assert service.copies == 3 and service.values == values_of(again) and "have changed" in said[-2]
+
+
+def test_an_earlier_copy_whose_last_line_grows_begins_anew(tmp_path):
+    """W&B goes on behind that line: a resumed run owes the evaluation of its step."""
+    folder, service, said = run_dir(tmp_path, ROWS[:2]), InMemory(held=2), []
+    joined = [*ROWS[:1], ROWS[1] | {"elapsed_s": 2.5, "eval/accuracy": 0.5}]
+
+    def evaluated() -> None:
+        service.held = 0
+        write(folder, joined)
+
+    publish(service, folder / "metrics.jsonl", steps_then(evaluated), said.append)
+    assert service.copies == 2 and service.values == values_of(joined)
 
 
 def test_tensorboard_reads_every_value_at_its_step_and_time(tmp_path):
@@ -132,6 +147,7 @@ def test_tensorboard_reads_every_value_at_its_step_and_time(tmp_path):
 
 def test_wandb_gets_every_value_once_and_goes_on_with_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("SLURM_JOB_COMMENT", "of-slurm")
     folder, said = run_dir(tmp_path, ROWS[:2]), []
 
     def copy() -> None:
@@ -151,6 +167,10 @@ def test_wandb_gets_every_value_once_and_goes_on_with_its_run(tmp_path, monkeypa
     assert values | more == values_of(ROWS) | times and not values.keys() & more.keys()
     assert first == second != third and again[1, "reward/mean"] == 0.125
     assert "wandb sync" in said[0]
+    everything = b"".join(file.read_bytes() for file in (folder / "wandb").rglob("*") if file.is_file())
+    assert b"countdown-7" in everything, "the run's name"
+    for private in (b"of-slurm", socket.gethostname().encode() + b"\n", sys.argv[0].encode(), b"pytest=="):
+        assert private not in everything, private
 
 
 def test_the_process_of_a_run_copies_what_comes_and_ends_when_told_or_left(tmp_path, monkeypatch):
