@@ -40,19 +40,13 @@ class ScorerByField:
         return sum(scorer.retries for scorer in self._scorers.values())
 
     async def __aenter__(self) -> "ScorerByField":
-        try:
+        async with AsyncExitStack() as entered:
             for scorer in self._scorers.values():
-                await self._exits.enter_async_context(scorer)
-        except BaseException:
-            await self.close()
-            raise
+                await entered.enter_async_context(scorer)
+            self._exits = entered.pop_all()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """End all processes and requests. Safe to call twice."""
         await self._exits.aclose()
 
     async def score(

@@ -135,9 +135,8 @@ class WandbService:
                 id=id_, resume=None if id_ is None else "allow", config=config, dir=self._dir, settings=quiet,
             )  # fmt: skip
         self._file.unlink(missing_ok=True)  # it says that a run was closed in order
-        self._say(
-            f"W&B: {f'`wandb sync {Path(self._run.dir).parent}`' if self._run.offline else self._run.url}"
-        )
+        run = self._run
+        self._say(f"W&B: {f'`wandb sync {Path(run.dir).parent}`' if run.offline else run.url}")
         return count
 
     def log(self, line: Line) -> None:
@@ -147,9 +146,8 @@ class WandbService:
     def close(self, status: Status, lines: Sequence[Line]) -> None:
         id_ = self._run.id
         with _its_errors():
-            self._run.summary["status"] = (
-                status  # W&B's own states know no run that was stopped and may go on
-            )
+            # W&B's own states know no run that was stopped and may go on.
+            self._run.summary["status"] = status
             self._run.finish(exit_code=int(status == "FAILED"))
         content = {"id": id_, "lines": len(lines), "digest": _digest(lines)}
         write_whole(self._file, json.dumps(content).encode())
@@ -193,9 +191,8 @@ class TensorBoardService:
         folder = self._dir / "tensorboard"
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
-        self._writer = SummaryWriter(
-            str(folder), purge_step=0
-        )  # a TensorBoard that looks on forgets the old file
+        # By the purge a TensorBoard that looks on forgets the old file.
+        self._writer = SummaryWriter(str(folder), purge_step=0)
         config = (self._dir / "config.yaml").read_text(encoding="utf-8")
         self._writer.add_text("config", "\n".join(f"    {line}" for line in config.splitlines()))
         last = lines[-1].get("elapsed_s") if lines else None
