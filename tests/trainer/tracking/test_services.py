@@ -148,6 +148,7 @@ def test_tensorboard_reads_every_value_at_its_step_and_time(tmp_path):
 def test_wandb_gets_every_value_once_and_goes_on_with_its_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("SLURM_JOB_COMMENT", "of-slurm")
+    monkeypatch.setattr(sys, "argv", ["of-command-line", "of-arguments"])
     folder, said = run_dir(tmp_path, ROWS[:2]), []
 
     def copy() -> None:
@@ -169,7 +170,8 @@ def test_wandb_gets_every_value_once_and_goes_on_with_its_run(tmp_path, monkeypa
     assert "wandb sync" in said[0]
     everything = b"".join(file.read_bytes() for file in (folder / "wandb").rglob("*") if file.is_file())
     assert b"countdown-7" in everything, "the run's name"
-    for private in (b"of-slurm", socket.gethostname().encode() + b"\n", sys.argv[0].encode(), b"pytest=="):
+    host = socket.gethostname().encode() + b"\n"
+    for private in (b"of-slurm", b"of-command-line", b"of-arguments", host, b"pytest=="):
         assert private not in everything, private
 
 
