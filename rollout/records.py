@@ -172,6 +172,16 @@ def source_name(value: object) -> str:
     return str(value)
 
 
+def source_of(record: Mapping[str, Any] | None, field: str) -> str:
+    """The name of a record's source, which ``field`` holds. Raises ValueError."""
+    try:
+        return source_name(field_of(record or {}, field))
+    except LookupError:
+        raise ValueError(f"a record has no field `{field}`, which names its source") from None
+    except ValueError as error:
+        raise ValueError(f"the field `{field}` of a record {error}") from error
+
+
 def digest(token_ids: np.ndarray) -> int:
     """64 bits of BLAKE2b over token ids, int32 in memory order."""
     content = np.ascontiguousarray(token_ids, dtype=TOKEN_IDS).data

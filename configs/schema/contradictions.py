@@ -9,6 +9,7 @@ from configs.schema.environment import AgentEnvironment, MessageEnvironment, Sin
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
 from configs.schema.sampler import MixtureOrder
+from configs.schema.server_contradictions import of_servers
 from configs.schema.task import (
     CodeReward,
     CountdownTask,
@@ -16,71 +17,11 @@ from configs.schema.task import (
     JsonlTask,
     OverlongPenalty,
     RewardByField,
-    WeightedReward,
+    rewards_in,
 )
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig
-
-OTHER_NCCL = (
-    "sets NCCL's variables in the servers whatever the environment says, and a transfer group whose learner has others does not "
-    "connect"
-)
-STALE_CACHE = "keeps keys and values outside of the server, which an update of the weights does not flush"
-NEVER_WITH = {
-    "enable-symm-mem": OTHER_NCCL,
-    "enable-nccl-nvls": OTHER_NCCL,
-    "hicache-storage-backend": STALE_CACHE,
-    "enable-lmcache": STALE_CACHE,
-    "enable-flexkv": STALE_CACHE,
-    "enable-unified-cache-external-linker": STALE_CACHE,
-    "weight-cache-mode": "shares the weights with other servers, whose copy an update would change before SGLang refuses it",
-    "kt-weight-path": "computes experts from files, which no update of the weights reaches",
-    "enable-eplb": "moves experts to other places of a parameter, and updates go to where they were first",
-    "preferred-sampling-params": "adds sampling parameters to each request, of which log-probs and learner do not know",
-    "enable-watermark": "changes what is sampled, of which log-probs and learner do not know",
-    "watermark-config": "changes what is sampled, of which log-probs and learner do not know",
-    "speculative-accept-threshold-single": "takes drafts that the policy would not have sampled",
-    "speculative-accept-threshold-acc": "takes drafts that the policy would not have sampled",
-    "allow-auto-truncate": "cuts a prompt that is too long, and the learner trains on the whole one",
-    "delete-ckpt-after-loading": "deletes model.path, which learner and restarted servers read",
-}
-"""Flags of SGLang 0.5.23 that no run takes, and what each does."""
-
-NO_EXPERTS_WITH = {
-    "chunked-prefill-size": "SGLang has a buffer for the experts of one chunk, and would end at a longer prompt",
-    "enable-hierarchical-cache": "a part of the prefix cache that comes back has another place, with the experts of other tokens",
-    "disaggregation-mode": "a server that decodes does not know the experts of the prompt",
-}
-"""Flags of SGLang that routing replay refuses, and why."""
-
-NO_KEPT_IDS_WITH = {
-    "sampling-backend": "this backend returns no kept ids",
-    "enable-deterministic-inference": "SGLang's seeded sampler refuses min_p, and ends",
-    "sampling-mask-max-tokens": "SGLang refuses a top_k above it",
-    "disaggregation-mode": "kept ids between separate servers were not tried",
-}
-"""Flags of SGLang that top_p, top_k and min_p refuse, and why."""
-
-NOT_ALIGNED_FLAGS = (
-    "attention-backend",
-    "kv-cache-dtype",
-    "torch-compile",
-    "speculative",
-    "lora",
-    "sampling-backend",
-    "dp-attention",
-    "attn-dp",
-    "attention-data-parallel",
-    "attn-cp",
-    "attention-context-parallel",
-    "dcp-size",
-    "decode-context-parallel",
-    "dp-lm-head",
-    "layernorm-sp",
-    "quant-communications",
-)
-"""Flags of SGLang, or parts of them, that take other operations than those of ``numerics``, or sum over other ranks."""
 
 
 def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
@@ -90,12 +31,7 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     yield from _of_sampler(config)
     yield from _of_batch(config)
     yield from _of_schedules(config)
-    yield from _of_server_args(config)
-    yield from _of_routing(config)
-    yield from _of_pieces(config)
-    yield from _of_numerics(config)
-    yield from _of_lora(config)
-    yield from _of_truncation(config)
+    yield from of_servers(config)
     yield from _of_best_checkpoint(config)
     yield from _of_trace(config)
     yield from _of_template(config)
@@ -178,17 +114,18 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
             "advantage.credit=turn with grpo compares the rewards of turns, which kl.place=reward would take a KL per token from",
             "use kl.place=loss, or advantage.type=reinforce_pp or gae",
         )
-    parts = dict(_reward_parts("reward", config.reward))
-    readers = {f"{field}.type": "code" for field, part in parts.items() if isinstance(part, CodeReward)}
-    readers = {"reward.type": "by_field"} if isinstance(config.reward, RewardByField) else readers
+    parts = list(rewards_in(config.reward_type))
+    readers = [(f"{one.field}.type", "code") for one in parts if isinstance(one.reward, CodeReward)]
+    if isinstance(config.reward, RewardByField):
+        readers = [("reward.type", "by_field")]
     if readers and isinstance(config.task, CountdownTask):
-        field, kind = next(iter(readers.items()))
+        field, kind = readers[0]
         yield Contradiction(
             (field, "task.type"),
             f"{field}={kind} reads a field of the rows of a data file, and task.type=countdown has none",
             "use task.type=jsonl",
         )
-    for field, part in parts.items():
+    for field, part, _ in parts:
         if isinstance(part, OverlongPenalty) and part.buffer_tokens > config.rollout.max_new_tokens:
             yield Contradiction(
                 (f"{field}.buffer_tokens", "rollout.max_new_tokens"),
@@ -196,18 +133,6 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
                 "that every response would be punished",
                 "use a fraction of it, such as a fifth",
             )
-
-
-def _reward_parts(field: str, reward: object) -> Iterator[tuple[str, object]]:
-    """The single rewards by their fields."""
-    if isinstance(reward, RewardByField | WeightedReward):
-        kind, inner = (
-            ("rewards", reward.rewards) if isinstance(reward, RewardByField) else ("parts", reward.parts)
-        )
-        for name, part in inner.items():
-            yield from _reward_parts(f"{field}.{kind}.{name}", part)
-    else:
-        yield field, reward
 
 
 def _of_sampler(config: "RunConfig") -> Iterator[Contradiction]:
@@ -298,204 +223,6 @@ def endless_warmup(
             f"{optimizer.schedule} schedule",
             f"use fewer than {updates}, or {block}.schedule=constant",
         )
-
-
-def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of routing replay: a pass of ``old`` that is not made or changes nothing; servers that give no experts, or not
-    those that a token was sampled with."""
-    if config.learner.routing == "old":
-        yield from _of_old_routing(config)
-    if config.learner.routing != "rollout":
-        return
-    fix = "remove it, or set learner.routing=own"
-    if not config.rollout.sglang_plugin:
-        yield Contradiction(
-            ("learner.routing", "rollout.sglang_plugin"),
-            "learner.routing=rollout gets the experts by Tandem's plugin of SGLang, which rollout.sglang_plugin=false leaves out",
-            fix,
-        )
-    if config.rollout.router is not None:
-        yield Contradiction(
-            ("learner.routing", "rollout.router"),
-            "learner.routing=rollout does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, and "
-            "the request for experts is none of them",
-            fix,
-        )
-    for name, value in config.rollout.server_args.items():
-        flag = name.replace("_", "-")
-        reason = NO_EXPERTS_WITH.get(flag)
-        if flag.startswith("speculative-"):
-            reason = "its steps check several tokens at once, whose experts SGLang does not tell apart"
-        is_chunked = flag == "chunked-prefill-size" and isinstance(value, int) and value > 0
-        if reason is not None and value is not False and not is_chunked:
-            yield Contradiction(
-                ("learner.routing", "rollout.server_args"),
-                f"learner.routing=rollout does not go with rollout.server_args.{name}={value}: {reason}",
-                fix,
-            )
-
-
-def _of_server_args(config: "RunConfig") -> Iterator[Contradiction]:
-    for name, value in config.rollout.server_args.items():
-        reason = NEVER_WITH.get(name.replace("_", "-"))
-        if reason is not None and value is not False:
-            yield Contradiction(
-                (f"rollout.server_args.{name}",), f"rollout.server_args.{name}={value} {reason}", "remove it"
-            )
-
-
-def _of_pieces(config: "RunConfig") -> Iterator[Contradiction]:
-    """Tensor-parallel sizes and pieces of ``model.numerics=aligned``, whose sums add pairs, pairs of pairs and so on."""
-    given, pieces = config.model.numerics_pieces, config.numerics_pieces
-    if pieces is None:
-        if given is not None:
-            yield Contradiction(
-                ("model.numerics_pieces", "model.numerics"),
-                f"model.numerics_pieces={given} has no effect with model.numerics=default",
-                "remove it, or set model.numerics=aligned",
-            )
-        return
-    sizes = {"layout.tp": config.layout.tp, "rollout.tp": config.rollout.tp}
-    if given is not None:
-        sizes["model.numerics_pieces"] = given
-    for field, size in sizes.items():
-        if size & (size - 1):
-            yield Contradiction(
-                (field, "model.numerics"),
-                f"{field}={size} is no power of two, and model.numerics=aligned sums pairs of ranks' parts, pairs of pairs and so on",
-                "use 1, 2, 4 or 8, or set model.numerics=default",
-            )
-        elif size > pieces:
-            yield Contradiction(
-                (field, "model.numerics_pieces"),
-                f"{field}={size} ranks cannot share a sum of model.numerics_pieces={pieces} parts",
-                f"set model.numerics_pieces={size}, or remove it",
-            )
-
-
-def _of_old_routing(config: "RunConfig") -> Iterator[Contradiction]:
-    fix = "remove it, or set learner.routing=own"
-    if config.correction.mode == "bypass":
-        yield Contradiction(
-            ("learner.routing", "correction.mode"),
-            "learner.routing=old replays the experts of the pass before the update, and with correction.mode=bypass there is none: old "
-            "is the rollout",
-            "set learner.routing=rollout, which replays the experts of the rollout, or own",
-        )
-    elif config.learner.minibatches == 1:
-        yield Contradiction(
-            ("learner.routing", "learner.minibatches"),
-            "learner.routing=old has no effect with learner.minibatches=1: before its one update the learner chooses as for old",
-            f"{fix}, or use 2 or more minibatches",
-        )
-
-
-def _of_numerics(config: "RunConfig") -> Iterator[Contradiction]:
-    """What ``model.numerics=aligned`` does not cover."""
-    if config.model.numerics != "aligned":
-        return
-    rollout = config.rollout
-    refused: list[tuple[str, object, object, str]] = [
-        ("layout.cp", config.layout.cp, 1, "splits the attention of a sequence over ranks, and SGLang does not"),
-        ("rollout.dtype", rollout.dtype, config.model.dtype, "rounds the served weights"),
-        ("rollout.quantization", rollout.quantization, "none", "rounds the served weights"),
-        ("rollout.precision", rollout.precision, None, "rounds the served weights"),
-        ("rollout.sglang_plugin", rollout.sglang_plugin, True, "leaves SGLang's own operations in place"),
-        (
-            "launch.threads_per_process", config.launch.threads_per_process, 1,
-            "lets a kernel split a sum by its threads",
-        ),
-    ]  # fmt: skip
-    for field, value, needed, reason in refused:
-        if value != needed:
-            shown, fix = (str(x).lower() if isinstance(x, bool) else x for x in (value, needed))
-            yield Contradiction(
-                (field, "model.numerics"),
-                f"{field}={shown} {reason}, so that model.numerics=aligned could not hold",
-                f"set {field}={'null' if fix is None else fix}, or model.numerics=default",
-            )
-    if rollout.is_truncated:
-        yield Contradiction(
-            ("rollout.top_k", "model.numerics"),
-            "rollout.top_k samples from a kept set, whose log-probs SGLang computes in an order of its own, so that "
-            "model.numerics=aligned could not hold",
-            "remove rollout.top_p, top_k and min_p, or set model.numerics=default",
-        )
-    if config.model.dtype == "float16":
-        yield Contradiction(
-            ("model.dtype", "model.numerics"),
-            "model.numerics=aligned was never tried with model.dtype=float16",
-            "use float32 or bfloat16, or model.numerics=default",
-        )
-    for name in rollout.server_args:
-        flag = name.replace("_", "-")
-        if any(part in flag for part in NOT_ALIGNED_FLAGS):
-            yield Contradiction(
-                (f"rollout.server_args.{name}", "model.numerics"),
-                f"rollout.server_args.{name} chooses operations of SGLang's own, so that model.numerics=aligned could not hold",
-                "remove it, or set model.numerics=default",
-            )
-
-
-def _of_lora(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of adapters: a forward pass that is not the servers', and servers with adapters of their own."""
-    lora, rollout = config.learner.lora, config.rollout
-    if lora is None:
-        return
-    if lora.forward == "factored" and config.model.numerics == "aligned":
-        yield Contradiction(
-            ("learner.lora.forward", "model.numerics"),
-            "learner.lora.forward=factored adds the adapters' product to that of the weight, where servers multiply once by the merged "
-            "weight, so that model.numerics=aligned could not hold",
-            "set learner.lora.forward=merged, or model.numerics=default",
-        )
-    for field in ("precision", "quantization"):
-        value = getattr(rollout, field)
-        if lora.forward == "merged" and value not in (None, "none"):
-            yield Contradiction(
-                ("learner.lora.forward", f"rollout.{field}"),
-                f"learner.lora.forward=merged computes with the served weights, which rollout.{field}={value} rounds further on their way",
-                "set learner.lora.forward=factored, or remove it",
-            )
-    for name in rollout.server_args:
-        if "lora" in name:
-            yield Contradiction(
-                ("learner.lora", "rollout.server_args"),
-                f"learner.lora sends merged weights, and rollout.server_args.{name} would have the servers add adapters to them",
-                f"remove rollout.server_args.{name}",
-            )
-
-
-def _of_truncation(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of top_p, top_k and min_p: servers that do not return the kept ids."""
-    rollout = config.rollout
-    if not rollout.is_truncated:
-        return
-    fix = "remove it, or remove rollout.top_p, top_k and min_p"
-    if rollout.router is not None:
-        yield Contradiction(
-            ("rollout.top_k", "rollout.router"),
-            f"rollout.top_k={rollout.top_k} does not go with rollout.router: sglang-router 0.3.2 passes on the fields that it knows, "
-            "and the request for kept ids is none of them",
-            fix,
-        )
-    for name, value in rollout.server_args.items():
-        flag = name.replace("_", "-")
-        reason = NO_KEPT_IDS_WITH.get(flag)
-        if flag.startswith("speculative-"):
-            reason = "SGLang returns kept ids for few of its ways to draft, and none was tried"
-        if flag == "sampling-backend" and value != "ascend":
-            reason = None
-        if flag == "enable-deterministic-inference" and not rollout.min_p:
-            reason = None
-        if flag == "sampling-mask-max-tokens" and isinstance(value, int) and value >= rollout.top_k:
-            reason = None
-        if reason is not None and value is not False:
-            yield Contradiction(
-                ("rollout.top_k", "rollout.server_args"),
-                f"rollout.top_k={rollout.top_k} does not go with rollout.server_args.{name}={value}: {reason}",
-                fix,
-            )
 
 
 def _of_best_checkpoint(config: "RunConfig") -> Iterator[Contradiction]:

@@ -1,9 +1,9 @@
 """The task and its rewards: what is asked, and how a response is scored."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, StringConstraints, field_validator, model_validator
 
@@ -411,10 +411,6 @@ class WeightedReward(Schema):
         return self
 
 
-def parts_of(reward: SingleReward | WeightedReward) -> Sequence[SingleReward | OverlongPenalty]:
-    return [*reward.parts.values()] if isinstance(reward, WeightedReward) else [reward]
-
-
 RewardOfAll = Annotated[SingleReward | WeightedReward, Field(discriminator="type")]
 """A reward of every prompt, or of those of one source."""
 
@@ -457,3 +453,26 @@ class RewardByField(Schema):
 
 
 AnyReward = Annotated[SingleReward | WeightedReward | RewardByField, Field(discriminator="type")]
+
+
+class OneReward(NamedTuple):
+    """A reward that is neither a sum nor a choice of others."""
+
+    field: str
+    """Of the config, such as ``reward.rewards.math.parts.correct``."""
+    reward: RewardPart
+    source: tuple[str, str] | None = None
+    """(field, value) of the records that it scores; None: all records."""
+
+
+def rewards_in(reward: AnyReward, field: str = "reward") -> Iterator[OneReward]:
+    """The rewards that ``reward`` is made of, in the order of the config. ``field``: its own."""
+    if isinstance(reward, RewardByField):
+        for source, of_source in reward.rewards.items():
+            for one in rewards_in(of_source, f"{field}.rewards.{source}"):
+                yield one._replace(source=(reward.field, source))
+    elif isinstance(reward, WeightedReward):
+        for name, part in reward.parts.items():
+            yield OneReward(f"{field}.parts.{name}", part)
+    else:
+        yield OneReward(field, reward)

@@ -18,7 +18,8 @@ from configs.schema.task import TaskConfig
 from launch.checks.arguments import BadInput, check_new_folder
 from launch.checks.device_memory import Device, device_of, gpus_here, memory_problems
 from launch.checks.disk_space import disk_problems
-from launch.checks.inputs import finding_of, input_findings
+from launch.checks.findings import finding_of
+from launch.checks.inputs import input_findings
 from launch.checks.resuming import resume_problems
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import check_can_be_made

@@ -4,10 +4,10 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from configs.schema.task import AnyReward, RewardByField
-from rollout.records import FinishReason, Prompt, Score, field_of, source_name
+from rollout.records import FinishReason, Prompt, Score, source_of
 from rollout.rewards.scorer import Scorer, check_reward, default_num_workers
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class ScorerByField:
 
     def source_name(self, prompt: Prompt) -> str | None:
         """The name of the prompt's source in metrics."""
-        return self._names[source_of(self._config, prompt.row)]
+        return self._names[self._source(prompt)]
 
     @property
     def retries(self) -> int:
@@ -56,13 +56,21 @@ class ScorerByField:
 
         Raises ValueError for a prompt without a source, which the data were searched for before the start.
         """
-        source = source_of(self._config, prompt.row)
+        source = self._source(prompt)
         score = await self._scorers[source].score(
             prompt, response_text, num_tokens=num_tokens, finish_reason=finish_reason
         )
         name = self._names[source]
         own = {f"{name}/{part}": value for part, value in score.parts.items()}
         return replace(score, parts=own if score.error else {name: score.value, **own})
+
+    def _source(self, prompt: Prompt) -> str:
+        field = self._config.field
+        source = source_of(prompt.row, field)
+        try:
+            return known_source(self._config, source)
+        except ValueError as error:
+            raise ValueError(f"the field `{field}` of a record {error}") from error
 
 
 AnyScorer = Scorer | ScorerByField
@@ -73,23 +81,8 @@ def scorer_of(config: AnyReward, *, max_new_tokens: int) -> AnyScorer:
     return kind(config, max_new_tokens=max_new_tokens)  # pyright: ignore[reportArgumentType] - of its own config
 
 
-def source_of(config: RewardByField, row: Any) -> str:
-    """The source of a record, which has a reward. Raises ValueError."""
-    try:
-        source = field_of(row or {}, config.field)
-    except LookupError as error:
-        raise ValueError(
-            f"a record has no field `{config.field}`, by which reward.rewards are chosen"
-        ) from error
-    try:
-        return known_source(config, source)
-    except ValueError as error:
-        raise ValueError(f"the field `{config.field}` of a record {error}") from error
-
-
-def known_source(config: RewardByField, value: object) -> str:
-    """The value of the field as text. Raises ValueError where no reward has its name."""
-    source = source_name(value)
+def known_source(config: RewardByField, source: str) -> str:
+    """``source``, which has a reward. Raises ValueError."""
     if source not in config.rewards:
         known = ", ".join(map(repr, config.rewards))
         raise ValueError(

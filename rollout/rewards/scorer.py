@@ -24,6 +24,7 @@ from configs.schema.task import (
     ModelReward,
     RewardOfAll,
     RewardPart,
+    rewards_in,
 )
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards.arithmetic import countdown_reward
@@ -65,7 +66,7 @@ def check_reward(
         ValueError: the user's function cannot be used, math-verify is not installed, a tokenizer's folder or a
             server's key is missing, or programs cannot be run.
     """
-    for name, part in _parts(config, field).items():
+    for name, part, _ in rewards_in(config, field):
         if isinstance(part, ModelReward | JudgeReward):
             from rollout.rewards.served import key_of
 
@@ -98,17 +99,10 @@ def _check_function(
         tell(f"{name}.function: {note}")
 
 
-def _parts(config: RewardOfAll, field: str) -> dict[str, RewardPart]:
-    """The parts of the reward by their config fields; ``field`` is that of the reward."""
-    if config.type != "weighted":
-        return {field: config}
-    return {f"{field}.parts.{name}": part for name, part in config.parts.items()}
-
-
 def may_read_rows(config: AnyReward) -> bool:
     """Whether a part of the reward may read the record of a prompt: its source, the user's function, or tests of programs."""
-    return config.type == "by_field" or any(
-        part.type in ("function", "code") for part in _parts(config, "reward").values()
+    return any(
+        one.source is not None or one.reward.type in ("function", "code") for one in rewards_in(config)
     )
 
 
@@ -153,7 +147,7 @@ class Scorer:
     ):
         self._config, self._max_new_tokens = config, max_new_tokens
         self._num_workers = num_workers or default_num_workers(len(os.sched_getaffinity(0)))
-        self._parts = _parts(config, field)
+        self._parts = {one.field: one.reward for one in rewards_in(config, field)}
         # The first part that checks the answer decides whether a response is correct, else the first model or judge.
         candidates = [field for field, part in self._parts.items() if part.type != "overlong"]
         self._deciding = min(candidates, key=lambda field: self._parts[field].type in ("model", "judge"))

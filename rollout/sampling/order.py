@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from configs.schema.own_function import OwnFunction
 from configs.schema.sampler import FileOrder, MixtureOrder, SamplerConfig, ShuffledOrder
 from rollout.environments.tandem_worker.failures import describe, place_of
-from rollout.records import field_of, source_name
+from rollout.records import source_of
 from rollout.sampling.mixture import mixture_order
 from rollout.user_code import call_problem, further_parameters, import_function, serve_trials
 
@@ -45,7 +45,7 @@ def prompt_order(config: SamplerConfig, num_prompts: int, *, seed: int, rows: Ca
         case FileOrder():
             return lambda epoch: range(num_prompts)
         case MixtureOrder():
-            sources = [source_name(field_of(row or {}, config.field)) for row in rows()]
+            sources = [source_of(row, config.field) for row in rows()]
             return mixture_order(config, sources, seed=seed)
     function = load(config)
     further = _further(function, rows)

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from configs.schema.run import JsonlSftData
 from configs.schema.task import Gsm8kTask, JsonlTask
-from rollout.records import DataPrompt, Message, Messages, WithTools, field_of, messages_of, source_name
+from rollout.records import (
+    DataPrompt,
+    Message,
+    Messages,
+    WithTools,
+    field_of,
+    messages_of,
+    source_name,
+    source_of,
+)
 from rollout.rewards.math_answers import gsm8k_reference
 from rollout.tasks.prompts import (
     as_json,
@@ -258,8 +267,8 @@ def _is_of(record: dict, of: tuple[str, str] | None) -> bool:
     if of is None:
         return True
     try:
-        return source_name(field_of(record, of[0])) == of[1]
-    except (LookupError, ValueError):
+        return source_of(record, of[0]) == of[1]
+    except ValueError:
         return False
 
 

@@ -3,7 +3,7 @@
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 2?"}]
 
 A single message of the user is its text. Other fields of a message (``tool_calls``, ``name``) reach the chat template as
-they are; what the template makes of the roles is checked before a start (``launch/checks/inputs.py``).
+they are; what the template makes of the roles is checked before a start (``launch/checks/conversations.py``).
 
 A response to learn is a text, or the assistant's message, which the template renders. A record may have prompt and response
 as one conversation, and the tools that the template renders.

@@ -26,7 +26,7 @@ import yaml
 from configs.other_systems.fields import OTHER_FIELDS
 from configs.reading.schema_shape import Shape
 from configs.schema import RunConfig
-from configs.schema.contradictions import NEVER_WITH
+from configs.schema.server_contradictions import NEVER_WITH
 from launch import cli
 from launch.processes.supervisor import Supervisor
 from parallel.checkpoints.files import write_manifest

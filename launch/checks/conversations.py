@@ -1,0 +1,161 @@
+"""Renders conversations of the data before anything starts, by the chat templates of those that will read them, and counts
+their tokens."""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from configs.loader import Finding
+from configs.schema import RunConfig, SftConfig
+from configs.schema.run import JsonlSftData
+from configs.schema.task import Gsm8kTask, JsonlTask
+from launch.checks.model_files import open_tokenizer, reward_tokenizers, template_error
+
+if TYPE_CHECKING:
+    from rollout.records import DataPrompt, Message
+    from rollout.tasks import Survey
+    from rollout.tokenization import Tokenizer
+
+MOST_BYTES_TOKENISED = 1_000_000
+"""Bytes of the longest texts of a file: a second of work. The sample role tokenises every text that may be too
+long."""
+_ANSWER = {"role": "assistant", "content": "12"}
+
+
+def check_conversations(
+    field: str,
+    survey: "Survey",
+    tokenizer: "Tokenizer | None",
+    config: RunConfig | SftConfig,
+    ends: Sequence[int] = (),
+) -> Iterator[Finding]:
+    """Render the first conversation of each shape, as the policy and a reward model will read it. The first error of
+    each template is a finding."""
+    from rollout.records import messages_of
+
+    if not survey.conversations:
+        return
+    arguments = config.model.chat_template_kwargs
+    if tokenizer is not None and template_error(tokenizer, None, arguments) is None:
+        found = (
+            f"{where}: {error}, or drop such records"
+            for where, prompt, response in survey.conversations
+            if (
+                error := _conversation_error(
+                    tokenizer, prompt, arguments, "; use roles that the template takes"
+                )
+            )
+            or (error := _response_error(tokenizer, prompt, response, ends, config))
+        )
+        yield from ((field, text) for text in islice(found, 1))
+    for folder in reward_tokenizers(config) if isinstance(config, RunConfig) else ():
+        with contextlib.suppress(ValueError):  # which is reported elsewhere
+            reader, use_plain = open_tokenizer(folder), "; use text: {type: plain}"
+            found = (
+                f"{where}: {error}, or drop such records"
+                for where, prompt, _ in survey.conversations
+                if reader
+                and (error := _conversation_error(reader, (*messages_of(prompt), _ANSWER), {}, use_plain))
+            )
+            yield from (("reward", f"reward: {text}") for text in islice(found, 1))
+
+
+def _conversation_error(
+    tokenizer: "Tokenizer", prompt: "DataPrompt", arguments: Mapping[str, Any], fix: str
+) -> str | None:
+    """Why the template cannot render the conversation, or what it leaves out, with texts made for the trial."""
+    from rollout.records import WithTools, messages_of
+
+    trial = [
+        {**message, "content": f"7 + {place} = ?"} if message["role"] in ("system", "user") else dict(message)
+        for place, message in enumerate(messages_of(prompt))
+    ]
+    tools = [dict(tool) for tool in prompt.tools] if isinstance(prompt, WithTools) else []
+    given = {**arguments, "tools": tools} if tools else arguments
+    named = f"a conversation of {', '.join(message['role'] for message in trial)}"
+    try:
+        text = str(
+            tokenizer.apply_chat_template(
+                trial, add_generation_prompt=True, tokenize=False, return_dict=False, **given
+            )
+        )
+    except Exception as error:  # a template is a program: transformers passes on any error
+        return f"{named}: {error}{fix}"
+    name = f"the chat template of {tokenizer.name_or_path}"
+    for place, message in enumerate(trial):
+        if message["role"] in ("system", "user") and message["content"] not in text:
+            return f"{named}: {name} leaves out message {place + 1}, of role {message['role']}{fix}"
+    for tool in tools:
+        function = tool.get("function", tool)
+        if not isinstance(function, dict) or str(function.get("name", tool)) not in text:
+            return f"{named}: {name} leaves out the tools; describe them in a message and remove tools_field"
+    return None
+
+
+def _response_error(
+    tokenizer: "Tokenizer",
+    prompt: "DataPrompt",
+    response: "str | Message",
+    ends: Sequence[int],
+    config: RunConfig | SftConfig,
+) -> str | None:
+    """Why the template cannot render the assistant's message after the prompt, or its earlier ones so that they can be
+    learned."""
+    from rollout.tokenization import encode_prompt, encode_response, find_turns
+
+    if isinstance(response, str) or not ends:
+        return None
+    arguments = config.model.chat_template_kwargs
+    try:
+        encode_response(tokenizer, prompt, response, ends, chat_template_kwargs=arguments)
+        if isinstance(config, SftConfig) and config.learns_all_turns:
+            ids = encode_prompt(
+                tokenizer,
+                prompt,
+                system_prompt=None,
+                apply_chat_template=True,
+                chat_template_kwargs=arguments,
+            )
+            find_turns(tokenizer, prompt, ids, ends, chat_template_kwargs=arguments)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def token_counts(
+    texts: "Iterable[tuple[str, DataPrompt, str | Message]]",
+    tokenizer: "Tokenizer",
+    data: Gsm8kTask | JsonlTask | JsonlSftData,
+    arguments: Mapping[str, Any],
+    room: int,
+    ends: Sequence[int] = (),
+) -> list[tuple[str, int]]:
+    """(place, tokens of prompt and response) of the longest texts, as far as these may be more than ``room``. Raises
+    ValueError for a broken template."""
+    from rollout.tasks.prompts import as_json
+    from rollout.tasks.task import most_tokens
+    from rollout.tokenization import encode_prompt, encode_response
+
+    encode = partial(
+        encode_prompt,
+        tokenizer,
+        system_prompt=getattr(data, "system_prompt", None),
+        apply_chat_template=data.apply_chat_template,
+        chat_template_kwargs=arguments,
+    )
+    around, left, counts = len(encode("?")), MOST_BYTES_TOKENISED, []
+    for where, prompt, response in texts:
+        are_texts = isinstance(prompt, str) and isinstance(response, str)
+        if left <= 0 or (are_texts and around + most_tokens(prompt) + most_tokens(response) <= room):
+            continue
+        left -= len(as_json(prompt)) + len(as_json(response))
+        num_tokens = len(encode(prompt))
+        if response:
+            # The end token adds a place, and the last token of a sequence takes none.
+            num_tokens += (
+                len(encode_response(tokenizer, prompt, response, ends, chat_template_kwargs=arguments)) - 1
+            )
+        counts.append((where, num_tokens))
+    return counts

@@ -1,0 +1,13 @@
+"""What a check of a config finds."""
+
+from collections.abc import Callable, Iterator
+
+from configs.loader import Finding
+
+
+def finding_of(field: str, check: Callable[..., object], *arguments: object) -> Iterator[Finding]:
+    """The finding of a check, where it raises ValueError."""
+    try:
+        check(*arguments)
+    except ValueError as error:
+        yield field, str(error)

@@ -1,0 +1,118 @@
+"""Reads the model's folder before anything starts: headers of the weights, the tokenizer, its chat template."""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from configs.loader import Finding
+from configs.reading.named_files import TOKENIZERS, missing_weights
+from configs.schema import RunConfig, SftConfig
+from configs.schema.run import CountdownSftData, SftData
+from configs.schema.task import CountdownTask, ModelReward, TaskConfig, rewards_in
+from launch.checks.findings import finding_of
+from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.weights.hf_headers import weight_problems
+
+if TYPE_CHECKING:
+    from rollout.tokenization import Tokenizer
+
+
+def check_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
+    """Compares the headers of the weight files with the architecture."""
+    folders = {"model.path": config.model.path}
+    if isinstance(config, RunConfig):
+        folders |= {f"{field}.path": model.path for field, model in config.other_models.items()}
+    for field, folder in folders.items():
+        if missing_weights(folder) is None:
+            with contextlib.suppress(ValueError):  # of a broken config.json, which is reported elsewhere
+                errors = weight_problems(folder, read_architecture(read_hf_config(folder)))
+                yield from ((field, error) for error in errors)
+
+
+def open_tokenizer(folder: Path) -> "Tokenizer | None":
+    """None where the folder has none, which is reported with the missing files. Raises ValueError."""
+    from rollout.tokenizer_files import TokenizerFiles
+
+    if TokenizerFiles.reads(folder):
+        return TokenizerFiles(folder)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        return None
+    from rollout.tokenization import load_tokenizer
+
+    return load_tokenizer(folder)  # older files, which transformers alone can read: takes seconds
+
+
+def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> Iterator[Finding]:
+    from rollout.tokenization import check_vocabulary_size, end_token_ids
+    from rollout.tokenizer_files import TokenizerFiles
+
+    folder = config.model.path
+    with contextlib.suppress(ValueError):  # of a broken config.json, which is reported elsewhere
+        vocab_size = read_architecture(read_hf_config(folder)).vocab_size
+        num_ids = tokenizer.num_ids if isinstance(tokenizer, TokenizerFiles) else len(tokenizer)
+        yield from finding_of("model.path", check_vocabulary_size, num_ids, vocab_size, folder)
+    if not getattr(tokenizer, "may_have_defaults", False):
+        yield from finding_of("model.path", end_token_ids, tokenizer, folder)
+    data = config.data if isinstance(config, SftConfig) else config.task
+    if isinstance(data, CountdownTask | CountdownSftData):
+        from rollout.tasks.countdown import check_characters
+
+        yield from finding_of("model.path", check_characters, tokenizer)
+    if tokenizer.chat_template or getattr(data, "apply_chat_template", False):
+        yield from _check_template(config, tokenizer, data)
+
+
+def _check_template(
+    config: RunConfig | SftConfig, tokenizer: "Tokenizer", data: TaskConfig | SftData
+) -> Iterator[Finding]:
+    """Also where an environment alone renders: its own check, at the start, knows nothing of the arguments' names."""
+    from rollout.tokenizer_files import check_template_arguments
+
+    arguments, field = config.model.chat_template_kwargs, "model.chat_template_kwargs"
+    system_prompt, templated = (
+        getattr(data, "system_prompt", None),
+        getattr(data, "apply_chat_template", False),
+    )
+    if not (templated or arguments):
+        return
+    error = template_error(tokenizer, system_prompt, arguments)
+    if error and arguments and not template_error(tokenizer, system_prompt, {}):
+        yield field, f"{field}={arguments}: {error}; correct or remove them"
+    elif error and templated:
+        of_data = "data.apply_chat_template" if isinstance(config, SftConfig) else "task.apply_chat_template"
+        without = "remove task.system_prompt, " if system_prompt is not None else ""
+        fix = f"{without}restore the template that came with the model, or set {of_data}=false"
+        yield of_data, f"{error}; {fix}" if tokenizer.chat_template else error
+    else:
+        yield from finding_of(field, check_template_arguments, tokenizer, arguments)
+
+
+def template_error(
+    tokenizer: "Tokenizer", system_prompt: str | None, arguments: Mapping[str, Any]
+) -> str | None:
+    """What goes wrong where the template renders a prompt."""
+    from rollout.tokenization import encode_prompt
+    from rollout.tokenizer_files import TokenizerFiles
+
+    try:
+        if isinstance(tokenizer, TokenizerFiles) and tokenizer.chat_template:
+            tokenizer.check_template(system_prompt, arguments)
+        else:
+            encode_prompt(
+                tokenizer,
+                "?",
+                system_prompt=system_prompt,
+                apply_chat_template=True,
+                chat_template_kwargs=arguments,
+            )
+    except Exception as error:  # a template is a program: transformers passes on any error
+        return str(error)
+    return None
+
+
+def reward_tokenizers(config: RunConfig) -> Iterator[Path]:
+    """Folders of the tokenizers by which reward models read conversations. Missing ones are reported elsewhere."""
+    for _, part, _ in rewards_in(config.reward_type):
+        if isinstance(part, ModelReward) and part.text.type == "chat" and part.text.tokenizer.is_dir():
+            yield part.text.tokenizer
