@@ -146,6 +146,8 @@ def test_tensorboard_reads_every_value_at_its_step_and_time(tmp_path):
 
 
 def test_wandb_gets_every_value_once_and_goes_on_with_its_run(tmp_path, monkeypatch):
+    import wandb
+
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("SLURM_JOB_COMMENT", "of-slurm")
     monkeypatch.setattr(sys, "argv", ["of-command-line", "of-arguments"])
@@ -163,6 +165,7 @@ def test_wandb_gets_every_value_once_and_goes_on_with_its_run(tmp_path, monkeypa
     copy()
     write(folder, [ROWS[0], ROWS[1] | {"reward/mean": 0.125}])  # a resumed run did step 1 again
     copy()
+    wandb.teardown()  # the end of a process: a run that is finished may still be on its way to the disk
     (first, values), (second, more), (third, again) = wandb_runs(folder)
     times = {(row["step"], "elapsed_s"): row["elapsed_s"] for row in ROWS}
     assert values | more == values_of(ROWS) | times and not values.keys() & more.keys()
