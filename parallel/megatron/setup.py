@@ -1,9 +1,11 @@
 """Preparation of Megatron-Core 0.16: import this module before ``megatron.core``, on every platform.
 
-It silences warnings about absent kernels, hides a Transformer Engine that does not import, chooses torch's AdamW and norm of
-gradients, and repairs the distributed optimizer's checkpoints. Without CUDA ``parallel.megatron.cpu`` first puts its stand-ins in place.
+It silences warnings about absent kernels, hides a Transformer Engine that does not import and trackers that nothing calls, chooses
+torch's AdamW and norm of gradients, and repairs the distributed optimizer's checkpoints. Without CUDA ``parallel.megatron.cpu`` first
+puts its stand-ins in place.
 """
 
+import sys
 import warnings
 from typing import Any
 
@@ -19,7 +21,17 @@ warnings.filterwarnings(
 )
 
 import parallel.megatron.transformer_engine  # noqa: E402  # isort: skip - before the stand-ins, which import Megatron
+
+UNUSED = ("wandb", "torch.utils.tensorboard")
+"""Where they are installed Megatron imports them, a third of its import, for loggers of its own that Tandem never calls."""
+_hidden = [name for name in UNUSED if name not in sys.modules]
+sys.modules |= dict.fromkeys(_hidden)  # to import them raises ImportError
 import parallel.megatron.cpu  # noqa: E402, F401
+
+import megatron.core  # noqa: E402, F401  # isort: skip
+
+for _name in _hidden:
+    del sys.modules[_name]
 
 
 def _choose_torchs_optimizer() -> None:

@@ -173,12 +173,14 @@ def run_rank(path: Path) -> None:
     folder = RunFolder(path)
     run = learning.build_run(folder, load_config(folder.config))
     assert "transformers" not in sys.modules, "three CPU seconds of every rank's start"
-    gc.freeze()  # as in the product: each collection below would look at all that was imported
     starting = dict(run.learner.engine.export_hf())
     found = {}
     with run.tracker or contextlib.nullcontext():
         for name in VARIANTS:
             trained = run_variant(name, run, folder)
+            if not found:
+                gc.collect()
+                gc.freeze()  # as in the product: each collection below would look at all that was imported
             moved = max((trained[key] - starting[key]).abs().max().item() for key in starting)
             gc.collect()  # a model and its optimizer hold each other
             found[name] = {

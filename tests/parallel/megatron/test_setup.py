@@ -22,7 +22,9 @@ import parallel.megatron.setup
 untouched = (torch.Tensor.cuda, torch.zeros, torch.cuda.current_device) == before
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as optimizer
 repaired = {m.__module__ for m in (optimizer.load_state_dict, optimizer._set_main_param_and_optimizer_states)}
-print(untouched, *repaired)
+unused = {"wandb", "tensorboard"} & {name.split(".")[0] for name in sys.modules}
+print(untouched, *repaired, *unused)
+import wandb, torch.utils.tensorboard
 """
 
 
