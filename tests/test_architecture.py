@@ -20,6 +20,7 @@ MAY_IMPORT = {
 ENGINE_HOMES = {
     "megatron": (
         "parallel/engine.py",
+        "parallel/engine_base.py",
         "parallel/megatron/",
         "parallel/checkpoints/",
         "parallel/weights/hf_conversion.py",

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from configs.schema import RunConfig
-from parallel.engine import UpdateResult, ValueEngine
+from parallel.engine import ValueEngine
+from parallel.engine_base import UpdateResult
 from parallel.packing import PackedBatch
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import check_other_vocabulary

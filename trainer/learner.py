@@ -12,7 +12,8 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from configs.schema.objective import WITHIN_GROUPS, KLConfig
-from parallel.engine import MegatronEngine, UpdateResult, ValueEngine
+from parallel.engine import MegatronEngine, ValueEngine
+from parallel.engine_base import UpdateResult
 from parallel.megatron.lora import Lora
 from parallel.packing import PackedBatch
 from parallel.planning.layout import check_other_vocabulary

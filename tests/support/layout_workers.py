@@ -19,13 +19,13 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
 from parallel.engine import (
     MegatronEngine,
-    NonFiniteError,
     ValueEngine,
     _logprob_forward,
     _value_forward,
-    finalize_model_grads,
 )
+from parallel.engine_base import finalize_model_grads
 from parallel.megatron import platform
+from parallel.megatron.schedule import NonFiniteError
 from parallel.packing import PackedBatch
 from parallel.planning.model_parts import Experts
 from parallel.weights.hf_conversion import export_adapters, export_hf

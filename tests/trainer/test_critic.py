@@ -11,7 +11,7 @@ from configs.schema.model import ModelConfig
 from configs.schema.objective import GaeAdvantage
 from configs.schema.task import CountdownTask
 from parallel.checkpoints.checkpoint import CheckpointError
-from parallel.engine import NonFiniteError
+from parallel.megatron.schedule import NonFiniteError
 from tests.support.megatron_workers import (
     clipped_loss,
     gradients_of,

@@ -15,7 +15,7 @@ from configs.schema.objective import (
     GaeAdvantage,
     KLConfig,
 )
-from parallel.engine import UpdateResult
+from parallel.engine_base import UpdateResult
 from rollout.records import FinishReason, Group
 from rollout.sampling.messages import EvaluationResult, SamplingStats
 from tests.support.packed_batches import random_batch
