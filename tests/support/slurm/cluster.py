@@ -24,6 +24,8 @@ import pytest
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
 DEADLINE_S = 400.0
+ANSWER_S = 180.0
+"""Deadline of one command: those of Slurm wait for a busy controller."""
 HOSTS = ("hosta", "hostb")
 ADDRESSES = {"hosta": "10.77.0.1", "hostb": "10.77.0.2"}
 
@@ -58,7 +60,7 @@ class Cluster:
             )
 
     def run(
-        self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = 60.0
+        self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = ANSWER_S
     ) -> str:
         """What the command prints; a test that calls for one that fails, fails with its words."""
         done = self._run(*command, on=on, cwd=cwd, timeout_s=timeout_s)
@@ -68,7 +70,7 @@ class Cluster:
         return done.stdout
 
     def _run(
-        self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = 60.0
+        self, *command: str, on: str | None = None, cwd: Path | None = None, timeout_s: float = ANSWER_S
     ) -> subprocess.CompletedProcess:
         pipes = {
             "stdin": subprocess.DEVNULL,
@@ -82,7 +84,7 @@ class Cluster:
 
     def ask(self, *command: str) -> str:
         """What Slurm's controller answers; asked again where it is too busy to."""
-        deadline = time.monotonic() + 60.0
+        deadline = time.monotonic() + ANSWER_S
         while (done := self._run(*command)).returncode != 0 and time.monotonic() < deadline:
             time.sleep(0.5)
         return done.stdout if done.returncode == 0 else self.run(*command)
