@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
@@ -265,11 +266,14 @@ def check_served(urls, tensor_parallel: int, engines, *, replays: bool) -> None:
             kept = {n for n in same if not any(part in n for part in ("embed_tokens", "lm_head", "axis_map"))}
             assert same == set(from_disk) if version == 2 else not kept, kept
             assert gap(urls, engine, replays=replays) <= EXACT
-        assert gap_of_interrupted(control, urls, engines[0]) <= EXACT
+        gaps_N = gaps_of_interrupted(control, urls, engines[0])
+        # Rounding has a tail here: the largest gap of a trial was 2e-6 to 1.4e-4, the median 1e-6. With another first token
+        # the median is 0.25.
+        assert gaps_N.median() <= 0.1 * EXACT and gaps_N.max() <= 10 * EXACT
 
 
-def gap_of_interrupted(control, urls, engine) -> float:
-    """Of responses that a pause puts back into the server's queue, whose states are computed anew."""
+def gaps_of_interrupted(control, urls, engine) -> Tensor:
+    """|Δ log-prob| of the tokens of responses that a pause puts back into the server's queue, whose states are computed anew."""
     prompt = [3, 8, 5, 14, 9]
 
     async def ask():
@@ -294,4 +298,4 @@ def gap_of_interrupted(control, urls, engine) -> float:
         sequence_ids=range(len(completions)),
     )
     ((logprobs_T, _),) = engine.logprobs([batch], temperature=1.3)
-    return float((logprobs_T - batch.rollout_logprobs_T)[batch.response_mask_T].abs().max())
+    return (logprobs_T - batch.rollout_logprobs_T)[batch.response_mask_T].abs()
