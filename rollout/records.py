@@ -2,7 +2,7 @@
 answer to the learner's tensors: a step may have millions of tokens."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, ClassVar
@@ -172,10 +172,12 @@ def source_name(value: object) -> str:
     return str(value)
 
 
-def source_of(record: Mapping[str, Any] | None, field: str) -> str:
-    """The name of a record's source, which ``field`` holds. Raises ValueError."""
+def source_of(
+    record: Mapping[str, Any] | None, field: str, name_of: Callable[[object], str] = source_name
+) -> str:
+    """The name of a record's source, which ``name_of`` makes of the value of ``field``. Raises ValueError."""
     try:
-        return source_name(field_of(record or {}, field))
+        return name_of(field_of(record or {}, field))
     except LookupError:
         raise ValueError(f"a record has no field `{field}`, which names its source") from None
     except ValueError as error:

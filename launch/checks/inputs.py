@@ -1,5 +1,5 @@
-"""Reads the model's folder and the data before anything starts: headers of the weights, the tokenizer, its
-chat template, every record.
+"""Reads all that a config names before anything starts: the model's folder (``model_files.py``), and every record of the
+data, whose conversations ``conversations.py`` renders.
 
 The errors are those that the roles would raise seconds after their start. Neither torch nor transformers is
 imported.
@@ -124,7 +124,6 @@ def _check_rewards_of_sources(
     reward: RewardByField, field: str, path: Path, notes: list[str]
 ) -> Iterator[Finding]:
     """Each record of a file has a source with a reward. A reward for no record to train on is a note."""
-    from rollout.records import source_name
     from rollout.rewards.by_field import known_source
     from rollout.tasks.files import check_field
 
@@ -135,7 +134,7 @@ def _check_rewards_of_sources(
             check_field,
             path,
             reward.field,
-            lambda value: seen.add(known_source(reward, source_name(value))),
+            lambda value: seen.add(known_source(reward, value)),
         )
     ]
     yield from problems

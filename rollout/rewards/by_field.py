@@ -4,10 +4,11 @@ import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from configs.schema.task import AnyReward, RewardByField
-from rollout.records import FinishReason, Prompt, Score, source_of
+from rollout.records import FinishReason, Prompt, Score, source_name, source_of
 from rollout.rewards.scorer import Scorer, check_reward, default_num_workers
 
 if TYPE_CHECKING:
@@ -65,12 +66,7 @@ class ScorerByField:
         return replace(score, parts=own if score.error else {name: score.value, **own})
 
     def _source(self, prompt: Prompt) -> str:
-        field = self._config.field
-        source = source_of(prompt.row, field)
-        try:
-            return known_source(self._config, source)
-        except ValueError as error:
-            raise ValueError(f"the field `{field}` of a record {error}") from error
+        return source_of(prompt.row, self._config.field, partial(known_source, self._config))
 
 
 AnyScorer = Scorer | ScorerByField
@@ -81,8 +77,9 @@ def scorer_of(config: AnyReward, *, max_new_tokens: int) -> AnyScorer:
     return kind(config, max_new_tokens=max_new_tokens)  # pyright: ignore[reportArgumentType] - of its own config
 
 
-def known_source(config: RewardByField, source: str) -> str:
-    """``source``, which has a reward. Raises ValueError."""
+def known_source(config: RewardByField, value: object) -> str:
+    """The value of the field as the name of a source that has a reward. Raises ValueError."""
+    source = source_name(value)
     if source not in config.rewards:
         known = ", ".join(map(repr, config.rewards))
         raise ValueError(
