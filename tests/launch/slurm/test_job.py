@@ -40,8 +40,8 @@ FAKES = {
         here = Path(__file__).parent
         name = next(a for a in sys.argv if a.startswith("--job-name=")).removeprefix("--job-name=")
         (here / f"{name}.argv").write_text(json.dumps(sys.argv[1:]))
-        (here / f".{name}.pid").write_text(str(os.getpid()))
-        (here / f".{name}.pid").rename(here / f"{name}.pid")
+        (here / f"{name}.fresh").write_text(str(os.getpid()))
+        (here / f"{name}.fresh").rename(here / f"{name}.pid")
         os.execv(sys.executable, [sys.executable, str(here / (re.sub("-[0-9]+", "", name) + ".py")), os.environ["FAKE_RUN"], name])
     """,
     "scontrol": """
