@@ -74,7 +74,11 @@ def join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
 
 
 def destroy_groups() -> None:
-    """Forget Megatron's process groups, for another layout in this process. No engine may be left."""
+    """End Megatron's process groups, of which each has threads and sockets, for another layout in this process. No engine
+    may be left. A collective."""
+    for group in parallel_state._global_process_group_list or []:
+        if isinstance(group, dist.ProcessGroup):
+            dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 

@@ -6,6 +6,7 @@ processes.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,6 @@ from configs.schema.run import RunConfig
 from parallel.engine import (
     MegatronEngine,
     ValueEngine,
-    _logprob_forward,
-    _value_forward,
 )
 from parallel.engine_base import finalize_model_grads
 from parallel.megatron import platform
@@ -52,6 +51,8 @@ gradients."""
 ROWS = {1: [[[0, 1, 2], [3, 4], [5], [6, 7]]], 2: [[[0, 1, 2], [5]], [[3, 4], [6, 7]]]}
 """dp -> dp rank -> micro-batch -> rows. Unequal numbers of tokens, of which tensor parallelism does not
 divide all."""
+FEWER_ROWS = [[0, 1, 2, 3, 4], [5, 6, 7]]
+"""The same order for ranks of one stage, which wait for each other in every layer of every micro-batch."""
 TEMPERATURE = 0.7
 
 
@@ -112,6 +113,29 @@ def full_gradients(
     for chunk, function in zip(engine.chunks, kept, strict=True):
         chunk.config.finalize_model_grads_func = function
     return by_hf_names(engine, lambda p: p.main_grad)
+
+
+@contextmanager
+def gradients_of_update(engine: MegatronEngine | ValueEngine) -> Iterator[dict[str, Tensor]]:
+    """What ``full_gradients`` gives, of the one update inside, which goes on as if nobody had looked."""
+    found: dict[str, Tensor] = {}
+    trained = engine._trained
+    buffers = [b.grad_data for chunk in trained for b in chunk.buffers + chunk.expert_parallel_buffers]
+    kept = [chunk.config.finalize_model_grads_func for chunk in engine.chunks]
+
+    def look(chunks, num_tokens=None, **rest) -> None:
+        before = [buffer.clone() for buffer in buffers]
+        _finalize_everything(chunks, num_tokens, **rest)
+        found.update(by_hf_names(engine, lambda p: p.main_grad))
+        for buffer, data in zip(buffers, before, strict=True):
+            buffer.copy_(data)
+        kept[0](chunks, num_tokens, **rest)
+
+    for chunk in engine.chunks:
+        chunk.config.finalize_model_grads_func = look
+    yield found
+    for chunk, function in zip(engine.chunks, kept, strict=True):
+        chunk.config.finalize_model_grads_func = function
 
 
 def _finalize_everything(chunks, num_tokens=None, **rest) -> None:
@@ -177,19 +201,19 @@ def chosen_by_sequence(engine: MegatronEngine, microbatches: list[PackedBatch]) 
 
 
 def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch]) -> dict[str, Any]:
-    """Scores, then gradients, then one optimizer step of ``engine`` on this rank's micro-batches. Where experts are
+    """Scores, then one optimizer step of ``engine`` on this rank's micro-batches, and its gradients. Where experts are
     given, the engine's own choice before the step too."""
     chosen = {}
     if isinstance(engine, ValueEngine):
         scored = engine.values(microbatches)
-        gradients = full_gradients(engine, microbatches, _value_forward, critic_loss)
-        result = engine.update(microbatches, critic_loss)
+        with gradients_of_update(engine) as gradients:
+            result = engine.update(microbatches, critic_loss)
     else:
         if microbatches[0].experts_TLK is not None:
             chosen = chosen_by_sequence(engine, microbatches)
         scored = [logprobs_T for logprobs_T, _ in engine.logprobs(microbatches, temperature=TEMPERATURE)]
-        gradients = full_gradients(engine, microbatches, _logprob_forward(TEMPERATURE, True), policy_loss)
-        result = engine.update(microbatches, policy_loss, temperature=TEMPERATURE)
+        with gradients_of_update(engine) as gradients:
+            result = engine.update(microbatches, policy_loss, temperature=TEMPERATURE)
     return {
         "scores": scored,
         "bitwise": all(
@@ -224,7 +248,11 @@ def microbatches_of(engine: MegatronEngine | ValueEngine, *, replays: bool = Fal
         batch = replace(batch, prompt_ids_S=None, prompt_lengths_S=None)
     if replays:
         batch = with_experts(batch, engine.architecture.experts)
-    return [batch.select(rows) for rows in ROWS[engine.groups.dp_size][engine.groups.dp_rank]]
+    groups = engine.groups
+    is_one_stage = groups.pp_size == 1 and groups.dp_size == 1 and groups.world_size > 1
+    return [
+        batch.select(rows) for rows in (FEWER_ROWS if is_one_stage else ROWS[groups.dp_size][groups.dp_rank])
+    ]
 
 
 def work_step(layout: LayoutConfig, *, replays: bool = False, **job: Any) -> dict[str, Any]:

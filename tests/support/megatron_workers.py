@@ -263,7 +263,7 @@ def relative_difference(found: dict[str, torch.Tensor], wanted: dict[str, torch.
 def forked_context() -> ForkServerContext:
     """Of processes that are forked from a server which has imported this module and done nothing else: a spawned one takes
     six CPU seconds to import torch and Megatron."""
-    multiprocessing.set_forkserver_preload([__name__])
+    multiprocessing.set_forkserver_preload(["tests.support.fork_server"])
     return multiprocessing.get_context("forkserver")
 
 

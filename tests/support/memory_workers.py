@@ -1,10 +1,12 @@
 """What torch really holds on a rank of the learner, for the planner's arithmetic to be compared with."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
 from configs.schema.layout import LayoutConfig
 from parallel.held_memory import KeptBytes, lasting_bytes
+from parallel.megatron.groups import destroy_groups
 from tests.support.megatron_workers import make_batch, make_engine, weighted_loss
 
 
@@ -14,12 +16,11 @@ def work_memory(jobs: dict[str, dict[str, Any]]) -> dict[str, dict[str, int]]:
 
     Starting processes costs more than the work, so all layouts of as many ranks run in one set of them.
     """
-    from megatron.core import parallel_state  # after parallel.megatron.setup
-
     found = {}
     for name, job in jobs.items():
         found[name] = _measure(**job)
-        parallel_state.destroy_model_parallel()
+        gc.collect()  # an engine holds groups, and each of these threads
+        destroy_groups()
     return found
 
 

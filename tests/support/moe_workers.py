@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron.core import parallel_state
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -28,6 +27,7 @@ from transformers import (
 )
 
 from configs.schema.layout import LayoutConfig
+from parallel.megatron.groups import destroy_groups
 from parallel.packing import PackedBatch
 from tests.support.layout_workers import by_hf_names, work_layout
 from tests.support.megatron_workers import VOCAB, make_batch, make_engine, weighted_loss
@@ -196,5 +196,5 @@ def work_layouts(
         found[name] = work_layout(layout, jobs)
         for source, out in saves.items():
             make_engine(source, layout=layout).save_hf(out)
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
     return found

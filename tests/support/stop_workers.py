@@ -12,7 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from configs.loader import load_config
 from configs.schema import RunConfig
@@ -20,6 +19,7 @@ from configs.schema.launch import LaunchConfig
 from configs.schema.layout import parse_layout
 from configs.schema.rollout import RolloutConfig
 from launch.processes.run_folder import RunFolder
+from parallel.megatron.groups import destroy_groups
 from parallel.weights.transfer import plan_transfer
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Prompt, Score
@@ -293,7 +293,7 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
             servers.fails, servers.version = "", learner.version + 1
             result = sync.publish()
             found.setdefault(layout, {})[place] = (error, failed_version, result.version, result.bytes)
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
     return found
 
 

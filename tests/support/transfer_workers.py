@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state
 
 from configs.schema.layout import LayoutConfig, parse_layout
 from parallel.engine import MegatronEngine
+from parallel.megatron.groups import destroy_groups
 from parallel.weights import hf_conversion, hf_files
 from parallel.weights.hf_files import PerturbedWeights
 from tests.support.megatron_workers import make_engine
@@ -20,7 +20,7 @@ from trainer.weight_sync import in_turn
 def engines(folder: Path, layouts: Sequence[str]) -> Iterator[tuple[LayoutConfig, MegatronEngine]]:
     for text in layouts:
         yield parse_layout(text), make_engine(folder, layout=parse_layout(text))
-        parallel_state.destroy_model_parallel()
+        destroy_groups()
 
 
 def work_round_trips(folder: Path, layouts: Sequence[str], out: Path) -> dict[str, list[str]]:
