@@ -15,6 +15,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32  # i
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = """
+import gc; gc.disable()  # an import makes no garbage
 import sys, torch
 torch.cuda.is_available = lambda: sys.argv[1] == "cuda"
 before = torch.Tensor.cuda, torch.zeros, torch.cuda.current_device
@@ -24,7 +25,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as op
 repaired = {m.__module__ for m in (optimizer.load_state_dict, optimizer._set_main_param_and_optimizer_states)}
 unused = {"wandb", "tensorboard"} & {name.split(".")[0] for name in sys.modules}
 print(untouched, *repaired, *unused)
-import wandb, torch.utils.tensorboard
+if sys.argv[1] == "cpu":  # what was hidden can be imported afterwards
+    import wandb, torch.utils.tensorboard
 """
 
 
@@ -77,6 +79,7 @@ PACKAGES = {
     },
 }
 LEARNER = """
+import gc; gc.disable()
 import torch
 from parallel.megatron import platform, transformer_engine
 import parallel.engine
