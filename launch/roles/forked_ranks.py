@@ -9,7 +9,6 @@ use; where the agent has further threads, which a fork has not, so that their lo
 where the agent is connected to the others.
 """
 
-import gc
 import importlib
 import os
 import signal
@@ -25,6 +24,8 @@ from setproctitle import setproctitle
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from launch.processes.imports import imported_for_good
+
 COMMAND = ("-m", "launch")
 """Behind it are the arguments of ``tandem``."""
 IMPORTS = ("launch.cli", "launch.roles.table", "trainer.loop", "trainer.learner")
@@ -38,11 +39,9 @@ def fork_ranks() -> None:
     """Import what ranks need, and have torchrun fork them from here on, where it can."""
     if not may_fork():
         return
-    gc.disable()  # collections would look at the imported modules again and again, and these stay
-    for name in IMPORTS:
-        importlib.import_module(name)
-    gc.freeze()
-    gc.enable()
+    with imported_for_good():
+        for name in IMPORTS:
+            importlib.import_module(name)
     api.get_subprocess_handler = _handler  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
 from launch.processes.addresses import own_address
+from launch.processes.imports import imported_for_good
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, read_lives, wait_for_servers
 from launch.processes.stopping import StopListener, Stopped, report_stopped
@@ -33,14 +34,11 @@ START_PROBE_TEMPERATURE = 0.7
 def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
     """Run one Megatron rank: build everything, train, export. torchrun sets RANK, WORLD_SIZE and MASTER_ADDR."""
     began = time.perf_counter()
-    gc.disable()  # collections would look at the imported modules again and again, and these stay
-    import torch.distributed as dist
+    with imported_for_good():
+        import torch.distributed as dist
 
-    from trainer.loop import evaluate_before, saved_where_interrupted, train
-    from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
-
-    gc.freeze()
-    gc.enable()
+        from trainer.loop import evaluate_before, saved_where_interrupted, train
+        from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
     rank = int(os.environ.get("RANK", "0"))
     listener = StopListener(folder, is_first_rank=rank == 0)
     run = replace(build_run(folder, config, listener.reason), doing=doing)

@@ -12,6 +12,7 @@ import psutil
 
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
+from launch.processes.imports import imported_for_good
 from parallel.planning.simulated import SimulatedRank
 
 SIMULATED_VARIABLE = "TANDEM_SIMULATED"
@@ -54,8 +55,9 @@ def _simulate(config: RunConfig, rank: int) -> SimulatedRank:
 
     os.environ[SIMULATED_VARIABLE] = "1"  # of this process alone, and before it imports Megatron
     warnings.filterwarnings("ignore")  # Megatron's and torch's, of devices that are not there
-    from parallel.simulation.process import simulated_rank
-    from trainer.studies.simulation import simulate
+    with imported_for_good():
+        from parallel.simulation.process import simulated_rank
+        from trainer.studies.simulation import simulate
 
     with (
         tempfile.TemporaryDirectory() as folder,
