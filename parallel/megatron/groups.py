@@ -76,6 +76,7 @@ def join_groups(layout: LayoutConfig, seed: int, timeout_s: float) -> None:
 def destroy_groups() -> None:
     """End Megatron's process groups, of which each has threads and sockets, for another layout in this process. No engine
     may be left. A collective."""
+    dist.barrier()  # another rank may still read from this one
     for group in parallel_state._global_process_group_list or []:
         if isinstance(group, dist.ProcessGroup):
             dist.destroy_process_group(group)

@@ -52,7 +52,7 @@ ROWS = {1: [[[0, 1, 2], [3, 4], [5], [6, 7]]], 2: [[[0, 1, 2], [5]], [[3, 4], [6
 """dp -> dp rank -> micro-batch -> rows. Unequal numbers of tokens, of which tensor parallelism does not
 divide all."""
 FEWER_ROWS = [[0, 1, 2, 3, 4], [5, 6, 7]]
-"""The same order for ranks of one stage, which wait for each other in every layer of every micro-batch."""
+"""The same rows in two micro-batches. Ranks of one stage wait for each other in every layer of every micro-batch."""
 TEMPERATURE = 0.7
 
 
@@ -99,25 +99,13 @@ def _of_all_stages(engine: MegatronEngine | ValueEngine, mine: dict[str, Tensor]
     return found
 
 
-def full_gradients(
-    engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch], forward, loss_fn
-) -> dict[str, Tensor]:
-    """Of the summed losses over all ranks, by Hugging Face names. Nothing is updated.
+@contextmanager
+def gradients_of_update(engine: MegatronEngine | ValueEngine) -> Iterator[dict[str, Tensor]]:
+    """The gradients of the one update inside, summed over all ranks, by Hugging Face names. The update goes on as if nobody
+    had looked.
 
     A distributed optimizer leaves each rank but its shard of the sum; here all of it is summed everywhere.
     """
-    kept = [chunk.config.finalize_model_grads_func for chunk in engine.chunks]
-    for chunk in engine.chunks:
-        chunk.config.finalize_model_grads_func = _finalize_everything
-    engine._accumulate_gradient(microbatches, forward, loss_fn)
-    for chunk, function in zip(engine.chunks, kept, strict=True):
-        chunk.config.finalize_model_grads_func = function
-    return by_hf_names(engine, lambda p: p.main_grad)
-
-
-@contextmanager
-def gradients_of_update(engine: MegatronEngine | ValueEngine) -> Iterator[dict[str, Tensor]]:
-    """What ``full_gradients`` gives, of the one update inside, which goes on as if nobody had looked."""
     found: dict[str, Tensor] = {}
     trained = engine._trained
     buffers = [b.grad_data for chunk in trained for b in chunk.buffers + chunk.expert_parallel_buffers]
@@ -125,7 +113,7 @@ def gradients_of_update(engine: MegatronEngine | ValueEngine) -> Iterator[dict[s
 
     def look(chunks, num_tokens=None, **rest) -> None:
         before = [buffer.clone() for buffer in buffers]
-        _finalize_everything(chunks, num_tokens, **rest)
+        finalize_model_grads(chunks, None, **(rest | {"force_all_reduce": True}))
         found.update(by_hf_names(engine, lambda p: p.main_grad))
         for buffer, data in zip(buffers, before, strict=True):
             buffer.copy_(data)
@@ -133,13 +121,12 @@ def gradients_of_update(engine: MegatronEngine | ValueEngine) -> Iterator[dict[s
 
     for chunk in engine.chunks:
         chunk.config.finalize_model_grads_func = look
-    yield found
-    for chunk, function in zip(engine.chunks, kept, strict=True):
-        chunk.config.finalize_model_grads_func = function
-
-
-def _finalize_everything(chunks, num_tokens=None, **rest) -> None:
-    finalize_model_grads(chunks, None, **(rest | {"force_all_reduce": True}))
+    try:
+        yield found
+    finally:
+        for chunk, function in zip(engine.chunks, kept, strict=True):
+            chunk.config.finalize_model_grads_func = function
+    assert found, "the update has summed no gradient"
 
 
 def weights_by_hf_names(engine: MegatronEngine | ValueEngine) -> dict[str, Tensor]:
@@ -239,9 +226,11 @@ def build(
     return make(folder, layout=layout, recompute=recompute, **(OPTIMIZER | optimizer))
 
 
-def microbatches_of(engine: MegatronEngine | ValueEngine, *, replays: bool = False) -> list[PackedBatch]:
+def microbatches_of(
+    engine: MegatronEngine | ValueEngine, *, replays: bool = False, as_one_process: bool = False
+) -> list[PackedBatch]:
     """Their prompts are shared, but for one process, with which layouts are compared, and where experts are replayed: there
-    sequences are whole."""
+    sequences are whole. ``as_one_process``: the same sequences in each as one process has."""
     make = make_value_batch if isinstance(engine, ValueEngine) else make_batch
     batch = make(LENGTHS, prompt_tokens=4)
     if engine.groups.world_size == 1 or replays:
@@ -250,14 +239,15 @@ def microbatches_of(engine: MegatronEngine | ValueEngine, *, replays: bool = Fal
         batch = with_experts(batch, engine.architecture.experts)
     groups = engine.groups
     is_one_stage = groups.pp_size == 1 and groups.dp_size == 1 and groups.world_size > 1
-    return [
-        batch.select(rows) for rows in (FEWER_ROWS if is_one_stage else ROWS[groups.dp_size][groups.dp_rank])
-    ]
+    rows_of = FEWER_ROWS if is_one_stage and not as_one_process else ROWS[groups.dp_size][groups.dp_rank]
+    return [batch.select(rows) for rows in rows_of]
 
 
-def work_step(layout: LayoutConfig, *, replays: bool = False, **job: Any) -> dict[str, Any]:
+def work_step(
+    layout: LayoutConfig, *, replays: bool = False, as_one_process: bool = False, **job: Any
+) -> dict[str, Any]:
     engine = build(layout=layout, **job)
-    return step_of(engine, microbatches_of(engine, replays=replays))
+    return step_of(engine, microbatches_of(engine, replays=replays, as_one_process=as_one_process))
 
 
 def work_save(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, Any]:
@@ -268,11 +258,13 @@ def work_save(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, A
     return step_of(engine, microbatches_of(engine))
 
 
-def work_load(layout: LayoutConfig, checkpoint: Path, **job: Any) -> dict[str, Any]:
+def work_load(
+    layout: LayoutConfig, checkpoint: Path, *, as_one_process: bool = False, **job: Any
+) -> dict[str, Any]:
     """The step after a checkpoint."""
     engine = build(layout=layout, **job)
     assert engine.load(checkpoint) == {"position": 1}
-    return step_of(engine, microbatches_of(engine))
+    return step_of(engine, microbatches_of(engine, as_one_process=as_one_process))
 
 
 def work_step_of_lengths(layout: LayoutConfig, lengths: list[list[int]], **job: Any) -> dict[str, Any]:

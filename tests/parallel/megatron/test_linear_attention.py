@@ -125,16 +125,13 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path):
     assert read_hf_config(tmp_path / "out")["mtp_num_hidden_layers"] == 0
 
 
-DECAYS = ("A_log", "dt_bias")
-"""Their gradients are small sums of large numbers."""
-
-
 @pytest.mark.parametrize("kind, changes", SHAPES)
 def test_logits_and_gradients_match_transformers_on_packed_batches(tmp_path, kind, changes):
     """Sequences of one chunk and of several, and of fewer tokens than the convolution sees."""
     folder = make_recurrent_model(tmp_path / "m", kind, **changes)
+    # Gradients of decays are small sums of large numbers.
     lengths = [5, 60, 2, 33, 5, 151, 3]
-    assert_is_transformers(folder, lengths, tmp_path / "gradients", loose=DECAYS)
+    assert_is_transformers(folder, lengths, tmp_path / "gradients", loose=("A_log", "dt_bias"))
 
 
 @pytest.mark.parametrize("kind, changes", SHAPES)
@@ -195,23 +192,26 @@ def alone(models, tmp_path_factory) -> dict[str, dict]:
 
 @pytest.mark.engines
 def test_one_step_of_two_ranks_equals_that_of_one_process(models, alone, tmp_path):
-    """Every gradient and weight; the folder out again; and the step after a checkpoint of one process."""
+    """Every gradient and weight; the folder out again; and the step after a checkpoint of one process. In other
+    micro-batches the gradients of decays, which are small sums of large numbers, would differ by rounding."""
     cases = {}
     for case, (layout, names) in TWO_RANKS.items():
-        jobs = {name: ("step", dict(kind="policy", folder=models[name])) for name in names}
+        jobs = {
+            name: ("step", dict(kind="policy", folder=models[name], as_one_process=True)) for name in names
+        }
         if "qwen3_5_text" in names:
             job = dict(kind="policy", folder=models["qwen3_5_text"], checkpoint=alone["folder"])
-            jobs["loaded"] = ("load", job | {"recompute": "full"})
-            jobs["critic"] = ("step", dict(kind="critic", folder=models["qwen3_5_text"]))
+            jobs["loaded"] = ("load", job | {"recompute": "full", "as_one_process": True})
+            jobs["critic"] = ("step", dict(kind="critic", folder=models["qwen3_5_text"], as_one_process=True))
         cases[case] = (layout, jobs, {models[name]: tmp_path / case / name for name in names})
     ranks = run_ranks(work_layouts, 2, tmp_path / "ranks", cases, deadline_s=900)
     for case, (_, names) in TWO_RANKS.items():
         for name in names:
-            assert_same_step([found[case][name] for found in ranks], alone[name], loose=DECAYS)
+            assert_same_step([found[case][name] for found in ranks], alone[name])
             assert_same_weights(models[name], tmp_path / case / name)
         if "qwen3_5_text" in names:
-            assert_same_step([found[case]["loaded"] for found in ranks], alone["saved"], loose=DECAYS)
-            assert_same_step([found[case]["critic"] for found in ranks], alone["critic"], loose=DECAYS)
+            assert_same_step([found[case]["loaded"] for found in ranks], alone["saved"])
+            assert_same_step([found[case]["critic"] for found in ranks], alone["critic"])
 
 
 # --- a real SGLang server

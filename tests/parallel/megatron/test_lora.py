@@ -17,7 +17,7 @@ from parallel.checkpoints import base_model
 from parallel.checkpoints.checkpoint import CheckpointError
 from parallel.megatron.lora import LoraLinear, adapted_layers, is_adapter
 from parallel.weights import hf_conversion
-from tests.support.layout_workers import by_hf_names, full_gradients, policy_loss
+from tests.support.layout_workers import by_hf_names, gradients_of_update, policy_loss
 from tests.support.megatron_workers import (
     make_batch,
     make_engine,
@@ -85,11 +85,10 @@ def reference_loss(model: torch.nn.Module, batch) -> Tensor:
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_gradients_are_those_of_a_plain_reference(folder, batch, forward, recompute):
-    from parallel.engine import _logprob_forward
-
     engine = make_engine(folder, lora=LORA | {"forward": forward}, recompute=recompute)
-    gradients = full_gradients(engine, [batch], _logprob_forward(TEMPERATURE, True), policy_loss)
     model, leaves = reference_of(engine, folder)
+    with gradients_of_update(engine) as gradients:
+        engine.update([batch], policy_loss, temperature=TEMPERATURE)
     loss = reference_loss(model, batch)
     wanted = dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
     assert len(gradients) == 2 * 7 * 2  # A and B of seven matrices in two layers

@@ -653,9 +653,8 @@ def test_the_command_makes_a_family(tmp_path):
 # ------------------------------------------------------------------------------------------
 
 
-def assert_same_step(ranks: list[dict], wanted: dict, *, loose: tuple[str, ...] = ()) -> None:
-    """Every rank's results of a job against one process's, which sums other micro-batches. ``loose``: ends of names of
-    tensors that may differ five times as much."""
+def assert_same_step(ranks: list[dict], wanted: dict) -> None:
+    """Every rank's results of a job against one process's."""
     if wanted["differing"] is not None:
         by_rank = {found["dp_rank"]: found["differing"] for found in ranks}.values()
         assert sum(found.tokens for found in by_rank) == wanted["differing"].tokens
@@ -671,8 +670,7 @@ def assert_same_step(ranks: list[dict], wanted: dict, *, loose: tuple[str, ...] 
         for kind in ("gradients", "weights"):
             assert relative_difference(found[kind], wanted[kind]) <= 1e-5
             for name, tensor in wanted[kind].items():
-                bound = 5e-5 if name.endswith(loose) else 1e-5
-                assert (found[kind][name] - tensor).norm() <= bound * tensor.norm(), name
+                assert (found[kind][name] - tensor).norm() <= 1e-5 * tensor.norm(), name
 
 
 @pytest.fixture(scope="module")
