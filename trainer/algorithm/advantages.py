@@ -78,77 +78,119 @@ def compute_advantages(
     penalty that is not finite (naming the sequence), and for gae without values.
     """
     _require_rewards(rewards_S, group_ids_S, batch.sequence_ids_S)
-    mask_T, cu_seqlens, ids_S = batch.response_mask_T, batch.cu_seqlens, batch.sequence_ids_S
-    dtype, rewards_S = rewards_S.dtype, rewards_S.to(torch.float64)
-
-    episode_of_S = torch.arange(len(rewards_S)) if episode_ids_S is None else episode_ids_S
-    rewards_E = _one_per_episode(rewards_S, episode_of_S)
-    groups_E = _one_per_episode(group_ids_S, episode_of_S)
-
-    def of_whole_step(here_S: Tensor) -> Tensor:
-        sums_E = torch.zeros_like(rewards_E)
-        return total(sums_E.index_add(0, episode_of_S[ids_S], here_S.to(torch.float64)))
-
-    def to_tokens(x_E: Tensor) -> Tensor:
-        return spread(x_E[episode_of_S[ids_S]], cu_seqlens)
-
-    if penalty_T is None:
-        penalty_T, shaped_E = torch.zeros(batch.num_tokens, dtype=torch.float64), rewards_E
-    else:
-        penalty_T = _response_values("penalty_T", penalty_T, batch)
-        shaped_E = rewards_E - of_whole_step(sum_per_sequence(penalty_T, cu_seqlens))
-
-    def lengths_of_episodes() -> Tensor:
-        return of_whole_step(count_per_sequence(mask_T, cu_seqlens))
-
-    def rewards_of_tokens() -> Tensor:
-        if turn_rewards is None:
-            return token_rewards(rewards_S[ids_S], penalty_T, mask_T, cu_seqlens)
-        return rewards_at_turns(turn_rewards.rewards_V, turn_rewards, batch, episode_of_S, penalty_T)
-
-    returns_T, own_metrics = None, dict[str, Metric]()
-    match config:
-        case GrpoAdvantage() if turn_rewards is not None:
-            groups_V = group_ids_S[turn_rewards.sequence_ids_V]
-            credits_V = grpo(
-                turn_rewards.rewards_V.to(torch.float64), groups_V, normalize_by_std=config.normalize_by_std
-            )
-            credits_T = rewards_at_turns(credits_V, turn_rewards, batch, episode_of_S, penalty_T)
-            advantages_T = discounted_returns(credits_T, mask_T, cu_seqlens, gamma=1.0)
-        case GrpoAdvantage():
-            advantages_T = to_tokens(grpo(shaped_E, groups_E, normalize_by_std=config.normalize_by_std))
-        case RlooAdvantage():
-            advantages_T = to_tokens(rloo(shaped_E, groups_E))
-        case OpoAdvantage():
-            advantages_T = to_tokens(opo(shaped_E, groups_E, lengths_of_episodes()))
-        case FunctionAdvantage():
-            advantages_E, recorded = call(
-                ADVANTAGE, config, shaped_E, groups_E, lengths_S=lengths_of_episodes
-            )
-            advantages_T, own_metrics = to_tokens(advantages_E.detach()), metrics_of(ADVANTAGE, recorded)
-        case ReinforcePlusPlusBaselineAdvantage():
-            advantages_T = whiten(to_tokens(grpo(shaped_E, groups_E, normalize_by_std=False)), mask_T, total)
-        case ReinforcePlusPlusAdvantage():
-            advantages_T = whiten(
-                discounted_returns(rewards_of_tokens(), mask_T, cu_seqlens, gamma=config.gamma), mask_T, total
-            )
-        case GaeAdvantage():
-            if batch.values_T is None:
-                raise ValueError(
-                    "`advantage: gae` needs values_T: configure a `critic:` and let it score the batch first"
-                )
-            values_T = _response_values("values_T", batch.values_T, batch)
-            advantages_T = gae(
-                rewards_of_tokens(), values_T, mask_T, cu_seqlens, gamma=config.gamma, lam=config.lam
-            )
-            returns_T = (advantages_T + values_T).to(dtype)
-            if config.whiten:
-                advantages_T = whiten(advantages_T, mask_T, total)
-        case _:
-            assert_never(config)
-    advantages_T = torch.where(mask_T, advantages_T, 0.0).to(dtype)
+    step = _Step(batch, rewards_S, group_ids_S, episode_ids_S, turn_rewards, penalty_T, total)
+    mask_T = batch.response_mask_T
+    advantages_T, own_metrics = _estimate(config, step)
+    returns_T = None
+    if isinstance(config, GaeAdvantage):
+        returns_T = (advantages_T + step.values_T()).to(rewards_S.dtype)
+    if _is_whitened(config):
+        advantages_T = whiten(advantages_T, mask_T, total)
+    advantages_T = torch.where(mask_T, advantages_T, 0.0).to(rewards_S.dtype)
     metrics = own_metrics | _advantage_metrics(advantages_T, mask_T)
     return Advantages(advantages_T=advantages_T, returns_T=returns_T, metrics=metrics)
+
+
+class _Step:
+    """The rewards of the whole step in float64, by episode and by token of this rank."""
+
+    def __init__(
+        self,
+        batch: PackedBatch,
+        rewards_S: Tensor,
+        group_ids_S: Tensor,
+        episode_ids_S: Tensor | None,
+        turn_rewards: TurnRewards | None,
+        penalty_T: Tensor | None,
+        total: Total,
+    ):
+        self._batch, self._group_ids_S, self._total = batch, group_ids_S, total
+        self.mask_T, self.cu_seqlens = batch.response_mask_T, batch.cu_seqlens
+        self._rewards_S = rewards_S.to(torch.float64)
+        self._episode_of_S = torch.arange(len(rewards_S)) if episode_ids_S is None else episode_ids_S
+        self.turn_rewards = turn_rewards
+        self.groups_E = _one_per_episode(group_ids_S, self._episode_of_S)
+        self.rewards_E = _one_per_episode(self._rewards_S, self._episode_of_S)
+        """Less the penalties of an episode's tokens."""
+        self._penalty_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
+        if penalty_T is not None:
+            self._penalty_T = _response_values("penalty_T", penalty_T, batch)
+            self.rewards_E -= self._of_episodes(sum_per_sequence(self._penalty_T, self.cu_seqlens))
+
+    def lengths_E(self) -> Tensor:
+        """Response tokens of each episode."""
+        return self._of_episodes(count_per_sequence(self.mask_T, self.cu_seqlens))
+
+    def to_tokens(self, x_E: Tensor) -> Tensor:
+        """Every token of this rank gets its episode's value."""
+        return spread(x_E[self._episode_of_S[self._batch.sequence_ids_S]], self.cu_seqlens)
+
+    def rewards_T(self) -> Tensor:
+        """The reward at each turn's or sequence's end, less the penalty on every response token."""
+        if self.turn_rewards is not None:
+            return self._at_turns(self.turn_rewards, self.turn_rewards.rewards_V)
+        rewards_S = self._rewards_S[self._batch.sequence_ids_S]
+        return token_rewards(rewards_S, self._penalty_T, self.mask_T, self.cu_seqlens)
+
+    def grpo_of_turns(self, turns: TurnRewards, *, normalize_by_std: bool) -> Tensor:
+        """GRPO over a group's turns. A token gets the sum over the turns that end with it or later."""
+        groups_V = self._group_ids_S[turns.sequence_ids_V]
+        credits_V = grpo(turns.rewards_V.to(torch.float64), groups_V, normalize_by_std=normalize_by_std)
+        return discounted_returns(self._at_turns(turns, credits_V), self.mask_T, self.cu_seqlens, gamma=1.0)
+
+    def values_T(self) -> Tensor:
+        """The critic's, 0 off the response mask."""
+        if self._batch.values_T is None:
+            raise ValueError(
+                "`advantage: gae` needs values_T: configure a `critic:` and let it score the batch first"
+            )
+        return _response_values("values_T", self._batch.values_T, self._batch)
+
+    def _of_episodes(self, here_S: Tensor) -> Tensor:
+        """Sums over the sequences of each episode, on all ranks. ``here_S`` is of this rank's."""
+        sums_E = torch.zeros(len(self.groups_E), dtype=torch.float64)
+        episodes_S = self._episode_of_S[self._batch.sequence_ids_S]
+        return self._total(sums_E.index_add(0, episodes_S, here_S.to(torch.float64)))
+
+    def _at_turns(self, turns: TurnRewards, values_V: Tensor) -> Tensor:
+        return rewards_at_turns(values_V, turns, self._batch, self._episode_of_S, self._penalty_T)
+
+
+def _estimate(config: AdvantageConfig, step: _Step) -> tuple[Tensor, dict[str, Metric]]:
+    """Advantages [T] in float64 as the estimator gives them, not whitened yet, and metrics of the user's own."""
+    match config:
+        case GrpoAdvantage(normalize_by_std=by_std) if step.turn_rewards is not None:
+            return step.grpo_of_turns(step.turn_rewards, normalize_by_std=by_std), {}
+        case GrpoAdvantage(normalize_by_std=by_std):
+            return step.to_tokens(grpo(step.rewards_E, step.groups_E, normalize_by_std=by_std)), {}
+        case ReinforcePlusPlusBaselineAdvantage():
+            return step.to_tokens(grpo(step.rewards_E, step.groups_E, normalize_by_std=False)), {}
+        case RlooAdvantage():
+            return step.to_tokens(rloo(step.rewards_E, step.groups_E)), {}
+        case OpoAdvantage():
+            return step.to_tokens(opo(step.rewards_E, step.groups_E, step.lengths_E())), {}
+        case FunctionAdvantage():
+            advantages_E, recorded = call(
+                ADVANTAGE, config, step.rewards_E, step.groups_E, lengths_S=step.lengths_E
+            )
+            return step.to_tokens(advantages_E.detach()), metrics_of(ADVANTAGE, recorded)
+        case ReinforcePlusPlusAdvantage(gamma=gamma):
+            return discounted_returns(step.rewards_T(), step.mask_T, step.cu_seqlens, gamma=gamma), {}
+        case GaeAdvantage(gamma=gamma, lam=lam):
+            values_T = step.values_T()
+            return gae(step.rewards_T(), values_T, step.mask_T, step.cu_seqlens, gamma=gamma, lam=lam), {}
+        case _:
+            assert_never(config)
+
+
+def _is_whitened(config: AdvantageConfig) -> bool:
+    match config:
+        case ReinforcePlusPlusAdvantage() | ReinforcePlusPlusBaselineAdvantage():
+            return True
+        case GaeAdvantage(whiten=whiten):
+            return whiten
+        case _:
+            return False
 
 
 def grpo(rewards_S: Tensor, group_ids_S: Tensor, *, normalize_by_std: bool) -> Tensor:
