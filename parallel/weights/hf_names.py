@@ -6,7 +6,6 @@ from functools import cache
 
 from parallel.planning.architecture import Architecture
 from parallel.planning.families import SUPPORTED
-from parallel.planning.model_parts import Recurrent
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -205,21 +204,42 @@ def all_hf_names(architecture: Architecture) -> set[str]:
 
 def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
     """{tensor: shape} of every tensor that a folder of this model must have."""
-    a = architecture
+    rows, columns = _rows_of_modules(architecture), _columns_of_modules(architecture)
+
+    def shape(name: str) -> tuple[int, ...]:
+        if is_of_all_experts(name):
+            return _stacked_shape(name, architecture)
+        if ".linear_attn." in name:
+            return _recurrent_shape(name.partition(".linear_attn.")[2], architecture)
+        module, kind = name.split(".")[-2:]
+        if kind == "sinks":
+            return (architecture.num_heads,)
+        if kind == "e_score_correction_bias":
+            return (rows["gate"],)
+        of_mlp = _mlp_size(name, architecture)
+        num_rows = of_mlp if module in _TO_MLP else rows.get(module, architecture.hidden_size)
+        if kind == "bias" or module.endswith("norm"):
+            return (num_rows,)
+        return num_rows, of_mlp if module in _FROM_MLP else columns.get(module, architecture.hidden_size)
+
+    return {name: shape(name) for name in all_hf_names(architecture)}
+
+
+_TO_MLP, _FROM_MLP = ("gate_proj", "up_proj", "w1", "w3"), ("down_proj", "w2")
+
+
+def _rows_of_modules(a: Architecture) -> dict[str, int]:
+    """Where they are not the hidden size, nor an MLP's."""
     heads, kv_heads = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
+    num_experts = a.experts.num_experts if a.experts else 0
     rows = {
-        "q_proj": heads,
-        "k_proj": kv_heads,
-        "v_proj": kv_heads,
-        "qkv_proj": heads + 2 * kv_heads,
+        "embed_tokens": a.vocab_size, "lm_head": a.vocab_size,
+        "q_proj": heads if a.recurrent is None else 2 * heads,  # a gate for each head
+        "k_proj": kv_heads, "v_proj": kv_heads, "qkv_proj": heads + 2 * kv_heads,
+        "q_norm": heads if a.whole_qk_norm else a.head_dim, "k_norm": kv_heads if a.whole_qk_norm else a.head_dim,
         "gate_up_proj": 2 * a.intermediate_size,
-        "q_norm": heads if a.whole_qk_norm else a.head_dim,
-        "k_norm": kv_heads if a.whole_qk_norm else a.head_dim,
-    }
-    rows |= {"embed_tokens": a.vocab_size, "lm_head": a.vocab_size}
-    rows |= dict.fromkeys(("gate", "router"), a.experts.num_experts if a.experts else 0)
-    rows |= {"shared_expert_gate": 1}
-    columns = {"o_proj": a.num_heads * a.value_dim}
+        "gate": num_experts, "router": num_experts, "shared_expert_gate": 1,
+    }  # fmt: skip
     if a.latent is not None:
         of_queries = a.latent.query_rank or 0
         rows |= {
@@ -227,43 +247,42 @@ def hf_shapes(architecture: Architecture) -> dict[str, tuple[int, ...]]:
             "kv_a_proj_with_mqa": a.latent.rank + a.rotary_size, "kv_a_layernorm": a.latent.rank,
             "kv_b_proj": a.num_heads * (a.head_dim - a.rotary_size + a.value_dim),
         }  # fmt: skip
-        columns |= {"q_b_proj": of_queries, "kv_b_proj": a.latent.rank}
-    if (r := a.recurrent) is not None:
-        rows |= {"q_proj": 2 * heads}
-    shapes = {}
-    for name in all_hf_names(a):
-        if a.experts and is_of_all_experts(name):
-            e, size = a.experts.num_experts, a.experts.intermediate_size
-            gate_up = (a.hidden_size, 2 * size) if "gate_up" in name else (size, a.hidden_size)
-            shapes[name] = (e, *(gate_up[1:] if name.endswith("bias") else gate_up))
-            continue
-        module, kind = name.split(".")[-2:]
-        mlp_size = a.intermediate_size
-        if a.experts and ".experts." in name:
-            mlp_size = a.experts.intermediate_size
-        elif a.experts and (".shared_experts." in name or ".shared_expert." in name):
-            mlp_size = a.experts.shared_size
-        if kind == "sinks":
-            shapes[name] = (a.num_heads,)
-            continue
-        if kind == "e_score_correction_bias":
-            shape = (rows["gate"],)
-        elif r is not None and ".linear_attn." in name:
-            shapes[name] = _recurrent_shape(name.partition(".linear_attn.")[2], r, a.hidden_size)
-            continue
-        elif module in ("gate_proj", "up_proj", "w1", "w3"):
-            shape = (mlp_size, a.hidden_size)
-        elif module in ("down_proj", "w2"):
-            shape = (a.hidden_size, mlp_size)
-        else:
-            shape = (rows.get(module, a.hidden_size), columns.get(module, a.hidden_size))
-        is_vector = kind == "bias" or module.endswith("norm")
-        shapes[name] = shape[:1] if is_vector else shape
-    return shapes
+    return rows
 
 
-def _recurrent_shape(part: str, r: Recurrent, hidden_size: int) -> tuple[int, ...]:
+def _columns_of_modules(a: Architecture) -> dict[str, int]:
+    """Likewise."""
+    columns = {"o_proj": a.num_heads * a.value_dim}
+    if a.latent is not None:
+        columns |= {"q_b_proj": a.latent.query_rank or 0, "kv_b_proj": a.latent.rank}
+    return columns
+
+
+def _mlp_size(name: str, a: Architecture) -> int:
+    """Of the MLP that the tensor belongs to, if it belongs to one."""
+    if a.experts and ".experts." in name:
+        return a.experts.intermediate_size
+    if a.experts and re.search(r"\.shared_experts?\.", name):
+        return a.experts.shared_size
+    return a.intermediate_size
+
+
+def _stacked_shape(name: str, a: Architecture) -> tuple[int, ...]:
+    """Of the tensor that has a layer's experts one after another."""
+    assert a.experts is not None
+    size = a.experts.intermediate_size
+    inputs, outputs = (a.hidden_size, 2 * size) if "gate_up" in name else (size, a.hidden_size)
+    return (
+        (a.experts.num_experts, outputs)
+        if name.endswith("bias")
+        else (a.experts.num_experts, inputs, outputs)
+    )
+
+
+def _recurrent_shape(part: str, a: Architecture) -> tuple[int, ...]:
     """Of a gated delta net's tensor."""
+    r, hidden_size = a.recurrent, a.hidden_size
+    assert r is not None
     query, key, value, gate, step, decay = (r.key_heads * rows for rows in r.group_rows)
     inputs = {
         "qkvz": query + key + value + gate, "ba": step + decay, "qkv": query + key + value, "z": gate, "b": step, "a": decay,
