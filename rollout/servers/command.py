@@ -88,6 +88,10 @@ FP8_MODELS = ("qwen2", "qwen3")
 ``supports_quantized_rl_reload``)."""
 
 
+Flags = dict[str, str | int | float | bool | None]
+"""Of a server's command line. True: the flag alone; False: without it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
     """Ports of one replica on one node. Its TP ranks meet at ``nccl``; its other channels are unix sockets."""
@@ -123,7 +127,7 @@ def server_command(
         weight_version: of the weights on disk.
     """
     config = spec.config.rollout
-    flags: dict[str, str | int | float | bool] = {
+    flags: Flags = {
         "model-path": str(spec.config.model.path.resolve()),
         "host": spec.host,
         "port": ports.http,
@@ -136,45 +140,50 @@ def server_command(
         "skip-tokenizer-init": True,  # ids in, ids out
         "sleep-on-idle": True,  # otherwise an idle server keeps a core busy
         "log-level-http": "warning",
+        "enable-fp32-lm-head": spec.config.model.fp32_lm_head,
+        "enable-return-routed-experts": spec.config.learner.routing == "rollout",
     }
     if share.num_nodes > 1:
         flags |= {"nnodes": share.num_nodes, "node-rank": share.node_rank, "dist-init-addr": meeting_point}
-    if spec.config.model.fp32_lm_head:
-        flags["enable-fp32-lm-head"] = True
-    if spec.config.learner.routing == "rollout":
-        flags["enable-return-routed-experts"] = True
-        if spec.cuda:
-            # The kernels that SGLang chooses on Blackwell route by themselves, past what captures experts: all ids are 0.
-            flags["moe-runner-backend"] = "triton"
     if config.quantization == "fp8":
         # Without this loader SGLang quantises at start alone, and refuses the learner's weights.
         flags |= {"quantization": "fp8", "load-format": "flash_rl"}
     if config.max_total_tokens is not None:
         flags["max-total-tokens"] = config.max_total_tokens
-    if spec.cuda and has_recurrent_layers(spec.config.model.path):
-        # Otherwise a shared expert is one more among the experts that are captured.
-        flags["disable-shared-experts-fusion"] = True
-    if spec.cuda:
-        flags["base-gpu-id"] = share.first_gpu
-        if spec.config.launch.placement == "colocated":  # the server then lends its GPUs' memory on request
-            flags["enable-memory-saver"] = True
-        if config.dtype == "float32":
-            flags["attention-backend"] = ATTENTION_OF_FLOAT32
-    else:
-        # Nothing is compiled on first use, and wait_healthy generates a token anyway.
-        flags |= {"device": "cpu", "skip-server-warmup": True}
-        if has_recurrent_layers(spec.config.model.path):
-            # SGLang keeps states for a prefix cache on GPUs alone, and takes half of the memory for those of responses.
-            flags |= {"disable-radix-cache": True, "max-mamba-cache-size": config.max_concurrency}
+    flags |= _cuda_flags(spec, share) if spec.cuda else _cpu_flags(spec)
     flags |= {name.replace("_", "-"): value for name, value in config.server_args.items()}
     if spec.key is not None:
         flags["config"] = str(spec.key.file)
-    has_launcher = spec.config.rollout.sglang_plugin and not spec.cuda
+    has_launcher = config.sglang_plugin and not spec.cuda
     command = [sys.executable, "-m", "tandem_launch_server" if has_launcher else "sglang.launch_server"]
     for name, value in flags.items():
         if value is not False:
             command += [f"--{name}"] if value is True else [f"--{name}", str(value)]
     return command
+
+
+def _cuda_flags(spec: ServerSpec, share: ServerShare) -> Flags:
+    flags: Flags = {"base-gpu-id": share.first_gpu}
+    if spec.config.learner.routing == "rollout":
+        # The kernels that SGLang chooses on Blackwell route by themselves, past what captures experts: all ids are 0.
+        flags["moe-runner-backend"] = "triton"
+    if has_recurrent_layers(spec.config.model.path):
+        # Otherwise a shared expert is one more among the experts that are captured.
+        flags["disable-shared-experts-fusion"] = True
+    if spec.config.launch.placement == "colocated":  # the server then lends its GPUs' memory on request
+        flags["enable-memory-saver"] = True
+    if spec.config.rollout.dtype == "float32":
+        flags["attention-backend"] = ATTENTION_OF_FLOAT32
+    return flags
+
+
+def _cpu_flags(spec: ServerSpec) -> Flags:
+    # Nothing is compiled on first use, and wait_healthy generates a token anyway.
+    flags: Flags = {"device": "cpu", "skip-server-warmup": True}
+    if has_recurrent_layers(spec.config.model.path):
+        # SGLang keeps states for a prefix cache on GPUs alone, and takes half of the memory for those of responses.
+        flags |= {"disable-radix-cache": True, "max-mamba-cache-size": spec.config.rollout.max_concurrency}
+    return flags
 
 
 def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict[str, str]:
@@ -206,16 +215,21 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         environment["TANDEM_NUMERICS"] = f"aligned:{spec.config.numerics_pieces}"
     paths = [*ours, *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     environment["PYTHONPATH"] = os.pathsep.join(paths)
-    if spec.cuda:
-        if spec.config.rollout.dtype == "float32":
-            # By default Triton rounds the factors of products to TF32, of 10 bits: attention was off by 1.6e-3 nats.
-            environment.setdefault("TRITON_F32_DEFAULT", "ieee")
-        return environment
+    if not spec.cuda:
+        return environment | _cpu_environment(spec, share, place)
+    if spec.config.rollout.dtype == "float32":
+        # By default Triton rounds the factors of products to TF32, of 10 bits: attention was off by 1.6e-3 nats.
+        environment.setdefault("TRITON_F32_DEFAULT", "ieee")
+    return environment
+
+
+def _cpu_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict[str, str]:
     threads = spec.config.launch.threads_per_process
-    environment |= {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), **REUSED_MEMORY}
-    if not any("torch-compile" in flag.replace("_", "-") for flag in spec.config.rollout.server_args):
+    environment = {"SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": str(threads), **REUSED_MEMORY}
+    compiles = any("torch-compile" in flag.replace("_", "-") for flag in spec.config.rollout.server_args)
+    if not compiles and "TORCHDYNAMO_DISABLE" not in os.environ:
         # By default decorators import torch's compiler, for more than a second, and nothing is compiled.
-        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
+        environment["TORCHDYNAMO_DISABLE"] = "1"
     if share.num_ranks * share.num_nodes > 1:
         cpus = sorted(os.sched_getaffinity(0))
         environment["SGLANG_CPU_OMP_THREADS_BIND"] = cpu_binding(
