@@ -239,29 +239,24 @@ def make_backend(runner, softmax_of: Callable[..., Tensor] | None = None):
             has_more = window is not None or self._sinks is not None
             is_other = options.get("is_cross_attn") or (has_more and softmax_of is not None)
             if self._buckets is None or is_other or not is_causal:
-                if softmax_of is not None:
-                    raise ValueError(
-                        "model.numerics=aligned: an attention that is no plain causal one, or a prefill of more than "
-                        f"{MAX_PAIRS} pairs of query and key in one sequence; set rollout.server_args.chunked_prefill_size lower"
-                    )
-                if self._sinks is not None:
-                    raise ValueError(
-                        f"a prefill of more than {MAX_PAIRS} pairs of query and key in one sequence, of a model with sinks; set "
-                        "rollout.server_args.chunked_prefill_size lower"
-                    )
+                self._require_sglangs()
                 return sglangs(query, output, k_cache, v_cache, *rest, **options)
             for bucket in self._buckets:
-                attend(
-                    bucket,
-                    query,
-                    output,
-                    k_cache,
-                    v_cache,
-                    options.get("scaling"),
-                    chosen,
-                    window,
-                    self._sinks,
-                )
+                scale = options.get("scaling")
+                attend(bucket, query, output, k_cache, v_cache, scale, chosen, window, self._sinks)
             return output
+
+        def _require_sglangs(self) -> None:
+            """Raises ValueError where SGLang's own code would compute something else."""
+            what = None
+            if softmax_of is not None:
+                what = "model.numerics=aligned: an attention that is no plain causal one, or"
+            elif self._sinks is not None:
+                what = "a model with attention sinks:"
+            if what is not None:
+                raise ValueError(
+                    f"{what} a prefill of more than {MAX_PAIRS} pairs of query and key in one sequence; set "
+                    "rollout.server_args.chunked_prefill_size lower"
+                )
 
     return BatchedAttention(runner)

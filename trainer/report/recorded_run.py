@@ -157,19 +157,15 @@ def note_the_data(run: RecordedRun) -> None:
         run.notes.append("No step has been recorded yet.")
         return
     run.notes += _missing_records(run)
-    same, rounding = [], []
+    same, rounding = list[str](), list[str]()
     for metric, is_shown in _metrics_of_lines(run).items():
         series = run.get(metric)
         if len(set(series.values)) > 1:
             rounding += [] if is_shown else [metric]
-            continue
-        value, why = series.values[0], FLAT_MEANS.get((metric, series.values[0]))
-        rests_at = f"{metric} is {number_text(value)}"
-        why = f" ({why})" if why else ""
-        if not is_shown:
-            same.append(f"{rests_at}{why}")
+        elif not is_shown:
+            same.append(_rests(metric, series))
         elif len(series) >= FEWEST_FLAT:
-            run.notes.append(f"{rests_at} at all {len(series)} steps{why}.")
+            run.notes.append(f"{_rests(metric, series, f' at all {len(series)} steps')}.")
     for panel in _panels():
         if isinstance(panel, Lines) or is_drawn(panel, run.recorded):
             continue
@@ -183,6 +179,13 @@ def note_the_data(run: RecordedRun) -> None:
         run.at_rest.append(f"{near}, so not drawn: {', '.join(rounding)}.")
     if same:
         run.at_rest.append(f"The same at every step, so not drawn: {'; '.join(same)}.")
+
+
+def _rests(metric: str, series: Series, where: str = "") -> str:
+    """What a series that never changes is, and why if that is known."""
+    value = series.values[0]
+    why = FLAT_MEANS.get((metric, value))
+    return f"{metric} is {number_text(value)}{where}" + (f" ({why})" if why else "")
 
 
 def _missing_records(run: RecordedRun) -> Iterator[str]:
