@@ -57,39 +57,13 @@ def rollout_memory(
     have 1 byte a number and 4 an output channel; while it starts, a server holds them in its dtype, before there is a cache.
     """
     a, t, b = architecture, tensor_parallel, BYTES[dtype]
-    kv_heads = max(1, a.num_kv_heads // t)
-    heads = (a.num_heads // t + 2 * kv_heads) * a.head_dim
-    copied = 2 * a.hidden_size * a.head_dim * (kv_heads * t - a.num_kv_heads) // t
-    if a.latent is not None:
-        copied = a.latent.rank * a.num_heads * (a.head_dim - a.rotary_size + a.value_dim) // t
-    matrices, others = a.num_attentions * copied, a.hidden_size
-    for layer in range(a.num_layers):
-        split, whole = a.mixer_numbers(layer)
-        matrices += split // t + whole
-        split, whole = a.mixer_vectors(layer)
-        if a.qkv_bias:  # those of copied heads are copied too
-            split = heads * t + (a.num_heads if a.has_sinks else 0)
-        if a.whole_qk_norm:  # whole on every rank
-            split, whole = 0, whole + (a.num_heads + a.num_kv_heads) * a.head_dim
-        others += split // t + whole + a.layer_norms * a.hidden_size
-        if a.experts and a.experts.is_sparse[layer]:
-            others += a.hidden_size * a.experts.num_experts
-            if a.has_sinks:  # those of the experts are float32
-                of_experts = a.experts.num_experts * (2 * a.experts.intermediate_size // t + a.hidden_size)
-                others += a.experts.num_experts + of_experts * (4 // b)
-            routed = a.experts.num_experts * a.experts.intermediate_size
-            matrices += 3 * a.hidden_size * (routed + a.experts.shared_size) // t
-        else:
-            matrices += 3 * a.hidden_size * a.intermediate_size // t
-    # SGLang does not split an embedding that it multiplies by a number.
-    rows = a.vocab_size if a.scales_embeddings else padded_vocab_size(a.vocab_size, t) // t
-    others += rows * a.hidden_size * (1 if a.tied else 2)
+    matrices, others = _numbers_of_weights(a, t, b)
     weights = (matrices + others) * b
     if quantization == "fp8":
-        channels = a.num_layers * (heads + 2 * a.hidden_size + 2 * a.intermediate_size // t)
-        weights = matrices + 4 * channels + others * b
+        outputs = _rows_of_qkv(a, t) + 2 * a.hidden_size + 2 * a.intermediate_size // t
+        weights = matrices + 4 * a.num_layers * outputs + others * b
     reserved = left_by_sglang(gpu_bytes, t) if static_share is None else int((1 - static_share) * gpu_bytes)
-    of_layer = 2 * kv_heads * a.head_dim if a.latent is None else a.latent.rank + a.rotary_size
+    of_layer = 2 * _kv_heads(a, t) * a.head_dim if a.latent is None else a.latent.rank + a.rotary_size
     of_token = a.num_attentions * of_layer * b
     room = max(0, gpu_bytes - reserved - weights)
     of_response = state_bytes(a, t, b)
@@ -105,6 +79,60 @@ def rollout_memory(
         states=states,
         state_bytes_per_response=of_response,
     )
+
+
+def _kv_heads(a: Architecture, t: int) -> int:
+    """Of a rank."""
+    return max(1, a.num_kv_heads // t)
+
+
+def _rows_of_qkv(a: Architecture, t: int) -> int:
+    """Of a rank's matrix of queries, keys and values."""
+    return (a.num_heads // t + 2 * _kv_heads(a, t)) * a.head_dim
+
+
+def _numbers_of_weights(a: Architecture, t: int, b: int) -> tuple[int, int]:
+    """Of a rank: numbers of the layers' matrices, and all others. Those in float32 count as 4 / b numbers each."""
+    copied = 2 * a.hidden_size * a.head_dim * (_kv_heads(a, t) * t - a.num_kv_heads) // t
+    if a.latent is not None:
+        copied = a.latent.rank * a.num_heads * (a.head_dim - a.rotary_size + a.value_dim) // t
+    # SGLang does not split an embedding that it multiplies by a number.
+    rows = a.vocab_size if a.scales_embeddings else padded_vocab_size(a.vocab_size, t) // t
+    matrices = a.num_attentions * copied
+    others = a.hidden_size + rows * a.hidden_size * (1 if a.tied else 2)
+    for layer in range(a.num_layers):
+        of_attention, of_mlp = _numbers_of_attention(a, layer, t), _numbers_of_mlp(a, layer, t, b)
+        matrices += of_attention[0] + of_mlp[0]
+        others += of_attention[1] + of_mlp[1] + a.layer_norms * a.hidden_size
+    return matrices, others
+
+
+def _numbers_of_attention(a: Architecture, layer: int, t: int) -> tuple[int, int]:
+    """Of the matrices, and of the vectors. Copied heads are not among those."""
+    split, whole = a.mixer_numbers(layer)
+    matrices = split // t + whole
+    split, whole = a.mixer_vectors(layer)
+    if a.qkv_bias:  # those of copied heads are copied too
+        split = _rows_of_qkv(a, t) * t + (a.num_heads if a.has_sinks else 0)
+    if a.whole_qk_norm:  # whole on every rank
+        split, whole = 0, whole + (a.num_heads + a.num_kv_heads) * a.head_dim
+    return matrices, split // t + whole
+
+
+def _numbers_of_mlp(a: Architecture, layer: int, t: int, b: int) -> tuple[int, int]:
+    """Of the matrices, and of the router and biases, which every rank has whole."""
+    experts = a.experts
+    if experts is None or not experts.is_sparse[layer]:
+        return 3 * a.hidden_size * a.intermediate_size // t, 0
+    routed = experts.num_experts * experts.intermediate_size
+    matrices, router = (
+        3 * a.hidden_size * (routed + experts.shared_size) // t,
+        a.hidden_size * experts.num_experts,
+    )
+    if not a.has_sinks:
+        return matrices, router
+    biases = experts.num_experts * (2 * experts.intermediate_size // t + a.hidden_size)
+    return matrices, router + experts.num_experts + biases * (4 // b)  # the experts' are float32
 
 
 def state_bytes(architecture: Architecture, tensor_parallel: int, size: int) -> int:
