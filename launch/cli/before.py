@@ -15,7 +15,12 @@ command = command_of(commands, "Before a run")
 def plan(
     config: ConfigPath,
     gpus: Annotated[
-        int, typer.Option(min=2, max=100_000, help="The number of GPUs, of learner and servers together.")
+        int,
+        typer.Option(
+            min=1,
+            max=100_000,
+            help="The number of GPUs, of learner and servers together. With launch.placement=colocated either side has all.",
+        ),
     ],
     overrides: Overrides = None,
     gpu_memory: Annotated[

@@ -19,7 +19,18 @@ from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.machine import Machine
-from parallel.planning.planner import NO_TABLE, Cluster, Measured, Plan, Timing, plan, read_measured, reasons
+from parallel.planning.planner import (
+    NO_TABLE,
+    Cluster,
+    Measured,
+    Plan,
+    Timing,
+    both_bytes,
+    plan,
+    read_measured,
+    reasons,
+    takes_turns,
+)
 from parallel.planning.server_memory import RolloutMemory
 from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text
 
@@ -55,7 +66,7 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
             f"{config_path}: kind: {config.kind} has no rollout to plan for; this command takes kind: train"
         )
     hardware = _hardware(options)
-    cluster = _cluster(options, hardware)
+    cluster = _cluster(config, options, hardware)
     critic = config.critic.model if config.critic is not None else None
     with as_bad_input():
         if options.report is not None:
@@ -76,7 +87,7 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
             timing=timing,
         )
     _print_table(plans, options.count)
-    _print_best(plans, config, table, timing)
+    _print_best(plans, config, table, timing, cluster)
     if options.report is not None and timing is not None:
         from launch.commands.plan_page import write_page  # matplotlib takes a second to import
 
@@ -96,7 +107,9 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         print(f"# pictures: {options.report}")
 
 
-def _print_best(plans: Sequence[Plan], config: RunConfig, table: Measured, timing: Timing | None) -> None:
+def _print_best(
+    plans: Sequence[Plan], config: RunConfig, table: Measured, timing: Timing | None, cluster: Cluster
+) -> None:
     """Where the figures of the table come from, and the first pair as YAML."""
     if table.values:
         least = "the least measured value of all pairs that the rule ranks equal or worse"
@@ -111,7 +124,24 @@ def _print_best(plans: Sequence[Plan], config: RunConfig, table: Measured, timin
     held = memory.describe(plans[0].learner_memory)
     print(f"\n# the first of {len(plans)}; its fullest learner rank holds {held}")
     print(f"# each server rank: {server_text(plans[0].rollout_memory)}")
+    if placement_line := _placement_text(plans[0], config, cluster):
+        print(f"# {placement_line}")
     print(to_yaml(plans[0], config), end="")
+
+
+def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | None:
+    """What both sides hold on GPUs that they share, or how to plan such turns; None where the run can have none."""
+    if takes_turns(config):
+        both = memory.size_text(both_bytes(best.learner_memory, best.rollout_memory))
+        size = memory.size_text(cluster.gpu_bytes)
+        turns = "learner and servers take turns on the same GPUs (launch.placement=colocated)"
+        return f"{turns}; while weights are sent both hold {both} of {size}"
+    could = cluster.divisions(is_shared=True) and not config.rollout.max_staleness
+    if config.launch.placement != "auto" or config.launch.nodes is not None or not could:
+        return None
+    return (
+        "learner and servers have GPUs of their own; launch.placement=colocated plans turns on the same ones"
+    )
 
 
 def _hardware(options: PlanOptions) -> HardwareConfig | None:
@@ -124,8 +154,18 @@ def _hardware(options: PlanOptions) -> HardwareConfig | None:
     return None
 
 
-def _cluster(options: PlanOptions, hardware: HardwareConfig | None) -> Cluster:
-    nodes = options.gpus_per_node
+def _cluster(config: RunConfig, options: PlanOptions, hardware: HardwareConfig | None) -> Cluster:
+    nodes, is_shared = options.gpus_per_node, takes_turns(config)
+    if is_shared and options.num_gpus > nodes:
+        raise BadInput(
+            f"launch.placement=colocated shares the GPUs of one machine, but --gpus {options.num_gpus} are more than --gpus-per-node "
+            f"{nodes}; plan for at most {nodes}, or set launch.placement=separate"
+        )
+    if options.num_gpus == 1 and not is_shared:
+        raise BadInput(
+            "--gpus 1 is too few for GPUs of learner and servers each; give 2 or more, or add launch.placement=colocated, with which "
+            "they take turns"
+        )
     if options.num_gpus > nodes and options.num_gpus % nodes:
         raise BadInput(
             f"--gpus {options.num_gpus} fills no whole nodes of --gpus-per-node {nodes}; use a multiple of it"
@@ -207,11 +247,13 @@ def parts_text(pair: Plan) -> str:
 def to_yaml(best: Plan, config: RunConfig) -> str:
     """Blocks to paste into a config, or to put into a file that ``extends`` it."""
     kept = ("token_budget", "logprob_chunk_tokens", "recompute")
-    blocks = {
+    blocks: dict[str, dict] = {
         "layout": best.learner.model_dump(),
         "rollout": {"tp": best.rollout_tp, "replicas": best.replicas},
         "learner": {name: getattr(config.learner, name) for name in kept},
     }
+    if takes_turns(config):  # both sides' layouts take all GPUs: separate ones would be twice as many
+        blocks["launch"] = {"placement": "colocated"}
     return yaml.safe_dump(blocks, sort_keys=False, default_flow_style=None)
 
 

@@ -146,6 +146,10 @@ def draw_memory(stages: Sequence[LearnerMemory], pair: Plan, cluster: Cluster) -
         "reserved": server.reserved,
     }
     rows.append(("a server's rank", of_server))
+    if pair.both_free is not None:
+        gone = ("activations", "logits", "pipeline")
+        lasting = {name: size for name, size in pair.learner_memory.items().items() if name not in gone}
+        rows.append(("both, while weights are sent", lasting | {"weights": server.weights}))
     figure, axes = _figure(len(rows))
     for place, (_, items) in enumerate(rows):
         left = 0.0

@@ -1,6 +1,7 @@
 """Pairs of a learner's and a rollout's layout on a number of GPUs: the pairs that fit, ranked, by arithmetic.
 
-Every GPU belongs to the learner or to a server. Pairs whose servers have room for fewer than ``FEW`` responses
+Every GPU belongs to the learner or to a server; with ``launch.placement: colocated`` every GPU belongs to both, in turns
+(``trainer/turns.py``). Pairs whose servers have room for fewer than ``FEW`` responses
 at a time come last: they would hardly use their GPUs, whatever the mismatch. All other pairs are ranked by
 
 1. the expected greatest mismatch of a response, |p_rollout - p_learner|, from the table of measurements if
@@ -15,6 +16,9 @@ at a time come last: they would hardly use their GPUs, whatever the mismatch. Al
 With a description of the hardware (``Timing``) the estimated seconds of a step, to two significant digits, come between
 1 and 2 (``time.py``).
 
+Turns have three memory limits: the learner's while it trains, a server's while it samples, and that of both while weights
+are sent, when the learner's lasting parts and transfer stand beside the weights of a server rank (``both_bytes``).
+
 vpp is always 1: interleaving costs memory and traffic for a shorter bubble.
 cp is tried in ``CONTEXT_SIZES``. It sends more than as many data-parallel ranks would, so it comes first where the
 room that it makes counts, or where minibatches have too few sequences for dp.
@@ -28,6 +32,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from configs.errors import counted
 from configs.schema.layout import LayoutConfig, layout_text, parse_layout
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture, read_architecture
@@ -96,6 +101,12 @@ class Cluster:
     gpu_bytes: int
     gpus_per_node: int = 8
 
+    def divisions(self, *, is_shared: bool) -> list[tuple[int, int]]:
+        """(GPUs of the learner, GPUs of the servers). Turns take all GPUs of one machine, for either side."""
+        if is_shared:
+            return [(self.num_gpus, self.num_gpus)] if self.num_gpus <= self.gpus_per_node else []
+        return [(self.num_gpus - size, size) for size in self.rollout_sizes()]
+
     def rollout_sizes(self) -> list[int]:
         """Numbers of GPUs that the servers may take: any within one node, whole nodes of several."""
         step = 1 if self.num_gpus <= self.gpus_per_node else self.gpus_per_node
@@ -133,6 +144,9 @@ class Plan:
     held: int
     """Responses at full length for which a server's cache has room."""
     traffic: Traffic
+    both_free: float | None = None
+    """Share of a GPU that both sides leave free while weights are sent, where they take turns on it. None: GPUs of their
+    own."""
     time: StepTime | None = None
     """None without a description of the hardware."""
 
@@ -141,8 +155,23 @@ class Plan:
         return self.held < min(self.in_flight, FEW)
 
     @property
+    def free_by_side(self) -> dict[str, float]:
+        """``free`` of each side, under the words that say where (or, of turns, when)."""
+        if self.both_free is None:
+            return {"on the learner's GPUs": self.learner_free, "on the servers' GPUs": self.rollout_free}
+        return {
+            "while training": self.learner_free,
+            "while sampling": self.rollout_free,
+            "while weights are sent": self.both_free,
+        }
+
+    @property
     def free(self) -> float:
-        return min(self.learner_free, self.rollout_free)
+        return min(self.free_by_side.values())
+
+    @property
+    def rollout_gpus(self) -> int:
+        return self.rollout_tp * self.replicas
 
     @property
     def pair(self) -> Pair:
@@ -187,12 +216,13 @@ def plan(
     timing: Timing | None = None,
 ) -> list[Plan]:
     """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json; ``reference`` is of
-    ``kl.model``. The config's own layout is ignored. ``timing``: None for plans without seconds.
+    ``kl.model``. The config's own layout is ignored, its ``launch.placement`` is not: auto stands for separate GPUs.
+    ``timing``: None for plans without seconds.
 
     Tensor-parallel groups stay within a node. A pair fits if the fullest learner rank takes at most
     ``USABLE_SHARE`` of a GPU, a server has room for its weights and for one sequence of a micro-batch's length,
-    and minibatches divide by dp. Raises ValueError for a model that is not supported, NothingFits if no pair
-    fits.
+    and minibatches divide by dp; where both take turns, ``both_bytes`` must fit on a GPU too. Raises ValueError for
+    a model that is not supported, NothingFits if no pair fits.
     """
     architecture = read_architecture(hf_config)
     critic_architecture = None
@@ -220,14 +250,18 @@ def _fitting_plans(
         others = {"critic": work.critic, "reference": work.reference}
         estimator = Estimator(architecture, config, timing.lengths, timing.machine, **others)
     servers = [pair for pair in _possible_servers(architecture, config, cluster) if pair[1].tokens >= longest]
-    for num_rollout in cluster.rollout_sizes():
+    is_shared = takes_turns(config)
+    for num_learner, num_rollout in cluster.divisions(is_shared=is_shared):
         fitting = [(tp, memory) for tp, memory in servers if num_rollout % tp == 0]
         for layout, memory in (
-            _possible_learners(architecture, config, cluster, work, num_rollout) if fitting else ()
+            _possible_learners(architecture, config, cluster, work, num_learner) if fitting else ()
         ):
             if memory.total > USABLE_SHARE * cluster.gpu_bytes:
                 continue
             for tp, server_memory in fitting:
+                both = both_bytes(memory, server_memory)
+                if is_shared and both > cluster.gpu_bytes:
+                    continue
                 replicas = num_rollout // tp
                 in_flight = -(-_samples_at_once(config) // replicas)
                 tokens = in_flight * config.rollout.max_new_tokens
@@ -244,14 +278,26 @@ def _fitting_plans(
                     in_flight=in_flight,
                     held=server_memory.tokens // config.rollout.max_new_tokens,
                     traffic=traffic(architecture, config, layout),
+                    both_free=1 - both / cluster.gpu_bytes if is_shared else None,
                     time=estimator and estimator.step(layout, tp=tp, replicas=replicas, memory=server_memory),
                 )
+
+
+def takes_turns(config: RunConfig) -> bool:
+    """Whether learner and servers share GPUs. auto is decided where the run starts, by the GPUs that are there."""
+    return config.launch.placement == "colocated"
+
+
+def both_bytes(learner: LearnerMemory, server: RolloutMemory) -> int:
+    """Bytes on a GPU that learner and servers share, while weights are sent: nothing is sampled and nothing is trained, so
+    that neither cache nor activations are there (``trainer/turns.py``)."""
+    return learner.lasting + learner.transfer + server.weights
 
 
 def _possible_servers(
     architecture: Architecture, config: RunConfig, cluster: Cluster
 ) -> list[tuple[int, RolloutMemory]]:
-    """The tensor-parallel sizes of servers that stay within a node, and the memory of each."""
+    """The tensor-parallel sizes of servers that stay within a node and fill some division, and the memory of each."""
     memory = partial(
         rollout_memory,
         architecture,
@@ -261,7 +307,9 @@ def _possible_servers(
         quantization=config.rollout.quantization,
         max_tokens=config.rollout.max_total_tokens,
     )
-    return [(tp, memory(tp)) for tp in rollout_sizes(architecture) if _within_node(tp, cluster)]
+    taken = {num_rollout for _, num_rollout in cluster.divisions(is_shared=takes_turns(config))}
+    sizes = [tp for tp in rollout_sizes(architecture) if any(size % tp == 0 for size in taken)]
+    return [(tp, memory(tp)) for tp in sizes if _within_node(tp, cluster)]
 
 
 def static_share(config: RunConfig) -> float | None:
@@ -282,11 +330,11 @@ def static_share(config: RunConfig) -> float | None:
 
 
 def _possible_learners(
-    architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work, num_rollout: int
+    architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work, num_gpus: int
 ) -> Iterator[tuple[LayoutConfig, LearnerMemory]]:
-    """The learner's layouts on the GPUs that ``num_rollout`` leaves, and the memory of their fullest stages."""
+    """The learner's layouts on ``num_gpus`` of the cluster, and the memory of their fullest stages."""
     sequences = config.rollout.prompts_per_step * config.rollout.group_size // config.learner.minibatches
-    for layout in fitting_layouts(architecture, cluster.num_gpus - num_rollout, context=CONTEXT_SIZES):
+    for layout in fitting_layouts(architecture, num_gpus, context=CONTEXT_SIZES):
         others = [model for model in (work.critic, work.reference) if model is not None]
         fits_others = not any(layout_problems(model, layout) for model in others)
         if fits_others and _within_node(layout.tp, cluster) and sequences % layout.dp_size == 0:
@@ -315,13 +363,13 @@ def _rollout_free(memory: RolloutMemory, tokens: int, gpu_bytes: int) -> float:
 
 def _nothing_fits_text(architecture: Architecture, config: RunConfig, cluster: Cluster, work: Work) -> str:
     """The least needs of learner and servers on these GPUs, and of each kind of change the first that helps."""
-    usable = size_text(int(USABLE_SHARE * cluster.gpu_bytes))
+    usable, is_shared = size_text(int(USABLE_SHARE * cluster.gpu_bytes)), takes_turns(config)
     learners = [
         pair
-        for n in cluster.rollout_sizes()
+        for n, _ in cluster.divisions(is_shared=is_shared)
         for pair in _possible_learners(architecture, config, cluster, work, n)
     ]
-    lines = [f"nothing fits on {cluster.num_gpus} GPUs of {size_text(cluster.gpu_bytes)}"]
+    lines = [f"nothing fits on {counted(cluster.num_gpus, 'GPU')} of {size_text(cluster.gpu_bytes)}"]
     if learners:
         layout, memory = min(learners, key=lambda pair: pair[1].total)
         lines.append(
@@ -329,13 +377,20 @@ def _nothing_fits_text(architecture: Architecture, config: RunConfig, cluster: C
         )
     else:
         lines.append(
-            "the learner has no layout on fewer GPUs whose data-parallel size divides the sequences of a minibatch"
+            f"the learner has no layout on {'these' if is_shared else 'fewer'} GPUs whose data-parallel size divides the sequences of "
+            "a minibatch"
         )
-    if servers := _possible_servers(architecture, config, cluster):
+    servers = _possible_servers(architecture, config, cluster)
+    if servers:
         tp, memory = max(servers, key=lambda pair: pair[1].tokens)
         lines.append(
             f"a server of rollout.tp={tp} has {size_text(memory.weights)} of weights per GPU and room for {memory.tokens} tokens of "
             f"the {_longest_sequence(architecture, config)} that a sequence may have"
+        )
+    if is_shared and learners and servers:
+        least = min(both_bytes(learner, server) for _, learner in learners for _, server in servers)
+        lines.append(
+            f"with launch.placement=colocated both hold at least {size_text(least)} of a GPU while weights are sent"
         )
     fixes = []
     for changes in _possible_changes(config, cluster):
@@ -410,9 +465,19 @@ def reasons(plans: list[Plan]) -> list[str]:
 
 
 def _merits_text(plan: Plan) -> str:
-    free = f"{plan.free:.0%} of a GPU free on the fuller side" if plan.free >= 0 else _cache_text(plan)
+    free = _free_text(plan) if plan.free >= 0 else _cache_text(plan)
     time = "" if plan.time is None else f"; {seconds_text(plan.time.total)} s a step"
-    return f"{_mismatch_text(plan)}{time}; {free}; {size_text(plan.traffic.total)} sent per rank and step"
+    return f"{_mismatch_text(plan)}{time}; {free}; {_traffic_text(plan)}"
+
+
+def _free_text(plan: Plan) -> str:
+    """Of the fuller side, by its name."""
+    side, free = min(plan.free_by_side.items(), key=lambda item: item[1])
+    return f"{free:.0%} free {side}"
+
+
+def _traffic_text(plan: Plan) -> str:
+    return f"{size_text(plan.traffic.total)} sent per rank and step"
 
 
 def _cache_text(plan: Plan) -> str:
@@ -437,11 +502,10 @@ def _difference_text(better: Plan, worse: Plan) -> str:
     if better.free_tenths != worse.free_tenths and worse.free < 0:
         return f"less room: {_cache_text(worse)}"
     if better.free_tenths != worse.free_tenths:
-        side = "learner" if worse.learner_free < worse.rollout_free else "rollout"
-        return f"less memory free: {worse.free:.0%} of a GPU ({side})"
+        return f"less memory free: {_free_text(worse)}"
     if better.traffic.total == worse.traffic.total:
         return "equal in all of this; ordered by name"
-    return f"more sent: {size_text(worse.traffic.total)} per rank and step"
+    return f"more sent: {_traffic_text(worse)}"
 
 
 def _slower_text(better: StepTime, worse: StepTime) -> str:

@@ -9,6 +9,8 @@
 
     step = sampling + training + transfer,  or  max(sampling, training) + transfer  with rollout.max_staleness >= 1
 
+With ``launch.placement: colocated`` both sides have all GPUs, one after the other.
+
 Every rank has as much to do as the others, and every micro-batch as much as any. A description of the hardware
 (``configs/schema/hardware.py``) has the rates. ``assumptions`` says in sentences what an estimate rests on.
 
@@ -108,7 +110,8 @@ class Estimator:
             self._sampling[servers] = sampling_time(*self._of, tp=tp, replicas=replicas, memory=memory)
         if layout not in self._training:
             self._training[layout] = training_time(*self._of, layout, **self._others)
-        num_gpus = layout.world_size + tp * replicas
+        sides = (layout.world_size, tp * replicas)
+        num_gpus = max(sides) if config.launch.placement == "colocated" else sum(sides)
         return StepTime(
             sampling=self._sampling[servers],
             training=self._training[layout],
@@ -157,6 +160,11 @@ def assumptions(config: RunConfig, lengths: Lengths, machine: Machine) -> list[s
         )
     if config.skips_zero_gradients:
         said.append("every group has signal: none is spared its backward pass (learner.skip_zero_gradients)")
+    if config.launch.placement == "colocated":
+        said.append(
+            "learner and servers take turns; moving the learner to host memory and back at every step takes no time, and weights go "
+            "over the links (launch.placement=colocated)"
+        )
     if rollout.max_staleness:
         said.append(
             f"max_staleness={rollout.max_staleness}: sampling and training overlap, the longer one counts; servers go on with later "

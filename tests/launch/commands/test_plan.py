@@ -11,12 +11,15 @@ import yaml
 from configs.loader import load_config
 from configs.reading.hardware import FOLDER, hardware_names, read_hardware
 from configs.schema import RunConfig
+from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
+from launch.checks.device_memory import device_of, memory_lines, memory_problems, need_of
 from launch.commands.plan_page import at_its_peak, lanes
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.decoding import Lengths
+from parallel.planning.layout import fitting_layouts, rollout_sizes
 from parallel.planning.machine import Machine
 from parallel.planning.memory import learner_memory
-from parallel.planning.planner import Cluster, Timing, plan
+from parallel.planning.planner import CONTEXT_SIZES, Cluster, Plan, Timing, plan
 from parallel.planning.work import work_of
 from tests.support.command import tandem
 
@@ -70,6 +73,73 @@ def test_without_a_description_there_are_no_seconds(config):
     assert "s a step" not in done.stdout and "estimated" not in done.stdout
 
 
+def layouts_of(each: Plan) -> tuple[str, int, int]:
+    return layout_text(each.learner), each.rollout_tp, each.replicas
+
+
+COLOCATED = "launch.placement=colocated"
+
+
+@pytest.mark.parametrize(("gpus", "gib"), [(4, 80), (4, 78.9), (8, 40), (2, 76)])
+def test_turns_are_planned_exactly_where_the_dry_runs_check_accepts_them(config, gpus, gib):
+    """All layouts of both sides on all GPUs, each as a config of its own: those of which the dry run's memory check finds
+    nothing and calls nothing tight, and whose cache holds the longest sequence that the learner may get."""
+    base = load_config(config, [COLOCATED, *as_overrides(ONE_PROCESS)])
+    assert isinstance(base, RunConfig)
+    architecture = read_architecture(read_hf_config(MODEL))
+    device, runs = device_of(base, gib), ("learn", "serve", "sample")
+    wanted, fields = set(), set()
+    for layout in fitting_layouts(architecture, gpus, context=CONTEXT_SIZES):
+        for tp in (tp for tp in rollout_sizes(architecture) if gpus % tp == 0):
+            servers = base.rollout.model_copy(update={"tp": tp, "replicas": gpus // tp})
+            tried = base.model_copy(update={"layout": layout, "rollout": servers})
+            findings = [field for field, _ in memory_problems(tried, device, runs)]
+            server = need_of(tried, device, runs).server
+            assert server is not None
+            has_room = server.tokens >= base.learner.token_budget
+            is_tight = any("tight" in line for line in memory_lines(tried, device, runs))
+            if not findings and not is_tight and has_room:
+                wanted.add((layout_text(layout), tp, gpus // tp))
+            elif not is_tight:
+                fields.update(findings)
+    cluster = Cluster(num_gpus=gpus, gpu_bytes=int(gib * 2**30))
+    assert {layouts_of(each) for each in plan(read_hf_config(MODEL), base, cluster)} == wanted
+    assert wanted
+    if (gpus, gib) == (4, 78.9):
+        assert fields == {"launch.placement"}, "the rule of both sides decides alone"
+
+
+def test_turns_are_printed_with_yaml_that_says_so(config):
+    done = run(config, "--gpu", "h100", "--top", "1", COLOCATED)
+    assert done.returncode == 0, done.stderr
+    assert "# learner and servers take turns on the same GPUs (launch.placement=colocated)" in done.stdout
+    assert "moving the learner to host memory and back at every step takes no time" in done.stdout
+    pasted = yaml.safe_load(done.stdout[done.stdout.index("layout:") :])
+    assert pasted["launch"] == {"placement": "colocated"}
+    (config.parent / "planned.yaml").write_text(yaml.safe_dump({"extends": "run.yaml"} | pasted))
+    planned = load_config(config.parent / "planned.yaml")
+    assert isinstance(planned, RunConfig)
+    assert planned.layout.world_size == planned.rollout.tp * planned.rollout.replicas == 8
+    separate = run(config, "--gpu", "h100", "--top", "1")
+    assert "launch.placement=colocated plans turns on the same ones" in separate.stdout
+    assert "placement: " not in separate.stdout
+
+
+def test_a_step_of_turns_is_sampling_then_training_of_the_same_layouts(config):
+    """As on twice as many GPUs, where each side has its own: the same layouts sample and train for as long. The weights
+    then go to the other node, and with turns they stay within one."""
+    turns, _ = timed(config, COLOCATED, gpus=8)
+    separate = {layouts_of(each): each.time for each in timed(config, gpus=16)[0]}
+    assert len(turns) > 5
+    for each in turns:
+        apart = separate[layouts_of(each)]
+        assert each.time is not None and apart is not None
+        assert (each.time.sampling, each.time.training) == (apart.sampling, apart.training)
+        assert each.time.transfer < apart.transfer
+        parts = each.time.sampling.total + each.time.training.total + each.time.transfer
+        assert each.time.total == pytest.approx(parts)
+
+
 def test_a_cache_has_no_more_tokens_than_its_limit(config):
     """A limit below the learner's token budget bounds the longest sequence too, so that the pair still fits."""
     done = run(config, "--gpu-memory", "80", "--top", "1", "rollout.max_total_tokens=8192")
@@ -120,6 +190,8 @@ def test_a_description_of_ones_own_is_taken(config):
         (["--gpu-memory", "80", "--report", "page.html"], ["--report", "add --gpu (a100, cpu, h100, h200"]),
         (["--gpu-memory", "80", "--prompt-tokens", "1", "--report", "page.html"], ["--prompt-tokens", "add --gpu"]),
         (["--gpu-memory", "80", "--response-tokens", "9"], ["--response-tokens", "add --gpu"]),
+        (["--gpu", "h100", "--gpus", "16", COLOCATED], ["--gpus 16", "--gpus-per-node 8", "launch.placement=separate"]),
+        (["--gpu", "h100", "--gpus", "1"], ["--gpus 1 is too few", "add launch.placement=colocated"]),
         (["--gpu", "a100", "rollout.quantization=fp8"], ["rollout.quantization=fp8", "peak_tflops.fp8"]),
     ],
 )  # fmt: skip
@@ -173,9 +245,16 @@ def test_a_page_with_pictures_is_written(config):
     assert "responses" in running
     assert "same TP" in choices and "seconds of a step" in choices
     assert "A plan for 16 GPUs" in page and "the rest are assumptions" in page
+    assert "both, while weights are sent" not in memory
     assert "http" not in re.sub(r"base64,[^\"]*", "", page), "nothing is fetched"
     rows = page.split("<table>")[1].count("<tr>")
     assert rows > 5
+
+
+def test_a_page_of_turns_shows_what_both_sides_hold_at_once(config):
+    done = run(config, "--gpu", "h100", "--report", "page.html", COLOCATED)
+    assert done.returncode == 0, done.stderr
+    assert "both, while weights are sent" in pictures((config.parent / "page.html").read_text())[0]
 
 
 def test_a_page_shows_a_measured_table(config):

@@ -241,6 +241,47 @@ def test_a_cache_that_is_too_small_for_all_samples_is_said_to_hold_a_part_of_the
     assert "; a cache holds 238 responses at full length, 46% of the samples in flight; " in reasons(plans)[0]
 
 
+def test_the_fuller_side_is_named():
+    """Qwen2.5-7B by the hand numbers above: with pp=2 dp=2 servers of tp=1 x 4 have less free, 30 %; with dp=4 the learner
+    has, 1 - 75.5 / 85.9 = 12 %."""
+    plans = plan(QWEN_7B, run_config(), cluster(8))
+    (of_learner,) = (each for each in plans if pair(each) == "dp=4 | tp=1 x 4")
+    assert "; 30% free on the servers' GPUs; " in reasons(plans)[0]
+    assert "; 12% free on the learner's GPUs; " in reasons([of_learner])[0]
+    assert reasons([plans[0], of_learner])[1] == "less memory free: 12% free on the learner's GPUs"
+
+
+def colocated(**changes) -> RunConfig:
+    return run_config(launch={"placement": "colocated"}, **changes)
+
+
+def test_turns_by_hand():
+    """Qwen2.5-7B on 4 GPUs that both sides have in turns, with the numbers above. The learner of dp=4 takes 75.5 GB in its
+    turn, and servers of tp=1 have 30 % free in theirs. While weights are sent it holds 68.5 GB and two buffers of 512 MiB
+    beside a server's 15.2 GB: 84.8 GB or 79.0 GiB. That fits into 80 GiB, and not into 78.9, though its own turn does:
+    90 % of 78.9 GiB are 76.2 GB.
+    """
+    plans = plan(QWEN_7B, colocated(), cluster(4))
+    assert all(each.learner.world_size == each.rollout_gpus == 4 for each in plans)
+    (found,) = (each for each in plans if pair(each) == "dp=4 | tp=1 x 4")
+    assert found.both_free == pytest.approx(1 - (68.5 + 1.07 + 15.23) / 85.9, abs=0.002)
+    assert found.rollout_free == pytest.approx(0.303, abs=0.005)
+    assert "; 1% free while weights are sent; " in reasons([found])[0]
+    smaller = {pair(each) for each in plan(QWEN_7B, colocated(), cluster(4, 78.9))}
+    assert "dp=4 | tp=1 x 4" not in smaller and "dp=4 | tp=2 x 2" in smaller
+    assert "dp=4 | tp=1 x 4" in {pair(each) for each in plan(QWEN_7B, run_config(), cluster(8, 78.9))}
+
+
+def test_turns_that_do_not_fit_say_what_both_sides_hold():
+    """On one GPU: 18 P + 2 P + 1.07 GB = 153.4 GB = 143 GiB."""
+    with pytest.raises(
+        NothingFits, match="both hold at least 143 GiB of a GPU while weights are sent"
+    ) as caught:
+        plan(QWEN_7B, colocated(), cluster(1))
+    assert "nothing fits on 1 GPU of" in str(caught.value)
+    assert "a server of rollout.tp=1 has" in str(caught.value), "none of more ranks than there are GPUs"
+
+
 def test_more_gpus_or_other_settings_are_named_where_nothing_fits():
     with pytest.raises(NothingFits) as caught:
         plan(QWEN_32B, run_config(learner={"token_budget": 16384, "recompute": "none"}), cluster(16))
