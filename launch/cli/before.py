@@ -23,14 +23,18 @@ def plan(
         ),
     ],
     overrides: Overrides = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(min=1, max=1_000_000, help="The memory of one GPU, in GiB. Left out: that of --gpu."),
-    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
-            help="The kind of GPU, for seconds of a step: h100, h200, a100, or a description FILE.yaml."
+            help="The kind of GPU, for its memory and seconds of a step: h100, h200, a100, or a description FILE.yaml."
+        ),
+    ] = None,
+    gpu_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=1,
+            max=1_000_000,
+            help="The memory of one GPU, in GiB. Left out: that of --gpu. Without --gpu there are no seconds to rank by.",
         ),
     ] = None,
     gpus_per_node: Annotated[

@@ -117,7 +117,9 @@ def _print_best(
         if table.step:
             rounding = f"the same multiple of {table.step:.2g}, two standard errors"
             print(f"# measured values that round to {rounding}, count as equal")
-    if timing is not None:
+    if timing is None:
+        print("\n# add --gpu h100 (or the kind that you have) to rank by seconds; the order may change")
+    else:
         print("\n# seconds are estimated, from:")
         print("\n".join(f"#   {line}" for line in assumptions(config, timing.lengths, timing.machine)))
         print(f"# a step of the first, in seconds: {parts_text(plans[0])}")
@@ -174,7 +176,7 @@ def _cluster(config: RunConfig, options: PlanOptions, hardware: HardwareConfig |
     if gib is None:
         names = ", ".join(hardware_names())
         raise BadInput(
-            f"the memory of a GPU is missing; add --gpu-memory GiB, or --gpu ({names}, or FILE.yaml)"
+            f"the memory of a GPU is missing; add --gpu ({names}, or FILE.yaml), or --gpu-memory GiB"
         )
     return Cluster(num_gpus=options.num_gpus, gpu_bytes=int(gib * memory.GIB), gpus_per_node=nodes)
 
@@ -211,7 +213,7 @@ def timing_of(
 
 
 def _print_table(plans: list[Plan], count: int) -> None:
-    titles = ["", "learner", "rollout", "learner rank", "cache of a server", "sent per rank and step"]
+    titles = ["", "learner", "rollout", "learner rank", "cache of a server", "collectives per rank and step"]
     if plans[0].time is not None:
         titles.append("s a step")
     rows = []

@@ -9,12 +9,12 @@ at a time come last: they would hardly use their GPUs, whatever the mismatch. Al
    size on both sides the matrices' sums are split alike; the further the sizes are apart, the more responses
    disagree somewhere; sequence parallelism of the learner adds a difference that no server has. Data, pipeline,
    expert and context parallelism compute the same sums. ``Measured`` has the rule for pairs missing from the table.
-2. free memory on the fuller side, in tenths of a GPU, up to ``AMPLE``: more than that buys nothing. If a cache
+2. the estimated seconds of a step, to two significant digits (``time.py``), with a description of the hardware
+   (``Timing``). Without one, the more even division of the GPUs between learner and servers: sampling and training take
+   times of one size, and a side with few GPUs sets the time of a step.
+3. free memory on the fuller side, in tenths of a GPU, up to ``AMPLE``: more than that buys nothing. If a cache
    does not hold all responses that its server samples at once, the missing share counts, in negative tenths.
-3. bytes that a learner rank sends per step (``Traffic``).
-
-With a description of the hardware (``Timing``) the estimated seconds of a step, to two significant digits, come between
-1 and 2 (``time.py``).
+4. bytes that a learner rank sends per step (``Traffic``).
 
 Turns have three memory limits: the learner's while it trains, a server's while it samples, and that of both while weights
 are sent, when the learner's lasting parts and transfer stand beside the weights of a server rank (``both_bytes``).
@@ -170,6 +170,11 @@ class Plan:
         return min(self.free_by_side.values())
 
     @property
+    def uneven(self) -> int:
+        """GPUs that one side has more than the other; 0 where seconds say what a division costs."""
+        return 0 if self.time is not None else abs(self.learner.world_size - self.rollout_gpus)
+
+    @property
     def rollout_gpus(self) -> int:
         return self.rollout_tp * self.replicas
 
@@ -198,6 +203,7 @@ class Plan:
             self.has_few,
             self.mismatch_key,
             self.shown_seconds,
+            self.uneven,
             -self.free_tenths,
             self.traffic.total,
             layout_text(self.learner),
@@ -477,7 +483,7 @@ def _free_text(plan: Plan) -> str:
 
 
 def _traffic_text(plan: Plan) -> str:
-    return f"{size_text(plan.traffic.total)} sent per rank and step"
+    return f"collectives of {size_text(plan.traffic.total)}"
 
 
 def _cache_text(plan: Plan) -> str:
@@ -499,13 +505,15 @@ def _difference_text(better: Plan, worse: Plan) -> str:
         return f"more mismatch expected{_source_text(better, worse)}: {_mismatch_text(worse)}"
     if better.time is not None and worse.time is not None and better.shown_seconds != worse.shown_seconds:
         return f"slower: {_slower_text(better.time, worse.time)}"
+    if better.uneven != worse.uneven:
+        return f"GPUs divided less evenly: {worse.learner.world_size} for the learner, {worse.rollout_gpus} for servers"
     if better.free_tenths != worse.free_tenths and worse.free < 0:
         return f"less room: {_cache_text(worse)}"
     if better.free_tenths != worse.free_tenths:
         return f"less memory free: {_free_text(worse)}"
     if better.traffic.total == worse.traffic.total:
         return "equal in all of this; ordered by name"
-    return f"more sent: {_traffic_text(worse)}"
+    return f"more communication: {_traffic_text(worse)}"
 
 
 def _slower_text(better: StepTime, worse: StepTime) -> str:

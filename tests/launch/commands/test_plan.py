@@ -71,6 +71,30 @@ def test_without_a_description_there_are_no_seconds(config):
     done = run(config, "--gpu-memory", "80")
     assert done.returncode == 0, done.stderr
     assert "s a step" not in done.stdout and "estimated" not in done.stdout
+    said = "# add --gpu h100 (or the kind that you have) to rank by seconds; the order may change"
+    assert said in done.stdout
+    assert "rank by seconds" not in run(config, "--gpu", "h100").stdout
+
+
+@pytest.mark.parametrize(
+    ("recipe", "gpus"),
+    [("qwen2_5_7b", 8), ("qwen2_5_1_5b", 8), ("qwen2_5_32b", 64), ("long_responses/qwen3_30b_a3b_32k", 32)],
+)
+def test_the_first_without_seconds_is_hardly_slower_than_the_first_with_them(recipe, gpus):
+    """The oracle is the estimate for H100: the order that needs no figures of a GPU puts a pair first which takes at most
+    10 % longer than the fastest pair of the same mismatch. (By free memory first it were 41 %, 78 %, 43 % and 5 %.)"""
+    config = load_config(ROOT / f"configs/recipes/{recipe}.yaml", as_overrides(ONE_PROCESS))
+    assert isinstance(config, RunConfig)
+    hf_config = read_hf_config(ROOT / "tests/model_configs" / config.model.path.name)
+    longest = config.rollout.max_new_tokens
+    lengths = Lengths(prompt=256, response=longest // 2, longest=longest, spread=0.5)
+    timing = Timing(machine=Machine(hardware=read_hardware("h100"), gpus_per_node=8), lengths=lengths)
+    cluster = Cluster(num_gpus=gpus, gpu_bytes=80 * 2**30)
+    first = plan(hf_config, config, cluster)[0]
+    timed = plan(hf_config, config, cluster, timing=timing)
+    seconds = {layouts_of(each): each.time.total for each in timed if each.time is not None}
+    assert timed[0].mismatch_key == first.mismatch_key
+    assert seconds[layouts_of(first)] <= 1.1 * seconds[layouts_of(timed[0])]
 
 
 def layouts_of(each: Plan) -> tuple[str, int, int]:
@@ -155,7 +179,7 @@ def test_the_memory_is_the_descriptions_unless_it_is_given(config):
     missing = run(config)
     assert missing.returncode == 2
     assert (
-        "the memory of a GPU is missing; add --gpu-memory GiB, or --gpu (a100, cpu, h100, h200"
+        "the memory of a GPU is missing; add --gpu (a100, cpu, h100, h200, or FILE.yaml), or --gpu-memory GiB"
         in missing.stderr
     )
 
@@ -220,12 +244,12 @@ def test_mismatch_decides_first_then_time(config, gpu):
 
 
 def test_time_moves_a_slow_pair_behind_a_fast_one_of_the_same_mismatch(config):
-    """Without seconds the pair that sends least is first; with them, one that gives the slower side more GPUs."""
+    """Without seconds a pair that gives both sides as many GPUs is first; with them, one that gives the slower side more."""
     plans, loaded = timed(config)
     alike = [p for p in plans if p.mismatch_key == plans[0].mismatch_key and not p.has_few]
     assert alike[0].shown_seconds == min(p.shown_seconds for p in alike)
     bare = plan(read_hf_config(MODEL), loaded, Cluster(num_gpus=16, gpu_bytes=80 * 2**30))
-    assert {p.rank_key[4:] for p in bare} <= {p.rank_key[4:] for p in plans} and len(bare) == len(plans)
+    assert {p.rank_key[5:] for p in bare} <= {p.rank_key[5:] for p in plans} and len(bare) == len(plans)
 
 
 def pictures(page: str) -> list[str]:
