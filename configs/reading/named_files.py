@@ -3,10 +3,12 @@
 import difflib
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from configs.errors import Problem
+from configs.reading.hub_names import HUB_NAMES
 from configs.reading.yaml_values import Value
 from configs.schema import RunConfig, SftConfig
 from configs.schema.run import JsonlSftData
@@ -62,14 +64,14 @@ def _model_problems(
 ) -> Iterator[tuple[str, Path, str, str]]:
     if not model.is_dir():
         error = "a Hugging Face folder is wanted, this is a file" if model.exists() else "no such folder"
-        yield field, model, error, _fix_model_path(model)
+        yield field, model, error, fix_model_path(model)
         return
     if not (model / "config.json").is_file():
         yield field, model, "the folder has no config.json", _fix_model_folder(model)
     elif (missing := missing_weights(model)) is not None:
         yield field, model, *missing
     elif tokenizers and not any((model / name).is_file() for name in tokenizers):
-        yield field, model, f"the folder has no {' or '.join(tokenizers)}", _COMPLETE_FOLDER
+        yield field, model, f"the folder has no {' or '.join(tokenizers)}", _fix_incomplete(model)
 
 
 _COMPLETE_FOLDER = (
@@ -77,10 +79,31 @@ _COMPLETE_FOLDER = (
 )
 
 
-def _fix_model_folder(model: Path) -> str:
+def _fix_model_folder(model: Path, *files: str) -> str:
     """Some published models come inside another folder."""
     inside = sorted(path.parent for path in model.glob("*/config.json"))
-    return f"did you mean `{inside[0]}`?" if len(inside) == 1 else _COMPLETE_FOLDER
+    return f"did you mean `{inside[0]}`?" if len(inside) == 1 else _fix_incomplete(model, *files)
+
+
+def _fix_incomplete(model: Path, *files: str) -> str:
+    command = _download(model, *files)
+    return _COMPLETE_FOLDER if command is None else f"download what is missing: `{command}`"
+
+
+def _download(model: Path, *files: str) -> str | None:
+    """The command that puts a model of the hub (of it the ``files`` alone, if any are given) where the config wants it;
+    None where its name at the hub is not known. A path like OWNER/NAME goes under models/."""
+    if is_hub_id(model):
+        name, folder = str(model), _folder_of(model)
+    elif model.name in HUB_NAMES:
+        name, folder = HUB_NAMES[model.name], model
+    else:
+        return None
+    return shlex.join(["hf", "download", name, *files, "--local-dir", str(folder)])
+
+
+def _folder_of(hub_id: Path) -> Path:
+    return Path("models") / hub_id.name
 
 
 def missing_weights(model: Path) -> tuple[str, str] | None:
@@ -100,7 +123,7 @@ def missing_weights(model: Path) -> tuple[str, str] | None:
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
         )
     else:
-        instead, fix = "", _COMPLETE_FOLDER
+        instead, fix = "", _fix_incomplete(model)
     return error + instead, fix
 
 
@@ -112,12 +135,16 @@ def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:
         yield from ((f"task.{field}", path) for field, path in config.task.files.items())
 
 
-def _fix_model_path(model: Path) -> str:
+def fix_model_path(model: Path, *files: str) -> str:
+    """The fix of a model's folder that is not there, or is none. ``files``: those that the command needs; none: all."""
+    if model.is_dir():
+        return _fix_model_folder(model, *files)
     if model.exists():
         return _fix_path(model, _COMPLETE_FOLDER)
-    if is_hub_id(model):
-        where = f"models/{model.name}"
-        return f"nothing is downloaded by itself: `hf download {model} --local-dir {where}`, then model.path={where}{_other_models()}"
+    command = None if model.is_symlink() else _download(model, *files)
+    if command is not None:
+        then = f", then model.path={_folder_of(model)}" if is_hub_id(model) else ""
+        return f"nothing is downloaded by itself: `{command}`{then}{_other_models()}"
     fix = f"download the checkpoint to this disk first, and name its folder{_other_models()}"
     return _fix_path(model, fix, is_folder=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from configs.reading.named_files import fix_model_path
 from parallel.planning.config_fields import (
     read_positive_number,
     read_size,
@@ -176,9 +177,10 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(
-            f"model.path={folder}: cannot read config.json ({error.strerror}); give a Hugging Face model folder"
-        ) from error
+        fix = "give a Hugging Face model folder"
+        if isinstance(error, FileNotFoundError):
+            fix = fix_model_path(Path(folder), path.name)
+        raise ValueError(f"model.path={folder}: cannot read config.json ({error.strerror}); {fix}") from error
     except ValueError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     except RecursionError as error:

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 from configs.loader import ConfigError, load_config, parse_config
 from configs.presets import preset_name
+from configs.reading.hub_names import HUB_NAMES
+from configs.reading.named_files import fix_model_path
 from configs.reading.yaml_values import comments_in
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, layout_text
@@ -141,6 +143,24 @@ def memory_of(config: RunConfig, gpu_bytes: int) -> tuple[LearnerMemory, Rollout
         architecture, rollout.tp, rollout.dtype, gpu_bytes, quantization=rollout.quantization
     )
     return worst_stage(architecture, config.layout, work), server
+
+
+def test_a_missing_model_of_a_recipe_is_fetched_by_the_command_of_its_comment(monkeypatch, tmp_path):
+    """Every model that a recipe names, and no other, has a name at the hub."""
+    monkeypatch.chdir(tmp_path)
+    named = set()
+    for recipe in OF_MODELS:
+        path = load_config(RECIPES / f"{recipe}.yaml").model.path
+        line = next(
+            line for line in (RECIPES / f"{recipe}.yaml").read_text().splitlines() if str(path) in line
+        )
+        command = line.partition(" # ")[2]
+        assert command.startswith("hf download ") and command.endswith(f"/{path.name} --local-dir {path}"), (
+            recipe
+        )
+        assert fix_model_path(path) == f"nothing is downloaded by itself: `{command}`"
+        named.add(path.name)
+    assert named == set(HUB_NAMES)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -368,6 +368,15 @@ CASES = {
         overrides=("task.train_path=openai/gsm8k",), field="task.train_path", error="no such file",
         fix="`hf download openai/gsm8k --repo-type dataset --local-dir data/gsm8k`",
     ),
+    "model of a recipe": Case(
+        overrides=("model.path=models/Qwen3-8B",), field="model.path", error="no such folder",
+        fix="nothing is downloaded by itself: `hf download Qwen/Qwen3-8B --local-dir models/Qwen3-8B` (models that are here: model)",
+    ),
+    "model of a recipe, of which only config.json is here": Case(
+        damage=lambda: (Path("Qwen3-8B").mkdir(), Path("Qwen3-8B/config.json").write_text(Path("model/config.json").read_text())),
+        overrides=("model.path=Qwen3-8B",), field="model.path", error="the folder has no model.safetensors",
+        fix="download what is missing: `hf download Qwen/Qwen3-8B --local-dir Qwen3-8B`",
+    ),
     "another model than is here": Case(
         overrides=("model.path=models/tiny",), field="model.path", error="no such folder", fix="(models that are here: model)"
     ),

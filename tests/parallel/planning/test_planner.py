@@ -618,6 +618,17 @@ def test_the_command_prints_a_table_and_yaml_to_paste(tmp_path):
             ],
         ),
         (["--gpus", "8", "--gpu-memory", "80", "model.path=nowhere"], ["nowhere", "config.json"]),
+        (
+            ["--gpus", "8", "--gpu", "h100", "model.path=models/Qwen3-235B-A22B"],
+            [
+                "model.path=models/Qwen3-235B-A22B: cannot read config.json (No such file or directory); nothing is downloaded by itself: "
+                "`hf download Qwen/Qwen3-235B-A22B config.json --local-dir models/Qwen3-235B-A22B`"
+            ],
+        ),
+        (
+            ["--gpus", "8", "--gpu", "h100", "model.path=some/where"],
+            ["`hf download some/where config.json --local-dir models/where`, then model.path=models/where"],
+        ),
         (["--gpus", "1", "--gpu-memory", "80"], ["--gpus"]),
         (
             ["--gpus", "1000000", "--gpu-memory", "80"],
