@@ -159,7 +159,11 @@ class ForeignBlock:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    """Whether a float can hold the value."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+    except OverflowError:
+        return False
 
 
 def is_off(value: Any) -> bool:

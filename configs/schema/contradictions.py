@@ -42,7 +42,7 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
         yield Contradiction(
             ("advantage.type", "rollout.group_size"),
             f"advantage.type={config.advantage.type} compares the siblings of a prompt, of which rollout.group_size=1 has one, so that "
-            "every advantage would be 0",
+            "there is no baseline",
             "use 2 or more (4 to 16 are usual), or advantage.type=gae or reinforce_pp",
         )
     objective = config.policy_objective.type
@@ -53,7 +53,9 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
             "remove `aggregation`, or set aggregation.type=sequence_mean_token_mean",
         )
     weight = config.correction.weight
-    if objective == "gmpo" and weight.level == "token" and weight.bound == "mask":
+    # A sequence that is masked as a whole is meant to drop; a part of it is not.
+    by_part = weight.level in ("token", "segment", "segment_geometric")
+    if objective == "gmpo" and by_part and weight.bound == "mask":
         yield Contradiction(
             ("correction.weight.bound", "correction.reject"),
             "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "
@@ -74,6 +76,17 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
             f"rollout.dynamic_sampling drops groups whose rewards are equal, but advantage.type={config.advantage.type} learns from them "
             "too",
             "set rollout.dynamic_sampling.type=none, or use an advantage within groups",
+        )
+    if (
+        config.rollout.dynamic_sampling.type != "none"
+        and config.kl.place == "reward"
+        and config.kl.coefficient
+    ):
+        yield Contradiction(
+            ("kl.place", "rollout.dynamic_sampling.type"),
+            "rollout.dynamic_sampling drops groups whose rewards are equal, but with kl.place=reward the KL still tells their samples "
+            "apart",
+            "use kl.place=loss, or rollout.dynamic_sampling.type=none",
         )
     if config.learner.old_logprobs == "always" and config.correction.mode == "bypass":
         yield Contradiction(
@@ -100,6 +113,10 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
         )
 
 
+_OF_OTHER_ANSWERS = {"countdown": ("gsm8k", "math_verify"), "gsm8k": ("countdown",)}
+"""Rewards that read answers of another form, by the task."""
+
+
 def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
     if config.credits_turns and isinstance(config.environment, SingleTurn | AgentEnvironment):
         yield Contradiction(
@@ -114,6 +131,12 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
             "advantage.credit=turn with grpo compares the rewards of turns, which kl.place=reward would take a KL per token from",
             "use kl.place=loss, or advantage.type=reinforce_pp or gae",
         )
+    if config.reward is not None and getattr(config.environment, "reward", None) == "agent":
+        yield Contradiction(
+            ("reward", "environment.reward"),
+            "reward has no effect: with environment.reward=agent the agent prints the reward of its episode",
+            "remove `reward`, or set environment.reward=run",
+        )
     parts = list(rewards_in(config.reward_type))
     readers = [(f"{one.field}.type", "code") for one in parts if isinstance(one.reward, CodeReward)]
     if isinstance(config.reward, RewardByField):
@@ -126,6 +149,12 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
             "use task.type=jsonl",
         )
     for field, part, _ in parts:
+        if part.type in _OF_OTHER_ANSWERS.get(config.task.type, ()):
+            yield Contradiction(
+                (f"{field}.type", "task.type"),
+                f"{field}.type={part.type} does not compare with what task.type={config.task.type} has as its answers",
+                f"use {field}.type={config.task.type}",
+            )
         if isinstance(part, OverlongPenalty) and part.buffer_tokens > config.rollout.max_new_tokens:
             yield Contradiction(
                 (f"{field}.buffer_tokens", "rollout.max_new_tokens"),

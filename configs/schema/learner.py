@@ -44,6 +44,12 @@ class OptimizerConfig(Schema):
     def _ranges(self):
         if self.min_lr > self.lr:
             raise Contradiction(("min_lr", "lr"), f"min_lr={self.min_lr} is above lr={self.lr}")
+        if self.min_lr and self.schedule == "constant":
+            raise Contradiction(
+                ("min_lr", "schedule"),
+                f"min_lr={self.min_lr} has no effect: schedule=constant does not decay",
+                "remove it, or set schedule to cosine or linear",
+            )
         if not all(0 <= b < 1 for b in self.betas):
             raise Contradiction(("betas",), f"betas={self.betas} must lie in [0, 1)")
         return self

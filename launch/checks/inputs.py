@@ -8,7 +8,7 @@ imported.
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,11 +92,10 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
             if room is not None and tokens > room.tokens:
                 yield "rollout.max_new_tokens", room.too_long(f"training prompt {text!r}", tokens)
         return
-    from rollout.rewards.code import check_tests
     from rollout.tasks.files import check_field
 
     reward = config.reward_type
-    code_rewards = [(part, source) for _, part, source in rewards_in(reward) if isinstance(part, CodeReward)]
+    read_fields = list(_read_fields(config))
     surveys: dict[str, Survey] = {}
     for field, path in task.files.items():
         if not path.is_file():
@@ -109,15 +108,31 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
         yield from check_conversations(f"task.{field}", surveys[field], tokenizer, config)
         if isinstance(reward, RewardByField):
             yield from _check_rewards_of_sources(reward, f"task.{field}", path, notes)
-        for part, source in code_rewards:
-            check = partial(check_field, of=source)
-            yield from finding_of(f"task.{field}", check, path, part.tests_field, check_tests)
+        for read, check, source in read_fields:
+            yield from finding_of(f"task.{field}", partial(check_field, of=source), path, read, check)
         if field == "train_path" and isinstance(config.sampler, MixtureOrder):
             yield from finding_of("sampler", _check_sources, config.sampler, path)
         room = _prompt_room(config, "training" if field == "train_path" else "held-out")
         arguments = config.model.chat_template_kwargs
         yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, arguments, room, notes)
     notes += _data_notes(surveys, config)
+
+
+def _read_fields(config: RunConfig) -> Iterator[tuple[str, Callable[[Any], object], tuple[str, str] | None]]:
+    """Fields of the data that rewards read: name, check, and the source (``OneReward.source``) whose records have it."""
+    from rollout.rewards.arithmetic import parse_problem
+    from rollout.rewards.code import check_tests
+    from rollout.rewards.math_answers import check_number
+
+    of_answers: dict[str, Callable[[Any], object]] = {
+        "gsm8k": lambda answer: check_number(str(answer)),
+        "countdown": lambda answer: parse_problem(str(answer)),
+    }
+    for _, part, source in rewards_in(config.reward_type):
+        if isinstance(part, CodeReward):
+            yield part.tests_field, check_tests, source
+        elif isinstance(config.task, JsonlTask) and part.type in of_answers:
+            yield config.task.answer_field, of_answers[part.type], source
 
 
 def _check_rewards_of_sources(
@@ -224,6 +239,8 @@ def _data_notes(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str
                 f"task.{field}: {shared:,} of the {survey.distinct:,} held-out prompts are trained on too, "
                 "so that the accuracy on them says nothing about others"
             )
+    if (config.evaluation.every or config.evaluation.at_ends) and "heldout_path" not in surveys:
+        yield "evaluation: without task.heldout_path nothing is evaluated"
     if training is not None and training.count < config.rollout.prompts_per_step:
         yield (
             f"task.train_path: its {training.count:,} prompts are fewer than rollout.prompts_per_step={config.rollout.prompts_per_step}, "

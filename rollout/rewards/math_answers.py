@@ -23,7 +23,7 @@ _LAST_CHARACTERS = 64
 
 def gsm8k_reference(answer: str) -> str:
     """The final answer of a GSM8K solution: the text after ``####``, without commas between thousands. Raises
-    ValueError: there is no mark, no number after it, or another comma between digits."""
+    ValueError: there is no mark, not one number after it, or another comma between digits."""
     _, mark, tail = answer.rpartition(ANSWER_MARK)
     if not mark:
         raise ValueError(f"has no `{ANSWER_MARK}`; a GSM8K answer ends with `{ANSWER_MARK} <number>`")
@@ -37,29 +37,46 @@ def gsm8k_reference(answer: str) -> str:
             f"has a comma after `{ANSWER_MARK}` that is not between thousands: {tail.strip()[:40]!r}; write e.g. "
             f"`{ANSWER_MARK} 1,002` or `{ANSWER_MARK} 10.5`"
         )
+    check_number(plain)
     return plain
 
 
+def check_number(reference: str) -> None:
+    """Raises ValueError for what ``gsm8k_reward`` cannot compare with."""
+    _only_number(reference)
+
+
 def gsm8k_reward(reference: str, response_text: str) -> Score:
-    """1 if the response's final number equals the reference exactly, as a decimal number, else 0.
+    """1 if the response's final number equals that of the reference exactly, as a decimal number, else 0.
 
-    The final number is the first one after the last ``####``; without that mark, the last number of the
-    response. Thousands' commas, ``$``, a closing dot and zeros at the end of a fraction do not matter. The
-    part ``found`` is 1 if there is a number.
+    The reference is a text with one number, or a solution that ends with ``####`` and its number. The final number of
+    the response is the first one after its last ``####``; without that mark, its last number. Thousands' commas,
+    ``$``, a closing dot and zeros at the end of a fraction do not matter. The part ``found`` is 1 if there is a
+    number.
 
-    Raises ValueError: ``reference`` holds no number.
+    Raises ValueError: the reference holds no number, or several.
     """
-    expected = _first_number(reference)
-    if expected is None:
-        raise ValueError(f"the reference {reference!r} holds no number")
+    expected = _only_number(reference)
     _, mark, tail = response_text.rpartition(ANSWER_MARK)
     answer = _first_number(tail) if mark else _last_number(response_text)
     return Score(value=float(answer == expected), parts={"found": float(answer is not None)})
 
 
+def _only_number(reference: str) -> Decimal:
+    numbers = [*NUMBER.finditer(reference.rpartition(ANSWER_MARK)[2])]
+    if len(numbers) != 1:
+        what = "several numbers" if numbers else "no number"
+        raise ValueError(
+            f"holds {what}, where the reward gsm8k compares with one: {reference[-60:]!r}; write the number alone, or "
+            f"`{ANSWER_MARK} 72` at the end"
+        )
+    return _to_decimal(numbers[0])
+
+
 def _first_number(text: str) -> Decimal | None:
     digit = _DIGIT.search(text)  # many times faster than the whole pattern, and responses are long
-    return None if digit is None else _to_decimal(NUMBER.search(text, _run_start(text, digit.start())))
+    match = digit and NUMBER.search(text, _run_start(text, digit.start()))
+    return match and _to_decimal(match)
 
 
 def _last_number(text: str) -> Decimal | None:
@@ -82,8 +99,8 @@ def _run_start(text: str, place: int) -> int:
     return place
 
 
-def _to_decimal(match: re.Match[str] | None) -> Decimal | None:
-    return match and Decimal((match["minus"] or "") + match["digits"].replace(",", ""))
+def _to_decimal(match: re.Match[str]) -> Decimal:
+    return Decimal((match["minus"] or "") + match["digits"].replace(",", ""))
 
 
 def math_verify_reward(reference: str, response_text: str) -> Score:

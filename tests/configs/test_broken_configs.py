@@ -340,9 +340,36 @@ TABLE = {
         ("launch.start_timeout_s", "1e30", "ZeroMQ waits for 24 days at most", "most 2_000_000"),
         ("task.max_number", "1" + 30 * "0", "no small model adds such numbers", "most 1_000_000"),
     ]},
+    **{f"an answer of another form: {options}": Broken(
+        options=options, field=f"{field}, task.type", value=f"{field}: {kind} (command line), task.type: countdown",
+        error="does not compare with what task.type=countdown has as its answers", fix=f"use {field}=countdown",
+    ) for options, field, kind in [
+        ("reward.type=gsm8k", "reward.type", "gsm8k"),
+        ("reward.type=weighted reward.parts.right.type=math_verify", "reward.parts.right.type", "math_verify"),
+    ]},
+    "a reward that is never read": Broken(
+        options="reward.type=countdown environment.type=agent environment.command=[./agent] environment.reward=agent",
+        field="reward, environment.reward", value="environment.reward: agent (command line)",
+        error="the agent prints the reward of its episode", fix="remove `reward`",
+    ),
+    "a mask of parts of a sequence beside geometric means": Broken(
+        options="objective.type=gmpo correction.weight.level=segment correction.weight.bound=mask",
+        field="correction.weight.bound, correction.reject", value="correction.weight.bound: mask (command line)",
+        error="one weight of zero would drop the whole sequence", fix="use correction.weight.bound=truncate",
+    ),
+    "groups with a KL in their rewards, dropped": Broken(
+        options="kl.place=reward kl.coefficient=0.1 rollout.dynamic_sampling.type=resample",
+        field="kl.place, rollout.dynamic_sampling.type", value="kl.place: reward (command line)",
+        error="the KL still tells their samples apart", fix="use kl.place=loss",
+    ),
+    "a last learning rate without a decay": Broken(
+        options="learner.optimizer.min_lr=1e-9", field="learner.optimizer.min_lr, learner.optimizer.schedule",
+        value="learner.optimizer.min_lr: 1.0e-09 (command line)", error="schedule=constant does not decay",
+        fix="remove it, or set schedule",
+    ),
     "a single sibling": Broken(
         options="rollout.group_size=1", field="advantage.type, rollout.group_size", value="rollout.group_size: 1 (command line)",
-        error="so that every advantage would be 0", fix="use 2 or more",
+        error="so that there is no baseline", fix="use 2 or more",
     ),
     **{f"bounds without 1: {options}": Broken(
         options=options, field=field, value=value, error=f"{error} the ratio 1 of two engines that agree",

@@ -21,6 +21,7 @@ from configs.reading.schema_shape import Shape
 from configs.reading.wording import PATTERNS
 from configs.schema import RunConfig, SftConfig
 from configs.schema.hardware import HardwareConfig
+from configs.schema.server_contradictions import NEVER_WITH
 
 BASE = """\
 model: {path: model}
@@ -171,8 +172,8 @@ def test_kind_is_not_changed_by_a_later_layer(folder):
 
 
 def test_null_replaces_a_block(folder):
-    path = write("top.yaml", "extends: base.yaml\nreward: {type: gsm8k}\n")
-    assert load_config(path).reward.type == "gsm8k"
+    path = write("top.yaml", "extends: base.yaml\nreward: {type: countdown}\n")
+    assert load_config(path).reward.type == "countdown"
     assert load_config(path, ["reward=null"]).reward is None
 
 
@@ -325,6 +326,10 @@ corrections = st.one_of(
 )
 
 
+# Hypothesis draws texts from the code under test too, so that names that are refused come up.
+flags = st.one_of(texts, tricky).filter(lambda name: name.replace("_", "-") not in NEVER_WITH)
+
+
 @st.composite
 def run_configs(draw) -> RunConfig:
     options = {"system_prompt": st.none() | texts | tricky, "heldout_path": st.none() | paths}
@@ -353,7 +358,7 @@ def run_configs(draw) -> RunConfig:
             },
             "task": task,
             "rollout": {
-                "server_args": draw(st.dictionaries(st.one_of(texts, tricky), scalars, max_size=4)),
+                "server_args": draw(st.dictionaries(flags, scalars, max_size=4)),
                 "prompts_per_step": 8 * minibatches,
                 "temperature": draw(st.floats(1e-3, 100)),
                 "first_port": draw(st.none() | st.integers(1024, 65000)),

@@ -286,9 +286,21 @@ def test_gsm8k_finds_a_zero():
     assert gsm8k_reward("1", "#### 0") == Score(value=0.0, parts={"found": 1.0})
 
 
-def test_gsm8k_needs_a_number_to_compare_with():
-    with pytest.raises(ValueError, match="holds no number"):
-        gsm8k_reward("eleven", "11")
+@pytest.mark.parametrize(
+    "reference", ["72", "$72", "48/2 = 24, and 48 + 24 = <<48+24=72>>72\n#### 72", "x = 72 apples"]
+)
+def test_gsm8k_compares_with_the_only_number_of_the_reference(reference):
+    """Of a whole solution, too, which a file of `task.type: jsonl` may have as its answer."""
+    assert [gsm8k_reward(reference, f"#### {number}").value for number in (72, 48, 24)] == [1, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("reference", "what"),
+    [("eleven", "no number"), ("1/2", "several"), ("5 and 7", "several"), ("12 #### x", "no number")],
+)
+def test_gsm8k_needs_one_number_to_compare_with(reference, what):
+    with pytest.raises(ValueError, match=f"holds {what}"):
+        gsm8k_reward(reference, "11")
 
 
 @pytest.mark.parametrize(
@@ -946,83 +958,42 @@ def score_once(config: AnyReward, response: str, *, prompt: Prompt = THREE, **le
 DAPO = WeightedReward(
     parts={
         "long": OverlongPenalty(buffer_tokens=20, weight=0.5),
-        "right": CountdownReward(weight=2.0),
-        "number": Gsm8kReward(weight=-0.25),
+        "right": Gsm8kReward(weight=2.0),
+        "again": Gsm8kReward(weight=-0.25),
     }
 )
 """The penalty of make_scorer's 100 tokens starts after 80."""
 
 
 @pytest.mark.parametrize(
-    ("response", "num_tokens", "finish", "value", "parts", "correct"),
+    ("response", "num_tokens", "finish", "value", "long", "found"),
     [
-        (
-            "1+2",
-            5,
-            "stop",
-            2.0,
-            {"long": 0, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
-            True,
-        ),
-        (
-            "1+2",
-            90,
-            "stop",
-            1.75,
-            {"long": -0.5, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
-            True,
-        ),
-        (
-            "1+2",
-            100,
-            "stop",
-            1.5,
-            {"long": -1, "right": 1, "right/valid": 1, "number": 0, "number/found": 1},
-            True,
-        ),
-        (
-            "1-2",
-            85,
-            "stop",
-            -0.125,
-            {"long": -0.25, "right": 0, "right/valid": 1, "number": 0, "number/found": 1},
-            False,
-        ),
-        (
-            "?",
-            100,
-            "length",
-            -0.5,
-            {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0},
-            False,
-        ),
-        (
-            "?",
-            7,
-            "length",
-            -0.5,
-            {"long": -1, "right": 0, "right/valid": 0, "number": 0, "number/found": 0},
-            False,
-        ),  # cut off early
+        ("3", 5, "stop", 1.75, 0.0, 1),
+        ("3", 90, "stop", 1.5, -0.5, 1),
+        ("3", 100, "stop", 1.25, -1.0, 1),
+        ("4", 85, "stop", -0.125, -0.25, 1),
+        ("?", 100, "length", -0.5, -1.0, 0),
+        ("?", 7, "length", -0.5, -1.0, 0),  # cut off early
     ],
 )
-def test_a_weighted_sum_by_hand(response, num_tokens, finish, value, parts, correct):
-    prompt = replace(THREE, reference="1 2=3")
-    found = score_once(DAPO, response, prompt=prompt, num_tokens=num_tokens, finish=FinishReason(finish))
-    assert found == Score(value=value, parts=parts, correct=correct)
+def test_a_weighted_sum_by_hand(response, num_tokens, finish, value, long, found):
+    prompt, correct = replace(THREE, reference="3"), response == "3"
+    score = score_once(DAPO, response, prompt=prompt, num_tokens=num_tokens, finish=FinishReason(finish))
+    right = {"right": float(correct), "right/found": found, "again": float(correct), "again/found": found}
+    assert score == Score(value=value, parts={"long": long} | right, correct=correct)
 
 
 def test_whether_a_response_is_right_is_said_by_the_first_part_that_checks_an_answer():
     number, countdown = {"number": Gsm8kReward(weight=0.1)}, {"countdown": CountdownReward()}
-    prompt = replace(THREE, reference="1 2=3")  # to gsm8k the reference is the number 1
+    prompt = replace(THREE, reference="1 2=3")  # which gsm8k cannot read
     long = {"long": OverlongPenalty(buffer_tokens=100)}
     assert score_once(
         WeightedReward(parts=long | countdown | number), "1+2", prompt=prompt, num_tokens=100
     ).correct
     assert not score_once(WeightedReward(parts=long | number | countdown), "1+2", prompt=prompt).correct
-    assert score_once(Gsm8kReward(weight=0.1), "#### 1", prompt=prompt) == Score(
-        value=0.1, parts={"found": 1}, correct=True
-    )
+    one = replace(THREE, reference="1")
+    expected = Score(value=0.1, parts={"found": 1}, correct=True)
+    assert score_once(Gsm8kReward(weight=0.1), "#### 1", prompt=one) == expected
 
 
 def test_a_failed_part_counts_zero_and_the_others_stand(user_module):

@@ -266,13 +266,13 @@ def test_gsm8k(tmp_path, tokenizer):
         GOOD,
         "",
         {"question": "2", "answer": "#### -3"},
-        {"question": "3", "answer": "#### $-1,234,567.50 or so, 2"},
+        {"question": "3", "answer": "#### $-1,234,567.50 or so"},
     )
     task = load_task(gsm8k(path), tokenizer=tokenizer)
     assert [(p.text, p.reference, p.task) for p in task.train] == [
         ("1+1", "1002", "gsm8k"),
         ("2", "-3", "gsm8k"),
-        ("3", "$-1234567.50 or so, 2", "gsm8k"),
+        ("3", "$-1234567.50 or so", "gsm8k"),
     ]
     assert len(task.heldout) == 0
     assert task.train[0].token_ids == tokenizer.encode("1+1")

@@ -125,6 +125,19 @@ CASES = {
         damage=train(SOURCES.replace("tests", "test")), overrides=(BY_SOURCE, "task.heldout_path=null"), field="task.train_path",
         error="train.jsonl:line 2: field `tests` is missing",
     ),
+    "a whole solution without its mark": Case(
+        damage=train('{"prompt": "1", "answer": "1 #### 2"}\n{"prompt": "1", "answer": "1 + 1 = 2"}\n'), field="task.train_path",
+        error="train.jsonl:line 2: field `answer` holds several numbers, where the reward gsm8k compares with one",
+        fix="`#### 72` at the end",
+    ),
+    "a half as the answer of one source": Case(
+        damage=train(SOURCES.replace('"answer": "1", "source": "math"', '"answer": "1/2", "source": "math"')),
+        overrides=(BY_SOURCE, "task.heldout_path=null"), field="task.train_path", error="train.jsonl:line 1: field `answer` holds several",
+    ),
+    "answers that are no problems of Countdown": Case(
+        damage=train(GOOD), overrides=("reward={type: countdown}", "task.heldout_path=null"), field="task.train_path",
+        error="train.jsonl:line 1: field `answer` '1' is no Countdown problem", fix="write it like `2 13 14=3`",
+    ),
     # ---- tokenizer
     "no tokenizer": Case(
         damage=lambda: Path("model/tokenizer.json").unlink(), field="model.path", error="the folder has no tokenizer.json or",
@@ -541,11 +554,12 @@ def test_a_file_is_read_once_until_it_changes(monkeypatch):
     monkeypatch.setattr(
         records, "_read_lines", lambda path, progress: read.append(str(path)) or original(path, progress)
     )
-    problems()
-    problems()
+    reads_no_field = "reward={type: model, urls: ['http://127.0.0.1:1']}"
+    problems(reads_no_field)
+    problems(reads_no_field)
     assert read == ["train.jsonl", "heldout.jsonl"]
     train(GOOD * 3)()
-    problems()
+    problems(reads_no_field)
     assert read == ["train.jsonl", "heldout.jsonl", "train.jsonl"]
 
 
