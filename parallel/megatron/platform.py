@@ -82,7 +82,8 @@ def side_stream(place: torch.device) -> Iterator[None]:
         return
     stream = torch.cuda.Stream(place)
     stream.wait_stream(torch.cuda.current_stream(place))
-    with torch.cuda.stream(stream):
+    # Of each thread torch's current device is the first at its start, and leaving a stream opens a context on it.
+    with torch.cuda.device(place), torch.cuda.stream(stream):
         yield
     stream.synchronize()
 

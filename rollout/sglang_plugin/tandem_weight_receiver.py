@@ -100,7 +100,11 @@ def receive_broadcasts(
     try:
         return receiver.receive(tensors, announced, Broadcasts(groups[group_name]))
     except RuntimeError as error:
-        leave_behind(groups.pop(group_name))
+        group = groups.pop(group_name)
+        # NCCL shows the others nothing of a rank that has left, such as one out of memory, and they would wait for it.
+        with suppress(dist.DistError):  # the store is the learner's, which may be gone
+            _get_process_group_store(group).set(GIVEN_UP, "")
+        leave_behind(group)
         return f"the weights could not be received ({error})"
 
 
@@ -115,7 +119,8 @@ def leave(original, updater, group_name):
 
 
 def is_given_up(group: dist.ProcessGroup) -> bool:
-    """Whether the learner has given up what it was sending in the group, or is gone, and its store with it."""
+    """Whether the learner or a server's rank has given up what is sent in the group, or the learner is gone, and its
+    store with it."""
     try:
         return _get_process_group_store(group).check([GIVEN_UP])
     except dist.DistError:
@@ -180,7 +185,7 @@ class Broadcasts:
         def wait() -> None:
             while not self._has_ended(work):
                 if is_given_up(self._group):
-                    raise RuntimeError("the learner has given the transfer up, or is gone")
+                    raise RuntimeError("the learner or another rank has given the transfer up, or is gone")
             work.wait()
 
         return wait

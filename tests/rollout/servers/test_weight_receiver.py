@@ -8,6 +8,7 @@ import sys
 import time
 from datetime import timedelta
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed import HashStore
 from torch.distributed.distributed_c10d import _new_process_group_helper, _world
 
 from numerics.grids import GRIDS, Packed
@@ -474,7 +476,7 @@ def test_a_server_whose_learner_gives_a_broadcast_up_or_dies_in_it_answers_and_t
         processes[1].kill()
         one.give_up(transfer.GIVEN_UP)
         failure, is_loaded, groups = answer(server)
-        assert "the learner has given the transfer up, or is gone" in failure and not is_loaded and not groups
+        assert "has given the transfer up, or is gone" in failure and not is_loaded and not groups
         one.close()
 
         processes[2].start()
@@ -492,6 +494,32 @@ def test_a_server_whose_learner_gives_a_broadcast_up_or_dies_in_it_answers_and_t
             if process.pid is not None:
                 process.kill()
                 process.join()
+
+
+def test_a_rank_that_fails_alone_lets_the_others_leave(monkeypatch):
+    """As NCCL: a broadcast that one rank has left never ends, and shows the others nothing. They look into the store."""
+    store, aborted, out_of_memory = HashStore(), [], torch.OutOfMemoryError("out of memory")
+    monkeypatch.setattr(receiver, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(receiver, "_abort_process_group", aborted.append)
+    monkeypatch.setattr(receiver, "_LEFT_BEHIND", [])
+    monkeypatch.setattr(receiver, "LOOK_S", 0.0)
+    monkeypatch.setattr(receiver.dist, "get_backend", lambda group: "nccl")
+    looks = iter([False] * 1000)  # more of them are an error
+    work = SimpleNamespace(is_completed=lambda: next(looks))
+    monkeypatch.setattr(receiver.dist, "broadcast", lambda *arguments, **options: work)
+    waiting = receiver.Broadcasts("a group")  # pyright: ignore[reportArgumentType]
+    assert not receiver.is_given_up("a group")  # pyright: ignore[reportArgumentType]
+
+    groups = {"weights": "a group"}
+    failing = SimpleNamespace(receive=Mock(side_effect=out_of_memory))
+    failure = receiver.receive_broadcasts(failing, [], Mock(), groups, "weights")  # pyright: ignore[reportArgumentType]
+    assert (
+        failure == "the weights could not be received (out of memory)"
+        and aborted == ["a group"]
+        and not groups
+    )
+    with pytest.raises(RuntimeError, match="another rank has given the transfer up"):
+        waiting.receive(torch.empty(8, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
