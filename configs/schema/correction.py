@@ -4,6 +4,7 @@ rho = pi_train / pi_rollout of a token. train is old in ``decoupled`` mode, curr
 Presets: ``configs/presets.py``.
 """
 
+import math
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -17,6 +18,8 @@ Level = Literal["token", "sequence", "geometric", "segment", "segment_geometric"
 product over its segment (a stretch of consecutive valid tokens, such as one turn), or that product's n-th
 root."""
 
+LOG_RATIO_BOUND = 20.0
+"""Log-ratios are bounded to +-20 before exp. Ratios stay in [2e-9, 5e8], so their squares fit float32."""
 DEFAULT_UPPER = 2.0
 TWO_SIDED = ("clip", "mask")
 
@@ -96,6 +99,14 @@ class RatioRule(Schema):
 
     @model_validator(mode="after")
     def _ordered(self):
+        greatest = math.exp(LOG_RATIO_BOUND)
+        if self.upper > greatest or 0 < self.lower < 1 / greatest:
+            raise Contradiction(
+                ("lower", "upper"),
+                f"[{self.lower}, {self.upper}] is beyond the ratios that a rule sees, which are bounded to "
+                f"[{1 / greatest:.2g}, {greatest:.2g}], so that one side would reject nothing",
+                "use bounds within, or lower=0 for none below",
+            )
         if self.lower > self.upper:
             raise Contradiction(
                 ("lower", "upper"),

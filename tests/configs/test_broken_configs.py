@@ -383,6 +383,11 @@ TABLE = {
             "[0.0, 0.5] of rule 2 leaves out",
         ),
     ]},
+    "bounds that no ratio can pass": Broken(
+        options="correction.reject=[{rule: ratio, level: sequence, lower: 1e-12, upper: 100}]", field="correction.reject",
+        value="1.0e-12", error="[1e-12, 100.0] is beyond the ratios that a rule sees, which are bounded to [2.1e-09, 4.9e+08]",
+        fix="lower=0 for none below",
+    ),
     # ---- room for a prompt
     "response longer than the model's positions": Broken(
         options="rollout.max_new_tokens=100000 learner.token_budget=200000", field="rollout.max_new_tokens, learner.token_budget",

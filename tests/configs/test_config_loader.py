@@ -307,7 +307,7 @@ weights = st.one_of(
 rules = st.one_of(
     st.fixed_dictionaries(
         {"rule": st.just("ratio"), "level": levels, "upper": st.floats(1, 1e6)},
-        optional={"lower": st.floats(0, 1)},
+        optional={"lower": st.just(0.0) | st.floats(1e-8, 1)},
     ),
     st.fixed_dictionaries(
         {

@@ -16,10 +16,8 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
+from configs.schema.correction import LOG_RATIO_BOUND
 from configs.schema.objective import Estimator
-
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are bounded to +-20 before exp. Ratios stay in [2e-9, 5e8], so their squares fit float32."""
 
 K3_BOUND = 10.0
 """k3 of a token is at most this in the loss, where a single exp(20) would be the whole gradient."""

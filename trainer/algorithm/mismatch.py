@@ -19,7 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from trainer.algorithm.kl import LOG_RATIO_BOUND, bounded
+from configs.schema.correction import LOG_RATIO_BOUND
+from trainer.algorithm.kl import bounded
 from trainer.algorithm.segments import max_per_sequence, sum_per_sequence
 from trainer.ranks.metrics import Metric, Metrics, Reduction
 
