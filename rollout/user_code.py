@@ -32,7 +32,7 @@ def import_named(kind: str, path: str, form: str) -> object:
     if not (module_name and colon and name):
         raise ValueError(f"{kind} {path!r} is not of the form {form}")
     try:
-        module = imported(module_name, "the installed ones", "is not installed")
+        module = imported(module_name, "the installed ones", "is not installed in this environment")
     except Failure as error:
         raise ValueError(f"{kind} {path!r}: {error}") from error
     named = getattr(module, name, None)

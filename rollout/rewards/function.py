@@ -9,29 +9,48 @@ from rollout.records import Score
 from rollout.user_code import further_parameters, import_function
 
 RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
-"""f(prompt_text, response_text, reference) -> value, or (value, parts). It may be ``async``, and may have further
+"""f(prompt, response, reference) -> value, or (value, parts). It may be ``async``, and may have further
 parameters, of ``FURTHER``."""
 
 FURTHER = {"row": {}, "num_tokens": 1, "finish_reason": "stop"}
 """Further parameters by name, with values for a trial: the record of the data file, the tokens of the response with
 its end token, and ``stop`` or ``length``."""
 
+_BY_FIRST_PARAMETER = {
+    "data_source": ("verl's", '{name}(row["data_source"], response, reference, row.get("extra_info"))'),
+    **dict.fromkeys(
+        ("prompts", "completions"), ("TRL's", "{name}(prompts=[prompt], completions=[response])[0]")
+    ),
+}
+"""Functions of other systems, by the name of their first parameter: whose, and the call of one for one response."""
+
 
 def import_reward_function(path: str) -> RewardFunction:
-    """The function that ``module:function`` names. Raises ValueError where it cannot be imported, or does not take three
-    texts."""
+    """The function that ``module:function`` names. Raises ValueError where it cannot be imported, does not take three
+    texts, or takes what another system gives it."""
     function = import_function("reward function", path, "module:function, e.g. my_rewards:score")
+    _refuse_others(path, function)
     try:
         further = {name: FURTHER[name] for name in further_parameters(function, FURTHER)}
         inspect.signature(function).bind("prompt", "response", "reference", **further)
     except TypeError as error:
-        must = (
-            f"must take (prompt_text, response_text, reference), and beside them at most {', '.join(FURTHER)}"
-        )
+        must = f"must take (prompt, response, reference), and beside them at most {', '.join(FURTHER)}"
         raise ValueError(f"reward function {path!r} {must}: {error}") from error
     except ValueError:  # some C functions have no signature; the first call checks them
         pass
     return function
+
+
+def _refuse_others(path: str, function: RewardFunction) -> None:
+    """Raises ValueError for a function of another system's form, which would take a prompt for something else."""
+    found = further_parameters(function, _BY_FIRST_PARAMETER)
+    if found and next(iter(inspect.signature(function).parameters)) in found:
+        whose, call = _BY_FIRST_PARAMETER[found[0]]
+        called = call.format(name=path.partition(":")[2])
+        raise ValueError(
+            f"reward function {path!r} has {whose} parameters, and would be called as (prompt, response, reference); name a "
+            f"function around it: `def score(prompt, response, reference, row): return {called}`"
+        )
 
 
 def to_score(returned: object) -> Score:

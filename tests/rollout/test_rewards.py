@@ -374,6 +374,12 @@ async def answer(response_text):
         raise asyncio.CancelledError
     return 1.0
 
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0 if data_source == "openai/gsm8k" else 0.0
+
+def of_trl(prompts, completions, **columns):
+    return [1.0 for _ in completions]
+
 async def coroutine(prompt_text, response_text, reference):
     return await answer(response_text)
 
@@ -666,7 +672,10 @@ def test_check_reward_finds_what_is_wrong(user_module):
         "no_such.sub:f": "there is no module 'no_such.sub'",
         f"{stem}:scroe": "did you mean 'score'",
         f"{stem}:number": "is a int, not a function",
-        f"{stem}:two": "must take \\(prompt_text, response_text, reference\\), and beside them at most row, num_tokens, finish_reason",
+        f"{stem}.py:score": f"'{stem}.py' is a file, and a module has a name without `.py`; write '{stem}'",
+        f"{stem}:of_verl": "has verl's parameters.*`def score.*row.: return of_verl.row..data_source.., response, reference",
+        f"{stem}:of_trl": "has TRL's parameters.*: return of_trl.prompts=.prompt., completions=.response...0.`",
+        f"{stem}:two": "must take \\(prompt, response, reference\\), and beside them at most row, num_tokens, finish_reason",
     }.items():
         with pytest.raises(ValueError, match=message):
             import_reward_function(path)
@@ -687,7 +696,7 @@ def test_modules_that_fail_to_import(user_module, tmp_path):
     (tmp_path / "breaks.py").write_text("1 / 0\n")
     (tmp_path / "misspelt.py").write_text("def f(:\n")
     for name, message in {
-        "needs_more": "imports 'surely_not_installed', which is not installed",
+        "needs_more": "imports 'surely_not_installed', which is not installed in this environment; install it there",
         "breaks": r"raised ZeroDivisionError: division by zero \(breaks.py:1",
         "misspelt": "raised SyntaxError",
     }.items():
