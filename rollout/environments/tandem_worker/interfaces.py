@@ -27,9 +27,7 @@ def make_environment(environment, interface, options, path):
     if path is not None:
         sys.path[:] = path
     module_name, _, name = environment.partition(":")
-    module = imported(
-        module_name, f"those of {sys.executable}", f"{sys.executable} does not have; install it there"
-    )
+    module = imported(module_name, f"those of {sys.executable}", f"{sys.executable} does not have")
     make = getattr(module, name, None)
     if not callable(make):
         raise Failure(f"{module_name} has no class {name!r}; define it, or correct the name")
