@@ -24,7 +24,9 @@ def imported(name, others, missing):
         if error.name is None or not (name == error.name or name.startswith(f"{error.name}.")):
             raise Failure(f"{name} imports {error.name!r}, which {missing}; install it there") from error
         if name.endswith(".py") and os.path.exists(name):
-            raise Failure(f"{name!r} is a file, and a module has a name without `.py`; write {name[:-3]!r}") from error
+            raise Failure(
+                f"{name!r} is a file, and a module has a name without `.py`; write {name[:-3]!r}"
+            ) from error
         raise Failure(
             f"there is no module {name!r} in {os.getcwd()} or among {others}; run from the folder that holds "
             f"{name.split('.')[0]}.py, or set PYTHONPATH"
