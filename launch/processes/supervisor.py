@@ -26,6 +26,7 @@ from typing import NoReturn
 
 import psutil
 
+from launch.processes.unheard import go_on_unheard
 from rollout.servers.watched_process import how_it_ended, log_tail, signal_group
 
 PR_SET_PDEATHSIG = 1
@@ -77,7 +78,11 @@ class _Running:
 
 
 class Supervisor:
-    """A context manager. No process outlives it, however it is left."""
+    """A context manager. No process outlives it, however it is left.
+
+    Whoever enters one has roles that leave their results in files. So from there on, also behind its end, nothing that
+    this process prints raises (launch/processes/unheard.py).
+    """
 
     def __init__(self, *, grace_s: float, ending: Path | None = None):
         """ending: a file to make before the roles are ended. Until it exists, a learner takes SIGTERM for a
@@ -87,6 +92,7 @@ class Supervisor:
         self._is_interrupted = False
 
     def __enter__(self) -> "Supervisor":
+        go_on_unheard()
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             hint = f"`kill {os.getpid()}` ends this"
