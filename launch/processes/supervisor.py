@@ -1,10 +1,11 @@
 """Starts roles as process groups, watches them, and ends every process of every group, whatever happens.
 
 The supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself, when any role fails,
-or on Ctrl-C. If the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). A dead process of a
-role may leave children in a session of their own, such as a torchrun rank's checkpoint writer. They become
-children of the supervisor, which is the "subreaper" of its descendants, and are ended with the rest. SIGTERM
-may also be a request to stop: launch/processes/stopping.py.
+on Ctrl-C, or on SIGUSR2, which does the same in the background, where Ctrl-C is ignored. If the supervisor dies,
+the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). A dead process of a role may leave children in a session of
+their own, such as a torchrun rank's checkpoint writer. They become children of the supervisor, which is the
+"subreaper" of its descendants, and are ended with the rest. SIGTERM may also be a request to stop:
+launch/processes/stopping.py.
 
 Python drops an exception that a signal handler raises inside some callbacks, such as logging's hooks around a
 fork ("Exception ignored in ..."). So an interrupt is also noted, and every look at the roles raises it again.
@@ -97,7 +98,7 @@ class Supervisor:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             hint = f"`kill {os.getpid()}` ends this"
             print(f"started in the background, where Ctrl-C does nothing: {hint}", flush=True)
-        stops = [signal.SIGTERM, signal.SIGUSR1]
+        stops = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
         stops += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
         stops += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
         self._previous = {number: signal.signal(number, lambda *_: self.interrupt()) for number in stops}
