@@ -109,7 +109,8 @@ class Supervisor:
         return self
 
     def __exit__(self, kind, *exc) -> None:
-        # A second Ctrl-C must not leave half of the processes running.
+        # A further Ctrl-C must not leave half of the processes running, nor all, where it comes before the next lines.
+        self._is_interrupted = True
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -121,10 +122,12 @@ class Supervisor:
         if kind is KeyboardInterrupt:
             raise Interrupted from None
 
-    def interrupt(self) -> NoReturn:
-        """To be called by a signal handler: end the run, by KeyboardInterrupt here or at the next look at the roles."""
-        self._is_interrupted = True
-        raise KeyboardInterrupt
+    def interrupt(self) -> None:
+        """To be called by a signal handler: end the run, by KeyboardInterrupt here or at the next look at the roles. A
+        further signal raises nothing here: it could do so as ``__exit__`` begins, and no role would be ended."""
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            raise KeyboardInterrupt
 
     def raise_interrupt(self) -> None:
         """Raise the KeyboardInterrupt of a signal whose own one was dropped."""
