@@ -205,7 +205,7 @@ def _interruption_told(running: Mapping[Cell, int]) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         names = ", ".join(cell.name for cell in running)
-        how = "the step is finished or dropped, then a checkpoint is written; Ctrl-C again ends it at once"
+        how = "the step is finished or dropped, then a checkpoint is written; `tandem stop RUN --now` ends it at once"
         print(f"\nstopping {names}: {how}", flush=True)
         raise
 
