@@ -7,6 +7,7 @@ from typing import Any
 from configs.loader import load_config
 from configs.reading.yaml_values import show
 from configs.schema import RunConfig
+from launch.processes.going_on import way_on
 from launch.processes.run_folder import RunFolder
 from parallel.checkpoints.base_model import fingerprint
 from parallel.checkpoints.files import step_of
@@ -20,12 +21,12 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
         return
     before = load_config(folder.config, [])
     if not isinstance(before, RunConfig):
-        yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; start anew without `resume`"
+        yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; {way_on(folder, before.kind)}"
         return
     newest = folder.newest_checkpoint()
     if newest is None:
         reason = folder.why_no_checkpoint()
-        yield f"resume: {resume} holds no complete checkpoint to go on from{reason}; start anew without `resume`"
+        yield f"resume: {resume} holds no complete checkpoint to go on from{reason}; {way_on(folder)}"
     elif config.critic is not None and not folder.has_critic_checkpoint():
         yield (
             f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "

@@ -1,7 +1,8 @@
 """``tandem stop``: asks a run to stop, waits until it has ended, and says what was saved.
 
     a run on this machine    SIGUSR1 to the process that holds the run's lock, which takes it as often as it comes for one
-                             request (launch/processes/stopping.py)
+                             request (launch/processes/stopping.py); with --now SIGUSR2, which does what Ctrl-C does and is
+                             heard in the background too (launch/processes/supervisor.py)
     a Slurm job              SIGTERM to its batch script alone: stopped with a checkpoint, and not requeued
     another host             it is named, and nothing is done
 
@@ -64,7 +65,7 @@ def _stop(folder: RunFolder, *, now: bool) -> int:
         if lock_holders(folder):
             return _refuse(f"{folder.path} runs here, in another container: call `tandem stop` there")
         return _stop_none(folder)
-    number = signal.SIGINT if now else signal.SIGUSR1
+    number = signal.SIGUSR2 if now else signal.SIGUSR1
     try:
         if (why_not := _why_not(folder, holders[0], number)) is not None:
             return _refuse(why_not)

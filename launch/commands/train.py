@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from rollout.sampling.messages import EvaluationResult
 
 WITHOUT_NODES = "set launch.nodes=null"
+FEW_STEPS = 100
+"""So many are soon done again: that nothing saves them needs no line."""
 
 
 def train(
@@ -55,6 +57,9 @@ def train(
     print(f"run folder: {folder.path}", flush=True)
     if (newest := folder.newest_checkpoint()) is not None:
         print(f"goes on from step {step_of(newest)}, {newest}", flush=True)
+    if config.steps > FEW_STEPS and not config.checkpoint.every and config.checkpoint.keep_best is None:
+        lost = "checkpoint.every=0: Ctrl-C, or a learner that is killed, loses every step from here on"
+        print(f"{lost}; `tandem stop {folder.path}` and SIGTERM save them", flush=True)
     ending = stopping.ending(folder)
     try:
         with (
@@ -134,7 +139,9 @@ def resume(
     folder = existing_run(run)
     kind = parse_config(folder.config).layers[0].at(["kind"])
     if kind is not None and kind.plain() == "sft":
-        raise BadInput(f"RUN: {run} is a warm start, which saves nothing to go on from; start it anew")
+        raise BadInput(
+            f"RUN: {run} is a warm start, which saves nothing to go on from; {way_on(folder, 'sft')}"
+        )
     return train(folder.config, [f"resume={folder.path}", *overrides], dry_run=dry_run, gpu_memory=gpu_memory)
 
 

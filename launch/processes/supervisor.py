@@ -1,10 +1,11 @@
 """Starts roles as process groups, watches them, and ends every process of every group, whatever happens.
 
 The supervisor ends a role's whole group (SIGTERM, grace, SIGKILL) when it finishes itself, when any role fails,
-or on Ctrl-C. If the supervisor dies, the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). A dead process of a
-role may leave children in a session of their own, such as a torchrun rank's checkpoint writer. They become
-children of the supervisor, which is the "subreaper" of its descendants, and are ended with the rest. SIGTERM
-may also be a request to stop: launch/processes/stopping.py.
+on Ctrl-C, or on SIGUSR2, which does the same in the background, where Ctrl-C is ignored. If the supervisor dies,
+the kernel sends each role SIGTERM (PR_SET_PDEATHSIG). A dead process of a role may leave children in a session of
+their own, such as a torchrun rank's checkpoint writer. They become children of the supervisor, which is the
+"subreaper" of its descendants, and are ended with the rest. SIGTERM may also be a request to stop:
+launch/processes/stopping.py.
 
 Python drops an exception that a signal handler raises inside some callbacks, such as logging's hooks around a
 fork ("Exception ignored in ..."). So an interrupt is also noted, and every look at the roles raises it again.
@@ -26,6 +27,7 @@ from typing import NoReturn
 
 import psutil
 
+from launch.processes.unheard import go_on_unheard
 from rollout.servers.watched_process import how_it_ended, log_tail, signal_group
 
 PR_SET_PDEATHSIG = 1
@@ -77,7 +79,11 @@ class _Running:
 
 
 class Supervisor:
-    """A context manager. No process outlives it, however it is left."""
+    """A context manager. No process outlives it, however it is left.
+
+    Whoever enters one has roles that leave their results in files. So from there on, also behind its end, nothing that
+    this process prints raises (launch/processes/unheard.py).
+    """
 
     def __init__(self, *, grace_s: float, ending: Path | None = None):
         """ending: a file to make before the roles are ended. Until it exists, a learner takes SIGTERM for a
@@ -87,11 +93,12 @@ class Supervisor:
         self._is_interrupted = False
 
     def __enter__(self) -> "Supervisor":
+        go_on_unheard()
         # A closed terminal (SIGHUP) ends a run like Ctrl-C, unless nohup had it ignored.
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             hint = f"`kill {os.getpid()}` ends this"
             print(f"started in the background, where Ctrl-C does nothing: {hint}", flush=True)
-        stops = [signal.SIGTERM, signal.SIGUSR1]
+        stops = [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2]
         stops += [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN else []
         stops += [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
         self._previous = {number: signal.signal(number, lambda *_: self.interrupt()) for number in stops}
@@ -102,7 +109,8 @@ class Supervisor:
         return self
 
     def __exit__(self, kind, *exc) -> None:
-        # A second Ctrl-C must not leave half of the processes running.
+        # A further Ctrl-C must not leave half of the processes running, nor all, where it comes before the next lines.
+        self._is_interrupted = True
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         try:
@@ -114,10 +122,12 @@ class Supervisor:
         if kind is KeyboardInterrupt:
             raise Interrupted from None
 
-    def interrupt(self) -> NoReturn:
-        """To be called by a signal handler: end the run, by KeyboardInterrupt here or at the next look at the roles."""
-        self._is_interrupted = True
-        raise KeyboardInterrupt
+    def interrupt(self) -> None:
+        """To be called by a signal handler: end the run, by KeyboardInterrupt here or at the next look at the roles. A
+        further signal raises nothing here: it could do so as ``__exit__`` begins, and no role would be ended."""
+        if not self._is_interrupted:
+            self._is_interrupted = True
+            raise KeyboardInterrupt
 
     def raise_interrupt(self) -> None:
         """Raise the KeyboardInterrupt of a signal whose own one was dropped."""

@@ -9,6 +9,7 @@ begins anew. Each run is a ``tandem train`` in a session of its own. A signal to
 stop for all of them (launch/processes/stopping.py).
 """
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -146,9 +146,12 @@ class Sweep:
                         break
                     show.line([*running])
                     time.sleep(POLL_S)
-        finally:  # a signal may come before the first look at a log
-            for cell in running:
-                self._note_folder(cell, show)
+        finally:  # a signal may come before the first look at a log, or as a run is being started, which has none then
+            with contextlib.suppress(
+                OSError
+            ):  # of a full disk; the error that ends the sweep is the one to tell
+                for cell in running:
+                    self._note_folder(cell, show)
         return ended
 
     def _take_ended(self, supervisor: Supervisor, running: dict[Cell, int], show: "_Progress") -> list[Ended]:
@@ -181,7 +184,7 @@ class Sweep:
 
     def _note_folder(self, cell: Cell, show: "_Progress") -> None:
         """Remember the run's folder, once its log names it."""
-        if cell.name in show.folders:
+        if cell.name in show.folders or cell.name not in show.starts:
             return
         with (self.folder / f"{cell.name}.log").open(errors="replace") as log:
             log.seek(show.starts[cell.name])
@@ -196,13 +199,13 @@ class Sweep:
         return Ended(cell.name, f"{cell.name} {how} (exit code {code}):\n{last}\n{log}", how == "failed")
 
 
-@contextmanager
+@contextlib.contextmanager
 def _interruption_told(running: Mapping[Cell, int]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
         names = ", ".join(cell.name for cell in running)
-        how = "the step is finished or dropped, then a checkpoint is written; Ctrl-C again ends it at once"
+        how = "the step is finished or dropped, then a checkpoint is written; `tandem stop RUN --now` ends it at once"
         print(f"\nstopping {names}: {how}", flush=True)
         raise
 

@@ -26,6 +26,7 @@ from launch.processes.heartbeat import Pulse, stopped_note
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, wait_for_servers
 from launch.processes.supervisor import end_with_parent, exit_now
+from launch.processes.unheard import go_on_unheard
 from launch.roles.learn import learn
 from launch.roles.serve import serve, serving_node
 from launch.selftest.ranks import run_part
@@ -185,6 +186,7 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     node: number of the servers' node, for the serve role. Raises ValueError, before anything is started, for a run
     of another kind, for a node that does not exist, or where the other hosts cannot reach this one.
     """
+    go_on_unheard()
     run, label = ROLES[name], name
     config = config_of(folder, SftConfig) if name == "sft-rank" else config_of(folder, RunConfig)
     os.environ.update(role_environment(config.launch.nodes if name in SIDES else None))

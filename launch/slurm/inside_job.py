@@ -44,6 +44,7 @@ from launch.processes.going_on import way_on
 from launch.processes.placement import gpus_of_node, learner_ranks_per_node, num_nodes, serve_roles
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
+from launch.processes.unheard import go_on_unheard
 from launch.roles.start import environment, existing_run
 from launch.roles.table import IN_JOB, Rendezvous, config_of, role_command
 from launch.slurm.job import Job, is_finished, may_restart, pause_s, recorded_job, running_elsewhere
@@ -64,6 +65,7 @@ def run_job(run: Path) -> int:
 
     Raises BadInput and ConfigError where another start would fail too.
     """
+    go_on_unheard()  # a requeued job has its log on the disk that may have filled up
     folder = existing_run(run)
     with as_bad_input():
         config = config_of(folder, RunConfig)

@@ -121,11 +121,16 @@ def _count_without_parameters(optimizer, steps: int) -> None:
             part.optimizer.state["no parameter"] = {"step": torch.tensor(float(steps))}
 
 
-def _plain_states(optimizer, state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
-    """In a checkpoint's state, that of each part with torch's AdamW that is not distributed."""
+def _states_of_parts(optimizer, state: dict[Any, Any]) -> Iterator[tuple[Any, dict[Any, Any]]]:
+    """Each part of the optimizer, and its state in that of a checkpoint."""
     parts = optimizer_parts(optimizer)
     for i, part in enumerate(parts):
-        part_state = state[i] if len(parts) > 1 else state
+        yield part, state[i] if len(parts) > 1 else state
+
+
+def _plain_states(optimizer, state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
+    """In a checkpoint's state, that of each part with torch's AdamW that is not distributed."""
+    for part, part_state in _states_of_parts(optimizer, state):
         inner = part_state.get("optimizer", part_state)
         if "state" in inner and isinstance(part.optimizer, torch.optim.AdamW):
             yield inner["state"]
@@ -143,6 +148,14 @@ def _move_steps_to_host(optimizer, state: dict[Any, Any]) -> None:
     for of_part in _plain_states(optimizer, state):
         if isinstance(step := of_part.get("common_step"), torch.Tensor):
             of_part["common_step"] = step.cpu()
+
+
+def _drop_states_of_other_ranks(optimizer, state: dict[Any, Any]) -> None:
+    """Of distributed optimizers, whose first data-parallel rank saves the state for all: the others have None in its place.
+    Megatron would warn at each checkpoint that their state has a key more than rank 0's."""
+    for _, part_state in _states_of_parts(optimizer, state):
+        if "param_state" in part_state and part_state["param_state"] is None:
+            del part_state["param_state"]
 
 
 def save(
@@ -171,10 +184,7 @@ def save(
 
     def prepare(state: dict[str, Any]) -> None:
         shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        (temporary / EXTRA).write_text(extra_text)
-        if adapters is not None:
-            base_model.write(temporary, adapters)
+        temporary.mkdir(parents=True)  # and empty, or Megatron would warn of a damaged checkpoint
         _require_space(temporary, state)
 
     def write() -> dict[str, FileRecord]:
@@ -188,6 +198,9 @@ def save(
         return records
 
     def finish(hashed: Mapping[str, FileRecord]) -> None:
+        (temporary / EXTRA).write_text(extra_text)
+        if adapters is not None:
+            base_model.write(temporary, adapters)
         write_manifest(temporary, world_size=dist.get_world_size(), hashed=hashed)
         replace_folder(temporary, folder)
 
@@ -313,6 +326,7 @@ def _checkpoint_state(
     }
     if not is_loading:
         _move_steps_to_host(optimizer, state["optimizer"])
+        _drop_states_of_other_ranks(optimizer, state["optimizer"])
     if with_random:
         place = ((dist.get_world_size(),), (dist.get_rank(),))
         state["random"] = ShardedObject("random", _random_state(), *place, replica_id=0)

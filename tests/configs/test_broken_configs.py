@@ -568,10 +568,11 @@ TABLE = {
     ),
     "resume without a checkpoint": Broken(
         options="resume=stopped_early", field="resume", value="stopped_early", error="holds no complete checkpoint",
-        fix="start anew without `resume`",
+        fix="start again with `tandem train stopped_early/config.yaml`",
     ),
     "resume of a warm start": Broken(
-        options="resume=warm_start", field="resume", value="warm_start", error="is a run of kind sft", fix="start anew without `resume`",
+        options="resume=warm_start", field="resume", value="warm_start", error="is a run of kind sft",
+        fix="start again with `tandem sft warm_start/config.yaml`",
     ),
     "resume with another form of the optimizer": Broken(
         options="resume=stopped_early learner.optimizer.distributed=false", field="learner.optimizer.distributed", value="false",

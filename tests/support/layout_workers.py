@@ -5,7 +5,7 @@ Imported by spawned ranks.
 processes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -65,19 +65,36 @@ def by_hf_names(
     A collective. A critic's head is ``value_head.weight``. The copy of a tied embedding on the last of
     several stages is left out: see ``tied_copies``. Of an engine of adapters these are its A and B, as ``NAME A``.
     """
-    kept = {p: p.data for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad}
-    tensors = {p: tensor_of(p).detach().clone() for p in kept}
-    try:
-        for p, tensor in tensors.items():
-            p.data = tensor
+    trained = [p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
+    tensors = {p: tensor_of(p).detach().clone() for p in trained}
+    with _in_place_of_parameters(engine, tensors):
         exported = _adapters(engine) if has_adapters(engine) else export_hf(engine.chunks)
         mine = {name: tensor.detach().clone() for name, tensor in exported}
-    finally:
-        for p, data in kept.items():
-            p.data = data
     if isinstance(engine, ValueEngine):
         mine.update(("value_head.weight", tensors[head]) for head in heads_of(engine))
     return _of_all_stages(engine, mine)
+
+
+@contextmanager
+def _in_place_of_parameters(
+    engine: MegatronEngine | ValueEngine, tensors: Mapping[torch.nn.Parameter, Tensor]
+) -> Iterator[None]:
+    """Inside, the engine's modules have these tensors. The parameters stay as they are: ``p.data = tensor`` of another dtype
+    would part ``p`` for good from the hook that adds its gradients to ``p.main_grad``."""
+    modules = [module for chunk in engine.chunks for module in chunk.modules()]
+    places = [
+        (module, name, p) for module in modules for name, p in module._parameters.items() if p in tensors
+    ]
+    stand_ins = {p: torch.nn.Parameter(tensor, requires_grad=False) for p, tensor in tensors.items()}
+    for p, stand_in in stand_ins.items():
+        stand_in.__dict__.update(p.__dict__)  # how it is split over ranks
+    try:
+        for module, name, p in places:
+            module._parameters[name] = stand_ins[p]
+        yield
+    finally:
+        for module, name, p in places:
+            module._parameters[name] = p
 
 
 def has_adapters(engine: MegatronEngine | ValueEngine) -> bool:

@@ -1,11 +1,13 @@
 """Tiny models, batches and multi-process runs for the learner's tests. Functions named ``work_*`` run in
 every spawned rank."""
 
+import contextlib
+import logging
 import multiprocessing.forkserver
 import os
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import ForkServerContext
@@ -428,23 +430,37 @@ def work_non_finite(folder: Path, bad_rank: int) -> dict[str, Any]:
     }
 
 
+@contextlib.contextmanager
+def warnings_of_megatron() -> Iterator[list[str]]:
+    """What Megatron's loggers say inside."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("megatron").addHandler(handler)
+    try:
+        yield said
+    finally:
+        logging.getLogger("megatron").removeHandler(handler)
+
+
 def work_checkpoint(
     folder: Path, layout: dict[str, int], optimizer: dict, checkpoint: Path, resume: bool
-) -> dict[str, torch.Tensor]:
+) -> dict[str, Any]:
     """Two updates, a checkpoint, a third update; or resume at the checkpoint and only that third update."""
     engine = make_engine(folder, layout=LayoutConfig(**layout), **optimizer)
     batch = make_batch([12, 9, 7, 12])
     size = engine.groups.dp_size
     mine = batch.select([row for row in range(4) if row % size == engine.groups.dp_rank])
-    if resume:
-        assert engine.load(checkpoint) == {"position": 2}
-    else:
-        for _ in range(2):
-            engine.update([mine], weighted_loss, temperature=1.0)
-        engine.save(checkpoint, {"position": 2})
+    with warnings_of_megatron() as said:
+        if resume:
+            assert engine.load(checkpoint) == {"position": 2}
+        else:
+            for _ in range(2):
+                engine.update([mine], weighted_loss, temperature=1.0)
+            engine.save(checkpoint, {"position": 2})
     at_checkpoint = weights_of(engine)
     engine.update([mine], weighted_loss, temperature=1.0)
-    return {"at": at_checkpoint, "after": weights_of(engine)}
+    return {"at": at_checkpoint, "after": weights_of(engine), "said": said}
 
 
 def work_value_updates(

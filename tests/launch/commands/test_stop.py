@@ -26,7 +26,7 @@ SUPERVISOR = """
     from launch.processes.run_folder import RunFolder
     from launch.processes.stopping import StopSignals, ending, wait_for_learner
     from launch.processes.supervisor import Interrupted, Role, Supervisor
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as a script's `&` leaves it
     folder = RunFolder(Path(sys.argv[1]))
     folder.claim()
     learner = [sys.executable, "-c", sys.argv[2], sys.argv[1]]

@@ -1,5 +1,6 @@
 """``tandem sweep`` with runs that are a few lines of Python: what is run, skipped, resumed, stopped and told."""
 
+import errno
 import io
 import json
 import os
@@ -147,6 +148,29 @@ def test_a_sweep_that_is_stopped_saves_its_run_and_goes_on(work, number):
     done = tandem("sweep", "run.yaml", "seed=7,0", cwd=work)
     assert done.returncode == 0, done.stderr
     assert calls(work) == ["train tiny-seed-7.yaml", "resume tiny-seed-7", "train tiny-seed-0.yaml"]
+
+
+@pytest.mark.parametrize("log", [None, "run folder: of-an-earlier-start\n"])
+def test_ctrl_c_while_a_run_is_being_started_stops_the_sweep(work, monkeypatch, log):
+    if log is not None:
+        (work / "runs/tiny-sweep").mkdir(parents=True)
+        (work / "runs/tiny-sweep/tiny-seed-0.log").write_text(log)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(sweeping, "write_whole", lambda *_: signal.raise_signal(signal.SIGINT))
+    done = tandem("sweep", "run.yaml", "seed=0,1", cwd=work)
+    signal.signal(signal.SIGINT, before)
+    assert done.returncode == 75 and "sweep stopped, 0 of 2 runs finished" in done.stderr, done.stderr
+    assert calls(work) == []
+
+
+def test_a_full_disk_ends_a_sweep_by_its_own_name(work, monkeypatch):
+    def no_space(path, content) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(sweeping, "write_whole", no_space)
+    done = tandem("sweep", "run.yaml", "seed=0,1", cwd=work)
+    assert done.returncode == 1, done.stderr
+    assert f"No space left on device: '{work}/runs/tiny-sweep/tiny-seed-0.yaml'" in done.stderr
 
 
 def start_script(work: Path, *arguments: str):

@@ -2,6 +2,8 @@
 are a few lines of Python."""
 
 import errno
+import io
+import os
 import signal
 import sys
 import textwrap
@@ -100,6 +102,40 @@ def test_a_signal_is_passed_on_and_the_learner_ends_by_itself(folder, number, ca
 )
 def test_a_run_that_ends_by_itself_is_finished_whether_or_not_it_was_to_stop(folder, learner):
     assert supervise(folder, learner) == Finished()
+
+
+def gone_reader() -> int:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return writer
+
+
+def closed_terminal() -> int:
+    terminal, ours = os.openpty()
+    os.close(terminal)
+    return ours
+
+
+def full_disk() -> int:
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+@pytest.mark.parametrize(
+    ("stream", "number"),
+    [(gone_reader, errno.EPIPE), (closed_terminal, errno.EIO), (full_disk, errno.ENOSPC)],
+)
+def test_a_stop_that_nobody_hears_keeps_the_last_step_all_the_same(folder, monkeypatch, stream, number):
+    with open(stream(), "wb", buffering=0) as file:
+        for name in ("stdout", "stderr"):
+            monkeypatch.setattr(sys, name, io.TextIOWrapper(file, write_through=True))
+            with pytest.raises(OSError) as raised:
+                print("a line", file=getattr(sys, name), flush=True)
+            assert raised.value.errno == number, "what this stream is here to do"
+        outcome = supervise(folder, "ready(); supervisor(signal.SIGUSR1); stop()")
+        for heard_by_nobody in (sys.stdout, sys.stderr):  # the results, or why a job is requeued
+            print("a line after the end", file=heard_by_nobody, flush=True)
+        monkeypatch.undo()
+    assert outcome == Stopped(step=3, reason="SIGUSR1")
 
 
 SAMPLER = """

@@ -219,7 +219,7 @@ def test_an_interrupt_stops_everything_and_is_reported(tmp_path, interruptible):
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2])
 def test_an_interrupt_that_python_drops_ends_everything_all_the_same(tmp_path, interruptible, number):
     """Python drops what a signal handler raises inside a hook around a fork, such as logging's."""
     armed = [number]
@@ -229,6 +229,39 @@ def test_an_interrupt_that_python_drops_ends_everything_all_the_same(tmp_path, i
             supervisor.start(role(tmp_path, "idle", "import time; time.sleep(20)"))
             assert not armed, "the signal came, and nothing was raised"
             supervisor.wait_until_done("idle")
+
+
+def test_a_second_interrupt_as_the_end_begins_leaves_no_process(tmp_path, interruptible):
+    def interrupt_the_end(frame, event, argument) -> None:
+        if event == "call" and frame.f_code is Supervisor.__exit__.__code__:
+            sys.setprofile(None)
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(Interrupted):
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(role(tmp_path, "idle", "import time; time.sleep(300)"))
+            (idle,) = supervisor.processes()
+            sys.setprofile(interrupt_the_end)
+            signal.raise_signal(signal.SIGINT)
+    assert sys.getprofile() is None, "the second one came"
+    assert not alive(idle.pid)
+
+
+def test_an_interrupt_as_the_end_of_a_finished_run_begins_leaves_no_process(
+    tmp_path, interruptible, monkeypatch
+):
+    set_handler, armed = signal.signal, [signal.SIGINT]
+
+    def interrupted(number, handler):
+        if handler is signal.SIG_IGN and armed:
+            signal.raise_signal(armed.pop())
+        return set_handler(number, handler)
+
+    with Supervisor(grace_s=1) as supervisor:
+        supervisor.start(role(tmp_path, "idle", "import time; time.sleep(300)"))
+        (idle,) = supervisor.processes()
+        monkeypatch.setattr(signal, "signal", interrupted)
+    assert not armed and not alive(idle.pid)
 
 
 def test_an_interrupt_inside_of_a_poll_does_not_keep_the_end_waiting(tmp_path):

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import IO
 
 import psutil
 import pytest
@@ -126,15 +127,13 @@ class Stage:
         manifest = f"MANIFEST = {Manifest(world_size=1).text()!r}\n"
         (self.bin / f"{name}.py").write_text(manifest + textwrap.dedent(HEADER) + textwrap.dedent(code))
 
-    def start(self, nodes: str = "n1,n2") -> None:
+    def start(self, nodes: str = "n1,n2", *, output: int | IO = subprocess.PIPE) -> None:
         env = os.environ | {
             "PYTHONPATH": str(ROOT), "PATH": f"{self.bin}:{os.environ['PATH']}", "FAKE_RUN": str(self.folder.path),
             "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": nodes,
         } | self.env  # fmt: skip
         command = [sys.executable, "-m", "launch", "job", str(self.folder.path)]
-        self.process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        self.process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, text=True)
 
     def end(self) -> tuple[int, str]:
         """Exit code and output. Every step must be gone then."""
@@ -328,6 +327,15 @@ def test_a_run_that_finishes_ends_well_and_takes_the_servers_along(stage):
     assert output.count("the last line") == 1 and "of an earlier start" not in output
     assert "75.0% after 2 steps" in output
     assert json.loads(stage.folder.job.read_text()) == {"job_id": "17", "nodes": ["n1", "n2"], "restart": 0}
+
+
+@pytest.mark.parametrize(("learner", "code", "requeued"), [(FINISHES, 0, []), (FAILS, 1, ["requeue 17"])])
+def test_a_job_whose_log_is_on_a_full_disk_ends_as_any_other(stage, learner, code, requeued):
+    stage.role("learn", learner)
+    with open("/dev/full", "w") as full:
+        stage.start(output=full)
+    assert stage.end()[0] == code
+    assert stage.asked() == requeued
 
 
 def test_a_finished_run_is_not_run_again(stage):
@@ -576,6 +584,29 @@ def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code)
     assert found == code, output
     told = "Slurm does not say whether it still runs" if state == "DOWN" else "is being run by job 9"
     assert (told in output) == bool(code)
+
+
+def test_a_role_goes_on_where_its_log_is_on_a_full_disk(stage):
+    program = f"""
+        from pathlib import Path
+        from launch.roles import table as roles
+        from launch.processes.run_folder import RunFolder
+        def body(folder, config, **place):
+            print("a line", flush=True)
+            (folder.path / "saved").touch()
+        roles.ROLES["sample"] = body
+        roles.run_role("sample", RunFolder(Path({str(stage.folder.path)!r})))
+    """
+    (stage.folder.path / "roles").mkdir()
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(program)],
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+            stdout=full,
+            stderr=full,
+            timeout=DEADLINE_S,
+        )
+    assert done.returncode == 0 and (stage.folder.path / "saved").exists()
 
 
 @pytest.mark.parametrize(

@@ -282,6 +282,7 @@ def test_two_ranks_resume_bitwise_and_under_another_layout(tmp_path, distributed
     for first, second in zip(saved, again, strict=True):
         assert_equal(first["at"], second["at"])
         assert_equal(first["after"], second["after"])
+        assert first["said"] == second["said"] == [], "a healthy checkpoint gets no warning of Megatron"
     tp2 = run_ranks(work_checkpoint, 2, tmp_path / "c", folder, dict(tp=2), settings, target, True)
     for rank in tp2:
         assert_equal(saved[0]["at"], rank["at"])

@@ -97,6 +97,20 @@ def test_gradients_are_those_of_a_plain_reference(folder, batch, forward, recomp
         assert (gradients[name] - gradient).norm() < 1e-5 * gradient.norm(), name
 
 
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_look_at_the_gradients_changes_no_later_step_of_a_model_of_two_bytes(folder, batch, lora):
+    """The gradients are of four bytes."""
+    plain, looked_at = (make_engine(folder, dtype="bfloat16", lora=lora) for _ in range(2))
+    for _ in range(3):
+        wanted = plain.update([batch], policy_loss, temperature=TEMPERATURE)
+        with gradients_of_update(looked_at) as gradients:
+            found = looked_at.update([batch], policy_loss, temperature=TEMPERATURE)
+        assert found.grad_norm == wanted.grad_norm > 0
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}
+    after, wanted = (by_hf_names(engine, lambda p: p) for engine in (looked_at, plain))
+    assert all(torch.equal(after[name], weight) for name, weight in wanted.items())
+
+
 @pytest.mark.parametrize("targets", [["qkv"], ["proj", "fc2"], ["fc1"]])
 def test_only_the_targets_have_adapters(folder, batch, targets):
     engine = make_engine(folder, lora=LORA | {"targets": targets})

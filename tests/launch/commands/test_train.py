@@ -1,0 +1,51 @@
+"""What ``tandem train`` tells at its start, and when it ends before its time: without roles, which only end it here."""
+
+import pytest
+import yaml
+
+from launch.commands import train as training
+from launch.processes.supervisor import Interrupted, RoleFailed
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Starts a run that ends at once: a function of the error and of overrides."""
+    content = {"name": "tiny", "model": {"path": "m"}, "task": {"type": "countdown"}, "layout": {"dp": 1}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(content))
+    monkeypatch.setattr(training, "load_checked", lambda parsed, *_, **__: parsed.validated())
+
+    def start(error: BaseException, *overrides: str) -> None:
+        def end(supervisor, folder, config) -> None:
+            raise error
+
+        monkeypatch.setattr(training, "start_sampling", end)
+        training.train(tmp_path / "run.yaml", [f"launch.runs_dir={tmp_path}", *overrides])
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_told"),
+    [
+        (["steps=101"], True),
+        (["steps=100"], False),
+        (["steps=101", "checkpoint.every=50"], False),
+        (["steps=101", "evaluation.every=20", "checkpoint.keep_best=eval/accuracy"], False),
+    ],
+)
+def test_a_long_run_without_checkpoints_says_what_loses_it(train, capsys, overrides, is_told):
+    with pytest.raises(RoleFailed):
+        train(RoleFailed("the cause"), *overrides)
+    first, *rest = capsys.readouterr().out.splitlines()
+    run = first.removeprefix("run folder: ")
+    lost = "checkpoint.every=0: Ctrl-C, or a learner that is killed, loses every step from here on"
+    assert (f"{lost}; `tandem stop {run}` and SIGTERM save them" in rest) == is_told
+
+
+@pytest.mark.parametrize("ends_by", [KeyboardInterrupt(), RoleFailed("the cause")])
+def test_a_run_that_saved_nothing_names_the_command_that_starts_it_again(train, capsys, ends_by):
+    with pytest.raises((Interrupted, RoleFailed)) as ended:
+        train(ends_by)
+    run = capsys.readouterr().out.splitlines()[0].removeprefix("run folder: ")
+    assert "Nothing was saved (checkpoint.every is 0)" in str(ended.value)
+    assert f"start again with `tandem train {run}/config.yaml`" in str(ended.value)
