@@ -19,6 +19,13 @@ OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.gguf", "*.h5", "*.msgpac
 """Mostly pickles, which are not read."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 """A folder with any one of these holds a tokenizer."""
+MODEL_TO_CHOOSE = Path("CHANGE/ME")
+"""In the config that ``tandem init`` writes without a model."""
+_MADE_HERE = {
+    "countdown-tiny-random": "tandem make-tiny-model {path}",
+    "countdown-tiny-warm": "tandem make-tiny-model models/countdown-tiny-random`, then `tandem sft configs/recipes/countdown_tiny_sft.yaml",
+}
+"""By the folder's name: the commands that make the tiny models of the recipes, which no hub has."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SIMILAR_MODELS = 3
 
@@ -141,6 +148,10 @@ def fix_model_path(model: Path, *files: str) -> str:
         return _fix_model_folder(model, *files)
     if model.exists():
         return _fix_path(model, _COMPLETE_FOLDER)
+    if model == MODEL_TO_CHOOSE:
+        return f"set it to a Hugging Face folder of yours{_other_models()}"
+    if model.name in _MADE_HERE and not model.is_symlink():
+        return f"make it: `{_MADE_HERE[model.name].format(path=shlex.quote(str(model)))}`{_other_models()}"
     command = None if model.is_symlink() else _download(model, *files)
     if command is not None:
         then = f", then model.path={_folder_of(model)}" if is_hub_id(model) else ""

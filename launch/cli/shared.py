@@ -88,11 +88,10 @@ def command_of(commands: typer.Typer, panel: str) -> Callable[..., Callable[[Cal
 
 
 ConfigPath = Annotated[
-    Path, typer.Argument(help="A YAML config, e.g. configs/recipes/countdown_tiny.yaml", metavar="CONFIG")
+    Path, typer.Argument(help="A YAML config, such as one of configs/recipes", metavar="CONFIG")
 ]
 Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(help="Dotted overrides: learner.optimizer.lr=3e-5 seed=1", metavar="KEY=VALUE"),
+    list[str] | None, typer.Argument(help="Dotted overrides: seed=1 checkpoint.every=20", metavar="KEY=VALUE")
 ]
 DryRun = Annotated[
     bool,

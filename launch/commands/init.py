@@ -7,12 +7,12 @@ from pathlib import Path
 
 import yaml
 
-from launch.checks.arguments import as_bad_input, check_new_folder
+from configs.reading.named_files import MODEL_TO_CHOOSE, fix_model_path
+from launch.checks.arguments import BadInput, as_bad_input, check_new_folder
 from parallel.planning.architecture import read_architecture, read_hf_config
 from rollout.tokenizer_files import TokenizerFiles
 
 CONFIG = "experiment.yaml"
-MODEL_TO_CHOOSE = Path("CHANGE/ME")
 NEW_TOKENS = 512
 
 _YAML = """\
@@ -72,9 +72,12 @@ def score(prompt, response, reference, row):
 
 
 def make_experiment(folder: Path, model: Path | None) -> None:
-    """Write the folder and print the next commands. Raises BadInput where the folder exists already."""
+    """Write the folder and print the next commands. Raises BadInput where the folder exists already, and where the model's
+    does not."""
     with as_bad_input():
         check_new_folder("FOLDER", folder)
+    if model is not None and not model.is_dir():
+        raise BadInput(f"--model {model}: no such folder; {fix_model_path(model)}")
     path = MODEL_TO_CHOOSE if model is None else model.resolve()
     name = re.sub(r"[^A-Za-z0-9]", "-", folder.name).strip("-")[:100] or "experiment"  # as RunName
     folder.mkdir(parents=True)

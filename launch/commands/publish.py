@@ -66,7 +66,8 @@ def publish_run(
         try:
             publish(_service(service, folder, config, project, entity), metrics, wait, _say)
         except (ServiceError, OSError) as error:
-            print(f"tandem: {error}; the same command begins the copy anew", file=sys.stderr)
+            text = f"{str(error).rstrip('.')}. Run the same command again: it copies from the start"
+            print(f"tandem: {text}", file=sys.stderr)
             raise SystemExit(1) from error
 
 

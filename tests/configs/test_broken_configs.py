@@ -437,6 +437,10 @@ TABLE = {
         options="rollout.tp=3", field="rollout.tp", value="3 (command line)", error="num_attention_heads=4", fix="use one of [1, 2, 4]"
     ),
     # ---- files
+    "the tiny model of a recipe": Broken(
+        options="model.path=models/countdown-tiny-warm", field="model.path", value="models/countdown-tiny-warm", error="no such folder",
+        fix="make it: `tandem make-tiny-model models/countdown-tiny-random`, then `tandem sft configs/recipes/countdown_tiny_sft.yaml`",
+    ),
     "no model folder": Broken(
         options="model.path=densee", field="model.path", value="densee", error="no such folder", fix="did you mean `dense`?"
     ),

@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from configs.loader import load_config, resolved_yaml
+from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.task import JsonlTask
 from launch import cli
@@ -166,6 +166,22 @@ def test_an_experiment_of_ones_own_passes_the_dry_run_and_gives_its_reward_the_r
     assert code["score"](row["prompt"], "17", row["answer"], row) == (1.0, {"length": 2})
     with pytest.raises(BadInput, match="mine exists already"):
         make_experiment(tmp_path / "mine", None)
+
+
+def test_an_experiment_whose_model_is_not_there_or_not_chosen_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        BadInput, match=r"no such folder; .*`hf download Qwen/Qwen3-4B --local-dir models/Qwen3-4B`"
+    ):
+        make_experiment(Path("mine"), Path("Qwen/Qwen3-4B"))
+    assert not Path("mine").exists()
+    make_experiment(Path("mine"), None)
+    with pytest.raises(ConfigError, match="fix:   set it to a Hugging Face folder of yours"):
+        load_config(
+            Path("mine/experiment.yaml"),
+            ["task.train_path=mine/train.jsonl", "task.heldout_path=null"],
+            files=True,
+        )
 
 
 @pytest.mark.parametrize(
