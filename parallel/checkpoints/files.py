@@ -102,17 +102,44 @@ def is_valid(folder: Path) -> bool:
 def missing(folder: Path) -> str | None:
     """The reason why a checkpoint is incomplete, naming the file; None for a complete one."""
     try:
+        return _lack(folder)
+    except (OSError, OtherFormat) as error:
+        return str(error)
+
+
+def is_torn(folder: Path) -> bool:
+    """Whether a checkpoint is known to lack something. An error of reading, which may last a moment, is no knowledge, nor
+    is another version's manifest."""
+    try:
+        return _lack(folder) is not None
+    except (OSError, OtherFormat):
+        return False
+
+
+def is_absent(folder: Path) -> bool:
+    """Whether there is no checkpoint, as it has no folder or no manifest. An error of reading does not mean that."""
+    try:
+        (folder / MANIFEST).stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
+def _lack(folder: Path) -> str | None:
+    """What a checkpoint lacks. Raises OSError where that cannot be seen, and OtherFormat."""
+    try:
         manifest = read_manifest(folder)
-    except (OSError, ValueError) as error:
+    except DamagedManifest as error:
         return str(error)
     differences = (_size_difference(folder, name, record) for name, record in manifest.files.items())
     return next(filter(None, differences), None)
 
 
 def _size_difference(folder: Path, name: str, record: FileRecord) -> str | None:
+    """Raises OSError where the size cannot be seen."""
     try:
         size = (folder / name).stat().st_size
-    except OSError as error:
+    except FileNotFoundError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None if size == record.bytes else f"{name} has {size} bytes, of which {record.bytes} were written"
 

@@ -25,6 +25,7 @@ from launch.processes.run_folder import RunFolder
 from launch.roles import learn as learning
 from parallel.checkpoints.checkpoint import CheckpointError, DiskFull, WholeCheckpoint
 from parallel.checkpoints.files import (
+    MANIFEST,
     best_step,
     is_valid,
     latest_valid,
@@ -37,6 +38,7 @@ from parallel.megatron import platform
 from parallel.weights.hf_files import hidden_folder
 from tests.support.megatron_workers import run_ranks
 from tests.support.packed_batches import random_batch
+from tests.support.unreadable import unreadable
 from tests.trainer.studies.test_replay import recorded, same, with_random_experts
 from trainer import checkpointing as resume
 from trainer import learner as trainer_learner
@@ -378,6 +380,16 @@ def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(t
     run.critic.engine.save(tmp_path / "critic" / "step_000009", {"step": 9})
     checkpointer.save(4, run)
     assert [p.name for p in (tmp_path / "critic").iterdir()] == ["step_000004"]
+
+
+@pytest.mark.parametrize("number", (errno.ESTALE, errno.EIO))
+def test_a_critic_stays_where_its_policys_manifest_cannot_be_read_for_a_moment(tmp_path, monkeypatch, number):
+    data, saver = Data(), Checkpointer(tmp_path, CheckpointConfig(every=1, keep=2))
+    saver.after_step(1, learner(critic=True), data)
+    unreadable(monkeypatch, step_folder(tmp_path, 1) / MANIFEST, number)
+    saver.after_step(2, learner(critic=True), data)
+    monkeypatch.undo()
+    assert [*valid_checkpoints(tmp_path / "critic")] == [*valid_checkpoints(tmp_path)] == [1, 2]
 
 
 def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp_path):
