@@ -33,7 +33,14 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from configs.errors import ConfigError
-from parallel.checkpoints.files import is_valid, latest_valid, missing, step_folders, step_of
+from parallel.checkpoints.files import (
+    latest_valid,
+    missing,
+    step_folder,
+    step_folders,
+    step_of,
+    valid_checkpoints,
+)
 from rollout.run_key import RunKey, run_key
 from trainer.file_system import write_whole
 
@@ -117,10 +124,14 @@ class RunFolder:
         folders = [*step_folders(self.checkpoints).values()]
         return f" ({folders[-1].name}: {missing(folders[-1])})" if folders else ""
 
-    def has_critic_checkpoint(self) -> bool:
-        """Whether the newest checkpoint includes a critic's."""
-        newest = self.newest_checkpoint()
-        return newest is not None and is_valid(self.critic_checkpoints / newest.name)
+    def had_critic(self) -> bool:
+        """Whether any checkpoint, whole or not, is of a critic."""
+        return bool(step_folders(self.critic_checkpoints))
+
+    def newest_with_critic(self) -> Path | None:
+        """The newest checkpoint that is complete, and whose critic's is. A run with a critic goes on from it."""
+        steps = valid_checkpoints(self.checkpoints).keys() & valid_checkpoints(self.critic_checkpoints).keys()
+        return step_folder(self.checkpoints, max(steps)) if steps else None
 
     def has_final_model(self) -> bool:
         """Whether ``hf/`` is of the newest step. A run that was resumed and stopped has newer checkpoints.
