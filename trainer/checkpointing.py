@@ -167,7 +167,7 @@ class Checkpointer:
     def _prune(self) -> str | None:
         if self._best is not None:  # first, as it may name a step in the place of one that is removed
             try:
-                write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode())
+                write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode(), flush=True)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise

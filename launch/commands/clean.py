@@ -194,7 +194,7 @@ def _items(run: RunFolder) -> list[Item | LeftAlone]:
     return [*_checkpoints(run, config), *_leftovers(run)]
 
 
-def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
+def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item | LeftAlone]:
     if run.checkpoints.is_symlink():
         return
     complete = valid_checkpoints(run.checkpoints)
@@ -204,8 +204,10 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
         return  # which one the run keeps as its best is not known
     kept = [*complete][-config.checkpoint.keep :] + [step for step in complete if step == best]
     goes = {step: folder for step, folder in complete.items() if step not in kept and not folder.is_symlink()}
-    if goes and not is_finished(run, config):
+    notes = list[str]()
+    if goes and not is_finished(run, config, note=notes.append):
         goes = {}
+    yield from (LeftAlone(run.path, text) for text in notes)
     for folder in goes.values():
         yield Item(
             folder, f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"

@@ -42,7 +42,7 @@ from parallel.checkpoints.files import (
     valid_checkpoints,
 )
 from rollout.run_key import RunKey, run_key
-from trainer.file_system import write_whole
+from trainer.file_system import read_file, write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
@@ -138,10 +138,16 @@ class RunFolder:
 
         Whether all steps are done is another question: see ``launch.slurm.job.is_finished``.
         """
-        newest = self.newest_checkpoint()
-        if not self.hf.is_dir() or not self.summary.is_file():
-            return False
-        return newest is None or step_of(newest) <= json.loads(self.summary.read_text())["steps"]
+        newest, done = self.newest_checkpoint(), self.steps_of_model([])
+        return done is not None and (newest is None or (step_of(newest) or 0) <= done)
+
+    def steps_of_model(self, damaged: list[str]) -> int | None:
+        """The steps behind the model in ``hf/``; None where there is none, or where that cannot be read, so that it does not
+        count as the model of a finished run. ``damaged`` gets why not."""
+        if not self.hf.is_dir():
+            return None
+        result = read_file(self.summary, {"steps": int}, damaged)
+        return result and result["steps"]
 
     def claim(self) -> None:
         """Make this process the one that runs the folder. The lock ends with the process.
@@ -254,7 +260,7 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     be written."""
     folder = RunFolder(new_path(runs_dir, name))
     with _writing_in("launch.runs_dir", runs_dir):
-        write_whole(folder.config, config_yaml.encode())
+        write_whole(folder.config, config_yaml.encode(), flush=True)
     return folder
 
 
@@ -262,7 +268,7 @@ def change_config(folder: RunFolder, config_yaml: str) -> None:
     """Replace the config of a resumed run. Raises ConfigError where it cannot be written; the old config then
     stays."""
     with _writing_in("resume", folder.path):
-        write_whole(folder.config, config_yaml.encode())
+        write_whole(folder.config, config_yaml.encode(), flush=True)
 
 
 def new_path(runs_dir: Path, name: str) -> Path:
@@ -343,6 +349,6 @@ def point_latest(folder: RunFolder) -> None:
         print(f"{latest} stays as it is ({error.strerror}): name {folder.path} instead", flush=True)
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict, *, flush: bool = False) -> None:
     """See ``write_whole``."""
-    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode())
+    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode(), flush=flush)

@@ -166,7 +166,9 @@ def read_manifest(folder: Path) -> Manifest:
             )
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(world_size=content["world_size"], files=files)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
+    except (DamagedManifest, OtherFormat):
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DamagedManifest(f"{MANIFEST} is damaged: {error!r}") from None
     if not has_digest:
         raise DamagedManifest(f"{MANIFEST} is damaged: it has no SHA-256 of itself")
@@ -247,7 +249,7 @@ def best_step(root: Path) -> int | None:
         return int(json.loads((root / BEST).read_text())["step"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{root / BEST} cannot be read: {error!r}") from error
 
 

@@ -206,6 +206,18 @@ def test_what_cannot_be_read_for_a_moment_stays_and_so_does_its_critic(littered,
     assert stays <= files(run.path)
 
 
+def test_a_run_whose_summary_is_lost_is_not_finished_and_the_others_are_cleaned(littered, tmp_path):
+    lost = make_run(tmp_path / "runs" / "b", checkpoint={"every": 1, "keep": 1})
+    make_finished(lost)
+    for step in (8, 9):
+        make_checkpoint(lost.checkpoints, step)
+    lost.summary.write_text("")
+    before, (run, stays) = files(lost.path), littered
+    done = tandem("clean", "--apply", cwd=tmp_path)
+    assert (files(lost.path), files(run.path)) == (before, stays)
+    assert "left alone: runs/b: runs/b/summary.json cannot be read" in done.stdout
+
+
 def test_a_checkpoint_of_another_version_is_not_incomplete(littered, tmp_path):
     run, _ = littered
     other = make_checkpoint(run.checkpoints, 3, torn=True)
