@@ -97,6 +97,7 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
         if folder.ledger.exists():
             lines.append(("data", summary(read_ledger(folder.ledger))))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
+        lines += _model_line(folder)
     lines += _role_lines(folder, damaged, now) if running else []
     logs = ", ".join(file.stem for file in _log_files(folder))
     lines.append(("logs", f"{logs} (`tandem logs {folder.path} --role NAME`)" if logs else "none yet"))
@@ -219,6 +220,16 @@ def _checkpoint_text(folder: RunFolder, now: float) -> str:
         return "none"
     age = max(now - (newest / MANIFEST).stat().st_mtime, 0)
     return f"step {step_of(newest)}, written {duration(age)} ago"
+
+
+def _model_line(folder: RunFolder) -> list[tuple[str, str]]:
+    """For a run that went on past its model, and has no newer one yet."""
+    newest = folder.newest_checkpoint()
+    older = [path.name for path in (folder.hf, *folder.path.glob(f"{folder.hf.name}-*")) if path.is_dir()]
+    if newest is None or not older or folder.has_final_model():
+        return []
+    write = f"`tandem export {folder.path} OUT` writes that of step {step_of(newest)}"
+    return [("model", f"{', '.join(sorted(older))}: of earlier steps; {write}")]
 
 
 def _slurm_state(job: dict) -> str:

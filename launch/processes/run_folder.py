@@ -9,6 +9,7 @@ roles/ROLE.json    a role's address, once it is ready                checkpoints
 roles/NAME.beat    activity of a role or learner rank, while it lives; NAME.stopped: it was stopped (launch/processes/heartbeat.py)
 job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
+hf-step-8/         that of step 8, after which the run went on       adapter-step-8/               and its adapters
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
@@ -25,6 +26,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -148,6 +150,18 @@ class RunFolder:
             return None
         result = read_file(self.summary, {"steps": int}, damaged)
         return result and result["steps"]
+
+    def put_model_aside(self) -> list[tuple[Path, Path]]:
+        """Rename ``hf/`` and ``adapter/``, before the run goes on, to ``hf-step-8`` and ``adapter-step-8``: they must not pass
+        for the model of later steps. Returns (path before, path now) of each."""
+        done = self.steps_of_model([])
+        older = f"step-{done}" if done is not None else "older"
+        aside = []
+        for folder in filter(Path.is_dir, (self.hf, self.adapter)):
+            target = folder.with_name(f"{folder.name}-{older}")
+            shutil.rmtree(target, ignore_errors=True)  # of the same step, which was done again
+            aside.append((folder, folder.rename(target)))
+        return aside
 
     def claim(self) -> None:
         """Make this process the one that runs the folder. The lock ends with the process.
