@@ -16,6 +16,7 @@ from configs.schema.learner import CheckpointConfig
 from parallel.checkpoints.checkpoint import DiskFull, newest_whole
 from parallel.checkpoints.files import (
     BEST,
+    is_absent,
     is_valid,
     prune,
     remove,
@@ -166,7 +167,7 @@ class Checkpointer:
     def _prune(self) -> str | None:
         if self._best is not None:  # first, as it may name a step in the place of one that is removed
             try:
-                write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode())
+                write_whole(self._folder / BEST, json.dumps(asdict(self._best)).encode(), flush=True)
             except OSError as error:
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
@@ -179,9 +180,8 @@ class Checkpointer:
         return None
 
     def _remove_lone_critics(self) -> None:
-        kept = valid_checkpoints(self._folder)
-        for step, folder in valid_checkpoints(self._critic_folder).items():
-            if step not in kept:
+        for folder in valid_checkpoints(self._critic_folder).values():
+            if is_absent(self._folder / folder.name):  # not where it cannot be read: that may last a moment
                 remove(folder)
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:

@@ -1,24 +1,62 @@
-"""Files that are replaced whole or grow by lines, and the mounts of files: for all that a run or a command leaves behind."""
+"""Files that are replaced whole or grow by lines, how they are read, and the mounts of files: for all that a run or a
+command leaves behind."""
 
 import contextlib
+import json
 import os
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import yaml
 
-def write_whole(path: Path, content: bytes) -> None:
+
+def write_whole(path: Path, content: bytes, *, flush: bool = False) -> None:
     """Write or replace a file, and make its folder: a reader sees the old file or the new one, also after a failure
-    (OSError). Several processes may write one file."""
+    (OSError). Several processes may write one file.
+
+    flush: that holds after a loss of power too, which may leave the file empty otherwise. It waits for the disk, and so
+    for a checkpoint that is on its way there: not for a heartbeat, nor for each step.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        fresh.write_bytes(content)
+        with fresh.open("wb") as file:
+            file.write(content)
+            if flush:
+                file.flush()
+                os.fsync(file.fileno())
         fresh.replace(path)
     except OSError as error:
         error.filename = error.filename or str(path)  # a write to an open file names none
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
+
+
+def read_file(
+    file: Path,
+    fields: Mapping[str, type | tuple[type, ...]],
+    damaged: list[str],
+    parse: Callable[[str], object] = json.loads,
+) -> dict | None:
+    """The content of a file that has at least these fields, of these types. None where the file is missing or
+    damaged; ``damaged`` gets what is wrong."""
+    try:
+        content = parse(file.read_text())
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        damaged.append(f"{file} cannot be read ({' '.join(str(error).split())})")
+        return None
+    if not isinstance(content, dict):
+        damaged.append(f"{file} holds no block of keys")
+        return None
+    wrong = [name for name, kind in fields.items() if not isinstance(content.get(name), kind)]
+    if wrong:
+        damaged.append(f"{file} lacks a sound {wrong[0]!r}")
+        return None
+    return content
 
 
 class LineFile:

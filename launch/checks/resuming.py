@@ -27,10 +27,15 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
     if newest is None:
         reason = folder.why_no_checkpoint()
         yield f"resume: {resume} holds no complete checkpoint to go on from{reason}; {way_on(folder)}"
-    elif config.critic is not None and not folder.has_critic_checkpoint():
+    elif config.critic is not None and not folder.had_critic():
         yield (
             f"resume: {resume} was trained without a critic, which advantage.type=gae needs; keep the run's own advantage, or start "
             "a new run from its exported model"
+        )
+    elif config.critic is not None and (newest := folder.newest_with_critic()) is None:
+        yield (
+            f"resume: {resume} holds no step whose checkpoints of policy and critic are both complete; put one back from a copy, "
+            "or start a new run from the run's exported model"
         )
     if newest is not None and config.steps < (done := step_of(newest) or 0):
         yield f"resume: {resume} has done {done} steps, and steps={config.steps} is below; give steps={done} or more"

@@ -25,14 +25,7 @@ from launch.processes.run_folder import RunFolder, locked
 from launch.processes.sweeping import Sweep
 from launch.slurm.job import is_finished, recorded_job, running_elsewhere
 from launch.tables import aligned
-from parallel.checkpoints.files import (
-    OtherFormat,
-    best_step,
-    is_valid,
-    read_manifest,
-    step_folders,
-    valid_checkpoints,
-)
+from parallel.checkpoints.files import best_step, is_torn, is_valid, step_folders, valid_checkpoints
 from parallel.planning.memory import size_text
 
 RECENT_S = 600.0
@@ -201,7 +194,7 @@ def _items(run: RunFolder) -> list[Item | LeftAlone]:
     return [*_checkpoints(run, config), *_leftovers(run)]
 
 
-def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
+def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item | LeftAlone]:
     if run.checkpoints.is_symlink():
         return
     complete = valid_checkpoints(run.checkpoints)
@@ -211,15 +204,20 @@ def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item]:
         return  # which one the run keeps as its best is not known
     kept = [*complete][-config.checkpoint.keep :] + [step for step in complete if step == best]
     goes = {step: folder for step, folder in complete.items() if step not in kept and not folder.is_symlink()}
-    if goes and not is_finished(run, config):
+    notes = list[str]()
+    if goes and not is_finished(run, config, note=notes.append):
         goes = {}
+    yield from (LeftAlone(run.path, text) for text in notes)
     for folder in goes.values():
         yield Item(
             folder, f"finished, and newer checkpoints are kept (checkpoint.keep={config.checkpoint.keep})"
         )
     yield from _broken_checkpoints(run, has_result=bool(kept) or run.has_final_model())
     if kept:
-        yield from _critic_checkpoints(run, policy_steps=complete.keys() - goes.keys())
+        policies = step_folders(run.checkpoints).items()
+        yield from _critic_checkpoints(
+            run, policy_steps={step for step, folder in policies if step not in goes and not is_torn(folder)}
+        )
 
 
 def _broken_checkpoints(run: RunFolder, *, has_result: bool) -> Iterator[Item]:
@@ -231,31 +229,18 @@ def _broken_checkpoints(run: RunFolder, *, has_result: bool) -> Iterator[Item]:
             elif SET_ASIDE.fullmatch(path.name) and has_result:
                 yield Item(path, "damaged, and put aside")
     for folder in step_folders(run.checkpoints).values():
-        if has_result and _is_torn(folder):
+        if has_result and not folder.is_symlink() and is_torn(folder):
             yield Item(folder, "incomplete, and another one is complete")
 
 
 def _critic_checkpoints(run: RunFolder, policy_steps: Set[int]) -> Iterator[Item]:
-    """policy_steps: those that have a checkpoint of the policy, and keep it."""
+    """policy_steps: those that have a checkpoint of the policy, and keep it, or whose checkpoint cannot be read now."""
     if run.critic_checkpoints.is_symlink():
         return
     for step, folder in step_folders(run.critic_checkpoints).items():
-        is_ours = not folder.is_symlink() and (is_valid(folder) or _is_torn(folder))
+        is_ours = not folder.is_symlink() and (is_valid(folder) or is_torn(folder))
         if step not in policy_steps and is_ours:
             yield Item(folder, "of the critic, without the policy's of this step")
-
-
-def _is_torn(folder: Path) -> bool:
-    """Whether a checkpoint lacks files or its manifest; one of another version is not known to."""
-    if folder.is_symlink() or is_valid(folder):
-        return False
-    try:
-        read_manifest(folder)
-    except (OtherFormat, OSError):
-        return False
-    except ValueError:
-        return True
-    return True
 
 
 def _leftovers(run: RunFolder) -> Iterator[Item]:

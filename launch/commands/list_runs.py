@@ -6,9 +6,10 @@ from pathlib import Path
 import yaml
 
 from launch.checks.arguments import BadInput
-from launch.commands.status import brief_state, read_file
+from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
+from trainer.file_system import read_file
 from trainer.metric_names import known
 from trainer.tracking.tracker import duration, rows_from_the_end
 

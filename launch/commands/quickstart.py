@@ -73,7 +73,7 @@ def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool
     assert folder is not None  # only a dry run gives None
     summary = json.loads(folder.summary.read_text())
     summary["seconds"] |= {part: round(value, 2) for part, value in seconds.items()}
-    write_json(folder.summary, summary)
+    write_json(folder.summary, summary, flush=True)
     if study:
         left = duration(study_s * seconds["warm_start"] / WARM_START_S)
         text = "a rollout of int2 weights, which is another policy than the learner's: taken for the old policy, and corrected"

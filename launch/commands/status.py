@@ -5,7 +5,6 @@ folder.
 """
 
 import codecs
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from launch.processes.run_folder import RunFolder
 from launch.slurm.job import ask_squeue
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
-from trainer.file_system import mount_of
+from trainer.file_system import mount_of, read_file
 from trainer.metric_names import known
 from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.tracker import duration, read_metrics
@@ -98,6 +97,7 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
         if folder.ledger.exists():
             lines.append(("data", summary(read_ledger(folder.ledger))))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
+        lines += _model_line(folder)
     lines += _role_lines(folder, damaged, now) if running else []
     logs = ", ".join(file.stem for file in _log_files(folder))
     lines.append(("logs", f"{logs} (`tandem logs {folder.path} --role NAME`)" if logs else "none yet"))
@@ -121,8 +121,8 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return f"waiting in the queue ({in_slurm})"
     if read_file(folder.summary, OWN_RESULT, []):
         return "finished"
-    result = read_file(folder.summary, {"steps": int}, damaged) if folder.hf.is_dir() else None
-    if result and folder.has_final_model() and (config is None or result["steps"] >= config["steps"]):
+    done = folder.steps_of_model(damaged)
+    if done is not None and folder.has_final_model() and (config is None or done >= config["steps"]):
         return "finished"
     if stopped := read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
         again = f"it goes on with `{next_command(folder)}`"
@@ -222,6 +222,16 @@ def _checkpoint_text(folder: RunFolder, now: float) -> str:
     return f"step {step_of(newest)}, written {duration(age)} ago"
 
 
+def _model_line(folder: RunFolder) -> list[tuple[str, str]]:
+    """For a run that went on past its model, and has no newer one yet."""
+    newest = folder.newest_checkpoint()
+    older = [path.name for path in (folder.hf, *folder.path.glob(f"{folder.hf.name}-*")) if path.is_dir()]
+    if newest is None or not older or folder.has_final_model():
+        return []
+    write = f"`tandem export {folder.path} OUT` writes that of step {step_of(newest)}"
+    return [("model", f"{', '.join(sorted(older))}: of earlier steps; {write}")]
+
+
 def _slurm_state(job: dict) -> str:
     """The state of a job by Slurm, with nodes and time left; "" where there is no Slurm or it has forgotten the
     job; begins with SILENT where Slurm does not say."""
@@ -286,31 +296,6 @@ def _kernel_name_of(lock: Path) -> str:
     inode, mount = mount_of(lock)
     device = re.match(r"\d+ \d+ (\d+):(\d+) ", mount)
     return f" {int(device[1]):02x}:{int(device[2]):02x}:{inode} " if device else f":{inode} "
-
-
-def read_file(
-    file: Path,
-    fields: Mapping[str, type | tuple[type, ...]],
-    damaged: list[str],
-    parse: Callable[[str], object] = json.loads,
-) -> dict | None:
-    """The content of a file that has at least these fields, of these types. None where the file is missing or
-    damaged; ``damaged`` gets what is wrong."""
-    try:
-        content = parse(file.read_text())
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
-        damaged.append(f"{file} cannot be read ({' '.join(str(error).split())})")
-        return None
-    if not isinstance(content, dict):
-        damaged.append(f"{file} holds no block of keys")
-        return None
-    wrong = [name for name, kind in fields.items() if not isinstance(content.get(name), kind)]
-    if wrong:
-        damaged.append(f"{file} lacks a sound {wrong[0]!r}")
-        return None
-    return content
 
 
 def _log_files(folder: RunFolder) -> list[Path]:

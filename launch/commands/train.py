@@ -90,9 +90,13 @@ def train(
 def _finished(config: RunConfig) -> str:
     """The line for a run that is to go on and has done all its steps; "" otherwise. It is no error: whoever starts a run
     again until it is finished, as a job of Slurm does, is done."""
-    if config.resume is None or not is_finished(RunFolder(config.resume), config):
+    if config.resume is None or not is_finished(RunFolder(config.resume), config, note=_print_note):
         return ""
     return f"{config.resume} is finished, with steps={config.steps}; for more: `tandem resume {config.resume} steps=N`"
+
+
+def _print_note(text: str) -> None:
+    print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -165,7 +169,7 @@ def sft(
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         supervisor.start(role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
         supervisor.wait_until_done("sft-rank")
-    write_json(folder.summary, {"model": str(config.output.resolve()), "steps": config.steps})
+    write_json(folder.summary, {"model": str(config.output.resolve()), "steps": config.steps}, flush=True)
     print(f"warm-started model: {config.output}", flush=True)
     return config.output
 
@@ -205,7 +209,7 @@ def evaluate(
         error = f"{config_path}: the task has no held-out problems to evaluate on"
         raise RoleFailed(f"{error}; raise task.heldout_fraction")
     summary, text = _evaluation_summary(result, config.model.path)
-    write_json(folder.summary, summary)
+    write_json(folder.summary, summary, flush=True)
     print(f"{text}; {folder.summary}", flush=True)
     return result.accuracy
 

@@ -9,6 +9,7 @@ roles/ROLE.json    a role's address, once it is ready                checkpoints
 roles/NAME.beat    activity of a role or learner rank, while it lives; NAME.stopped: it was stopped (launch/processes/heartbeat.py)
 job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
+hf-step-8/         that of step 8, after which the run went on       adapter-step-8/               and its adapters
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
@@ -25,6 +26,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +35,16 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from configs.errors import ConfigError
-from parallel.checkpoints.files import is_valid, latest_valid, missing, step_folders, step_of
+from parallel.checkpoints.files import (
+    latest_valid,
+    missing,
+    step_folder,
+    step_folders,
+    step_of,
+    valid_checkpoints,
+)
 from rollout.run_key import RunKey, run_key
-from trainer.file_system import write_whole
+from trainer.file_system import read_file, write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
@@ -117,20 +126,42 @@ class RunFolder:
         folders = [*step_folders(self.checkpoints).values()]
         return f" ({folders[-1].name}: {missing(folders[-1])})" if folders else ""
 
-    def has_critic_checkpoint(self) -> bool:
-        """Whether the newest checkpoint includes a critic's."""
-        newest = self.newest_checkpoint()
-        return newest is not None and is_valid(self.critic_checkpoints / newest.name)
+    def had_critic(self) -> bool:
+        """Whether any checkpoint, whole or not, is of a critic."""
+        return bool(step_folders(self.critic_checkpoints))
+
+    def newest_with_critic(self) -> Path | None:
+        """The newest checkpoint that is complete, and whose critic's is. A run with a critic goes on from it."""
+        steps = valid_checkpoints(self.checkpoints).keys() & valid_checkpoints(self.critic_checkpoints).keys()
+        return step_folder(self.checkpoints, max(steps)) if steps else None
 
     def has_final_model(self) -> bool:
         """Whether ``hf/`` is of the newest step. A run that was resumed and stopped has newer checkpoints.
 
         Whether all steps are done is another question: see ``launch.slurm.job.is_finished``.
         """
-        newest = self.newest_checkpoint()
-        if not self.hf.is_dir() or not self.summary.is_file():
-            return False
-        return newest is None or step_of(newest) <= json.loads(self.summary.read_text())["steps"]
+        newest, done = self.newest_checkpoint(), self.steps_of_model([])
+        return done is not None and (newest is None or (step_of(newest) or 0) <= done)
+
+    def steps_of_model(self, damaged: list[str]) -> int | None:
+        """The steps behind the model in ``hf/``; None where there is none, or where that cannot be read, so that it does not
+        count as the model of a finished run. ``damaged`` gets why not."""
+        if not self.hf.is_dir():
+            return None
+        result = read_file(self.summary, {"steps": int}, damaged)
+        return result and result["steps"]
+
+    def put_model_aside(self) -> list[tuple[Path, Path]]:
+        """Rename ``hf/`` and ``adapter/``, before the run goes on, to ``hf-step-8`` and ``adapter-step-8``: they must not pass
+        for the model of later steps. Returns (path before, path now) of each."""
+        done = self.steps_of_model([])
+        older = f"step-{done}" if done is not None else "older"
+        aside = []
+        for folder in filter(Path.is_dir, (self.hf, self.adapter)):
+            target = folder.with_name(f"{folder.name}-{older}")
+            shutil.rmtree(target, ignore_errors=True)  # of the same step, which was done again
+            aside.append((folder, folder.rename(target)))
+        return aside
 
     def claim(self) -> None:
         """Make this process the one that runs the folder. The lock ends with the process.
@@ -243,7 +274,7 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     be written."""
     folder = RunFolder(new_path(runs_dir, name))
     with _writing_in("launch.runs_dir", runs_dir):
-        write_whole(folder.config, config_yaml.encode())
+        write_whole(folder.config, config_yaml.encode(), flush=True)
     return folder
 
 
@@ -251,7 +282,7 @@ def change_config(folder: RunFolder, config_yaml: str) -> None:
     """Replace the config of a resumed run. Raises ConfigError where it cannot be written; the old config then
     stays."""
     with _writing_in("resume", folder.path):
-        write_whole(folder.config, config_yaml.encode())
+        write_whole(folder.config, config_yaml.encode(), flush=True)
 
 
 def new_path(runs_dir: Path, name: str) -> Path:
@@ -332,6 +363,6 @@ def point_latest(folder: RunFolder) -> None:
         print(f"{latest} stays as it is ({error.strerror}): name {folder.path} instead", flush=True)
 
 
-def write_json(path: Path, content: dict) -> None:
+def write_json(path: Path, content: dict, *, flush: bool = False) -> None:
     """See ``write_whole``."""
-    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode())
+    write_whole(path, f"{json.dumps(content, indent=2)}\n".encode(), flush=flush)

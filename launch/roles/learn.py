@@ -88,6 +88,9 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
     if tracker is not None:
         tracker.say("the steps are done; the model and the report are being written")
     tell_once(run, "best checkpoint", run.checkpointer.save_before_export(run.learner, run.sampler))
+    if tracker is not None:
+        # Of an earlier end of the run. A kill before the new one must not leave the new model with its steps.
+        folder.summary.unlink(missing_ok=True)
     run.learner.save_hf(folder.hf)
     run.learner.save_adapter(folder.adapter)
     if tracker is not None:
@@ -144,6 +147,7 @@ def build_run(
     if learner.is_first_rank:
         forget_lost_steps(folder, recorder, resumed_from)
         forget_trace(folder, config, resumed_from)
+        checkpointer.notices += put_older_model_aside(folder, config, resumed_from)
     # The tracker comes last: an error after it is open would leave it open.
     tracker = Tracker(config, folder.path, resumed_from_step=resumed_from) if learner.is_first_rank else None
     ledger = Ledger(folder.ledger, keep_until=resumed_from or 0) if learner.is_first_rank else None
@@ -177,6 +181,16 @@ def forget_trace(folder: RunFolder, config: RunConfig, resumed_from: int | None)
     process has come to a step yet."""
     if resumed_from is None or config.tracking.trace.end > resumed_from + 1:
         shutil.rmtree(folder.trace, ignore_errors=True)
+
+
+def put_older_model_aside(folder: RunFolder, config: RunConfig, resumed_from: int | None) -> list[str]:
+    """Rename the model of an earlier end of the run if this one goes on past it. Returns the notices of it, which are on the
+    console already."""
+    aside = folder.put_model_aside() if (resumed_from or 0) < config.steps else []
+    notices = [f"the run goes on past its {path.name}/, which is now {older}" for path, older in aside]
+    for notice in notices:
+        print(notice, flush=True)
+    return notices
 
 
 def compare_engines(run: "Run") -> None:

@@ -73,7 +73,7 @@ def new_study(config: RunConfig, study: str) -> RunFolder:
 def finish_study(folder: RunFolder, config: RunConfig, result: str) -> None:
     """result: the name of the file with what was found."""
     found = {"model": str(config.model.path), "result": str(folder.path.resolve() / result)}
-    run_folder.write_json(folder.summary, found)
+    run_folder.write_json(folder.summary, found, flush=True)
     folder.release()
 
 

@@ -27,5 +27,5 @@ def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
         "steps": max((s["step"] for s in steps), default=0),
         "seconds": {part: round(value, 2) for part, value in (spent | dict(seconds)).items()},
     }
-    write_json(folder.summary, summary)
+    write_json(folder.summary, summary, flush=True)
     return summary

@@ -73,7 +73,7 @@ def run_job(run: Path) -> int:
         job = Job.of_environment()
     except RuntimeError as error:
         raise RoleFailed(str(error)) from error
-    if is_finished(folder, config):
+    if is_finished(folder, config, note=_print_message):
         print(f"{folder.path} is finished; nothing is left to do", flush=True)
         return 0
     _check(job, folder, config)

@@ -1,15 +1,16 @@
 """A Slurm job, seen from inside and from outside: ``RUN/job.json`` {job_id, nodes, restart}, and
 ``RUN/restarts.json``."""
 
-import json
 import os
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.processes.run_folder import RunFolder, write_json
+from trainer.file_system import read_file
 
 TIMEOUT_S = 60
 """Limit of a command to Slurm's controller."""
@@ -51,7 +52,8 @@ class Job:
     def record(self, folder: RunFolder) -> None:
         """An element of an array is recorded as ARRAY_ELEMENT, as ``tandem slurm`` does: its log has this name."""
         name = next(iter(self.names - {self.id}), self.id)
-        write_json(folder.job, {"job_id": name, "nodes": list(self.nodes), "restart": self.restart})
+        content = {"job_id": name, "nodes": list(self.nodes), "restart": self.restart}
+        write_json(folder.job, content, flush=True)
 
     def requeue(self) -> None:
         """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses."""
@@ -65,10 +67,8 @@ class Job:
 
 def recorded_job(folder: RunFolder) -> str | None:
     """The job that last ran this folder, or was submitted to run it."""
-    try:
-        return json.loads(folder.job.read_text())["job_id"]
-    except (FileNotFoundError, ValueError, KeyError):
-        return None
+    job = read_file(folder.job, {"job_id": (str, int)}, [])
+    return job and str(job["job_id"])
 
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
@@ -89,9 +89,16 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     return other if set(states) - OVER else None
 
 
-def is_finished(folder: RunFolder, config: RunConfig) -> bool:
-    """Whether all steps are done and the model is written."""
-    return folder.has_final_model() and json.loads(folder.summary.read_text())["steps"] >= config.steps
+def is_finished(
+    folder: RunFolder, config: RunConfig, note: Callable[[str], object] = lambda text: None
+) -> bool:
+    """Whether all steps are done and the model is written. Not where that cannot be read, of which ``note`` gets the
+    reason: going on writes it again."""
+    damaged: list[str] = []
+    done = folder.steps_of_model(damaged)
+    for text in damaged:
+        note(f"{text}, so the run does not count as finished")
+    return done is not None and done >= config.steps and folder.has_final_model()
 
 
 def may_restart(folder: RunFolder, limit: int) -> bool:
@@ -103,7 +110,7 @@ def may_restart(folder: RunFolder, limit: int) -> bool:
     if failures > limit:
         folder.restarts.unlink(missing_ok=True)  # a start by hand begins anew
         return False
-    write_json(folder.restarts, {"checkpoint": _newest(folder), "failures": failures})
+    write_json(folder.restarts, {"checkpoint": _newest(folder), "failures": failures}, flush=True)
     return True
 
 
@@ -121,11 +128,8 @@ def pause_s(folder: RunFolder) -> float:
 
 def _failures(folder: RunFolder) -> int:
     """Number of starts since the newest checkpoint."""
-    try:
-        before = json.loads(folder.restarts.read_text())
-        return before["failures"] if before["checkpoint"] == _newest(folder) else 0
-    except (FileNotFoundError, ValueError, KeyError):
-        return 0
+    before = read_file(folder.restarts, {"failures": int}, [])
+    return before["failures"] if before and before.get("checkpoint") == _newest(folder) else 0
 
 
 def _newest(folder: RunFolder) -> str | None:

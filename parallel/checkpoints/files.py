@@ -102,17 +102,44 @@ def is_valid(folder: Path) -> bool:
 def missing(folder: Path) -> str | None:
     """The reason why a checkpoint is incomplete, naming the file; None for a complete one."""
     try:
+        return _lack(folder)
+    except (OSError, OtherFormat) as error:
+        return str(error)
+
+
+def is_torn(folder: Path) -> bool:
+    """Whether a checkpoint is known to lack something. An error of reading, which may last a moment, is no knowledge, nor
+    is another version's manifest."""
+    try:
+        return _lack(folder) is not None
+    except (OSError, OtherFormat):
+        return False
+
+
+def is_absent(folder: Path) -> bool:
+    """Whether there is no checkpoint, as it has no folder or no manifest. An error of reading does not mean that."""
+    try:
+        (folder / MANIFEST).stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
+def _lack(folder: Path) -> str | None:
+    """What a checkpoint lacks. Raises OSError where that cannot be seen, and OtherFormat."""
+    try:
         manifest = read_manifest(folder)
-    except (OSError, ValueError) as error:
+    except DamagedManifest as error:
         return str(error)
     differences = (_size_difference(folder, name, record) for name, record in manifest.files.items())
     return next(filter(None, differences), None)
 
 
 def _size_difference(folder: Path, name: str, record: FileRecord) -> str | None:
+    """Raises OSError where the size cannot be seen."""
     try:
         size = (folder / name).stat().st_size
-    except OSError as error:
+    except FileNotFoundError as error:
         return f"{name} cannot be read ({error.strerror})"
     return None if size == record.bytes else f"{name} has {size} bytes, of which {record.bytes} were written"
 
@@ -139,7 +166,9 @@ def read_manifest(folder: Path) -> Manifest:
             )
         files = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(world_size=content["world_size"], files=files)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, RecursionError) as error:
+    except (DamagedManifest, OtherFormat):
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
         raise DamagedManifest(f"{MANIFEST} is damaged: {error!r}") from None
     if not has_digest:
         raise DamagedManifest(f"{MANIFEST} is damaged: it has no SHA-256 of itself")
@@ -220,7 +249,7 @@ def best_step(root: Path) -> int | None:
         return int(json.loads((root / BEST).read_text())["step"])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ValueError(f"{root / BEST} cannot be read: {error!r}") from error
 
 

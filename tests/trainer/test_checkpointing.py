@@ -25,6 +25,7 @@ from launch.processes.run_folder import RunFolder
 from launch.roles import learn as learning
 from parallel.checkpoints.checkpoint import CheckpointError, DiskFull, WholeCheckpoint
 from parallel.checkpoints.files import (
+    MANIFEST,
     best_step,
     is_valid,
     latest_valid,
@@ -37,6 +38,7 @@ from parallel.megatron import platform
 from parallel.weights.hf_files import hidden_folder
 from tests.support.megatron_workers import run_ranks
 from tests.support.packed_batches import random_batch
+from tests.support.unreadable import unreadable
 from tests.trainer.studies.test_replay import recorded, same, with_random_experts
 from trainer import checkpointing as resume
 from trainer import learner as trainer_learner
@@ -233,6 +235,49 @@ def test_before_the_export_the_last_step_is_saved_where_it_could_be_lost(
     assert sorted(p.name for p in tmp_path.glob("step_*")) == found
 
 
+@pytest.mark.parametrize(
+    ("summary", "steps", "resumed_from", "found"),
+    [
+        ('{"steps": 8}', 12, 8, {"hf-step-8": "of step 8", "adapter-step-8": "of step 8"}),
+        ('{"steps": 8}', 8, 8, {"hf": "of step 8", "adapter": "of step 8"}),  # the end alone is done again
+        ("", 12, 8, {"hf-older": "of step 8", "adapter-older": "of step 8"}),
+        ('{"steps": 8}', 12, None, {"hf-step-8": "of step 8", "adapter-step-8": "of step 8"}),
+    ],
+)
+def test_the_model_of_an_earlier_end_does_not_pass_for_that_of_later_steps(
+    tmp_path, capsys, summary, steps, resumed_from, found
+):
+    folder, config = RunFolder(tmp_path), load_config(RECIPE, ["model.path=m", f"steps={steps}"])
+    for exported in (folder.hf, folder.adapter):
+        exported.mkdir()
+        (exported / "model.safetensors").write_text("of step 8")
+    folder.summary.write_text(summary)
+    older = folder.path / "hf-step-8"
+    older.mkdir()  # the same step, before it was done again
+    notices = learning.put_older_model_aside(folder, config, resumed_from)
+    left = {path.name: path for path in tmp_path.iterdir() if path.is_dir() and any(path.iterdir())}
+    assert {name: (path / "model.safetensors").read_text() for name, path in left.items()} == found
+    assert len(notices) == (0 if "hf" in found else 2)
+    assert capsys.readouterr().out.splitlines() == notices
+
+
+def test_a_kill_while_the_model_is_written_leaves_no_steps_of_an_older_one(tmp_path):
+    """They would name the new model's folder, and count it as that of a finished run, or of an unfinished one."""
+
+    def killed(folder: Path) -> None:
+        raise KeyboardInterrupt
+
+    folder = RunFolder(tmp_path)
+    folder.summary.write_text('{"steps": 8}')
+    run = SimpleNamespace(
+        tracker=Mock(), checkpointer=Mock(), learner=SimpleNamespace(save_hf=killed), sampler=None
+    )
+    run.checkpointer.save_before_export.return_value = None
+    with pytest.raises(KeyboardInterrupt):
+        learning.export(run, folder, start_up_s=0.0, training_s=0.0)
+    assert not folder.summary.exists()
+
+
 ACCURACIES = {0: 0.1, 2: 0.5, 4: 0.5, 6: 0.7, 8: 0.6}
 
 
@@ -378,6 +423,16 @@ def test_a_critic_without_its_policy_is_never_kept_in_the_place_of_one_with_it(t
     run.critic.engine.save(tmp_path / "critic" / "step_000009", {"step": 9})
     checkpointer.save(4, run)
     assert [p.name for p in (tmp_path / "critic").iterdir()] == ["step_000004"]
+
+
+@pytest.mark.parametrize("number", (errno.ESTALE, errno.EIO))
+def test_a_critic_stays_where_its_policys_manifest_cannot_be_read_for_a_moment(tmp_path, monkeypatch, number):
+    data, saver = Data(), Checkpointer(tmp_path, CheckpointConfig(every=1, keep=2))
+    saver.after_step(1, learner(critic=True), data)
+    unreadable(monkeypatch, step_folder(tmp_path, 1) / MANIFEST, number)
+    saver.after_step(2, learner(critic=True), data)
+    monkeypatch.undo()
+    assert [*valid_checkpoints(tmp_path / "critic")] == [*valid_checkpoints(tmp_path)] == [1, 2]
 
 
 def test_the_newest_checkpoint_is_by_number_and_of_a_format_that_can_be_read(tmp_path):

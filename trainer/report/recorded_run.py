@@ -1,6 +1,5 @@
 """A run as its report sees it: what its folder records, read into series, alarms and notes. Nothing is drawn here."""
 
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from trainer.file_system import read_file
 from trainer.metric_names import known
 from trainer.report.drawing import Recorded, Series, is_drawn
 from trainer.report.pictures import FLAT_MEANS, PICTURES, Buckets, Lines, Panel
@@ -95,11 +95,8 @@ def _read_summary(run: RecordedRun) -> dict[str, Any]:
             "The run has no summary.json: it is not finished, or was stopped. Figures show what was recorded until now."
         )
         return {}
-    try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        summary = None
-    if not isinstance(summary, dict):
+    summary = read_file(path, {}, [])
+    if summary is None:
         run.notes.append("summary.json is not readable and was left out.")
         return {}
     done = summary.get("steps")

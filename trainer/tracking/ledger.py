@@ -53,7 +53,7 @@ class Ledger:
 
     def __init__(self, path: Path, *, keep_until: int):
         kept = [line for line in read_ledger(path) if line.step <= keep_until] if path.exists() else []
-        write_whole(path, "".join(f"{json.dumps(line.model_dump())}\n" for line in kept).encode())
+        write_whole(path, "".join(f"{json.dumps(line.model_dump())}\n" for line in kept).encode(), flush=True)
         self._file = LineFile(path)
 
     def enter(self, step: int, stats: SamplingStats) -> None:

@@ -102,7 +102,7 @@ def _keep_until(path: Path, step: int, then: Sequence[Mapping[str, Any]] = ()) -
     """Replace the file, in one move, by its whole lines up to ``step`` and then ``then``; returns these lines."""
     rows = read_metrics(path) if path.exists() else []
     kept = [*(row for row in rows if row["step"] <= step), *then]
-    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept).encode())
+    write_whole(path, "".join(f"{json.dumps(row)}\n" for row in kept).encode(), flush=True)
     return kept
 
 

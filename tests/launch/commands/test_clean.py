@@ -1,5 +1,6 @@
 """``tandem clean`` on folders made here: what is listed and removed, and what never is."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import yaml
 from launch.processes.run_folder import RunFolder, locked, write_json
 from parallel.checkpoints.files import MANIFEST, write_manifest
 from tests.support.command import tandem
+from tests.support.unreadable import unreadable
 
 MODEL = {"path": "m"}
 
@@ -194,6 +196,26 @@ def test_links_and_folders_of_others_are_left_alone(littered, tmp_path):
     done = tandem("clean", "--apply", cwd=tmp_path)
     assert done.returncode == 0 and "is not a config of this version" in done.stdout
     assert files(tmp_path) == before
+
+
+def test_what_cannot_be_read_for_a_moment_stays_and_so_does_its_critic(littered, tmp_path, monkeypatch):
+    run, stays = littered
+    unreadable(monkeypatch, run.checkpoints / "step_000008" / MANIFEST, errno.ESTALE)
+    assert tandem("clean", str(tmp_path / "runs"), "--apply", cwd=tmp_path).returncode == 0
+    monkeypatch.undo()
+    assert stays <= files(run.path)
+
+
+def test_a_run_whose_summary_is_lost_is_not_finished_and_the_others_are_cleaned(littered, tmp_path):
+    lost = make_run(tmp_path / "runs" / "b", checkpoint={"every": 1, "keep": 1})
+    make_finished(lost)
+    for step in (8, 9):
+        make_checkpoint(lost.checkpoints, step)
+    lost.summary.write_text("")
+    before, (run, stays) = files(lost.path), littered
+    done = tandem("clean", "--apply", cwd=tmp_path)
+    assert (files(lost.path), files(run.path)) == (before, stays)
+    assert "left alone: runs/b: runs/b/summary.json cannot be read" in done.stdout
 
 
 def test_a_checkpoint_of_another_version_is_not_incomplete(littered, tmp_path):

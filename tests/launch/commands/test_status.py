@@ -16,7 +16,7 @@ from launch.checks.arguments import BadInput
 from launch.commands import train as training
 from launch.commands.status import _kernel_name_of, brief_state, holders_of, lock_holders, log_files, status
 from launch.processes.going_on import way_on
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.stopping import Stopped
 from launch.processes.supervisor import RoleFailed
 from parallel.checkpoints.files import write_manifest
@@ -107,6 +107,19 @@ def test_the_time_left_counts_what_is_between_steps(folder):
     checkpoint(folder, 20, ago_s=1.0)
     folder.claim()
     assert "25 of 40 (62%), 2.0 s a step, about 1m00s left;" in lines_of(folder)["step"]
+
+
+def test_a_model_of_earlier_steps_is_told_with_the_way_to_the_newest(folder):
+    checkpoint(folder, 8, ago_s=9.0)
+    folder.hf.mkdir()
+    write_json(folder.summary, {"steps": 8})
+    assert "model" not in lines_of(folder)
+    checkpoint(folder, 20, ago_s=1.0)
+    for name in ("hf", "hf-step-8"):  # the first where an earlier version resumed the run
+        assert lines_of(folder)["model"] == (
+            f"{name}: of earlier steps; `tandem export {folder.path} OUT` writes that of step 20"
+        )
+        folder.put_model_aside()
 
 
 def test_a_look_takes_no_lock(folder):

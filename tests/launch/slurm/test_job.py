@@ -2,6 +2,7 @@
 in place of the role, and a ``scontrol`` that writes down what it is asked. What the real ones do is in
 test_slurm.py."""
 
+import errno
 import json
 import os
 import re
@@ -22,12 +23,13 @@ import pytest
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, write_json
 from launch.slurm import inside_job as supervision
 from launch.slurm import job as jobs
 from launch.slurm.job import Job
 from launch.slurm.script import place_of_array
 from parallel.checkpoints.files import Manifest, write_manifest
+from tests.support.unreadable import unreadable
 
 ROOT = Path(__file__).resolve().parents[3]
 DEADLINE_S = 240
@@ -63,6 +65,16 @@ FAKES = {
         print(os.environ["FAKE_STATE"])
     """,
 }
+DAMAGED = (
+    "",
+    "[]",
+    "null",
+    "{}",
+    '"x"',
+    '{"steps": "2", "job_id": [1], "failures": "x"}',
+    "[" * 3000,
+    "9" * 5000,
+)
 WAITS = "import time; time.sleep(600)"
 HEADER = """
     import json, sys, time
@@ -79,7 +91,7 @@ HEADER = """
         (folder / "complete.json").write_text(MANIFEST)
 """
 FINISHES = """
-    (run / "hf").mkdir()
+    (run / "hf").mkdir(exist_ok=True)
     with (run / "console.log").open("a") as console:
         console.write("the last line\\n")
     write(run / "summary.json", {"steps": 2, "accuracy_before": 0.25, "accuracy_after": 0.75})
@@ -516,6 +528,37 @@ def test_a_newer_checkpoint_begins_the_count_of_failures_anew(tmp_path):
     assert [jobs.may_restart(folder, 2) for _ in range(4)] == [True, True, False, True]
 
 
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_of_a_run_says_nothing_and_ends_no_job(tmp_path, text):
+    folder, notes = RunFolder(tmp_path), list[str]()
+    folder.hf.mkdir()
+    for file in (folder.summary, folder.job, folder.restarts):
+        file.write_text(text)
+    assert not folder.has_final_model()
+    assert not jobs.is_finished(folder, config_with(), note=notes.append)
+    assert [str(folder.summary) in note for note in notes] == [True]
+    assert jobs.recorded_job(folder) is None
+    assert jobs.pause_s(folder) == 0 and jobs.may_restart(folder, 1)
+
+
+def test_a_summary_that_cannot_be_read_for_a_moment_is_not_the_end(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+    folder.hf.mkdir()
+    write_json(folder.summary, {"steps": 2})
+    unreadable(monkeypatch, folder.summary, errno.ESTALE)
+    assert not jobs.is_finished(folder, config_with())
+    monkeypatch.undo()
+    assert jobs.is_finished(folder, config_with())
+
+
+def test_a_job_whose_summary_was_lost_writes_it_again(stage):
+    stage.role("learn", FINISHES)
+    assert stage.run()[0] == 0
+    stage.folder.summary.write_text("")
+    code, output = stage.run()
+    assert code == 0 and "summary.json cannot be read" in output and "75.0% after 2 steps" in output
+
+
 # -----------------------------------------------------------------------------------------------------------------------
 # bad input
 
@@ -618,7 +661,7 @@ def test_the_rollout_side_of_a_job_outlasts_the_sigterm_that_slurm_sends_to_all(
         import os, signal
         from pathlib import Path
         from launch.roles import table as roles
-        from launch.processes.run_folder import RunFolder
+        from launch.processes.run_folder import RunFolder, write_json
         def body(folder, config, **place):
             os.kill(os.getpid(), signal.SIGTERM)
         roles.serve = roles.ROLES["sample"] = body

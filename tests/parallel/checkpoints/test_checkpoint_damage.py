@@ -126,6 +126,7 @@ def test_another_version_is_refused_with_the_reason(tmp_path):
         text.replace('"format": 2', '"format": 1'),
         text + " ",
         "[" * 100_000,
+        "9" * 5000,
     ):
         (tmp_path / "complete.json").write_text(other)
         with pytest.raises(DamagedCheckpoint, match=r"complete\.json is damaged"):

@@ -1,0 +1,60 @@
+"""Whether a run can go on, by what is in its folder; the fields of its config are in tests/configs/test_broken_configs.py."""
+
+from pathlib import Path
+
+import pytest
+
+from configs.loader import load_config, resolved_yaml
+from configs.schema import RunConfig
+from launch.checks.resuming import resume_problems
+from parallel.checkpoints.files import step_folder, write_manifest
+
+RECIPE = Path(__file__).resolve().parents[3] / "configs/recipes/countdown_tiny.yaml"
+
+
+@pytest.fixture
+def config(tmp_path) -> RunConfig:
+    config = load_config(RECIPE, ["model.path=m", "advantage={type: gae}", "critic={}"])
+    assert isinstance(config, RunConfig)
+    (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+    return config
+
+
+@pytest.mark.parametrize(
+    ("policies", "critics", "problem"),
+    [
+        ("10 20", "10 20", None),
+        ("10 20", "10 20-", None),
+        ("10 20-", "10 20", None),
+        ("10 20", "10", None),
+        ("10 20", "10- 20-", "holds no step whose checkpoints of policy and critic are both complete"),
+        ("10- 20", "10 20-", "holds no step whose checkpoints of policy and critic are both complete"),
+        ("10 20", "", "was trained without a critic"),
+        ("10- 20-", "10 20", "holds no complete checkpoint to go on from"),
+    ],
+)
+def test_a_run_with_a_critic_goes_on_from_the_newest_step_that_is_whole_in_both(
+    config, tmp_path, policies, critics, problem
+):
+    """20-: the files of step 20 are cut off."""
+    for root, steps in (("checkpoints", policies), ("checkpoints/critic", critics)):
+        for step in steps.split():
+            folder = step_folder(tmp_path / root, int(step.rstrip("-")))
+            folder.mkdir(parents=True)
+            (folder / "weights").write_text("weights")
+            write_manifest(folder, world_size=1)
+            if step.endswith("-"):
+                (folder / "weights").write_text("weig")
+    problems = [*resume_problems(config, tmp_path, print)]
+    assert [problem in text for text in problems] == [True] if problem else not problems
+
+
+def test_the_steps_that_are_done_are_those_of_the_step_that_it_goes_on_from(config, tmp_path):
+    for root, step in (("checkpoints", 10), ("checkpoints/critic", 10), ("checkpoints", 20)):
+        folder = step_folder(tmp_path / root, step)
+        folder.mkdir(parents=True)
+        write_manifest(folder, world_size=1)
+    asked = config.model_copy(update={"steps": 15})
+    assert not [*resume_problems(asked, tmp_path, print)]
+    asked = config.model_copy(update={"steps": 9})
+    assert ["has done 10 steps" in text for text in resume_problems(asked, tmp_path, print)] == [True]
