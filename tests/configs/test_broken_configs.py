@@ -1134,6 +1134,26 @@ def test_an_option_of_other_trainers(written, fix, folder, monkeypatch, capsys):
     assert fix in refused(["train", "run.yaml", "--dry-run", *written], folder, monkeypatch, capsys)
 
 
+@pytest.mark.parametrize("name", ["nope.yaml", "sub/../nope.yaml"])
+def test_a_file_that_extends_what_is_not_there_is_not_told_to_extend_itself(
+    name, folder, monkeypatch, capsys
+):
+    Path("sub").mkdir()
+    Path("note.yaml").write_text(f"extends: {name}\n")
+    Path("nose.yaml").write_text("extends: note.yaml\n")
+    for config in ("note.yaml", "nose.yaml"):
+        said = refused(["train", config, "--dry-run"], folder, monkeypatch, capsys)
+        assert f"value: {name}" in said and "note.yaml`" not in said
+    assert "nose.yaml`" not in said  # it leads to the other, which cannot lead back
+
+
+def test_schema_says_where_a_name_exists(folder, monkeypatch, capsys):
+    said = refused(["schema", "lr"], folder, monkeypatch, capsys)
+    assert "it exists as `learner.optimizer.lr` and `critic.optimizer.lr`" in said
+    said = refused(["schema", "learner.optimizer.lrr"], folder, monkeypatch, capsys)
+    assert "did you mean `learner.optimizer.lr`?" in said
+
+
 def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder, monkeypatch, capsys):
     block = "actor_rollout_ref={actor: {ppo_epochs: 2, loss: x}, rollout: {n: 5}}"
     said = refused(["train", "run.yaml", "--dry-run", block], folder, monkeypatch, capsys)
