@@ -9,9 +9,16 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.errors import NOT_SET, Contradiction, Contradictions, Problem, did_you_mean, dotted, is_close
-from configs.other_systems.fields import OTHER_BLOCKS, OTHER_FIELDS
-from configs.other_systems.verl import fix_for_foreign_key
+from configs.errors import (
+    NOT_SET,
+    Contradiction,
+    Contradictions,
+    Problem,
+    did_you_mean,
+    dotted,
+    exists_as,
+)
+from configs.other_systems.answers import answer
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import SHORTHANDS
 from configs.reading.yaml_values import Value, is_number_or_bool, show
@@ -131,34 +138,19 @@ def _plain_error(kind: str, message: str, context: dict, shape: Shape) -> str:
     return re.sub("(Input|String) should", "must", message).replace("must be a valid", "must be a")
 
 
-def _names_within(value: object) -> Iterator[str]:
-    """Keys at any depth of a block: those of another system lie under other blocks there."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield str(name)
-            yield from _names_within(inner)
-
-
 def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: Value | None) -> str:
     if "." in key:
         return f"dots are for the command line; in YAML write {_nested_text(key, given)}"
     if ":" in key and given is not None and given.plain() is None:
         return f"write a blank after the colon: `{key.replace(':', ': ', 1)}`"
-    names = OTHER_FIELDS if RunConfig in root.models else {}  # they are those of training by RL
-    within = dict.fromkeys(_names_within(given.plain() if given else None)) if names else ()
-    answers = [
-        f"{name}, here it is {names[name]}" if name in names else fix_for_foreign_key(name) for name in within
-    ]
-    inner = "; ".join(filter(None, answers))
-    if inner and key in OTHER_BLOCKS:
-        return inner
-    if key in names:
-        return f"here it is {names[key]}"
-    if foreign := fix_for_foreign_key(key):
-        return foreign
-    if inner and not is_close(key, parent.names()):
-        return inner
-    keys = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
+    names = parent.names()
+    if (ours := key.replace("-", "_")) != key and ours in names:
+        return f"did you mean `{ours}`?"
+    if RunConfig in root.models:  # the tables are of training by RL
+        theirs = answer(path, given.plain() if given else None, names)
+        if theirs is not None:
+            return theirs
+    keys = [*names, *(SHORTHANDS if path[:-1] == ("correction",) else ())]
     return did_you_mean(key, keys, "keys here", _other_places(path, root))
 
 
@@ -228,15 +220,16 @@ def _default_note(shape: Shape) -> str:
 
 
 def _other_places(path: tuple, root: Shape) -> str | None:
-    """The other places of a key's name in the schema: other variants of its block, or else other blocks."""
-    block = root
+    """The other places of a key's name in the schema: other variants of its block, or else other blocks. A name
+    may have dashes for underscores, as slime's have."""
+    path, block = (*path[:-1], str(path[-1]).replace("-", "_")), root
     for part in path[:-1]:
         block = block.child(part)
     variants = block.tags if block.tag_key else {}
     if tags := [tag for tag, model in variants.items() if path[-1] in model.model_fields]:
         return f"it goes with `{dotted((*path[:-1], block.tag_key))}` of: {', '.join(tags)}"
-    places = [place for place in _all_paths(root, ()) if place[-1] == path[-1]]
-    return f"it exists as {' and '.join(f'`{dotted(p)}`' for p in places)}" if places else None
+    places = [dotted(place) for place in _all_paths(root, ()) if place[-1] == path[-1]]
+    return exists_as(places) if places else None
 
 
 def _all_paths(shape: Shape, prefix: tuple) -> Iterator[tuple]:

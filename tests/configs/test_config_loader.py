@@ -508,7 +508,7 @@ BAD_VALUES = [
         "correction.rollout_is",
         "token",
         "unknown key",
-        "go under `correction: {verl: {...}}`",
+        "here it is a key of `correction: {verl: {...}}`",
     ),
     (
         "correction.verl.rollout_is=geometric",
