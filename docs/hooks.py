@@ -265,6 +265,9 @@ def other_systems() -> str:
     lines += _rows(fields.OTHER_FIELDS)
     lines += ["", "These have no counterpart:", "", "| there (last parts of the name) | why |", "|---|---|"]
     lines += _rows(fields.WITHOUT_COUNTERPART)
+    lines += ["", "### Algorithms", ""]
+    lines += ["An objective and an advantage make an algorithm:", ""]
+    lines += [f"- {text}" for text in dict.fromkeys(values.ALGORITHMS.values())]
     lines += ["", "### Values", "", "| field | there | here |", "|---|---|---|"]
     for (block, key), names in values.OUR_NAMES.items():
         lines += [f"| `{block}.{key}` | `{theirs}` | `{ours}` |" for theirs, ours in names.items()]

@@ -19,6 +19,7 @@ from configs.errors import (
     exists_as,
 )
 from configs.other_systems.answers import answer
+from configs.other_systems.values import algorithm
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import SHORTHANDS
 from configs.reading.yaml_values import Value, is_number_or_bool, show
@@ -107,8 +108,8 @@ def _translate(
             error = "does not say which variant the block is"
             fix = f"set it to one of: {', '.join(shape.tags)}"
         case "union_tag_invalid":
-            error = "unknown variant"
-            fix = did_you_mean(str(context.get("tag")), list(shape.tags), "variants")
+            error, tag = "unknown variant", str(context.get("tag"))
+            fix = algorithm(path[:-1], tag) or did_you_mean(tag, list(shape.tags), "variants")
         case "literal_error":
             error, text = "not one of the choices", str(given.plain() if given is not None else "")
             fix = did_you_mean(text, [str(choice) for choice in shape.choices], "choices")
@@ -182,7 +183,8 @@ def _fix_value(
     ):
         return f"quote the override, since the shell takes braces apart: '{name}={{{data.replace(':', ': ', 1)}, ...}}'"
     if shape.tag_key and isinstance(data, str):
-        return _variant_text(name, data, shape)
+        told = None if data in shape.tags else algorithm(path, data)
+        return told or _variant_text(name, data, shape)
     if shape.models:
         return f"give a block with keys of: {', '.join(shape.names())}"
     return f"correct the value{default or _description(shape)}"

@@ -255,6 +255,25 @@ TABLE = {
         ("trainer.total_epochs", "trainer", "total_epochs, here it is `steps`"),
         ("algorithm.nonsense", "algorithm", "not known here: nonsense"),
     ]},
+    # algorithms, which are an objective and an advantage
+    **{f"{block} {name}": Broken(
+        options=option.format(block=block, name=name), field=block, value=name, error=error, fix=fix,
+    ) for block, name, fix in [
+        ("objective", "grpo", "GRPO is `advantage: {type: grpo}` with `objective: {type: clipped}`"),
+        ("objective", "ppo", "PPO is `advantage: {type: gae}`"),
+        ("objective", "dapo", "`objective: {type: clipped, clip_high: 0.28}`"),
+        ("objective", "dr_grpo", "`advantage: {type: grpo, normalize_by_std: false}`"),
+        ("objective", "drgrpo", "`aggregation: {type: sequence_mean_token_sum_over_constant, constant: 1024}`"),
+        ("objective", "reinforce", "REINFORCE is `objective: {type: policy_gradient}`"),
+        ("objective", "rloo", "RLOO is `advantage: {type: rloo}`"),
+        ("advantage", "ppo", "PPO is `advantage: {type: gae}`"),
+        ("advantage", "dr_grpo", "`advantage: {type: grpo, normalize_by_std: false}`"),
+        ("advantage", "reinforce++", "REINFORCE++ is `advantage: {type: reinforce_pp}`"),
+        ("advantage", "gspo", "GSPO is `objective: {type: gspo}`"),
+    ] for option, error in [("{block}.type={name}", "unknown variant"), ("{block}={name}", "must be a block of keys")]},
+    "a kind of task is no algorithm": Broken(
+        options="task.type=grpo", field="task.type", value="grpo", error="unknown variant", fix="variants: countdown, gsm8k, jsonl"
+    ),
     **{f"path with {path}": Broken(
         options=f"{field}={path}", field=field, value=path, error="is not expanded", fix=f"write the path out, {Path.home()}",
     ) for field, path in [("model.path", "$HOME/m"), ("launch.runs_dir", "~/runs"), ("resume", "${HOME}/run")]},

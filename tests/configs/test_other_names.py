@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.loader import ConfigError, Problem, load_config, resolved_yaml
-from configs.other_systems.values import NEARLY, OUR_NAMES
+from configs.other_systems.values import ALGORITHMS, NEARLY, OUR_NAMES, algorithm
 from configs.other_systems.verl import VERL_PRESETS, from_roll, from_verl
 from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
 from configs.schema.correction import (
@@ -374,6 +374,28 @@ def test_every_leaf_of_a_verl_file_is_answered_or_listed_as_not_known(folder):
         starts = {".".join(leaf[:end]) for end in range(1, len(leaf) + 1)}
         listed = ".".join(leaf[1:]) in not_known.get(leaf[0], ())
         assert listed != bool(answers.keys() & {*starts, *leaf}), leaf
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_is_told_of_an_algorithm_is_a_config(folder, name):
+    told = re.findall(r"`(\w+): (\{[^`]*\})`", ALGORITHMS[name])
+    config = load_config("base.yaml", [f"{block}={value}" for block, value in told])
+    wanted = {block: yaml.safe_load(value) for block, value in told}
+    assert wanted["objective"]["type"] == config.objective.type
+    assert wanted["advantage"]["type"] == config.advantage.type
+    assert config.rollout.max_new_tokens == 1024 == (config.aggregation.constant or 1024)
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["grpo", "GRPO", "dr_grpo", "Dr. GRPO", "dr-grpo", "reinforce++", "REINFORCE_plus_plus", "reinforce_pp"],
+)
+def test_an_algorithm_by_any_spelling(written):
+    told = algorithm(("objective",), written)
+    assert told is not None and algorithm(("task",), written) is None
+    assert ("normalize_by_std" in told) == (written[0] in "dD") and ("reinforce_pp" in told) == (
+        written[0] in "rR"
+    )
 
 
 @pytest.mark.parametrize(
