@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from configs.errors import (
+    COMMAND_LINE,
     NOT_SET,
     Contradiction,
     Contradictions,
@@ -185,9 +186,28 @@ def _fix_value(
     if shape.tag_key and isinstance(data, str):
         told = None if data in shape.tags else algorithm(path, data)
         return told or _variant_text(name, data, shape)
+    if (
+        isinstance(data, bool)
+        and given is not None
+        and (switch := _switch_text(path, data, given.where, shape))
+    ):
+        return switch
     if shape.models:
         return f"give a block with keys of: {', '.join(shape.names())}"
     return f"correct the value{default or _description(shape)}"
+
+
+def _switch_text(path: tuple, wanted: bool, where: str, shape: Shape) -> str | None:
+    """How to switch a block on or off that is off where it is left out; None for any other block."""
+    needs_nothing = [
+        model for model in shape.models if not any(f.is_required() for f in model.model_fields.values())
+    ]
+    if shape.default is not None or (wanted and len(needs_nothing) != 1):
+        return None
+    value = "{}" if wanted else "null"
+    written = f"{dotted(path)}={value}" if where.startswith(COMMAND_LINE) else f"{path[-1]}: {value}"
+    keys = f", or give it keys of: {', '.join(shape.names())}" if wanted else ""
+    return f"write `{written}`{keys}"
 
 
 def _variant_text(name: str, text: str, shape: Shape) -> str:

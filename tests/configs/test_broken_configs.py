@@ -274,6 +274,20 @@ TABLE = {
     "a kind of task is no algorithm": Broken(
         options="task.type=grpo", field="task.type", value="grpo", error="unknown variant", fix="variants: countdown, gsm8k, jsonl"
     ),
+    "true for a block that needs no key": Broken(
+        options="tracking.wandb=true", field="tracking.wandb", value="true", error="must be a block of keys",
+        fix="write `tracking.wandb={}`, or give it keys of: project, entity",
+    ),
+    "true for a block that needs no key, in a file": Broken(
+        text="tracking: {wandb: true}", field="tracking.wandb", value="true", error="must be a block of keys", fix="write `wandb: {}`"
+    ),
+    "false for a block that is off": Broken(
+        options="tracking.wandb=false", field="tracking.wandb", value="false", error="must be a block of keys",
+        fix="write `tracking.wandb=null`",
+    ),
+    "true for a block that needs a key": Broken(
+        options="kl.model=true", field="kl.model", value="true", error="must be a block of keys", fix="give a block with keys of: path"
+    ),
     **{f"path with {path}": Broken(
         options=f"{field}={path}", field=field, value=path, error="is not expanded", fix=f"write the path out, {Path.home()}",
     ) for field, path in [("model.path", "$HOME/m"), ("launch.runs_dir", "~/runs"), ("resume", "${HOME}/run")]},
