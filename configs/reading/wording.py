@@ -156,6 +156,12 @@ def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: V
     return did_you_mean(key, keys, "keys here", _other_places(path, root))
 
 
+def fix_for_name(name: str, schema: type[Schema]) -> str | None:
+    """What to write for a dotted name that is no field of the schema; None where nothing is known of it."""
+    path, root = tuple(name.split(".")), Shape.of(schema)
+    return (answer(path, None) if schema is RunConfig else None) or _other_places(path, root)
+
+
 def _fix_value(
     kind: str, context: dict, path: tuple, shape: Shape, parent: Shape, given: Value | None
 ) -> str:

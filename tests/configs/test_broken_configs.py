@@ -1194,10 +1194,33 @@ def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
     [
         (["--steps", "3"], "--steps: no such option; write steps=VALUE, without dashes"),
         (["--config", "run.yaml"], "--config: no such option; the file is named alone"),
+        (
+            ["--record-batches=all"],
+            "--record-batches: no such option; write record_batches=all, without dashes",
+        ),
+        (
+            ["--rollout-batch-size", "32"],
+            "--rollout-batch-size: no such option; here it is `rollout.prompts_per_step`",
+        ),
+        (["--eps-clip-high=0.28"], "--eps-clip-high: no such option; here it is `objective.clip_high`"),
+        (["--use-vllm"], "--use-vllm: no such option; use-vllm has no counterpart: the servers are SGLang's"),
+        (
+            ["--lr", "3"],
+            "--lr: no such option; it exists as `learner.optimizer.lr` and `critic.optimizer.lr`",
+        ),
     ],
 )
 def test_an_option_of_other_trainers(written, fix, folder, monkeypatch, capsys):
     assert fix in refused(["train", "run.yaml", "--dry-run", *written], folder, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [("--lr", "it exists as `optimizer.lr`"), ("--rollout-batch-size", "No such option")],
+)
+def test_an_option_of_other_trainers_before_a_warm_start(written, said, folder, monkeypatch, capsys):
+    """Its fields are others than those of training by RL, which the tables name."""
+    assert said in refused(["sft", "sft.yaml", written, "3"], folder, monkeypatch, capsys)
 
 
 @pytest.mark.parametrize("name", ["nope.yaml", "sub/../nope.yaml"])
