@@ -66,8 +66,11 @@ def did_you_mean(wrong: str, known: Sequence[str], label: str, otherwise: str | 
     """A fix for an unknown name: ``otherwise`` where it is given, else the known name that contains the wrong
     one or is close to it.
 
-    The known names follow under ``label``, unless there are many and one is close.
+    The known names follow under ``label``, unless there are many and one is close. Of dotted names those that end
+    with the wrong one come first.
     """
+    if places := [name for name in known if name.endswith(f".{wrong}")]:
+        return exists_as(places)
     # whole words alone: `token_is` is in `decoupled_token_is`
     containing = sorted((name for name in known if f"_{wrong}_" in f"_{name}_"), key=len)
     same_letters = [name for name in known if name.lower() == wrong.lower()]
@@ -76,6 +79,13 @@ def did_you_mean(wrong: str, known: Sequence[str], label: str, otherwise: str | 
     if otherwise:
         return f"{otherwise}; {listed}"
     return f"did you mean `{close[0]}`?{f' {listed}' if len(known) <= _FEW else ''}" if close else listed
+
+
+def exists_as(places: Sequence[str]) -> str:
+    """Says where a name stands that was looked for elsewhere; of many places the first few."""
+    named = " and ".join(f"`{place}`" for place in places[:_FEW])
+    rest = len(places) - _FEW
+    return f"it exists as {named}{f' and at {rest} more places' if rest > 0 else ''}"
 
 
 def is_close(wrong: str, known: Sequence[str]) -> bool:

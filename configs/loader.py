@@ -281,8 +281,7 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
         _refuse_other_than_text(path, where, field)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        relative = "the file that names it" if named_by else f"the current folder, {Path.cwd()}"
-        raise ConfigError([_unreadable(path, where, field, error, relative)]) from error
+        raise ConfigError([_unreadable(path, named_by, where, field, error)]) from error
     own = read_yaml(text, str(path))
     if own is None or own.data is None:
         content = "write at least `model:` and `task:`, or `extends:` another file"
@@ -324,7 +323,7 @@ def _extended_names(extends: Value, problems: list[Problem]) -> list[tuple[str, 
 
 
 def _unreadable(
-    path: Path, where: str, field: str, error: OSError | UnicodeDecodeError, relative: str
+    path: Path, named_by: tuple[Path, ...], where: str, field: str, error: OSError | UnicodeDecodeError
 ) -> Problem:
     if isinstance(error, UnicodeDecodeError):
         wrong, fix = f"the file is not UTF-8 text (byte {error.start})", "save it as UTF-8"
@@ -332,7 +331,10 @@ def _unreadable(
         wrong = "this is an override, CONFIG a YAML file"
         fix = f"name CONFIG first: `CONFIG {shorten(str(path))}`"
     elif isinstance(error, FileNotFoundError):
-        wrong, fix = f"no such file; names are relative to {relative}", close_name(path) or "correct the name"
+        relative = "the file that names it" if named_by else f"the current folder, {Path.cwd()}"
+        # A file that led here cannot be meant: files would extend each other.
+        fix = close_name(path, but=named_by) or "correct the name"
+        wrong = f"no such file; names are relative to {relative}"
     elif isinstance(error, OSError) and error.errno == errno.ELOOP:
         wrong, fix = "its symbolic links lead in a circle", "make the link point to a file"
     elif isinstance(error, IsADirectoryError):

@@ -11,7 +11,7 @@ link to a file of the repository that is no page becomes plain text.
 import posixpath
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mkdocs.exceptions import PluginError
@@ -261,14 +261,13 @@ def other_systems() -> str:
     from configs.other_systems import fields, roll, values, verl
     from configs.presets import ALIASES, preset_name
 
-    here: dict[str, list[str]] = {}
-    for theirs, ours in [
-        *fields.OTHER_FIELDS.items(),
-        *((key, f"`{ours}`") for key, ours in verl._FIELDS.items()),
-    ]:
-        here.setdefault(_as_code(ours), []).append(theirs)
-    lines = ["### Fields", "", "| there (last part of the name) | here |", "|---|---|"]
-    lines += [f"| {', '.join(f'`{name}`' for name in theirs)} | {ours} |" for ours, theirs in here.items()]
+    lines = ["### Fields", "", "| there (last parts of the name) | here |", "|---|---|"]
+    lines += _rows(fields.OTHER_FIELDS)
+    lines += ["", "These have no counterpart:", "", "| there (last parts of the name) | why |", "|---|---|"]
+    lines += _rows(fields.WITHOUT_COUNTERPART)
+    lines += ["", "### Algorithms", ""]
+    lines += ["An objective and an advantage make an algorithm:", ""]
+    lines += [f"- {text}" for text in dict.fromkeys(values.ALGORITHMS.values())]
     lines += ["", "### Values", "", "| field | there | here |", "|---|---|---|"]
     for (block, key), names in values.OUR_NAMES.items():
         lines += [f"| `{block}.{key}` | `{theirs}` | `{ours}` |" for theirs, ours in names.items()]
@@ -298,8 +297,12 @@ def other_systems() -> str:
     return "\n".join(lines)
 
 
-def _as_code(ours: str) -> str:
-    return ours.replace("|", "\\|")
+def _rows(table: Mapping[str, str]) -> list[str]:
+    """A row for each text of the table, with all names that have it."""
+    names: dict[str, list[str]] = {}
+    for name, text in table.items():
+        names.setdefault(text.replace("|", "\\|"), []).append(name)
+    return [f"| {_codes(theirs)} | {text} |" for text, theirs in names.items()]
 
 
 def _codes(names) -> str:

@@ -1,11 +1,12 @@
 """Translates verl's names of values into the schema's: ``kl: {estimator: low_var_kl}``, ``objective: {type:
-vanilla}``.
+vanilla}``. Says what to write for the name of an algorithm, which no single value is: ``objective: {type: grpo}``.
 
 A name is translated only where formula and defaults are the same. A name for nearly the same formula is
 refused; the error says what differs and what to write.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from configs.errors import Problem
@@ -54,6 +55,47 @@ NEARLY: Mapping[tuple[str, str], Mapping[str, tuple[str, str]]] = {
         )
     },
 }
+
+_DR_GRPO = (
+    "Dr. GRPO is `advantage: {type: grpo, normalize_by_std: false}` with `objective: {type: clipped}` and "
+    "`aggregation: {type: sequence_mean_token_sum_over_constant, constant: 1024}`, where the constant is the run's "
+    "rollout.max_new_tokens"
+)
+ALGORITHMS: Mapping[str, str] = {
+    "grpo": "GRPO is `advantage: {type: grpo}` with `objective: {type: clipped}`, both the defaults",
+    "drgrpo": _DR_GRPO,
+    "dapo": (
+        "DAPO is `objective: {type: clipped, clip_high: 0.28}` with `advantage: {type: grpo}`, "
+        "`aggregation: {type: token_mean}` and `rollout: {dynamic_sampling: {type: resample}}`; "
+        "configs/recipes/dapo.yaml has the paper's other values"
+    ),
+    "ppo": "PPO is `advantage: {type: gae}`, which has a critic (`critic:`), with `objective: {type: clipped}`",
+    "gae": "GAE is `advantage: {type: gae}`, which has a critic (`critic:`); PPO's objective is `objective: {type: clipped}`",
+    "reinforce": (
+        "REINFORCE is `objective: {type: policy_gradient}`, with a baseline such as that of `advantage: {type: rloo}`"
+    ),
+    "rloo": "RLOO is `advantage: {type: rloo}` with `objective: {type: policy_gradient}`, or with `type: clipped`",
+    "reinforceplusplus": "REINFORCE++ is `advantage: {type: reinforce_pp}` with `objective: {type: clipped}`",
+    "reinforceplusplusbaseline": (
+        "REINFORCE++ with a baseline is `advantage: {type: reinforce_pp_baseline}` with `objective: {type: clipped}`"
+    ),
+    "opo": "OPO is `advantage: {type: opo}`, with `objective: {type: clipped}` or `type: policy_gradient`",
+    **{
+        name: f"{name.upper()} is `objective: {{type: {name}}}`, with `advantage: {{type: grpo}}`"
+        for name in ("gspo", "gmpo", "cispo", "sapo", "dppo")
+    },
+}
+"""Algorithms that are an objective and an advantage here, by their names in small letters alone; see ``algorithm``."""
+_OTHER_WORDS = {"reinforcepp": "reinforceplusplus", "reinforceppbaseline": "reinforceplusplusbaseline"}
+
+
+def algorithm(block: Sequence[Hashable], name: str) -> str | None:
+    """What to write for a block ``objective`` or ``advantage`` whose type is an algorithm's name, however that is
+    spelt (``dr_grpo``, ``Dr. GRPO``, ``reinforce++``); None for any other block or name."""
+    if tuple(block) not in {("objective",), ("advantage",)}:
+        return None
+    plain = re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "plus"))
+    return ALGORITHMS.get(_OTHER_WORDS.get(plain, plain))
 
 
 def in_our_names(layer: Value, problems: list[Problem], notes: list[str]) -> Value:

@@ -16,7 +16,7 @@ from typing import Any
 
 from configs.errors import did_you_mean
 from configs.other_systems.block import TWO_BOUNDS, ForeignBlock, shown
-from configs.other_systems.roll import NEW_ROLL_KEYS, ROLL_KEYS, from_roll
+from configs.other_systems.roll import ROLL_KEYS, from_roll
 from configs.reading.yaml_values import show
 from configs.schema.correction import (
     CorrectionConfig,
@@ -28,7 +28,7 @@ from configs.schema.correction import (
     RejectionRule,
 )
 
-__all__ = ["ROLL_KEYS", "VERL_KEYS", "VERL_PRESETS", "fix_for_foreign_key", "from_roll", "from_verl"]
+__all__ = ["ROLL_KEYS", "VERL_KEYS", "VERL_PRESETS", "from_roll", "from_verl"]
 
 VERL_KEYS = (
     "rollout_is",
@@ -77,20 +77,6 @@ VERL_PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType({
 Their geometric rules have no veto, and bound 1 / rho. verl's earlier presets, after which Tandem's are named
 (``decoupled_geo_rs``), had a veto and bounded rho."""
 
-_FIELDS = {
-    "loss_mode": "objective.type",
-    "clip_ratio_low": "objective.clip_low",
-    "clip_ratio_high": "objective.clip_high",
-    "clip_ratio_c": "objective.dual_clip",
-    "loss_agg_mode": "aggregation.type",
-    "entropy_coeff": "entropy.coefficient",
-    "kl_loss_type": "kl.estimator",
-    "kl_loss_coef": "kl.coefficient",
-    "kl_penalty": "kl.estimator, with kl.place=reward",
-    "adv_estimator": "advantage.type",
-}
-"""verl's fields outside ``rollout_correction``, and Tandem's."""
-
 
 def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
     """(the correction that verl's ``rollout_correction:`` block asks for, a note on the meaning of each key).
@@ -124,17 +110,6 @@ def from_verl(block: Mapping[str, Any]) -> tuple[CorrectionConfig, list[str]]:
     read.raise_problems()
     loss = "policy_gradient" if gradient else "objective"
     return CorrectionConfig(mode=mode, loss=loss, weight=weight, reject=tuple(reject), veto=veto), read.notes
-
-
-def fix_for_foreign_key(key: str) -> str | None:
-    """The fix for a key of another system that stands among Tandem's; None for any other key."""
-    if key in ("rollout_correction", *VERL_KEYS):
-        return "keys of verl's rollout_correction block go under `correction: {verl: {...}}`"
-    if key in _FIELDS:
-        return f"verl's {key} is `{_FIELDS[key]}` here"
-    if key in NEW_ROLL_KEYS:
-        return f"ROLL's {key} goes under `correction: {{roll: {{...}}}}`"
-    return "infer_* options of ROLL go under `correction: {roll: {...}}`" if key in ROLL_KEYS else None
 
 
 def _verl_gradient(read: ForeignBlock, bypass: bool) -> bool:

@@ -4,7 +4,7 @@ import difflib
 import os
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from configs.errors import Problem
@@ -40,13 +40,15 @@ def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> lis
     return problems
 
 
-def close_name(path: Path, *, is_folder: bool = False) -> str | None:
-    """A fix that names a similar file (or folder) beside ``path``; None where there is none."""
+def close_name(path: Path, *, is_folder: bool = False, but: Collection[Path] = ()) -> str | None:
+    """A fix that names a similar file (or folder) beside ``path``, and none of ``but``; None where there is none."""
+    unmeant = {os.path.realpath(other) for other in (path, *but)}
     try:
         beside = [p for p in path.parent.iterdir() if (p.is_dir() if is_folder else p.is_file())]
     except OSError:
         return f"the folder {path.parent} does not exist either" if not path.parent.exists() else None
-    close = difflib.get_close_matches(path.name, [p.name for p in beside if p.name != path.name], n=1)
+    names = [p.name for p in beside if os.path.realpath(p) not in unmeant]
+    close = difflib.get_close_matches(path.name, names, n=1)
     return f"did you mean `{path.parent / close[0]}`?" if close else None
 
 

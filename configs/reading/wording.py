@@ -9,9 +9,18 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.errors import NOT_SET, Contradiction, Contradictions, Problem, did_you_mean, dotted, is_close
-from configs.other_systems.fields import OTHER_BLOCKS, OTHER_FIELDS
-from configs.other_systems.verl import fix_for_foreign_key
+from configs.errors import (
+    COMMAND_LINE,
+    NOT_SET,
+    Contradiction,
+    Contradictions,
+    Problem,
+    did_you_mean,
+    dotted,
+    exists_as,
+)
+from configs.other_systems.answers import answer
+from configs.other_systems.values import algorithm
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import SHORTHANDS
 from configs.reading.yaml_values import Value, is_number_or_bool, show
@@ -100,8 +109,8 @@ def _translate(
             error = "does not say which variant the block is"
             fix = f"set it to one of: {', '.join(shape.tags)}"
         case "union_tag_invalid":
-            error = "unknown variant"
-            fix = did_you_mean(str(context.get("tag")), list(shape.tags), "variants")
+            error, tag = "unknown variant", str(context.get("tag"))
+            fix = algorithm(path[:-1], tag) or did_you_mean(tag, list(shape.tags), "variants")
         case "literal_error":
             error, text = "not one of the choices", str(given.plain() if given is not None else "")
             fix = did_you_mean(text, [str(choice) for choice in shape.choices], "choices")
@@ -131,35 +140,26 @@ def _plain_error(kind: str, message: str, context: dict, shape: Shape) -> str:
     return re.sub("(Input|String) should", "must", message).replace("must be a valid", "must be a")
 
 
-def _names_within(value: object) -> Iterator[str]:
-    """Keys at any depth of a block: those of another system lie under other blocks there."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            yield str(name)
-            yield from _names_within(inner)
-
-
 def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: Value | None) -> str:
     if "." in key:
         return f"dots are for the command line; in YAML write {_nested_text(key, given)}"
     if ":" in key and given is not None and given.plain() is None:
         return f"write a blank after the colon: `{key.replace(':', ': ', 1)}`"
-    names = OTHER_FIELDS if RunConfig in root.models else {}  # they are those of training by RL
-    within = dict.fromkeys(_names_within(given.plain() if given else None)) if names else ()
-    answers = [
-        f"{name}, here it is {names[name]}" if name in names else fix_for_foreign_key(name) for name in within
-    ]
-    inner = "; ".join(filter(None, answers))
-    if inner and key in OTHER_BLOCKS:
-        return inner
-    if key in names:
-        return f"here it is {names[key]}"
-    if foreign := fix_for_foreign_key(key):
-        return foreign
-    if inner and not is_close(key, parent.names()):
-        return inner
-    keys = [*parent.names(), *(SHORTHANDS if path[:-1] == ("correction",) else ())]
+    names = parent.names()
+    if (ours := key.replace("-", "_")) != key and ours in names:
+        return f"did you mean `{ours}`?"
+    if RunConfig in root.models:  # the tables are of training by RL
+        theirs = answer(path, given.plain() if given else None, names)
+        if theirs is not None:
+            return theirs
+    keys = [*names, *(SHORTHANDS if path[:-1] == ("correction",) else ())]
     return did_you_mean(key, keys, "keys here", _other_places(path, root))
+
+
+def fix_for_name(name: str, schema: type[Schema]) -> str | None:
+    """What to write for a dotted name that is no field of the schema; None where nothing is known of it."""
+    path, root = tuple(name.split(".")), Shape.of(schema)
+    return (answer(path, None) if schema is RunConfig else None) or _other_places(path, root)
 
 
 def _fix_value(
@@ -190,10 +190,30 @@ def _fix_value(
     ):
         return f"quote the override, since the shell takes braces apart: '{name}={{{data.replace(':', ': ', 1)}, ...}}'"
     if shape.tag_key and isinstance(data, str):
-        return _variant_text(name, data, shape)
+        told = None if data in shape.tags else algorithm(path, data)
+        return told or _variant_text(name, data, shape)
+    if (
+        isinstance(data, bool)
+        and given is not None
+        and (switch := _switch_text(path, data, given.where, shape))
+    ):
+        return switch
     if shape.models:
         return f"give a block with keys of: {', '.join(shape.names())}"
     return f"correct the value{default or _description(shape)}"
+
+
+def _switch_text(path: tuple, wanted: bool, where: str, shape: Shape) -> str | None:
+    """How to switch a block on or off that is off where it is left out; None for any other block."""
+    needs_nothing = [
+        model for model in shape.models if not any(f.is_required() for f in model.model_fields.values())
+    ]
+    if shape.default is not None or (wanted and len(needs_nothing) != 1):
+        return None
+    value = "{}" if wanted else "null"
+    written = f"{dotted(path)}={value}" if where.startswith(COMMAND_LINE) else f"{path[-1]}: {value}"
+    keys = f", or give it keys of: {', '.join(shape.names())}" if wanted else ""
+    return f"write `{written}`{keys}"
 
 
 def _variant_text(name: str, text: str, shape: Shape) -> str:
@@ -228,15 +248,16 @@ def _default_note(shape: Shape) -> str:
 
 
 def _other_places(path: tuple, root: Shape) -> str | None:
-    """The other places of a key's name in the schema: other variants of its block, or else other blocks."""
-    block = root
+    """The other places of a key's name in the schema: other variants of its block, or else other blocks. A name
+    may have dashes for underscores, as slime's have."""
+    path, block = (*path[:-1], str(path[-1]).replace("-", "_")), root
     for part in path[:-1]:
         block = block.child(part)
     variants = block.tags if block.tag_key else {}
     if tags := [tag for tag, model in variants.items() if path[-1] in model.model_fields]:
         return f"it goes with `{dotted((*path[:-1], block.tag_key))}` of: {', '.join(tags)}"
-    places = [place for place in _all_paths(root, ()) if place[-1] == path[-1]]
-    return f"it exists as {' and '.join(f'`{dotted(p)}`' for p in places)}" if places else None
+    places = [dotted(place) for place in _all_paths(root, ()) if place[-1] == path[-1]]
+    return exists_as(places) if places else None
 
 
 def _all_paths(shape: Shape, prefix: tuple) -> Iterator[tuple]:

@@ -48,26 +48,30 @@ class Commands(TyperGroup):
         options = {option for parameter in command.params for option in parameter.opts}
         if any(parameter.name == "overrides" for parameter in command.params):
             dashed = [argument for argument in rest if argument.startswith("-")]
-            _refuse_dashes(
-                argument
-                for argument in dashed
-                if argument.partition("=")[0] not in {*options, "-h", "--help"}
-            )
+            known = {*options, "-h", "--help"}
+            unknown = [argument for argument in dashed if argument.partition("=")[0] not in known]
+            _refuse_dashes(unknown, is_sft=name == "sft")
         return name, command, rest
 
 
-def _refuse_dashes(arguments: Iterable[str]) -> None:
-    """Raises BadInput for an argument that is the key of a config with dashes."""
-    for plain in (argument.lstrip("-") for argument in arguments):
+def _refuse_dashes(arguments: Iterable[str], *, is_sft: bool) -> None:
+    """Raises BadInput for an argument that is a field with dashes, or a name that another system has for one.
+    ``is_sft``: the command takes a warm start, of which the names of other systems are not."""
+    for argument in arguments:
+        from configs.reading.wording import fix_for_name
         from configs.schema import RunConfig, SftConfig
         from launch.checks.arguments import BadInput
 
-        key, equals, _ = plain.partition("=")
+        plain = argument.lstrip("-")
+        key, equals, value = plain.partition("=")
         if key == "config":
             raise BadInput("--config: no such option; the file is named alone: CONFIG.yaml KEY=VALUE ...")
-        if key.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
-            written = plain if equals else f"{plain}=VALUE"
+        ours = key.replace("-", "_")
+        if ours.split(".")[0] in {*RunConfig.model_fields, *SftConfig.model_fields, "extends"}:
+            written = f"{ours}={value if equals else 'VALUE'}"
             raise BadInput(f"--{key}: no such option; write {written}, without dashes")
+        if argument.startswith("--") and (fix := fix_for_name(key, SftConfig if is_sft else RunConfig)):
+            raise BadInput(f"--{key}: no such option; {fix}. Fields are written KEY=VALUE, without dashes")
 
 
 def command_of(commands: typer.Typer, panel: str) -> Callable[..., Callable[[Callable], Callable]]:

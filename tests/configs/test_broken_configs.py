@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
-from configs.other_systems.fields import OTHER_FIELDS
+from configs.other_systems.fields import OTHER_FIELDS, WITHOUT_COUNTERPART
 from configs.reading.schema_shape import Shape
 from configs.schema import RunConfig
 from configs.schema.server_contradictions import NEVER_WITH
@@ -221,7 +221,73 @@ TABLE = {
         ("rollout.n_samples_per_prompt", "here it is `rollout.group_size`"),
         ("learner.ppo_micro_batch_size_per_gpu", "here it is `learner.token_budget`"),
         ("learning_rate", "here it is `learner.optimizer.lr`"),
+        ("ppo_mini_batch_size", "split into: train_batch_size / ppo_mini_batch_size, such as 1024 / 256 = 4"),
+        ("max_prompt_length", "max_prompt_length has no counterpart: a prompt may be as long as"),
+        # as slime writes its flags
+        ("rollout-batch-size", "here it is `rollout.prompts_per_step` prompts, each with `rollout.group_size` responses"),
+        ("use-tis", "here it is `correction=decoupled_token_is`"),
+        ("eps-clip-high", "here it is `objective.clip_high`"),
+        ("hf-checkpoint", "here it is `model.path`"),
+        ("num-rollout", "here it is `steps`"),
+        ("weight-decay", "it exists as `learner.optimizer.weight_decay` and `critic.optimizer.weight_decay`"),
     ]},
+    "an own field with dashes": Broken(
+        options="rollout.group-size=8", field="rollout.group-size", value="8", error="unknown key", fix="did you mean `group_size`?"
+    ),
+    # verl's commonest overrides, by the whole path where the last part alone is a name of Tandem's too
+    **{f"verl's {name}": Broken(
+        options=f"{name}=1", field=field, value="1", error="unknown key", fix=fix,
+    ) for name, field, fix in [
+        ("actor_rollout_ref.actor.optim.lr", "actor_rollout_ref", "actor_rollout_ref.actor.optim.lr, here it is `learner.optimizer.lr`"),
+        ("actor_rollout_ref.actor.optim.weight_decay", "actor_rollout_ref", "here it is `learner.optimizer.weight_decay`"),
+        ("actor_rollout_ref.actor.strategy", "actor_rollout_ref", "actor_rollout_ref.actor.strategy has no counterpart: the learner is"),
+        ("actor_rollout_ref.model.path", "actor_rollout_ref", "actor_rollout_ref.model.path, here it is `model.path`"),
+        ("actor_rollout_ref.rollout.temperature", "actor_rollout_ref", "rollout.temperature, here it is `rollout.temperature`"),
+        ("actor_rollout_ref.rollout.top_p", "actor_rollout_ref", "actor_rollout_ref.rollout.top_p, here it is `rollout.top_p`"),
+        ("actor_rollout_ref.rollout.n", "actor_rollout_ref", "n, here it is `rollout.group_size`"),
+        ("actor_rollout_ref.rollout.val_kwargs.n", "actor_rollout_ref", "val_kwargs.n, here it is `evaluation.samples_per_prompt`"),
+        ("critic.optim.lr", "critic.optim", "critic.optim.lr, here it is `critic.optimizer.lr`"),
+        ("critic.grad_clip", "critic.grad_clip", "here it is `critic.optimizer.clip_grad`"),
+        ("algorithm.adv_estimator", "algorithm", "adv_estimator, here it is `advantage.type`"),
+        ("algorithm.gamma", "algorithm", "algorithm.gamma, here it is `advantage.gamma`"),
+        ("algorithm.lam", "algorithm", "algorithm.lam, here it is `advantage.lam`"),
+        ("data.train_batch_size", "data", "train_batch_size, here it is `rollout.prompts_per_step`"),
+        ("trainer.total_epochs", "trainer", "total_epochs, here it is `steps`"),
+        ("algorithm.nonsense", "algorithm", "not known here: nonsense"),
+    ]},
+    # algorithms, which are an objective and an advantage
+    **{f"{block} {name}": Broken(
+        options=option.format(block=block, name=name), field=block, value=name, error=error, fix=fix,
+    ) for block, name, fix in [
+        ("objective", "grpo", "GRPO is `advantage: {type: grpo}` with `objective: {type: clipped}`"),
+        ("objective", "ppo", "PPO is `advantage: {type: gae}`"),
+        ("objective", "dapo", "`objective: {type: clipped, clip_high: 0.28}`"),
+        ("objective", "dr_grpo", "`advantage: {type: grpo, normalize_by_std: false}`"),
+        ("objective", "drgrpo", "`aggregation: {type: sequence_mean_token_sum_over_constant, constant: 1024}`"),
+        ("objective", "reinforce", "REINFORCE is `objective: {type: policy_gradient}`"),
+        ("objective", "rloo", "RLOO is `advantage: {type: rloo}`"),
+        ("advantage", "ppo", "PPO is `advantage: {type: gae}`"),
+        ("advantage", "dr_grpo", "`advantage: {type: grpo, normalize_by_std: false}`"),
+        ("advantage", "reinforce++", "REINFORCE++ is `advantage: {type: reinforce_pp}`"),
+        ("advantage", "gspo", "GSPO is `objective: {type: gspo}`"),
+    ] for option, error in [("{block}.type={name}", "unknown variant"), ("{block}={name}", "must be a block of keys")]},
+    "a kind of task is no algorithm": Broken(
+        options="task.type=grpo", field="task.type", value="grpo", error="unknown variant", fix="variants: countdown, gsm8k, jsonl"
+    ),
+    "true for a block that needs no key": Broken(
+        options="tracking.wandb=true", field="tracking.wandb", value="true", error="must be a block of keys",
+        fix="write `tracking.wandb={}`, or give it keys of: project, entity",
+    ),
+    "true for a block that needs no key, in a file": Broken(
+        text="tracking: {wandb: true}", field="tracking.wandb", value="true", error="must be a block of keys", fix="write `wandb: {}`"
+    ),
+    "false for a block that is off": Broken(
+        options="tracking.wandb=false", field="tracking.wandb", value="false", error="must be a block of keys",
+        fix="write `tracking.wandb=null`",
+    ),
+    "true for a block that needs a key": Broken(
+        options="kl.model=true", field="kl.model", value="true", error="must be a block of keys", fix="give a block with keys of: path"
+    ),
     **{f"path with {path}": Broken(
         options=f"{field}={path}", field=field, value=path, error="is not expanded", fix=f"write the path out, {Path.home()}",
     ) for field, path in [("model.path", "$HOME/m"), ("launch.runs_dir", "~/runs"), ("resume", "${HOME}/run")]},
@@ -564,7 +630,7 @@ TABLE = {
     ),
     "verl's block of corrections at the top": Broken(
         options="rollout_correction={rollout_is: token, loss_type: ppo_clip}", field="rollout_correction", value="loss_type",
-        error="unknown key", fix="go under `correction: {verl: {...}}`",
+        error="unknown key", fix="here it is `correction: {verl: {...}}`, with verl's keys",
     ),
     "experts in float16": Broken(
         options="model={path: experts, dtype: float16}", field="model.dtype", value="float16",
@@ -1165,17 +1231,61 @@ def test_an_override_with_dashes(written, folder, monkeypatch, capsys):
     [
         (["--steps", "3"], "--steps: no such option; write steps=VALUE, without dashes"),
         (["--config", "run.yaml"], "--config: no such option; the file is named alone"),
+        (
+            ["--record-batches=all"],
+            "--record-batches: no such option; write record_batches=all, without dashes",
+        ),
+        (
+            ["--rollout-batch-size", "32"],
+            "--rollout-batch-size: no such option; here it is `rollout.prompts_per_step`",
+        ),
+        (["--eps-clip-high=0.28"], "--eps-clip-high: no such option; here it is `objective.clip_high`"),
+        (["--use-vllm"], "--use-vllm: no such option; use-vllm has no counterpart: the servers are SGLang's"),
+        (
+            ["--lr", "3"],
+            "--lr: no such option; it exists as `learner.optimizer.lr` and `critic.optimizer.lr`",
+        ),
     ],
 )
 def test_an_option_of_other_trainers(written, fix, folder, monkeypatch, capsys):
     assert fix in refused(["train", "run.yaml", "--dry-run", *written], folder, monkeypatch, capsys)
 
 
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [("--lr", "it exists as `optimizer.lr`"), ("--rollout-batch-size", "No such option")],
+)
+def test_an_option_of_other_trainers_before_a_warm_start(written, said, folder, monkeypatch, capsys):
+    """Its fields are others than those of training by RL, which the tables name."""
+    assert said in refused(["sft", "sft.yaml", written, "3"], folder, monkeypatch, capsys)
+
+
+@pytest.mark.parametrize("name", ["nope.yaml", "sub/../nope.yaml"])
+def test_a_file_that_extends_what_is_not_there_is_not_told_to_extend_itself(
+    name, folder, monkeypatch, capsys
+):
+    Path("sub").mkdir()
+    Path("note.yaml").write_text(f"extends: {name}\n")
+    Path("nose.yaml").write_text("extends: note.yaml\n")
+    for config in ("note.yaml", "nose.yaml"):
+        said = refused(["train", config, "--dry-run"], folder, monkeypatch, capsys)
+        assert f"value: {name}" in said and "note.yaml`" not in said
+    assert "nose.yaml`" not in said  # it leads to the other, which cannot lead back
+
+
+def test_schema_says_where_a_name_exists(folder, monkeypatch, capsys):
+    said = refused(["schema", "lr"], folder, monkeypatch, capsys)
+    assert "it exists as `learner.optimizer.lr` and `critic.optimizer.lr`" in said
+    said = refused(["schema", "learner.optimizer.lrr"], folder, monkeypatch, capsys)
+    assert "did you mean `learner.optimizer.lr`?" in said
+
+
 def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder, monkeypatch, capsys):
     block = "actor_rollout_ref={actor: {ppo_epochs: 2, loss: x}, rollout: {n: 5}}"
     said = refused(["train", "run.yaml", "--dry-run", block], folder, monkeypatch, capsys)
-    assert "fix:   ppo_epochs, here it is no field" in said
-    assert "; n, here it is `rollout.group_size`" in said and "loss," not in said
+    assert "fix:   ppo_epochs has no counterpart: a batch is learned from once" in said
+    assert "\n         n, here it is `rollout.group_size`" in said
+    assert "\n         not known here: actor.loss\n" in said
 
 
 def test_keys_of_verls_blocks_are_answered_though_the_block_is_named_nearly_as_one_of_ours(
@@ -1187,7 +1297,7 @@ def test_keys_of_verls_blocks_are_answered_though_the_block_is_named_nearly_as_o
     )
     for name in ("save_freq", "max_response_length", "overlong_buffer"):
         assert f"fix:   {name}, here it is `" in said
-    assert "fix:   verl's adv_estimator is `advantage.type` here" in said
+    assert "fix:   adv_estimator, here it is `advantage.type`" in said
 
 
 def test_fields_of_other_systems_are_told_by_fields_that_exist():
@@ -1199,9 +1309,11 @@ def test_fields_of_other_systems_are_told_by_fields_that_exist():
             shape = shape.child(part)
         return True
 
-    named = {name for text in OTHER_FIELDS.values() for name in re.findall(r"`([^`]+)`", text)}
+    tables = [*OTHER_FIELDS.values(), *WITHOUT_COUNTERPART.values()]
+    named = {name for text in tables for name in re.findall(r"`([^`:]+)[^`]*`", text)}
     assert [name for name in named if not exists(name)] == []
     assert not OTHER_FIELDS.keys() & RunConfig.model_fields.keys()
+    assert not OTHER_FIELDS.keys() & WITHOUT_COUNTERPART.keys()
 
 
 def test_a_misspelt_command_is_not_answered_with_a_hidden_one(folder, monkeypatch, capsys):

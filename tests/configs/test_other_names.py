@@ -6,15 +6,17 @@ length.
 """
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.loader import ConfigError, Problem, load_config, resolved_yaml
-from configs.other_systems.values import NEARLY, OUR_NAMES
+from configs.other_systems.values import ALGORITHMS, NEARLY, OUR_NAMES, algorithm
 from configs.other_systems.verl import VERL_PRESETS, from_roll, from_verl
 from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
 from configs.schema.correction import (
@@ -172,11 +174,235 @@ def test_what_is_nearly_the_same_is_refused_with_what_differs(folder, block, key
     assert (problem.error, problem.fix) == NEARLY[block, key][theirs]
 
 
+VERL_RUN = """
+data:
+  tokenizer: null
+  train_files: data/gsm8k/train.parquet
+  val_files: data/gsm8k/test.parquet
+  prompt_key: prompt
+  reward_fn_key: data_source
+  max_prompt_length: 512
+  max_response_length: 1024
+  train_batch_size: 1024
+  val_batch_size: null
+  return_raw_chat: true
+  shuffle: true
+  seed: 1
+  filter_overlong_prompts: true
+  truncation: error
+  image_key: images
+  custom_cls: {path: null, name: null}
+  apply_chat_template_kwargs: {enable_thinking: false}
+actor_rollout_ref:
+  hybrid_engine: true
+  model:
+    path: models/qwen3-8b
+    enable_gradient_checkpointing: true
+    use_remove_padding: true
+    trust_remote_code: false
+    lora_rank: 0
+    lora_alpha: 16
+    target_modules: all-linear
+    override_config: {}
+  actor:
+    strategy: megatron
+    ppo_mini_batch_size: 256
+    ppo_micro_batch_size_per_gpu: 32
+    use_dynamic_bsz: true
+    ppo_max_token_len_per_gpu: 24576
+    grad_clip: 1.0
+    clip_ratio: 0.2
+    clip_ratio_low: 0.2
+    clip_ratio_high: 0.28
+    clip_ratio_c: 10.0
+    policy_loss: {loss_mode: vanilla}
+    loss_agg_mode: token-mean
+    entropy_coeff: 0
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    kl_loss_type: low_var_kl
+    use_torch_compile: true
+    ppo_epochs: 1
+    shuffle: false
+    ulysses_sequence_parallel_size: 1
+    checkpoint: {save_contents: [model, optimizer]}
+    optim:
+      lr: 1.0e-6
+      lr_warmup_steps: 10
+      min_lr_ratio: 0.0
+      warmup_style: constant
+      total_training_steps: -1
+      weight_decay: 0.1
+    megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 1, param_offload: true}
+    fsdp_config: {param_offload: false, optimizer_offload: false, fsdp_size: -1, wrap_policy: {min_num_params: 0}}
+  ref:
+    strategy: megatron
+    log_prob_micro_batch_size_per_gpu: 32
+    log_prob_use_dynamic_bsz: true
+    fsdp_config: {param_offload: true}
+  rollout:
+    name: sglang
+    mode: async
+    temperature: 1.0
+    top_k: -1
+    top_p: 1
+    n: 8
+    dtype: bfloat16
+    gpu_memory_utilization: 0.6
+    enforce_eager: false
+    free_cache_engine: true
+    load_format: dummy
+    tensor_model_parallel_size: 2
+    max_num_batched_tokens: 8192
+    max_model_len: null
+    log_prob_micro_batch_size_per_gpu: 32
+    calculate_log_probs: true
+    val_kwargs: {temperature: 1.0, top_p: 0.7, n: 4, do_sample: true}
+    multi_turn: {enable: false, max_assistant_turns: null, format: hermes}
+    agent: {num_workers: 8}
+algorithm:
+  adv_estimator: grpo
+  gamma: 1.0
+  lam: 1.0
+  norm_adv_by_std_in_grpo: true
+  use_kl_in_reward: false
+  kl_penalty: kl
+  kl_ctrl: {type: fixed, kl_coef: 0.001, horizon: 10000, target_kl: 0.1}
+  filter_groups: {enable: true, metric: acc, max_num_gen_batches: 10}
+  rollout_correction: {rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: false}
+critic:
+  strategy: fsdp
+  optim: {lr: 1.0e-5, lr_warmup_steps_ratio: 0.0, weight_decay: 0.01}
+  model: {path: models/qwen3-8b}
+  ppo_micro_batch_size_per_gpu: 32
+  cliprange_value: 0.5
+reward_model:
+  enable: false
+  reward_manager: dapo
+  launch_reward_fn_async: false
+  overlong_buffer: {enable: true, len: 4096, penalty_factor: 1.0}
+custom_reward_function: {path: my_reward.py, name: score}
+trainer:
+  balance_batch: true
+  total_epochs: 15
+  total_training_steps: null
+  project_name: gsm8k
+  experiment_name: qwen3-8b
+  logger: [console, wandb]
+  log_val_generations: 10
+  nnodes: 1
+  n_gpus_per_node: 8
+  save_freq: 20
+  test_freq: 5
+  val_before_train: true
+  critic_warmup: 0
+  resume_mode: auto
+  default_local_dir: checkpoints
+  max_actor_ckpt_to_keep: 2
+  esi_redundant_time: 0
+ray_kwargs: {ray_init: {num_cpus: null}}
+"""
+"""A GRPO run by the names of verl's ppo_trainer.yaml, with those of other versions that scripts have."""
+NOT_KNOWN = {
+    "data": "return_raw_chat image_key custom_cls.path custom_cls.name",
+    "actor_rollout_ref": (
+        "model.trust_remote_code model.override_config actor.use_torch_compile actor.checkpoint.save_contents "
+        "actor.fsdp_config.wrap_policy.min_num_params rollout.load_format rollout.agent.num_workers"
+    ),
+    "reward_model": "launch_reward_fn_async",
+    "trainer": "esi_redundant_time",
+}
+ANSWERED = {
+    "actor_rollout_ref.model.path": "model.path",
+    "actor_rollout_ref.actor.optim.lr": "learner.optimizer.lr",
+    "actor_rollout_ref.actor.optim.weight_decay": "learner.optimizer.weight_decay",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "actor_rollout_ref.rollout.top_p": "rollout.top_p",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": "rollout.tp",
+    "actor_rollout_ref.actor.megatron.tensor_model_parallel_size": "layout.tp",
+    "actor_rollout_ref.rollout.val_kwargs.n": "evaluation.samples_per_prompt",
+    "actor_rollout_ref.rollout.val_kwargs.temperature": "evaluation.temperature",
+    "n": "rollout.group_size",
+    "critic.optim.lr": "critic.optimizer.lr",
+    "critic.optim.weight_decay": "critic.optimizer.weight_decay",
+    "adv_estimator": "advantage.type",
+    "algorithm.gamma": "advantage.gamma",
+    "algorithm.lam": "advantage.lam",
+    "train_batch_size": "rollout.prompts_per_step",
+    "total_epochs": "steps",
+    "ppo_mini_batch_size": "learner.minibatches",
+    "use_kl_loss": "kl.coefficient",
+    "clip_ratio_high": "objective.clip_high",
+    "data.shuffle": "sampler.type",
+}
+"""A name as the answer has it: of a name that Tandem has too, or that verl has twice, the whole path."""
+
+
+def leaves_of(block: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    if not isinstance(block, dict) or not block:
+        return [path]
+    return [leaf for key, inner in block.items() for leaf in leaves_of(inner, (*path, key))]
+
+
+def test_every_leaf_of_a_verl_file_is_answered_or_listed_as_not_known(folder):
+    Path("verl.yaml").write_text(f"extends: base.yaml\n{VERL_RUN}", encoding="utf-8")
+    with pytest.raises(ConfigError) as raised:
+        load_config("verl.yaml")
+    answers: dict[str, str] = {}  # of a name within a block, or of the whole key
+    not_known: dict[str, list[str]] = {}
+    for problem in raised.value.problems:
+        assert problem.error == "unknown key"
+        lines = [line.strip() for line in problem.fix.splitlines()]
+        assert len(set(lines)) == len(lines) and "did you mean" not in problem.fix
+        texts = [re.sub(r"^.*?(here it is|here they are|no counterpart)", "", line) for line in lines]
+        assert len(set(texts)) == len(texts), "names of one answer share a line"
+        for line in lines:
+            if line.startswith("not known here: "):
+                assert line == lines[-1]
+                not_known[problem.field] = line.removeprefix("not known here: ").split(", ")
+            elif line.startswith("here it is "):
+                answers[problem.field] = line
+            else:
+                names, text = re.split(r", here (?:it is|they are) | (?:has|have) no counterpart: ", line)
+                answers |= dict.fromkeys(re.split(r", | and ", names), text)
+    assert {field: " ".join(names) for field, names in not_known.items()} == NOT_KNOWN
+    assert {name: text for name, text in ANSWERED.items() if f"`{text}`" not in answers.get(name, "")} == {}
+    ours = {("critic", "model", "path")}
+    for leaf in leaves_of(yaml.safe_load(VERL_RUN)):
+        if leaf in ours:
+            continue
+        starts = {".".join(leaf[:end]) for end in range(1, len(leaf) + 1)}
+        listed = ".".join(leaf[1:]) in not_known.get(leaf[0], ())
+        assert listed != bool(answers.keys() & {*starts, *leaf}), leaf
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_what_is_told_of_an_algorithm_is_a_config(folder, name):
+    told = re.findall(r"`(\w+): (\{[^`]*\})`", ALGORITHMS[name])
+    config = load_config("base.yaml", [f"{block}={value}" for block, value in told])
+    wanted = {block: yaml.safe_load(value) for block, value in told}
+    assert wanted["objective"]["type"] == config.objective.type
+    assert wanted["advantage"]["type"] == config.advantage.type
+    assert config.rollout.max_new_tokens == 1024 == (config.aggregation.constant or 1024)
+
+
+@pytest.mark.parametrize(
+    "written",
+    ["grpo", "GRPO", "dr_grpo", "Dr. GRPO", "dr-grpo", "reinforce++", "REINFORCE_plus_plus", "reinforce_pp"],
+)
+def test_an_algorithm_by_any_spelling(written):
+    told = algorithm(("objective",), written)
+    assert told is not None and algorithm(("task",), written) is None
+    assert ("normalize_by_std" in told) == (written[0] in "dD") and ("reinforce_pp" in told) == (
+        written[0] in "rR"
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "home"), [("loss_agg_mode", "aggregation.type"), ("clip_ratio_c", "objective.dual_clip")]
 )
 def test_a_field_of_verl_is_told_its_name_here(folder, key, home):
-    assert the_problem(f"{key}=3").fix == f"verl's {key} is `{home}` here"
+    assert the_problem(f"{key}=3").fix == f"here it is `{home}`"
 
 
 # -------------------------------------------------------------------------------------------------------

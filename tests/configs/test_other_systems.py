@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from configs.loader import ConfigError, Problem, load_config, resolved_yaml
-from configs.other_systems.verl import ROLL_KEYS, VERL_KEYS, fix_for_foreign_key, from_roll, from_verl
+from configs.other_systems.answers import answer
+from configs.other_systems.verl import ROLL_KEYS, VERL_KEYS, from_roll, from_verl
 from configs.presets import PRESETS
 from configs.schema.correction import CorrectionConfig, DivergenceRule, ImportanceWeight, NoWeight, RatioRule
 from tests.support.packed_batches import random_batch
@@ -976,6 +977,6 @@ def test_keys_of_other_systems_among_ours(folder, override, home):
 
 
 def test_only_keys_of_other_systems_are_foreign():
-    assert all(fix_for_foreign_key(key) for key in ("rollout_correction", *VERL_KEYS, *ROLL_KEYS))
+    assert all(answer([key], None) for key in ("rollout_correction", *VERL_KEYS, *ROLL_KEYS))
     ours_too = {"mode", "loss", "weight", "reject", "veto", "denominator", "rollout", "correction"}
-    assert not any(fix_for_foreign_key(key) for key in ours_too)
+    assert not any(answer([key], None) for key in ours_too)

@@ -1,0 +1,85 @@
+"""Answers a name of another system by Tandem's field: one name, or a pasted block with every name in it."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from configs.errors import dotted, is_close
+from configs.other_systems.fields import OTHER_BLOCKS, OTHER_FIELDS, WITHOUT_COUNTERPART
+
+_NEXT_LINE = "\n" + " " * len("  fix:   ")
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A name that the tables have."""
+
+    name: str
+    """As it was written: the last part, or the whole path where the tables need more than that."""
+    is_field: bool
+    """Whether Tandem has a field for it."""
+    text: str
+    """The field, or why there is none."""
+
+
+def answer(path: Sequence[Hashable], value: Any, ours: Sequence[str] = ()) -> str | None:
+    """The fix for an unknown key at a path; None where the tables know neither it nor anything within.
+
+    ours: Tandem's keys at that place. A block whose name is close to one of them may be misspelt, so what it
+    holds decides nothing, unless its name is that of a block of verl.
+    """
+    if known := _look_up(path, value):
+        return f"here it is {known.text}" if known.is_field else _sentence([known.name], known)
+    key = str(path[-1])
+    if not isinstance(value, Mapping) or not (key in OTHER_BLOCKS or not is_close(key, ours)):
+        return None
+    found: dict[tuple[bool, str], list[Known]] = {}
+    unknown: list[str] = []
+    for at, inner in _names_within(path, value):
+        if known := _look_up(at, inner):
+            found.setdefault((known.is_field, known.text), []).append(known)
+        else:
+            unknown.append(dotted(at[len(path) :]))
+    if not found and key not in OTHER_BLOCKS:
+        return None
+    lines = [_sentence(list(dict.fromkeys(one.name for one in alike)), alike[0]) for alike in found.values()]
+    if unknown:
+        lines.append(f"not known here: {', '.join(unknown)}")
+    return _NEXT_LINE.join(lines) or None
+
+
+def _look_up(path: Sequence[Hashable], value: Any) -> Known | None:
+    """What the tables say of the longest end of the path that they have. slime writes dashes for underscores."""
+    parts = [str(part) for part in path]
+    if (
+        isinstance(value, Mapping) and parts[-1] in OTHER_BLOCKS
+    ):  # such as `data`, elsewhere the name of a file
+        return None
+    for start in range(len(parts)):
+        end = ".".join(parts[start:]).replace("-", "_")
+        name = dotted(parts) if "." in end else parts[-1]
+        for table, is_field in ((OTHER_FIELDS, True), (WITHOUT_COUNTERPART, False)):
+            if end in table:
+                return Known(name, is_field, table[end])
+    return None
+
+
+def _names_within(path: Sequence[Hashable], block: Mapping) -> list[tuple[tuple[Hashable, ...], Any]]:
+    """Pairs (path, value) of all values at any depth, and of the inner blocks that the tables know as a whole."""
+    names = []
+    for key, value in block.items():
+        at = (*path, key)
+        if isinstance(value, Mapping) and value and _look_up(at, value) is None:
+            names += _names_within(at, value)
+        else:
+            names.append((at, value))
+    return names
+
+
+def _sentence(names: Sequence[str], known: Known) -> str:
+    """One sentence on names of which the tables say the same."""
+    *others, last = names
+    subject = f"{', '.join(others)} and {last}" if others else last
+    if known.is_field:
+        return f"{subject}, here {'they are' if others else 'it is'} {known.text}"
+    return f"{subject} {'have' if others else 'has'} no counterpart: {known.text}"
