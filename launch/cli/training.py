@@ -94,7 +94,8 @@ def sft(
 def evaluate(
     config: ConfigPath, overrides: Overrides = None, dry_run: DryRun = False, gpu_memory: GpuMemory = None
 ) -> None:
-    """Measure the accuracy of model.path on the task's held-out problems."""
+    """Measure the accuracy of model.path on the task's held-out problems; of a run's folder in the place of CONFIG, that of
+    the model that it has trained."""
     from launch.commands.train import evaluate as run
 
     run(config, overrides or [], dry_run=dry_run, gpu_memory=gpu_memory)

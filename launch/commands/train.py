@@ -177,6 +177,8 @@ def sft(
 def evaluate(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> float | None:
+    if (config_path / "config.yaml").is_file():
+        config_path, overrides = _trained_model(existing_run(config_path), overrides)
     parsed = parse_config(config_path, overrides)
     config = load_checked(
         parsed, RunConfig, runs=EVALUATION, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES
@@ -212,6 +214,16 @@ def evaluate(
     write_json(folder.summary, summary, flush=True)
     print(f"{text}; {folder.summary}", flush=True)
     return result.accuracy
+
+
+def _trained_model(folder: RunFolder, overrides: list[str]) -> tuple[Path, list[str]]:
+    """The config and the overrides by which a run's own model is evaluated. Its config names the model that it began with."""
+    if not folder.has_final_model():
+        raise BadInput(
+            f"RUN: {folder.path} has not written its trained model; `tandem export {folder.path} OUT` writes that of its newest "
+            f"checkpoint, and `tandem eval {folder.config} model.path=OUT` measures it"
+        )
+    return folder.config, [f"model.path={json.dumps(str(folder.hf))}", "resume=null", *overrides]
 
 
 def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[str, Any], str]:

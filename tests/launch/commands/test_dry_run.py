@@ -17,16 +17,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from configs.loader import ConfigError, load_config
+from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from launch import cli
 from launch.checks import config as checks
+from launch.checks.arguments import BadInput
 from launch.checks.config import _gap_notes
 from launch.checks.device_memory import Device, _smallest_gpu, memory_lines, memory_problems, need_of
 from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
+from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Supervisor
 from parallel.checkpoints.files import write_manifest
@@ -125,6 +127,19 @@ def test_the_output_is_the_resolved_config_and_says_what_would_be_started(
     )
     assert ("learn" in facts) == (arguments[0] != "eval")
     assert arguments[0] != "slurm" or "this machine" not in printed, "a job is not here"
+
+
+def test_the_evaluation_of_a_run_is_of_the_model_that_it_has_trained(folder, capsys):
+    """Its config names the model that it began with."""
+    run = run_folder.create(Path("runs"), "done", resolved_yaml(config()))
+    with pytest.raises(BadInput, match=r"has not written its trained model; `tandem export \S+done\S* OUT`"):
+        training.evaluate(run.path, [], dry_run=True)
+    shutil.copytree(config().model.path, run.hf)
+    run.summary.write_text('{"steps": 3}')
+    training.evaluate(run.path, ["evaluation.greedy=true"], dry_run=True)
+    Path("printed.yaml").write_text(capsys.readouterr().out)
+    printed = load_config("printed.yaml")
+    assert printed.model.path == run.hf and printed.evaluation.greedy
 
 
 def test_a_terminal_shows_the_facts_alone(folder, monkeypatch, capsys):
