@@ -139,7 +139,7 @@ def test_the_evaluation_of_a_run_is_of_the_model_that_it_has_trained(folder, cap
     training.evaluate(run.path, ["evaluation.greedy=true"], dry_run=True)
     Path("printed.yaml").write_text(capsys.readouterr().out)
     printed = load_config("printed.yaml")
-    assert printed.model.path == run.hf and printed.evaluation.greedy
+    assert printed.model.path == run.hf.resolve() and printed.evaluation.greedy
 
 
 def test_a_terminal_shows_the_facts_alone(folder, monkeypatch, capsys):
