@@ -62,7 +62,7 @@ class Run:
     tracker: Tracker | None
     ledger: Ledger | None
     """None on all ranks but the first, like the tracker."""
-    turns: OwnDevices = field(default_factory=OwnDevices)
+    devices: OwnDevices = field(default_factory=OwnDevices)
     first_step: int = 1
     evaluation_owed: bool = False
     """Whether the step before the first lacks its evaluation."""
@@ -77,7 +77,7 @@ def train(run: Run) -> None:
     config, learner, sampler = run.config, run.learner, run.sampler
     rollout = config.rollout
     for step, clock in clocked(range(run.first_step, config.steps + 1), run.doing, run.profiled):
-        rest, trains_policy = Postponed(), step > config.critic_warmup_steps
+        postponed, trains_policy = Postponed(), step > config.critic_warmup_steps
         with clock.time("sampling"):
             sampled = sampler.next_groups(
                 rollout.prompts_per_step,
@@ -89,7 +89,7 @@ def train(run: Run) -> None:
                 batch = learner.receive(sampled.groups)
         tell_of_failed_rewards(run, step, sampled)
         with clock.time("logprobs"):
-            run.turns.learners()
+            run.devices.give_to_learner()
             batch = learner.score(batch, before_update=trains_policy)
         with span("correction"):
             correction = correct(batch.packed, config.correction, learner.total)
@@ -118,12 +118,12 @@ def train(run: Run) -> None:
         with span("keep samples"):
             run.samples.keep(step, sampled.groups, batch, updates, learner)
         with clock.time("sampling"):
-            rest.attempt(lambda: sampler.drain(rollout.drain_s))
+            postponed.attempt(lambda: sampler.drain(rollout.drain_s))
         with clock.time("sync"):
-            sync = rest.attempt(run.weight_sync.publish, in_any_case=True)  # the weights have moved
+            sync = postponed.attempt(run.weight_sync.publish, in_any_case=True)  # the weights have moved
         clock.end_step()
         with clock.time("evaluation"):
-            evaluation = rest.attempt(sampler.evaluate) if is_evaluation_step(step, config) else None
+            evaluation = postponed.attempt(sampler.evaluate) if is_evaluation_step(step, config) else None
         with span("metrics"):
             metrics = step_metrics(
                 sampled=sampled,
@@ -142,12 +142,12 @@ def train(run: Run) -> None:
                 run.ledger.enter(step, sampled.stats)
             run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
         with clock.time("checkpoint"):
-            evaluation_owed = rest.interruption is not None and is_evaluation_step(step, config)
+            evaluation_owed = postponed.interruption is not None and is_evaluation_step(step, config)
             problem = run.checkpointer.after_step(
                 step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
             )
             tell_once(run, f"checkpoint of step {step}", problem)
-        rest.release()
+        postponed.release()
 
 
 def _farthest_token(run: Run, batch: StepBatch, updates: Sequence[Update], measure: Measure) -> str:

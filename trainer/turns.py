@@ -31,13 +31,13 @@ class OwnDevices:
 
     are_shared = False
 
-    def learners(self) -> None:
+    def give_to_learner(self) -> None:
         """The learner's turn: it is on the devices and has all memory."""
 
-    def both(self) -> None:
+    def give_to_both(self) -> None:
         """The turn of both: learner and servers' weights are on the devices, and nothing is sampled."""
 
-    def servers(self) -> None:
+    def give_to_servers(self) -> None:
         """The servers' turn: they sample. It cannot follow the learner's turn, as the weights must be sent
         between."""
 
@@ -68,14 +68,14 @@ class SharedDevices(OwnDevices):
         self._learner, self._control = learner, control
         self._turn = _Turn.LEARNERS
 
-    def learners(self) -> None:
+    def give_to_learner(self) -> None:
         if self._turn is _Turn.SERVERS:
             self._bring_learner(CACHE, WEIGHTS)
         elif self._turn is _Turn.BOTH:
             self._ask_servers(lambda control: control.release_memory([WEIGHTS]))
         self._turn = _Turn.LEARNERS
 
-    def both(self) -> None:
+    def give_to_both(self) -> None:
         if self._turn is _Turn.SERVERS:
             self._bring_learner(CACHE)
         elif self._turn is _Turn.LEARNERS:
@@ -84,7 +84,7 @@ class SharedDevices(OwnDevices):
             self._ask_servers(lambda control: control.resume_memory([WEIGHTS]))
         self._turn = _Turn.BOTH
 
-    def servers(self) -> None:
+    def give_to_servers(self) -> None:
         if self._turn is _Turn.LEARNERS:
             raise ValueError("the servers' weights have not been sent since the learner's turn")
         if self._turn is _Turn.BOTH:
@@ -101,7 +101,7 @@ class SharedDevices(OwnDevices):
         made_room.attempt(self.both)
         yield
         made_room.release()
-        self.servers()
+        self.give_to_servers()
 
     def _bring_learner(self, *tags: str) -> None:
         self._turn = _Turn.LEARNERS

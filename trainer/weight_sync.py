@@ -332,7 +332,7 @@ class WeightSync:
     def _send_to_all(self, version: int) -> SyncResult:
         started = time.perf_counter()
         groups = self._learner.groups
-        self._turns.both()
+        self._turns.give_to_both()
         self._meet_servers()
         with span("servers paused", servers=self._num_servers):
             opening = self._control.open_update() if self._control is not None else None
@@ -343,7 +343,7 @@ class WeightSync:
                 # Rank 0's pipeline group has all senders.
                 by_stage = from_all_ranks(sent, groups.pp_group)
             on_first_rank(lambda: self._close_update(version, by_stage))
-        self._turns.servers()
+        self._turns.give_to_servers()
         is_probed = not (self._samples_are_probes or self._samples_ahead)
         gap = self.probe(self._rollout.temperature) if is_probed else None
         total = sum(sent.bytes for sent in by_stage)

@@ -48,7 +48,7 @@ _ENVIRONMENT = "`environment`, of type tokens, chat, agent or openenv"
 _SERVER = "`rollout.server_args`, the arguments of SGLang's servers"
 _SERVERS = "`rollout.replicas`, the number of servers, each of `rollout.tp` GPUs"
 _REMOTE = "`reward={type: model, urls: [...]}`"
-_WEIGHT = "`correction`, a preset or a block; TRL's default is `correction={weight: {level: sequence, bound: mask, upper: 3}}`"
+_WEIGHT = "`correction`, a preset or a block; TRL's default is `correction={weight: {level: sequence, bound: mask, lower: 0, upper: 3}}`"
 _FROZEN = "the reference of the KL stays what it is at the start"
 _REFERENCE = (
     "`kl.model.path`, a Hugging Face folder; without it the reference is the model at the start of the run"

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import Contradiction
+from configs.schema.correction import ImportanceWeight
 from configs.schema.environment import AgentEnvironment, MessageEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
@@ -54,8 +55,8 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
         )
     weight = config.correction.weight
     # A sequence that is masked as a whole is meant to drop; a part of it is not.
-    by_part = weight.level in ("token", "segment", "segment_geometric")
-    if objective == "gmpo" and by_part and weight.bound == "mask":
+    masks = isinstance(weight, ImportanceWeight) and weight.bound == "mask"
+    if objective == "gmpo" and masks and weight.level not in ("sequence", "geometric"):
         yield Contradiction(
             ("correction.weight.bound", "correction.reject"),
             "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "

@@ -61,7 +61,7 @@ def learn(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = l
                 evaluate_before(run)
                 train(run)
                 run.weight_sync.prove(config.rollout.temperature)
-                run.turns.learners()
+                run.devices.give_to_learner()
                 doing("export")
             trained = time.perf_counter()
             # Requests to stop have no effect from here on: the rest ends the run too.
@@ -155,7 +155,7 @@ def build_run(
         tracker.note(notice)
     return Run(
         config=config, learner=learner, sampler=sampler, weight_sync=weight_sync, checkpointer=checkpointer, recorder=recorder,
-        samples=SampleKeeper(folder.samples, config, tracker), tracker=tracker, ledger=ledger, turns=turns,
+        samples=SampleKeeper(folder.samples, config, tracker), tracker=tracker, ledger=ledger, devices=turns,
         first_step=1 if resumed_from is None else resumed_from + 1,
         evaluation_owed=progress is not None and progress.evaluation_owed,
     )  # fmt: skip
@@ -199,7 +199,7 @@ def compare_engines(run: "Run") -> None:
     The servers get the weights first in a resumed run, where weights are rounded, or where the servers lent their
     memory to the learner. Servers that outlived the learner of an earlier attempt get them too, unless they still
     hold the weights of the start."""
-    sends = run.first_step > 1 or run.config.rollout.precision is not None or run.turns.are_shared
+    sends = run.first_step > 1 or run.config.rollout.precision is not None or run.devices.are_shared
     run.weight_sync.take_over(sends=sends)
     gap = run.weight_sync.prove(START_PROBE_TEMPERATURE)
     if run.tracker is not None:

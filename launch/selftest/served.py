@@ -161,7 +161,7 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
         with one_bit_flipped():
             told = _refusal_of(there.sync)
         (served,) = there.control.versions()
-        there.turns.servers()  # the next learner asks it for memory, and it can give back only what it has
+        there.turns.give_to_servers()  # the next learner asks it for memory, and it can give back only what it has
     if FOUND_BY_SERVER not in told:
         raise CheckFailed(f"the server refused the update for another reason: {told}", REPORT)
     if served != version:

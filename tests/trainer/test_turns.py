@@ -229,8 +229,8 @@ def test_the_order_of_a_step(learner, control):
     assert said(control) == FIRST
     for version in (1, 2):
         assert learner_bytes(learner) == 0, "while the servers sample"
-        turns.learners()
-        turns.learners()
+        turns.give_to_learner()
+        turns.give_to_learner()
         assert said(control) == ["pause", "release kv_cache weights"] and control.held == set()
         train(learner)
         sync.publish()
@@ -253,7 +253,7 @@ def test_a_probe_compares_what_was_sampled_without_the_learner(learner, control)
     sync = sync_of(learner, control, turns, probes=True)
     assert sync.restore().max_logprob_gap < 1e-4
     assert said(control) == [*FIRST, *PROBE]
-    turns.learners()
+    turns.give_to_learner()
     train(learner)
     assert sync.publish().max_logprob_gap < 1e-4
     assert said(control) == ["pause", "release kv_cache weights", *TRANSFER, *PROBE]
@@ -263,7 +263,7 @@ def test_a_probe_compares_what_was_sampled_without_the_learner(learner, control)
 def test_no_server_samples_from_weights_that_were_not_sent(learner, control):
     turns = SharedDevices(learner, control)
     with pytest.raises(ValueError, match="have not been sent since the learner's turn"):
-        turns.servers()
+        turns.give_to_servers()
     assert said(control) == []
 
 
@@ -280,15 +280,15 @@ def test_where_the_servers_are_gone_the_learner_is_there(learner, control):
     with turns.learner_there():  # again, after what failed: nobody is asked any more
         assert learner_bytes(learner) > 0
     with pytest.raises(RolloutError, match="connection refused"):
-        turns.both()
+        turns.give_to_both()
 
 
 def test_servers_that_fail_as_their_turn_begins_find_the_learner_there_too(learner, control):
     turns = SharedDevices(learner, control)
-    turns.both()
+    turns.give_to_both()
     control.is_gone, there = True, []
     with pytest.raises(RolloutError, match="connection refused"):
-        turns.servers()
+        turns.give_to_servers()
     with pytest.raises(RolloutError, match="connection refused"), turns.learner_there():
         there.append(learner_bytes(learner) > 0)
     assert there == [True]
@@ -301,11 +301,11 @@ def test_a_checkpoint_leaves_the_turn_of_both_which_the_learners_turn_may_follow
     monkeypatch.setattr(platform, "return_free_memory", lambda: control.calls.append("return"))
     monkeypatch.setattr(dist, "barrier", lambda: control.calls.append("meet"))
     turns = SharedDevices(learner, control)
-    turns.both()
+    turns.give_to_both()
     with turns.learner_there():
         assert said(control) == ["return", "meet", "take weights"]
     assert said(control) == [] and learner_bytes(learner) > 0
-    turns.learners()
+    turns.give_to_learner()
     assert said(control) == ["release weights"] and control.held == set()
 
 
