@@ -98,7 +98,7 @@ class SharedDevices(OwnDevices):
             yield
             return
         made_room = Postponed()  # the checkpoint is written even if the servers are gone
-        made_room.attempt(self.both)
+        made_room.attempt(self.give_to_both)
         yield
         made_room.release()
         self.give_to_servers()
