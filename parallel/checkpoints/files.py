@@ -268,6 +268,14 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def put_back(folder: Path) -> None:
+    """Give ``folder`` its name again where a writer was killed after it had moved the old one aside, and before the new
+    one had its name (``parallel/weights/hf_files.py``: ``replace_folder``). No other process may be writing there."""
+    old = [*folder.parent.glob(f".{folder.name}.old.*/{folder.name}")]
+    if old and not os.path.lexists(folder):
+        max(old, key=lambda path: path.parent.stat().st_mtime).rename(folder)
+
+
 def remove_leftovers(parent: Path, name: str) -> None:
     """Remove the hidden folders that killed writers of ``parent/name`` (a pattern) left. No other process may be
     writing there."""
