@@ -69,14 +69,15 @@ class LineFile:
     def write(self, line: str) -> OSError | None:
         """Returns the error where lines wait."""
         self._waiting += f"{line}\n".encode()
-        return self._flush()
+        return self.flush()
 
     def close(self) -> OSError | None:
         """Returns the error where lines are lost."""
         with self._file:
-            return self._flush()
+            return self.flush()
 
-    def _flush(self) -> OSError | None:
+    def flush(self) -> OSError | None:
+        """Returns the error where lines wait."""
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]

@@ -196,12 +196,12 @@ def _environment() -> Iterator[Finding]:
 
 
 def _limits() -> Iterator[Finding]:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < OPEN_FILES:
-        text = f"{soft} open files are allowed (hard limit {hard})"
-        yield warn("limits", text, f"`ulimit -n {OPEN_FILES}` in launch.slurm.setup")
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # to which each role raises its own
+    if hard < OPEN_FILES:
+        text = f"{hard} open files are allowed (the hard limit)"
+        yield warn("limits", text, f"have the administrators set LimitNOFILE={OPEN_FILES} or more")
     else:
-        yield ok("limits", f"{soft} open files")
+        yield ok("limits", f"{hard} open files")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if locked != resource.RLIM_INFINITY and INFINIBAND.exists():
         text = f"{locked // 1024} KiB of memory may be locked, InfiniBand registers far more"

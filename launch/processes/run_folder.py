@@ -36,6 +36,7 @@ from typing import TextIO, TypeVar
 
 from configs.errors import ConfigError
 from parallel.checkpoints.files import (
+    READ_AGAIN_S,
     latest_valid,
     missing,
     step_folder,
@@ -48,9 +49,6 @@ from trainer.file_system import read_file, write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
-READ_AGAIN_S = (0.0, 0.2, 1.0, 5.0)
-"""Pauses before further reads of an announcement. On NFS one that another host replaces may fail once (ESTALE), and a
-server that is away for a moment fails all (EIO); a look, of which there are many an hour, must not end the run."""
 KEY = "key.yaml"
 Content = TypeVar("Content")
 

@@ -19,7 +19,7 @@ from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, read_lives, wait_for_servers
 from launch.processes.stopping import StopListener, Stopped, report_stopped
 from launch.processes.supervisor import exit_now
-from parallel.checkpoints.files import remove_leftovers
+from parallel.checkpoints.files import put_back, remove_leftovers
 from trainer.tracking.samples import forget_samples_after
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int
     for checkpoints in (folder.checkpoints, folder.critic_checkpoints):
         remove_leftovers(checkpoints, "step_*")
     for exported in (folder.hf, folder.adapter):
+        put_back(exported)
         remove_leftovers(folder.path, exported.name)
     recorder.forget_after(resumed_from or 0)
     forget_samples_after(folder.samples, resumed_from or 0)

@@ -6,9 +6,11 @@ folder.
 """
 
 import asyncio
+import contextlib
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import sys
@@ -190,6 +192,7 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     run, label = ROLES[name], name
     config = config_of(folder, SftConfig) if name == "sft-rank" else config_of(folder, RunConfig)
     os.environ.update(role_environment(config.launch.nodes if name in SIDES else None))
+    allow_open_files()
     if name == "serve" and isinstance(config, RunConfig):
         node = serving_node(config, node)
         run, label = partial(serve, node=node), serve_roles(config)[node]
@@ -222,6 +225,14 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
                 traceback.print_exc()
         finally:
             exit_now(1 if isinstance(error, Exception) else INTERRUPTED)
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files, which is often 1024, to the one that it may have: each connection of a
+    server, an agent or a peer is one."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # a system may refuse its own "unlimited"
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def rank_environment(layout: LayoutConfig) -> dict[str, str]:

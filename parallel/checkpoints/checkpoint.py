@@ -40,6 +40,7 @@ from parallel.checkpoints.files import (
     FileRecord,
     Manifest,
     damage,
+    read_again,
     read_manifest,
     share,
     write_manifest,
@@ -227,7 +228,7 @@ def verified(folder: Path) -> WholeCheckpoint:
 
     def check_share() -> tuple[Manifest | None, list[str]]:
         try:
-            manifest = read_manifest(folder)
+            manifest = read_again(lambda: read_manifest(folder))
         except DamagedManifest as error:
             return None, [str(error)]
         return manifest, [*damage(folder, manifest, share(manifest, dist.get_rank(), dist.get_world_size()))]

@@ -16,12 +16,16 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
+
+T = TypeVar("T")
 
 FORMAT = 2
 MANIFEST = "complete.json"
@@ -29,6 +33,9 @@ BEST = "best.json"
 """In the folder of the checkpoints: the step of the best one, where ``checkpoint.keep_best`` keeps it."""
 HASH_THREADS = 4
 """Threads of one process. xxhash releases the interpreter; one thread reads and hashes 5 to 10 GB/s."""
+READ_AGAIN_S = (0.0, 0.2, 1.0, 5.0)
+"""Pauses before further reads of a file. On NFS one that another host replaces may fail once (ESTALE), and a server that
+is away for a moment fails all (EIO)."""
 _STEP = re.compile(r"step_(\d{6,})")
 
 
@@ -200,6 +207,19 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
         return dict(zip(names, pool.map(lambda name: _hash_file(folder / name), names), strict=True))
 
 
+def read_again(read: Callable[[], T]) -> T:
+    """What ``read`` gives by the last of several tries: an error of a network file system may last a moment. Raises its
+    last OSError, and others at once."""
+    for pause_s in READ_AGAIN_S:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.ESTALE):
+                raise
+        time.sleep(pause_s)
+    return read()
+
+
 def _hash_file(path: Path) -> FileRecord:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, xxhash.xxh3_128)
@@ -214,12 +234,13 @@ def share(manifest: Manifest, part: int, parts: int) -> list[str]:
 def damage(folder: Path, manifest: Manifest, names: Iterable[str]) -> Iterator[str]:
     """A line for each damaged one of the named files of a checkpoint. Every byte is read.
 
-    Raises OSError for a file that exists and may not be read, which is no damage.
+    Raises OSError for a file that exists and may not be read, which is no damage. Nor is an error of a disk or a server
+    that is gone by a further read.
     """
 
     def compare(name: str) -> str | None:
         try:
-            record = _hash_file(folder / name)
+            record = read_again(lambda: _hash_file(folder / name))
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.EIO):
                 raise
@@ -266,6 +287,14 @@ def remove(folder: Path) -> None:
     # Without its manifest it is no checkpoint any more, even if the removal of the rest is interrupted.
     (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def put_back(folder: Path) -> None:
+    """Give ``folder`` its name again where a writer was killed after it had moved the old one aside, and before the new
+    one had its name (``parallel/weights/hf_files.py``: ``replace_folder``). No other process may be writing there."""
+    old = [*folder.parent.glob(f".{folder.name}.old.*/{folder.name}")]
+    if old and not os.path.lexists(folder):
+        max(old, key=lambda path: path.parent.stat().st_mtime).rename(folder)
 
 
 def remove_leftovers(parent: Path, name: str) -> None:

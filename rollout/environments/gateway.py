@@ -12,7 +12,9 @@ top_p of a request are ignored, since log-probs are at the run's temperature. Un
 agent's process and its reward (``agent.py``).
 """
 
+import asyncio
 import logging
+import resource
 import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -39,6 +41,41 @@ from rollout.environments.protocol import Context
 
 logger = logging.getLogger(__name__)
 
+STRANGER_S = 10.0
+"""Time for a new connection to prove the key of a session."""
+MOST_STRANGERS = 4096
+"""Connections that have not, at most; and at most half of the open files that this process may have."""
+
+
+class Strangers:
+    """The connections that have not proved the key of a session yet: anyone who reaches the port can open one, and each
+    takes an open file. They are closed in time, and the oldest at once where there are too many. An agent's request
+    follows its connection at once."""
+
+    def __init__(self, server: web.Server) -> None:
+        self._server, self._loop = server, asyncio.get_running_loop()
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._most = MOST_STRANGERS if soft == resource.RLIM_INFINITY else min(MOST_STRANGERS, soft // 2)
+        self._oldest_first: dict[web.RequestHandler, None] = {}
+
+    def __call__(self) -> web.RequestHandler:
+        """The protocol of a new connection."""
+        connection = self._server()
+        self._oldest_first[connection] = None
+        if len(self._oldest_first) > self._most:
+            self._close(next(iter(self._oldest_first)))
+        self._loop.call_later(STRANGER_S, self._close, connection)
+        return connection
+
+    def admit(self, connection: web.RequestHandler) -> None:
+        self._oldest_first.pop(connection, None)
+
+    def _close(self, connection: web.RequestHandler) -> None:
+        if connection in self._oldest_first:
+            del self._oldest_first[connection]
+            if connection.transport is not None:
+                connection.transport.abort()  # close would wait until the stranger has read
+
 
 class Gateway:
     """The server, inside ``async with``. ``host`` is the address on which it listens, at a free port.
@@ -53,6 +90,8 @@ class Gateway:
         self._sessions: dict[str, GatewaySession] = {}
         self._told: set[str] = set()
         self._runner: web.AppRunner | None = None
+        self._strangers: Strangers | None = None
+        self._listener: asyncio.Server | None = None
         self.address = ""
 
     async def __aenter__(self) -> "Gateway":
@@ -66,12 +105,15 @@ class Gateway:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         self._runner = runner
+        assert runner.server is not None  # which the set-up has made
+        self._strangers = Strangers(runner.server)
         try:
-            await web.TCPSite(runner, self._host, 0, backlog=1024).start()
+            loop = asyncio.get_running_loop()
+            self._listener = await loop.create_server(self._strangers, self._host, 0, backlog=1024)
         except OSError:
             await runner.cleanup()
             raise
-        port = runner.addresses[0][1]
+        port = self._listener.sockets[0].getsockname()[1]
         host = f"[{self._host}]" if ":" in self._host else self._host
         self.address = f"http://{host}:{port}"
         return self
@@ -79,6 +121,8 @@ class Gateway:
     async def __aexit__(self, *exc_info: object) -> None:
         for session in [*self._sessions.values()]:
             await session.close()
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -109,6 +153,8 @@ class Gateway:
             if scheme.lower() != "bearer" or not is_key:
                 text = "the API key is not that of this session; use OPENAI_API_KEY of the same process"
                 return Refused(401, "invalid_api_key", text).response()
+            if self._strangers is not None:
+                self._strangers.admit(request.protocol)
             try:
                 session.check_open()
                 return await handle(request, session)

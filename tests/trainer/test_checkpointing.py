@@ -35,7 +35,7 @@ from parallel.checkpoints.files import (
     write_manifest,
 )
 from parallel.megatron import platform
-from parallel.weights.hf_files import hidden_folder
+from parallel.weights.hf_files import hidden_folder, replace_folder
 from tests.support.megatron_workers import run_ranks
 from tests.support.packed_batches import random_batch
 from tests.support.unreadable import unreadable
@@ -209,6 +209,30 @@ def test_what_a_killed_writer_has_left_goes_with_the_next_start(tmp_path):
     learning.forget_lost_steps(folder, Recorder(folder.batches, "none", recorded().correction), 3)
     assert [path for path in left if path.exists()] == []
     assert {file.parent for file in tmp_path.rglob("weights")} == set(kept)
+
+
+@pytest.mark.parametrize("kill_at", (0, 1))
+def test_a_kill_while_a_model_replaces_another_loses_none_of_them_both(tmp_path, monkeypatch, kill_at):
+    """kill_at: the rename before which it comes."""
+    folder, rename, done = RunFolder(tmp_path), os.rename, itertools.count()
+    folder.hf.mkdir()
+    (folder.hf / "weights").write_text("old")
+    fresh = hidden_folder(folder.hf)
+    (fresh / "weights").write_text("new")
+
+    def rename_or_end(old: Path, new: Path) -> None:
+        if next(done) == kill_at:
+            raise KeyboardInterrupt
+        rename(old, new)
+
+    monkeypatch.setattr(os, "rename", rename_or_end)
+    with pytest.raises(KeyboardInterrupt):
+        replace_folder(fresh, folder.hf)
+    monkeypatch.undo()
+    learning.forget_lost_steps(folder, Recorder(folder.batches, "none", recorded().correction), 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"] and (
+        folder.hf / "weights"
+    ).read_text() == "old"
 
 
 @pytest.mark.parametrize(

@@ -43,17 +43,19 @@ _RESERVED = ("step", "elapsed_s")
 
 
 def read_metrics(path: Path, *, is_written: bool = False) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; None stands for a value that was not finite.
+    """The lines of a metrics.jsonl, two of one step joined; None stands for a value that was not finite.
 
     Lines that are no JSON object of a step and numbers (torn by a crash, or edited) are left out, with a warning unless
     ``is_written``: the last line may then be on its way. Raises OSError.
     """
     rows, torn = [], []
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
-        if (row := _row_in(line)) is not None:
-            rows.append(row)
-        else:
+        if (row := _row_in(line)) is None:
             torn.append(str(number))
+        elif rows and rows[-1]["step"] == row["step"]:
+            rows[-1] |= row
+        else:
+            rows.append(row)
     if torn and not is_written:
         log.warning("%s: line %s not readable as a step and numbers, left out", path, ", ".join(torn))
     return rows
@@ -304,17 +306,16 @@ class Tracker:
         values = {name: self._finite(name, float(value)) for name, value in metrics.items()}
         line = {"step": step, "elapsed_s": round(self.elapsed_before_s + now - self._started, 3), **values}
         if step == self._last_line.get("step"):
-            self._file.close()
             whole = self._last_line | line
-            _keep_until(self._path, step - 1, then=[whole])
-            self._file = LineFile(self._path)
+            problem = self._replace_last(whole)
         else:
             whole = line
-            if problem := self._file.write(json.dumps(line, allow_nan=False)):
-                fix = "free space; the run goes on, and its lines are written then"
-                self.warn_once(
-                    "metrics", f"step {step}: {self._path} cannot be written ({problem.strerror}): {fix}"
-                )
+            problem = self._file.write(json.dumps(line, allow_nan=False))
+        if problem:
+            fix = "free space; the run goes on, and its lines are written then"
+            self.warn_once(
+                "metrics", f"step {step}: {self._path} cannot be written ({problem.strerror}): {fix}"
+            )
         self._last_line = whole
         self._mlflow.put(_row_of(line))
         self._evaluation_s = values.get("time/evaluation") or self._evaluation_s
@@ -326,6 +327,19 @@ class Tracker:
         self._last_step = step
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.problem())
+
+    def _replace_last(self, line: Mapping[str, Any]) -> OSError | None:
+        """Put ``line`` in the place of the last one, of the same step. Returns the error of a disk without space for the whole
+        file: the line then goes behind the other, which ``read_metrics`` joins."""
+        try:
+            if problem := self._file.flush():  # lines wait, which a new file would not have
+                raise problem
+            _keep_until(self._path, line["step"] - 1, then=[line])
+        except OSError as error:
+            return self._file.write(json.dumps(line, allow_nan=False)) or error
+        self._file.close()
+        self._file = LineFile(self._path)
+        return None
 
     def say(self, text: str) -> None:
         """Print a line that is no step on the console and to console.log."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -92,6 +93,28 @@ def test_a_sample_role_that_is_told_to_end_leaves_no_folder_of_its_episodes(tmp_
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not os.path.exists(folders[0]) and folder.read_address("sample") is None
+
+
+def test_a_role_may_open_as_many_files_as_the_system_lets_it(monkeypatch, tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = []
+    monkeypatch.setattr(
+        table,
+        "config_of",
+        lambda *_: SimpleNamespace(launch=SimpleNamespace(nodes=None, heartbeat_timeout_s=1)),
+    )
+    monkeypatch.setattr(table, "role_environment", lambda _: {})
+    monkeypatch.setattr(
+        table, "guard_session", lambda **_: found.append(resource.getrlimit(resource.RLIMIT_NOFILE))
+    )
+    monkeypatch.setattr(table, "exit_now", found.append)
+    monkeypatch.setitem(table.ROLES, "sample", lambda *_, **named: None)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(512, hard), hard))
+    try:
+        table.run_role("sample", RunFolder(tmp_path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert found == [(hard, hard)]
 
 
 @pytest.mark.parametrize(("layout", "value"), [("", None), ("pp=2", None), ("tp=2", "1"), ("tp=2,sp", "1")])

@@ -1,6 +1,10 @@
 """A checkpoint with one bit that is not as it was written: never loaded; the run goes on from the one before
 and says so."""
 
+import errno
+import io
+import itertools
+import os
 import random
 import threading
 from pathlib import Path
@@ -11,7 +15,7 @@ import torch
 
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
-from parallel.checkpoints import checkpoint
+from parallel.checkpoints import checkpoint, files
 from parallel.checkpoints.checkpoint import CheckpointError, DamagedCheckpoint
 from parallel.checkpoints.files import is_valid, latest_valid, missing, prune, read_manifest, write_manifest
 from parallel.checkpoints.hashes import hashed_while_written
@@ -103,6 +107,26 @@ def test_a_missing_or_longer_file_is_damage(saved, name):
     ):
         checkpoint.verified(saved)
     (saved / name).write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [file for file in FILES if file.startswith(("__0_0", "complete"))])
+def test_an_error_of_reading_is_damage_only_if_it_lasts(saved, monkeypatch, name):
+    """The manifest says which files there are, so that without it nothing is known to be damaged."""
+    monkeypatch.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
+    opened, tries = io.open, itertools.count(1)
+    lasts = 2
+
+    def open_or_fail(path: Path, *given, **named):
+        if Path(path) == saved / name and next(tries) <= lasts:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, *given, **named)
+
+    monkeypatch.setattr(io, "open", open_or_fail)
+    assert checkpoint.verified(saved).folder == saved
+    tries, lasts = itertools.count(1), 3
+    with pytest.raises(CheckpointError, match="Input/output error") as raised:
+        checkpoint.verified(saved)
+    assert isinstance(raised.value, DamagedCheckpoint) == (name != "complete.json")
 
 
 def test_another_version_is_refused_with_the_reason(tmp_path):

@@ -1,6 +1,7 @@
 """Agents' requests around a deterministic engine: which tokens are observed, and what is refused. The client is OpenAI's."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import tracemalloc
@@ -366,6 +367,81 @@ def test_keys_are_of_one_session_and_end_with_it():
                     closed = Opened(session, context_of(), one.http)
                     await closed.ask([user("3")])
                 await closed.refused("no_session", [user("3")])
+
+    run(test)
+
+
+class Connection:
+    """A connection to the gateway of a session."""
+
+    def __init__(self, session: GatewaySession) -> None:
+        self._session = session
+        self._place, self._path = session.base_url.removeprefix("http://").split("/", 1)
+
+    async def __aenter__(self) -> "Connection":
+        self._reader, self._writer = await asyncio.open_connection(*self._place.rsplit(":", 1))
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        self._writer.close()
+
+    def begin(self, key: str) -> None:
+        head = f"GET /{self._path}/models HTTP/1.1\r\nHost: {self._place}\r\nAuthorization: Bearer {key}\r\n"
+        self._writer.write(head.encode())
+
+    async def status_with(self, key: str) -> int:
+        self.begin(key)
+        self._writer.write(b"\r\n")
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
+        await self._reader.readexactly(int(head.partition("content-length:")[2].split()[0]))
+        return int(head.split()[1])
+
+    async def closed(self) -> None:
+        with contextlib.suppress(ConnectionResetError):
+            assert await self._reader.read() == b""
+
+
+def test_a_connection_that_proves_no_key_is_closed_and_an_agents_stays(monkeypatch):
+    monkeypatch.setattr(gateway_module, "STRANGER_S", 0.5)
+
+    async def test():
+        async with opened() as (one,), AsyncExitStack() as exits:
+            agent, silent, slow, wrong = [
+                await exits.enter_async_context(Connection(one.session)) for _ in range(4)
+            ]
+            assert await agent.status_with(one.session.key) == 200
+            slow.begin(one.session.key)
+            assert await wrong.status_with("wrong") == 401
+            for stranger in (silent, slow, wrong):
+                await stranger.closed()
+            assert await agent.status_with(one.session.key) == 200
+
+    run(test)
+
+
+def test_of_too_many_connections_without_a_key_the_oldest_is_closed(monkeypatch):
+    monkeypatch.setattr(gateway_module, "STRANGER_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(gateway_module, "MOST_STRANGERS", 2)
+
+    async def test():
+        async with opened() as (one,), AsyncExitStack() as exits:
+            agent = await exits.enter_async_context(Connection(one.session))
+            assert await agent.status_with(one.session.key) == 200
+            first, *others = [await exits.enter_async_context(Connection(one.session)) for _ in range(3)]
+            await first.closed()
+            assert [await each.status_with(one.session.key) for each in (agent, *others)] == [200] * 3
+
+    run(test)
+
+
+def test_half_of_the_files_that_may_be_open_are_not_for_strangers(monkeypatch):
+    monkeypatch.setattr(gateway_module, "STRANGER_S", 10 * DEADLINE_S)
+    monkeypatch.setattr(gateway_module.resource, "getrlimit", lambda kind: (6, 8))
+
+    async def test():
+        async with opened() as (one,), AsyncExitStack() as exits:
+            first, *_ = [await exits.enter_async_context(Connection(one.session)) for _ in range(4)]
+            await first.closed()
 
     run(test)
 
