@@ -6,7 +6,6 @@ folder.
 """
 
 import asyncio
-import contextlib
 import json
 import math
 import os
@@ -42,6 +41,7 @@ from rollout.servers.watched_process import guard_session
 from tracing import Recorder, Window, install
 
 INTERRUPTED = 130
+MOST_OPEN_FILES = 65_536
 Config = TypeVar("Config", RunConfig, SftConfig)
 IN_JOB = "TANDEM_JOB"
 """An environment variable of every role of a Slurm job, set by ``launch/slurm/inside_job.py``."""
@@ -228,11 +228,13 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
 
 
 def allow_open_files() -> None:
-    """Raise this process's limit of open files, which is often 1024, to the one that it may have: each connection of a
-    server, an agent or a peer is one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a system may refuse its own "unlimited"
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    """Raise this process's limit of open files, which is often 1024, as far as it may be: each connection of a server, an
+    agent or a peer is one. Not further than ``MOST_OPEN_FILES``: programs that close every file that they might have open
+    take minutes where a billion are allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def rank_environment(layout: LayoutConfig) -> dict[str, str]:
