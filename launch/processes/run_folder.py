@@ -147,7 +147,7 @@ class RunFolder:
         if not self.hf.is_dir():
             return None
         result = read_file(self.summary, {"steps": int}, damaged)
-        return result and result["steps"]
+        return None if result is None else result["steps"]
 
     def put_model_aside(self) -> list[tuple[Path, Path]]:
         """Rename ``hf/`` and ``adapter/``, before the run goes on, to ``hf-step-8`` and ``adapter-step-8``: they must not pass

@@ -68,7 +68,7 @@ class Job:
 def recorded_job(folder: RunFolder) -> str | None:
     """The job that last ran this folder, or was submitted to run it."""
     job = read_file(folder.job, {"job_id": (str, int)}, [])
-    return job and str(job["job_id"])
+    return None if job is None else str(job["job_id"])
 
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
