@@ -51,9 +51,7 @@ def answer(path: Sequence[Hashable], value: Any, ours: Sequence[str] = ()) -> st
 def _look_up(path: Sequence[Hashable], value: Any) -> Known | None:
     """What the tables say of the longest end of the path that they have. slime writes dashes for underscores."""
     parts = [str(part) for part in path]
-    if (
-        isinstance(value, Mapping) and parts[-1] in OTHER_BLOCKS
-    ):  # such as `data`, elsewhere the name of a file
+    if isinstance(value, Mapping) and parts[-1] in OTHER_BLOCKS:  # `data`, elsewhere the name of a file
         return None
     for start in range(len(parts)):
         end = ".".join(parts[start:]).replace("-", "_")

@@ -21,7 +21,7 @@ from launch.processes.placement import gpus_of_node
 from launch.tables import aligned
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
-from parallel.planning.planner import static_share
+from parallel.planning.planner import both_bytes, static_share
 from parallel.planning.server_memory import RolloutMemory, rollout_memory
 from parallel.planning.work import Device as DeviceKind
 from parallel.planning.work import work_of
@@ -295,9 +295,9 @@ def _shared_gpu_findings(
     device: Device, gpu: int, learner: memory.LearnerMemory, server: RolloutMemory
 ) -> Iterator[Finding]:
     """Both models are in memory while weights are sent; otherwise one side has the GPU to itself."""
-    held, size = learner.lasting + learner.transfer, memory.size_text
-    if held + server.weights <= gpu:
+    if both_bytes(learner, server) <= gpu:
         return
+    held, size = learner.lasting + learner.transfer, memory.size_text
     both = f"a learner rank holds {size(held)}, beside {size(server.weights)} of weights of a server rank"
     error = f"launch.placement=colocated: while weights are sent {both}, more than the {device.text}"
     yield "launch.placement", f"{error}; set launch.placement=separate, or split both models further"

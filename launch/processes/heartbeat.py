@@ -85,7 +85,7 @@ def read_beats(folder: RunFolder) -> list[tuple[Beat, float]]:
     """Pairs (beat, time of its file), without beats that cannot be read."""
     beats = []
     for file in sorted((folder.path / "roles").glob("*.beat")):
-        with contextlib.suppress(OSError, ValueError, TypeError):
+        with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             beats.append((Beat(**json.loads(file.read_text())), file.stat().st_mtime))
     return beats
 
