@@ -78,17 +78,6 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
             "too",
             "set rollout.dynamic_sampling.type=none, or use an advantage within groups",
         )
-    if (
-        config.rollout.dynamic_sampling.type != "none"
-        and config.kl.place == "reward"
-        and config.kl.coefficient
-    ):
-        yield Contradiction(
-            ("kl.place", "rollout.dynamic_sampling.type"),
-            "rollout.dynamic_sampling drops groups whose rewards are equal, but with kl.place=reward the KL still tells their samples "
-            "apart",
-            "use kl.place=loss, or rollout.dynamic_sampling.type=none",
-        )
     if config.learner.old_logprobs == "always" and config.correction.mode == "bypass":
         yield Contradiction(
             ("learner.old_logprobs", "correction.mode"),

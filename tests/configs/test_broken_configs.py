@@ -423,11 +423,6 @@ TABLE = {
         field="correction.weight.bound, correction.reject", value="correction.weight.bound: mask (command line)",
         error="one weight of zero would drop the whole sequence", fix="use correction.weight.bound=truncate",
     ),
-    "groups with a KL in their rewards, dropped": Broken(
-        options="kl.place=reward kl.coefficient=0.1 rollout.dynamic_sampling.type=resample",
-        field="kl.place, rollout.dynamic_sampling.type", value="kl.place: reward (command line)",
-        error="the KL still tells their samples apart", fix="use kl.place=loss",
-    ),
     "a last learning rate without a decay": Broken(
         options="learner.optimizer.min_lr=1e-9", field="learner.optimizer.min_lr, learner.optimizer.schedule",
         value="learner.optimizer.min_lr: 1.0e-09 (command line)", error="schedule=constant does not decay",

@@ -395,10 +395,10 @@ def test_a_full_disk_that_takes_the_checkpoint_but_not_best_json_ends_no_run(tmp
 
 def test_servers_get_their_turn_back_where_a_checkpoint_found_no_space(tmp_path):
     run, turns = learner(critic=False), SharedDevices(Mock(), Mock())
-    turns._turn, turns.both, turns.servers = _Turn.SERVERS, Mock(), Mock()
+    turns._turn, turns.give_to_both, turns.give_to_servers = _Turn.SERVERS, Mock(), Mock()
     run.engine.save = Mock(side_effect=DiskFull("full"))
     assert Checkpointer(tmp_path, CheckpointConfig(every=1), turns).after_step(1, run, Data()) is not None
-    turns.servers.assert_called_once_with()
+    turns.give_to_servers.assert_called_once_with()
 
 
 def test_groups_that_were_dropped_before_an_update_are_sampled_again(tmp_path):

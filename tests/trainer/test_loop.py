@@ -78,7 +78,7 @@ def stepped(monkeypatch):
                 "samples",
                 "tracker",
                 "ledger",
-                "turns",
+                "devices",
                 "doing",
             )
         }
@@ -97,7 +97,7 @@ def test_the_order_of_a_step(stepped):
     told = [name if name != "doing" else f"[{args[0]}]" for name, args, _ in calls.mock_calls]
     assert told == [
         "[sampling]", "sampler.next_groups", "learner.receive", "tracker.warn_once",
-        "[logprobs]", "turns.learners", "learner.score", "correct", "learner.kl_in_reward.penalty", "compute_advantages",
+        "[logprobs]", "devices.give_to_learner", "learner.score", "correct", "learner.kl_in_reward.penalty", "compute_advantages",
         "recorder.record", "[update]", "learner.update", "learner.update", "samples.keep",
         "[sampling]", "sampler.drain", "[sync]", "weight_sync.publish", "[evaluation]", "sampler.evaluate",
         "step_metrics", "check_alarms", "tracker.log", "ledger.enter", "weight_sync.check_samples",

@@ -249,7 +249,7 @@ def test_servers_get_rounded_weights_before_they_sample_a_first_time(rollout, fi
     config = SimpleNamespace(rollout=RolloutConfig(**rollout))
     compare_engines(
         SimpleNamespace(
-            config=config, first_step=first_step, weight_sync=sync, tracker=None, turns=OwnDevices()
+            config=config, first_step=first_step, weight_sync=sync, tracker=None, devices=OwnDevices()
         )
     )
     assert calls == ["restore" if sent else "take over", "prove"]
