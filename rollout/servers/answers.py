@@ -63,22 +63,34 @@ def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Comple
         AttemptFailed: the server has aborted a sample.
         GenerationError: the answer has another form, or a sample is wrong (see ``parse_completion``).
     """
+    try:
+        replies = _replies(content, count)
+        _refuse_aborted(replies)
+        return [parse_completion(reply, sent) for reply in replies]
+    except GenerationError as error:
+        raise GenerationError(f"{url}: {error}") from error
+    except (ValueError, KeyError, TypeError) as error:  # a proxy's page, or another version of SGLang
+        text = f"{url}: the answer has not the form of SGLang's ({type(error).__name__}: {error})"
+        raise GenerationError(text) from error
+
+
+def _replies(content: bytes, count: int) -> list[Mapping]:
     replies = orjson.loads(content)
     if not isinstance(replies, list) or len(replies) != count:
         kind = f"list of {len(replies)}" if isinstance(replies, list) else f"single {type(replies).__name__}"
         raise GenerationError(
-            f"{url} answered a request for {count} samples with a {kind}, not a list of one reply each"
+            f"a request for {count} samples was answered with a {kind}, not a list of one reply each"
         )
+    return replies
+
+
+def _refuse_aborted(replies: Sequence[Mapping]) -> None:
     for reply in replies:
         finish = reply["meta_info"]["finish_reason"]
         if finish["type"] == "abort":
             from rollout.http_replicas import AttemptFailed  # with aiohttp, which a learner has no use for
 
             raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
-    try:
-        return [parse_completion(reply, sent) for reply in replies]
-    except GenerationError as error:
-        raise GenerationError(f"{url}: {error}") from error
 
 
 _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)

@@ -21,7 +21,7 @@ from rollout.client import GenerationError, Session
 from rollout.http_replicas import AttemptFailed
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
-from rollout.servers.answers import Sent, parse_completion
+from rollout.servers.answers import Sent, parse_completion, read_answer
 from rollout.servers.client import SGLangClient
 from rollout.servers.kept_sets import Truncation
 from tests.support.records import completion
@@ -932,12 +932,27 @@ def test_a_reply_of_another_number_of_samples_is_refused_with_both_numbers(reply
     async def scenario():
         async with LocalServer(lambda n: reply) as server, make_client(server) as client:
             with pytest.raises(
-                GenerationError, match=f"{server.url} answered a request for 2 samples with {found}, not"
+                GenerationError, match=f"{server.url}: a request for 2 samples was answered with {found}, not"
             ):
                 await ask_group(client, [1, 2])
             assert (len(server.bodies), client.stats.retries) == (1, 0)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (b"<html>a proxy's page</html>", "JSONDecodeError"), (b'[{"text": "no ids"}]', "KeyError: 'meta_info'"), (b"[7]", "TypeError"),
+        (b'[{"meta_info": {"finish_reason": {"type": "stop"}}, "output_ids": [5]}]', "KeyError: 'output_token_logprobs'"),
+        (b'[{"meta_info": {"finish_reason": null}}]', "TypeError"),
+    ],
+)  # fmt: skip
+def test_an_answer_that_is_not_sglangs_is_an_error_of_the_request(content, found):
+    with pytest.raises(
+        GenerationError, match=f"^http://server: the answer has not the form of SGLang's .{found}"
+    ):
+        read_answer(content, 1, "http://server", Sent.of([1, 2]))
 
 
 @pytest.mark.parametrize(
