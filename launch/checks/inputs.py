@@ -116,6 +116,8 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
         arguments = config.model.chat_template_kwargs
         yield from _check_lengths(task, f"task.{field}", surveys[field], tokenizer, arguments, room, notes)
     notes += _data_notes(surveys, config)
+    if task.heldout_path is None and (config.evaluation.every or config.evaluation.at_ends):
+        notes.append("evaluation: without task.heldout_path nothing is evaluated")
 
 
 def _read_fields(config: RunConfig) -> Iterator[tuple[str, Callable[[Any], object], tuple[str, str] | None]]:
@@ -239,8 +241,6 @@ def _data_notes(surveys: "dict[str, Survey]", config: RunConfig) -> Iterator[str
                 f"task.{field}: {shared:,} of the {survey.distinct:,} held-out prompts are trained on too, "
                 "so that the accuracy on them says nothing about others"
             )
-    if (config.evaluation.every or config.evaluation.at_ends) and "heldout_path" not in surveys:
-        yield "evaluation: without task.heldout_path nothing is evaluated"
     if training is not None and training.count < config.rollout.prompts_per_step:
         yield (
             f"task.train_path: its {training.count:,} prompts are fewer than rollout.prompts_per_step={config.rollout.prompts_per_step}, "

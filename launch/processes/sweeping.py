@@ -146,10 +146,10 @@ class Sweep:
                         break
                     show.line([*running])
                     time.sleep(POLL_S)
-        finally:  # a signal may come before the first look at a log, or as a run is being started, which has none then
-            with contextlib.suppress(
-                OSError
-            ):  # of a full disk; the error that ends the sweep is the one to tell
+        finally:
+            # A signal may come before the first look at a log, or as a run is being started, which has none then. The
+            # error that ends the sweep is the one to tell, and not another of the same full disk.
+            with contextlib.suppress(OSError):
                 for cell in running:
                     self._note_folder(cell, show)
         return ended

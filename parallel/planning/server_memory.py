@@ -125,14 +125,12 @@ def _numbers_of_mlp(a: Architecture, layer: int, t: int, b: int) -> tuple[int, i
     if experts is None or not experts.is_sparse[layer]:
         return 3 * a.hidden_size * a.intermediate_size // t, 0
     routed = experts.num_experts * experts.intermediate_size
-    matrices, router = (
-        3 * a.hidden_size * (routed + experts.shared_size) // t,
-        a.hidden_size * experts.num_experts,
-    )
-    if not a.has_sinks:
-        return matrices, router
-    biases = experts.num_experts * (2 * experts.intermediate_size // t + a.hidden_size)
-    return matrices, router + experts.num_experts + biases * (4 // b)  # the experts' are float32
+    matrices = 3 * a.hidden_size * (routed + experts.shared_size) // t
+    others = a.hidden_size * experts.num_experts
+    if a.has_sinks:  # the experts' biases are float32
+        biases = experts.num_experts * (2 * experts.intermediate_size // t + a.hidden_size)
+        others += experts.num_experts + biases * (4 // b)
+    return matrices, others
 
 
 def state_bytes(architecture: Architecture, tensor_parallel: int, size: int) -> int:

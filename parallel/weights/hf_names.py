@@ -251,7 +251,7 @@ def _rows_of_modules(a: Architecture) -> dict[str, int]:
 
 
 def _columns_of_modules(a: Architecture) -> dict[str, int]:
-    """Likewise."""
+    """Where they are not the hidden size, nor an MLP's."""
     columns = {"o_proj": a.num_heads * a.value_dim}
     if a.latent is not None:
         columns |= {"q_b_proj": a.latent.query_rank or 0, "kv_b_proj": a.latent.rank}
@@ -270,13 +270,9 @@ def _mlp_size(name: str, a: Architecture) -> int:
 def _stacked_shape(name: str, a: Architecture) -> tuple[int, ...]:
     """Of the tensor that has a layer's experts one after another."""
     assert a.experts is not None
-    size = a.experts.intermediate_size
+    count, size = a.experts.num_experts, a.experts.intermediate_size
     inputs, outputs = (a.hidden_size, 2 * size) if "gate_up" in name else (size, a.hidden_size)
-    return (
-        (a.experts.num_experts, outputs)
-        if name.endswith("bias")
-        else (a.experts.num_experts, inputs, outputs)
-    )
+    return (count, outputs) if name.endswith("bias") else (count, inputs, outputs)
 
 
 def _recurrent_shape(part: str, a: Architecture) -> tuple[int, ...]:
