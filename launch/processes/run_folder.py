@@ -36,9 +36,9 @@ from typing import TextIO, TypeVar
 
 from configs.errors import ConfigError
 from parallel.checkpoints.files import (
-    READ_AGAIN_S,
     latest_valid,
     missing,
+    read_again,
     step_folder,
     step_folders,
     step_of,
@@ -197,11 +197,7 @@ class RunFolder:
     def read_address(self, role: str) -> dict | None:
         """What ``role`` has announced; None where it has not. Raises OSError where the file system does not give the
         file by the last of several reads."""
-        for pause_s in READ_AGAIN_S:
-            with contextlib.suppress(OSError):
-                return self._read_announcement(role)
-            time.sleep(pause_s)
-        return self._read_announcement(role)
+        return read_again(lambda: self._read_announcement(role), whatever=True)
 
     def _read_announcement(self, role: str) -> dict | None:
         try:

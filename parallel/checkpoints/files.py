@@ -207,14 +207,14 @@ def hash_files(folder: Path, names: Iterable[str]) -> dict[str, FileRecord]:
         return dict(zip(names, pool.map(lambda name: _hash_file(folder / name), names), strict=True))
 
 
-def read_again(read: Callable[[], T]) -> T:
+def read_again(read: Callable[[], T], *, whatever: bool = False) -> T:
     """What ``read`` gives by the last of several tries: an error of a network file system may last a moment. Raises its
-    last OSError, and others at once."""
+    last OSError, and others than EIO and ESTALE at once, but with ``whatever``."""
     for pause_s in READ_AGAIN_S:
         try:
             return read()
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.ESTALE):
+            if not whatever and error.errno not in (errno.EIO, errno.ESTALE):
                 raise
         time.sleep(pause_s)
     return read()

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.api import SignalException, _terminate_process_handler
 
-from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder, read_lives
 from launch.processes.stopping import (
     Finished,
@@ -26,6 +25,7 @@ from launch.processes.stopping import (
     wait_for_learner,
 )
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
+from parallel.checkpoints import files
 from parallel.checkpoints.files import write_manifest
 
 LEARNER = """
@@ -428,7 +428,7 @@ def test_an_attempt_without_a_checkpoint_is_begun_anew_and_its_metrics_are_put_a
 
 
 def test_an_announcement_that_a_shared_folder_does_not_give_at_once_is_read_again(folder, monkeypatch):
-    monkeypatch.setattr(run_folder, "READ_AGAIN_S", (0.0, 0.0))
+    monkeypatch.setattr(files, "READ_AGAIN_S", (0.0, 0.0))
     folder.announce("serve", {"urls": [], "lives": {"http://a:1": 2}})
     read_text, errors = Path.read_text, [errno.ESTALE, errno.EIO]
 
