@@ -16,7 +16,8 @@ from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.task import TaskConfig
 from launch.checks.arguments import BadInput, check_new_folder
-from launch.checks.device_memory import Device, device_of, gpus_here, memory_problems
+from launch.checks.device_memory import memory_problems
+from launch.checks.devices import Device, device_of, gpus_here
 from launch.checks.disk_space import disk_problems
 from launch.checks.findings import finding_of
 from launch.checks.inputs import input_findings

@@ -22,7 +22,8 @@ from configs.schema.environment import (
 from configs.schema.launch import NodesConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.task import CountdownTask
-from launch.checks.device_memory import Device, device_of, memory_lines
+from launch.checks.device_memory import memory_lines
+from launch.checks.devices import Device, device_of
 from launch.checks.disk_space import disk_lines
 from launch.checks.inputs import survey_of
 from launch.processes import placement

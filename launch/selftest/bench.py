@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
-from launch.checks.device_memory import ON_GPUS
+from launch.checks.devices import ON_GPUS
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import POLL_S, Role, RoleFailed, Supervisor

@@ -25,7 +25,8 @@ from launch import cli
 from launch.checks import config as checks
 from launch.checks.arguments import BadInput
 from launch.checks.config import _gap_notes
-from launch.checks.device_memory import Device, _smallest_gpu, memory_lines, memory_problems, need_of
+from launch.checks.device_memory import memory_lines, memory_problems, need_of
+from launch.checks.devices import Device, _smallest_gpu
 from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
 from launch.processes import run_folder

@@ -12,7 +12,8 @@ from configs.loader import load_config
 from configs.reading.hardware import FOLDER, hardware_names, read_hardware
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
-from launch.checks.device_memory import device_of, memory_lines, memory_problems, need_of
+from launch.checks.device_memory import memory_lines, memory_problems, need_of
+from launch.checks.devices import device_of
 from launch.commands.plan_page import at_its_peak, lanes
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.decoding import Lengths
