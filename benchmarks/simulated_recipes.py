@@ -28,8 +28,7 @@ from launch.commands.simulate import planned  # noqa: E402
 from launch.studies.simulate import ranks_of_stages, simulate_ranks  # noqa: E402
 from parallel.planning.architecture import read_architecture, read_hf_config  # noqa: E402
 from parallel.planning.memory import GIB, size_text  # noqa: E402
-from parallel.planning.planner import static_share  # noqa: E402
-from parallel.planning.server_memory import rollout_memory  # noqa: E402
+from parallel.planning.server_memory import rollout_memory, static_share  # noqa: E402
 from parallel.planning.time import Estimator, seconds_text  # noqa: E402
 
 RECIPES = ROOT / "configs/recipes"

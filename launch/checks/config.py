@@ -36,7 +36,7 @@ from parallel.planning.layout import (
     layout_problems,
     validate_rollout_layout,
 )
-from parallel.planning.planner import static_share
+from parallel.planning.server_memory import static_share
 from rollout.sampling.prompt_room import prompt_room, sequence_limits
 from rollout.servers.command import (
     check_dtype_is_served,

@@ -16,8 +16,7 @@ from launch.checks.devices import Device
 from launch.tables import aligned
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
-from parallel.planning.planner import both_bytes, static_share
-from parallel.planning.server_memory import RolloutMemory, rollout_memory
+from parallel.planning.server_memory import RolloutMemory, both_bytes, rollout_memory, static_share
 from parallel.planning.work import work_of
 
 CPU_CACHE_TOKENS = 65536

@@ -19,19 +19,10 @@ from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.machine import Machine
-from parallel.planning.planner import (
-    NO_TABLE,
-    Cluster,
-    Measured,
-    Plan,
-    Timing,
-    both_bytes,
-    plan,
-    read_measured,
-    reasons,
-    takes_turns,
-)
-from parallel.planning.server_memory import RolloutMemory
+from parallel.planning.measured import NO_TABLE, Measured, read_measured
+from parallel.planning.planner import Cluster, Plan, Timing, plan, takes_turns
+from parallel.planning.reasons import reasons
+from parallel.planning.server_memory import RolloutMemory, both_bytes
 from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text
 
 WIDTH = 170

@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, TypeVar
 from configs.schema import RunConfig
 from configs.schema.layout import layout_text
 from parallel.planning.architecture import Architecture
+from parallel.planning.measured import by_rule
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
-from parallel.planning.planner import Cluster, Plan, Timing, by_rule, reasons
+from parallel.planning.planner import Cluster, Plan, Timing
+from parallel.planning.reasons import reasons
 from parallel.planning.time import StepTime, assumptions, seconds_text
 from parallel.planning.work import work_of
 from trainer.report.drawing import COLORS, LEGEND, new_figure

@@ -22,20 +22,10 @@ from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import fitting_layouts, validate_layout, validate_rollout_layout
+from parallel.planning.measured import NO_TABLE, Measured, by_rule, read_measured
 from parallel.planning.memory import GIB, USABLE_SHARE, worst_stage
-from parallel.planning.planner import (
-    AMPLE,
-    FEW,
-    NO_TABLE,
-    Cluster,
-    Measured,
-    NothingFits,
-    Plan,
-    by_rule,
-    plan,
-    read_measured,
-    reasons,
-)
+from parallel.planning.planner import AMPLE, FEW, Cluster, NothingFits, Plan, plan
+from parallel.planning.reasons import reasons
 from parallel.planning.traffic import traffic
 from parallel.planning.work import work_of
 from parallel.weights.hf_names import hf_shapes
