@@ -22,12 +22,12 @@ from configs.loader import load_config  # noqa: E402
 from configs.reading.hardware import read_hardware  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import layout_text  # noqa: E402
-from launch.checks.device_memory import critic_architecture  # noqa: E402
 from launch.commands.plan import PlanOptions, timing_of  # noqa: E402
 from launch.commands.simulate import planned  # noqa: E402
 from launch.studies.simulate import ranks_of_stages, simulate_ranks  # noqa: E402
 from parallel.planning.architecture import read_architecture, read_hf_config  # noqa: E402
 from parallel.planning.memory import GIB, size_text  # noqa: E402
+from parallel.planning.other_models import critic_architecture  # noqa: E402
 from parallel.planning.server_memory import rollout_memory, static_share  # noqa: E402
 from parallel.planning.time import Estimator, seconds_text  # noqa: E402
 

@@ -16,6 +16,7 @@ from launch.checks.devices import Device
 from launch.tables import aligned
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.other_models import critic_architecture, reference_architecture
 from parallel.planning.server_memory import RolloutMemory, both_bytes, rollout_memory, static_share
 from parallel.planning.work import work_of
 
@@ -86,19 +87,6 @@ def _stages(
     return [
         memory.learner_memory(architecture, config.layout, work, stage) for stage in range(config.layout.pp)
     ]
-
-
-def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
-    if not isinstance(config, RunConfig) or config.critic is None:
-        return None
-    model = config.critic.model
-    return policy if model is None else read_architecture(read_hf_config(model.path))
-
-
-def reference_architecture(config: RunConfig | SftConfig) -> Architecture | None:
-    """None where the reference is no model of its own."""
-    model = config.kl.model if isinstance(config, RunConfig) else None
-    return None if model is None else read_architecture(read_hf_config(model.path))
 
 
 def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Iterator[Finding]:

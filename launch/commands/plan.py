@@ -13,13 +13,13 @@ from configs.schema import RunConfig
 from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
 from launch.checks.arguments import BadInput, as_bad_input, check_new_page
-from launch.checks.device_memory import reference_architecture
 from launch.tables import print_table
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.machine import Machine
 from parallel.planning.measured import NO_TABLE, Measured, read_measured
+from parallel.planning.other_models import critic_architecture, reference_architecture
 from parallel.planning.planner import Cluster, Plan, Timing, plan, takes_turns
 from parallel.planning.reasons import reasons
 from parallel.planning.server_memory import RolloutMemory, both_bytes
@@ -48,6 +48,21 @@ class PlanOptions:
     report: Path | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The pairs that fit, and what they were found for."""
+
+    config: RunConfig
+    cluster: Cluster
+    architecture: Architecture
+    critic: Architecture | None
+    reference: Architecture | None
+    measured: Measured
+    timing: Timing | None
+    plans: Sequence[Plan]
+    """The best first."""
+
+
 def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -> None:
     """The best pairs with their reasons, then the best as YAML. Raises BadInput where nothing fits."""
     # The config's own layout is replaced: it may not even fit, such as a dp that does not divide the minibatches.
@@ -58,50 +73,46 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         )
     hardware = _hardware(options)
     cluster = _cluster(config, options, hardware)
-    critic = config.critic.model if config.critic is not None else None
     with as_bad_input():
         if options.report is not None:
             check_new_page("--report", options.report)
         table = read_measured(options.measured) if options.measured is not None else NO_TABLE
     with as_bad_input(f"{config_path}: "):
-        critic_hf_config = read_hf_config(critic.path) if critic is not None else None
-        hf_config = read_hf_config(config.model.path)
-        architecture, reference = read_architecture(hf_config), reference_architecture(config)
+        architecture = read_architecture(read_hf_config(config.model.path))
+        critic, reference = critic_architecture(config, architecture), reference_architecture(config)
         timing = timing_of(config, architecture, options, hardware)
         plans = plan(
-            hf_config,
+            architecture,
             config,
             cluster,
-            critic=critic_hf_config,
+            critic=critic,
             reference=reference,
             measured=table,
             timing=timing,
         )
+    found = Found(
+        config=config,
+        cluster=cluster,
+        architecture=architecture,
+        critic=critic,
+        reference=reference,
+        measured=table,
+        timing=timing,
+        plans=plans,
+    )
     _print_table(plans, options.count)
-    _print_best(plans, config, table, timing, cluster)
+    _print_best(found)
     if options.report is not None and timing is not None:
         from launch.commands.plan_page import write_page  # matplotlib takes a second to import
 
         options.report.parent.mkdir(parents=True, exist_ok=True)
-        critic_architecture = None if critic_hf_config is None else read_architecture(critic_hf_config)
-        write_page(
-            options.report,
-            config_path,
-            config,
-            architecture,
-            plans,
-            cluster,
-            timing,
-            critic_architecture,
-            reference,
-        )
+        write_page(options.report, config_path, found)
         print(f"# pictures: {options.report}")
 
 
-def _print_best(
-    plans: Sequence[Plan], config: RunConfig, table: Measured, timing: Timing | None, cluster: Cluster
-) -> None:
+def _print_best(found: Found) -> None:
     """Where the figures of the table come from, and the first pair as YAML."""
+    config, table, timing, best = found.config, found.measured, found.timing, found.plans[0]
     if table.values:
         least = "the least measured value of all pairs that the rule ranks equal or worse"
         print(f"\n# a pair that was not measured is expected to have {least}")
@@ -113,13 +124,13 @@ def _print_best(
     else:
         print("\n# seconds are estimated, from:")
         print("\n".join(f"#   {line}" for line in assumptions(config, timing.lengths, timing.machine)))
-        print(f"# a step of the first, in seconds: {parts_text(plans[0])}")
-    held = memory.describe(plans[0].learner_memory)
-    print(f"\n# the first of {len(plans)}; its fullest learner rank holds {held}")
-    print(f"# each server rank: {server_text(plans[0].rollout_memory)}")
-    if placement_line := _placement_text(plans[0], config, cluster):
+        print(f"# a step of the first, in seconds: {parts_text(best)}")
+    held = memory.describe(best.learner_memory)
+    print(f"\n# the first of {len(found.plans)}; its fullest learner rank holds {held}")
+    print(f"# each server rank: {server_text(best.rollout_memory)}")
+    if placement_line := _placement_text(best, config, found.cluster):
         print(f"# {placement_line}")
-    print(to_yaml(plans[0], config), end="")
+    print(to_yaml(best, config), end="")
 
 
 def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | None:

@@ -25,7 +25,7 @@ room that it makes counts, or where minibatches have too few sequences for dp.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from configs.errors import counted
 from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import RunConfig
-from parallel.planning.architecture import Architecture, read_architecture
+from parallel.planning.architecture import Architecture
 from parallel.planning.decoding import Lengths
 from parallel.planning.layout import fitting_layouts, layout_problems, rollout_sizes
 from parallel.planning.machine import Machine
@@ -176,33 +176,29 @@ class Plan:
 
 
 def plan(
-    hf_config: Mapping[str, Any],
+    architecture: Architecture,
     config: RunConfig,
     cluster: Cluster,
     *,
-    critic: Mapping[str, Any] | None = None,
+    critic: Architecture | None = None,
     reference: Architecture | None = None,
     measured: Measured = NO_TABLE,
     timing: Timing | None = None,
 ) -> list[Plan]:
-    """All pairs that fit, best first. ``hf_config`` and ``critic`` are the models' config.json; ``reference`` is of
-    ``kl.model``. The config's own layout is ignored, its ``launch.placement`` is not: auto stands for separate GPUs.
-    ``timing``: None for plans without seconds.
+    """All pairs that fit, best first. ``critic`` and ``reference`` are of the run's other models (``other_models.py``). The
+    config's own layout is ignored, its ``launch.placement`` is not: auto stands for separate GPUs. ``timing``: None for
+    plans without seconds.
 
     Tensor-parallel groups stay within a node. A pair fits if the fullest learner rank takes at most
     ``USABLE_SHARE`` of a GPU, a server has room for its weights and for one sequence of a micro-batch's length,
-    and minibatches divide by dp; where both take turns, ``both_bytes`` must fit on a GPU too. Raises ValueError for
-    a model that is not supported, NothingFits if no pair fits.
+    and minibatches divide by dp; where both take turns, ``both_bytes`` must fit on a GPU too. Raises NothingFits
+    if no pair fits, ValueError for an unusable static share.
     """
-    architecture = read_architecture(hf_config)
-    critic_architecture = None
-    if config.critic is not None:
-        critic_architecture = read_architecture(critic) if critic is not None else architecture
     search = _Search(
         architecture=architecture,
         config=config,
         cluster=cluster,
-        critic=critic_architecture,
+        critic=critic,
         reference=reference,
     )
     plans = sorted(search.plans(measured, timing), key=lambda plan: plan.rank_key)

@@ -28,6 +28,7 @@ from launch.commands import train as training
 from launch.processes.placement import check_placement
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, stage_parameters, worst_stage
+from parallel.planning.other_models import critic_architecture
 from parallel.planning.planner import Cluster, plan
 from parallel.planning.server_memory import RolloutMemory, rollout_memory
 from parallel.planning.work import work_of
@@ -138,7 +139,7 @@ def gpus_of(config: RunConfig) -> int:
 
 def memory_of(config: RunConfig, gpu_bytes: int) -> tuple[LearnerMemory, RolloutMemory]:
     architecture, rollout = architecture_of(config), config.rollout
-    work = work_of(config, "cuda", architecture if config.critic is not None else None)
+    work = work_of(config, "cuda", critic_architecture(config, architecture))
     server = rollout_memory(
         architecture, rollout.tp, rollout.dtype, gpu_bytes, quantization=rollout.quantization
     )
@@ -186,7 +187,8 @@ def test_a_recipe_is_valid_fits_its_gpus_and_is_planned(case):
     assert learner.total <= USABLE_SHARE * case.gpu_gib * GIB
     assert server.tokens >= SERVED_AT_ONCE * config.rollout.max_new_tokens
     cluster = Cluster(num_gpus=gpus_of(config), gpu_bytes=case.gpu_gib * GIB)
-    plans = plan(read_hf_config(config.model.path), config, cluster)
+    architecture = read_architecture(read_hf_config(config.model.path))
+    plans = plan(architecture, config, cluster, critic=critic_architecture(config, architecture))
     pair = (config.layout, config.rollout.tp, config.rollout.replicas)
     assert pair in [(each.learner, each.rollout_tp, each.replicas) for each in plans]
 

@@ -50,7 +50,7 @@ def timed(config: Path, *overrides: str, gpus: int = 16, gpu: str = "h100"):
     lengths = Lengths(prompt=256, response=2048, longest=4096, spread=0.5)
     timing = Timing(machine=Machine(hardware=read_hardware(gpu), gpus_per_node=8), lengths=lengths)
     cluster = Cluster(num_gpus=gpus, gpu_bytes=80 * 2**30)
-    return plan(read_hf_config(MODEL), loaded, cluster, timing=timing), loaded
+    return plan(read_architecture(read_hf_config(MODEL)), loaded, cluster, timing=timing), loaded
 
 
 def test_the_table_has_seconds_and_the_assumptions_follow(config):
@@ -86,13 +86,13 @@ def test_the_first_without_seconds_is_hardly_slower_than_the_first_with_them(rec
     10 % longer than the fastest pair of the same mismatch. (By free memory first it were 41 %, 78 %, 43 % and 5 %.)"""
     config = load_config(ROOT / f"configs/recipes/{recipe}.yaml", as_overrides(ONE_PROCESS))
     assert isinstance(config, RunConfig)
-    hf_config = read_hf_config(ROOT / "tests/model_configs" / config.model.path.name)
+    architecture = read_architecture(read_hf_config(ROOT / "tests/model_configs" / config.model.path.name))
     longest = config.rollout.max_new_tokens
     lengths = Lengths(prompt=256, response=longest // 2, longest=longest, spread=0.5)
     timing = Timing(machine=Machine(hardware=read_hardware("h100"), gpus_per_node=8), lengths=lengths)
     cluster = Cluster(num_gpus=gpus, gpu_bytes=80 * 2**30)
-    first = plan(hf_config, config, cluster)[0]
-    timed = plan(hf_config, config, cluster, timing=timing)
+    first = plan(architecture, config, cluster)[0]
+    timed = plan(architecture, config, cluster, timing=timing)
     seconds = {layouts_of(each): each.time.total for each in timed if each.time is not None}
     assert timed[0].mismatch_key == first.mismatch_key
     assert seconds[layouts_of(first)] <= 1.1 * seconds[layouts_of(timed[0])]
@@ -128,7 +128,9 @@ def test_turns_are_planned_exactly_where_the_dry_runs_check_accepts_them(config,
             elif not is_tight:
                 fields.update(findings)
     cluster = Cluster(num_gpus=gpus, gpu_bytes=int(gib * 2**30))
-    assert {layouts_of(each) for each in plan(read_hf_config(MODEL), base, cluster)} == wanted
+    assert {
+        layouts_of(each) for each in plan(read_architecture(read_hf_config(MODEL)), base, cluster)
+    } == wanted
     assert wanted
     if (gpus, gib) == (4, 78.9):
         assert fields == {"launch.placement"}, "the rule of both sides decides alone"
@@ -249,7 +251,7 @@ def test_time_moves_a_slow_pair_behind_a_fast_one_of_the_same_mismatch(config):
     plans, loaded = timed(config)
     alike = [p for p in plans if p.mismatch_key == plans[0].mismatch_key and not p.has_few]
     assert alike[0].shown_seconds == min(p.shown_seconds for p in alike)
-    bare = plan(read_hf_config(MODEL), loaded, Cluster(num_gpus=16, gpu_bytes=80 * 2**30))
+    bare = plan(read_architecture(read_hf_config(MODEL)), loaded, Cluster(num_gpus=16, gpu_bytes=80 * 2**30))
     assert {p.rank_key[5:] for p in bare} <= {p.rank_key[5:] for p in plans} and len(bare) == len(plans)
 
 
