@@ -153,13 +153,18 @@ class LaunchConfig(Schema):
 
     @model_validator(mode="after")
     def _colocated_on_the_same_nodes(self):
-        if self.placement == "colocated" and self.nodes is not None:
+        if self.takes_turns and self.nodes is not None:
             raise Contradiction(
                 ("placement",),
                 "placement=colocated shares the GPUs of one machine, but nodes gives learner and servers nodes of their own",
                 "remove one",
             )
         return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether learner and servers share GPUs. auto is decided where the run starts, by the GPUs that are there."""
+        return self.placement == "colocated"
 
     @property
     def patience_s(self) -> float:

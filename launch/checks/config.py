@@ -25,7 +25,7 @@ from launch.checks.resuming import resume_problems
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import check_can_be_made
 from parallel.planning.adapters import check_lora
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, architecture_of, read_architecture, read_hf_config
 from parallel.planning.layout import (
     check_aligned_servers,
     check_numerics,
@@ -212,7 +212,7 @@ def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> i
         return nodes.learner * nodes.gpus_per_node
     available, size = gpus_here(), config.layout.smallest().world_size
     free = available
-    if isinstance(config, RunConfig) and config.launch.placement != "colocated":
+    if isinstance(config, RunConfig) and not config.launch.takes_turns:
         free -= config.rollout.replicas * config.rollout.tp
     return max(free - free % size, size) if available else 0
 
@@ -292,7 +292,7 @@ def _check_other_model(
     if not (model.path / "config.json").is_file():
         return
     try:
-        other = read_architecture(read_hf_config(model.path))
+        other = architecture_of(model.path)
         layout_errors = layout_problems(other, config.layout)
     except ValueError as error:
         yield f"{field}.path", str(error)
@@ -430,7 +430,7 @@ def _check_devices(
     if fits_model and _has_model_configs(config):
         yield from memory_problems(config, device, runs)
         if isinstance(config, RunConfig) and "serve" in runs:
-            architecture = read_architecture(read_hf_config(config.model.path))
+            architecture = architecture_of(config.model.path)
             if not is_cuda:
                 has_plugin = config.rollout.sglang_plugin
                 yield from finding_of("rollout.sglang_plugin", check_served_on_cpu, architecture, has_plugin)
@@ -445,7 +445,7 @@ def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[
     available, ranks = gpus_here(), config.layout.world_size
     if not available:
         return
-    shares = config.launch.placement == "colocated" and "learn" in runs
+    shares = config.launch.takes_turns and "learn" in runs
     if "serve" not in runs or shares:
         yield from finding_of("layout", check_learner_gpus, ranks, available)
     if isinstance(config, RunConfig) and "serve" in runs:

@@ -15,7 +15,7 @@ from configs.schema import RunConfig, SftConfig
 from launch.checks.devices import Device
 from launch.tables import aligned
 from parallel.planning import memory
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.other_models import critic_architecture, reference_architecture
 from parallel.planning.server_memory import RolloutMemory, both_bytes, rollout_memory, static_share
 from parallel.planning.work import work_of
@@ -50,7 +50,7 @@ class Need:
 
 def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Need:
     """``runs``: the roles that the command starts. Raises ValueError for an unusable model or static share."""
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     has_learner = "learn" in runs or "sft-rank" in runs
     stages = _stages(config, device, architecture) if has_learner else []
     layout, server, num_server_ranks, cpu_cache = config.layout, None, 0, 0
@@ -103,7 +103,7 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
         yield "layout", f"{error}; {_learner_fix(config, device)}"
     if need.server is not None and isinstance(config, RunConfig):
         yield from _server_findings(config, device, need.server)
-        if need.learner is not None and config.launch.placement == "colocated":
+        if need.learner is not None and config.launch.takes_turns:
             yield from _shared_gpu_findings(device, device.bytes, need.learner, need.server)
 
 
@@ -154,7 +154,7 @@ def _learner_need_text(config: RunConfig | SftConfig, learner: memory.LearnerMem
 
 
 def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     layout = "a layout that splits the model further (`tandem plan` lists those that fit)"
     for text, changed in _smaller_configs(config):
         if not _is_tight(max(stage.total for stage in _stages(changed, device, architecture)), device):

@@ -31,7 +31,7 @@ from launch.processes.run_folder import RunFolder
 from launch.roles.table import MEGATRON_ROLES, Rendezvous, role_command
 from launch.tables import aligned
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.planning.memory import size_text, stage_parameters
 from parallel.planning.traffic import bytes_to_send
 from rollout.servers import kept_sets
@@ -261,7 +261,7 @@ def _rollout_lines(config: RunConfig) -> Iterator[str]:
 
 def _learner_lines(config: RunConfig) -> Iterator[str]:
     rollout, lora, routing = config.rollout, config.learner.lora, config.learner.routing
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens
     if lora is not None:
         one = LayoutConfig()
@@ -341,7 +341,7 @@ def _longest_prompt(config: RunConfig) -> tuple[int, str]:
 
 
 def _transfer_lines(config: RunConfig) -> Iterator[str]:
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     layout: LayoutConfig = config.layout
     stages = bytes_to_send(architecture, config.rollout, layout)
     servers = config.rollout.replicas * config.rollout.tp

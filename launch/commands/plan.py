@@ -15,12 +15,12 @@ from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
 from launch.checks.arguments import BadInput, as_bad_input, check_new_page
 from launch.tables import print_table
 from parallel.planning import memory
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.machine import Machine
 from parallel.planning.measured import NO_TABLE, Measured, read_measured
 from parallel.planning.other_models import critic_architecture, reference_architecture
-from parallel.planning.planner import Cluster, Plan, Timing, plan, takes_turns
+from parallel.planning.planner import Cluster, Plan, Timing, plan
 from parallel.planning.reasons import reasons
 from parallel.planning.server_memory import RolloutMemory, both_bytes
 from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text
@@ -78,7 +78,7 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
             check_new_page("--report", options.report)
         table = read_measured(options.measured) if options.measured is not None else NO_TABLE
     with as_bad_input(f"{config_path}: "):
-        architecture = read_architecture(read_hf_config(config.model.path))
+        architecture = architecture_of(config.model.path)
         critic, reference = critic_architecture(config, architecture), reference_architecture(config)
         timing = timing_of(config, architecture, options, hardware)
         plans = plan(
@@ -135,7 +135,7 @@ def _print_best(found: Found) -> None:
 
 def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | None:
     """What both sides hold on GPUs that they share, or how to plan such turns; None where the run can have none."""
-    if takes_turns(config):
+    if config.launch.takes_turns:
         both = memory.size_text(both_bytes(best.learner_memory, best.rollout_memory))
         size = memory.size_text(cluster.gpu_bytes)
         turns = "learner and servers take turns on the same GPUs (launch.placement=colocated)"
@@ -159,7 +159,7 @@ def _hardware(options: PlanOptions) -> HardwareConfig | None:
 
 
 def _cluster(config: RunConfig, options: PlanOptions, hardware: HardwareConfig | None) -> Cluster:
-    nodes, is_shared = options.gpus_per_node, takes_turns(config)
+    nodes, is_shared = options.gpus_per_node, config.launch.takes_turns
     if is_shared and options.num_gpus > nodes:
         raise BadInput(
             f"launch.placement=colocated shares the GPUs of one machine, but --gpus {options.num_gpus} are more than --gpus-per-node "
@@ -256,7 +256,7 @@ def to_yaml(best: Plan, config: RunConfig) -> str:
         "rollout": {"tp": best.rollout_tp, "replicas": best.replicas},
         "learner": {name: getattr(config.learner, name) for name in kept},
     }
-    if takes_turns(config):  # both sides' layouts take all GPUs: separate ones would be twice as many
+    if config.launch.takes_turns:  # both sides' layouts take all GPUs: separate ones would be twice as many
         blocks["launch"] = {"placement": "colocated"}
     return yaml.safe_dump(blocks, sort_keys=False, default_flow_style=None)
 

@@ -117,15 +117,15 @@ def build_run(
     from trainer.weight_sync import WeightSync
 
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    colocated = config.launch.placement == "colocated"
-    if colocated:
+    takes_turns = config.launch.takes_turns
+    if takes_turns:
         wait_for_rollout(folder, config)
         remote, control = _connect_and_make_room(folder, config)
     learner = Learner(config)
-    if not colocated:
+    if not takes_turns:
         wait_for_rollout(folder, config)
         remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
-    turns = SharedDevices(learner, control) if colocated else OwnDevices()
+    turns = SharedDevices(learner, control) if takes_turns else OwnDevices()
     address, key = own_address(config.launch.nodes), folder.run_key()
     weight_sync = WeightSync(
         learner, control, config.rollout, config.launch,

@@ -34,7 +34,7 @@ from launch.selftest.ranks import run_part
 from launch.studies.mismatch import draw, score
 from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folder, step_folders
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.planning.model_parts import Experts
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.watched_process import guard_session
@@ -92,7 +92,7 @@ def experts_to_replay(config: RunConfig) -> Experts | None:
     """Those of the policy; None where the learner needs none of the servers' experts."""
     if config.learner.routing != "rollout":
         return None
-    return read_architecture(read_hf_config(config.model.path)).experts
+    return architecture_of(config.model.path).experts
 
 
 def truncation_of(config: RunConfig) -> Truncation | None:
@@ -100,7 +100,7 @@ def truncation_of(config: RunConfig) -> Truncation | None:
     rollout = config.rollout
     if not rollout.is_truncated:
         return None
-    vocab_size = read_architecture(read_hf_config(config.model.path)).vocab_size
+    vocab_size = architecture_of(config.model.path).vocab_size
     return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)
 
 

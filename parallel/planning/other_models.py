@@ -1,7 +1,7 @@
 """The architectures of a run's other models: a critic, and a reference from a folder of its own."""
 
 from configs.schema.run import RunConfig, SftConfig
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, architecture_of
 
 
 def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
@@ -9,10 +9,10 @@ def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> 
     if not isinstance(config, RunConfig) or config.critic is None:
         return None
     model = config.critic.model
-    return policy if model is None else read_architecture(read_hf_config(model.path))
+    return policy if model is None else architecture_of(model.path)
 
 
 def reference_architecture(config: RunConfig | SftConfig) -> Architecture | None:
     """Of ``kl.model``. None where the reference is no model of its own."""
     model = config.kl.model if isinstance(config, RunConfig) else None
-    return None if model is None else read_architecture(read_hf_config(model.path))
+    return None if model is None else architecture_of(model.path)

@@ -207,11 +207,6 @@ def plan(
     return plans
 
 
-def takes_turns(config: RunConfig) -> bool:
-    """Whether learner and servers share GPUs. auto is decided where the run starts, by the GPUs that are there."""
-    return config.launch.placement == "colocated"
-
-
 class _Fit(NamedTuple):
     """A pair of layouts that fits, and its memory."""
 
@@ -240,7 +235,7 @@ class _Search:
 
     @property
     def is_shared(self) -> bool:
-        return takes_turns(self.config)
+        return self.config.launch.takes_turns
 
     @property
     def longest_sequence(self) -> int:
