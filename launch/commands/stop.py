@@ -78,7 +78,7 @@ def _stop(folder: RunFolder, *, now: bool) -> int:
 def _why_not(folder: RunFolder, pid: int, number: signal.Signals) -> str | None:
     """Why the process is not to get the signal; None where it is the run's supervisor, and takes it."""
     who = f"pid {pid}, which runs {folder.path}"
-    lock, process = (folder.path / "roles" / "lock").stat(), Path(f"/proc/{pid}")
+    lock, process = folder.lock.stat(), Path(f"/proc/{pid}")
     try:
         caught = next(line for line in (process / "status").read_text().splitlines() if "SigCgt" in line)
         files = [

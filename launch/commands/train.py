@@ -265,7 +265,7 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
             f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"
         )
     uri = without_password(tracking_uri(config, folder.path))
-    page, model = folder.path / "report.html", folder.hf
+    page, model = folder.report, folder.hf
     tandem = _command_text("tandem")
     anew = f"not written; {tandem} report {shlex.quote(str(folder.path))} writes it"
     print(f"report:      {f'{page} (open it in a browser)' if page.is_file() else anew}")

@@ -71,7 +71,7 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
 
 def _parts(folder: RunFolder, decode: Callable[[], Decode]) -> list[tuple[str, RenderableType]]:
     """(title, content) of the panels."""
-    file = folder.path / "metrics.jsonl"
+    file = folder.metrics
     rows = read_metrics(file, is_written=True) if file.exists() else []
     found = status(folder, rows=rows)
     lines = aligned([("state", found.state), *found.lines])

@@ -158,7 +158,7 @@ class Bench:
         name = f"selftest-{self.check.name}"
         arguments = ["train", str(CONFIG), *self.overrides, f"name={name}", *more]
         command = [sys.executable, "-m", "launch", *arguments]
-        log = self.folder.path / "console.log"
+        log = self.folder.console
         self.run(Role(name="train", command=command, log=log, env=environment(self.config)))
         (metrics,) = (self.out / "runs").glob(f"{name}-*/metrics.jsonl")
         return [json.loads(line) for line in metrics.read_text().splitlines()]

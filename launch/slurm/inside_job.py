@@ -155,7 +155,7 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
             time.sleep(pause)  # a signal ends it
         for role in steps:
             supervisor.start(role)
-        with echoed(folder.path / "console.log"), adding_causes(folder, config, supervisor):
+        with echoed(folder.console), adding_causes(folder, config, supervisor):
             return stopping.wait_for_learner(
                 supervisor,
                 signals,
