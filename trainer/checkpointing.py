@@ -25,14 +25,12 @@ from parallel.checkpoints.files import (
     step_folders,
     valid_checkpoints,
 )
-from trainer.file_system import write_whole
+from trainer.file_system import SHARED_FOLDER_S, write_whole
 from trainer.learner import Learner
 from trainer.ranks.objects import from_first_rank
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
 
-SEEN_TIMEOUT_S = 60.0
-"""Wait for another node's checkpoint to appear: NFS clients cache a missing file for up to this long."""
 POLL_S = 0.2
 
 
@@ -233,7 +231,7 @@ class Checkpointer:
 def _seen_by_this_node(folders: Sequence[Path], in_full: Sequence[Path]) -> Sequence[Path]:
     """``folders``, as soon as this node sees complete what rank 0 does, or after a deadline: its view of a
     shared folder may lag."""
-    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    deadline = time.monotonic() + SHARED_FOLDER_S
     while not all(map(is_valid, in_full)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return folders

@@ -59,6 +59,7 @@ from rollout.sglang_plugin.tandem_process_memory import let_others_read
 from tracing import span
 from trainer.algorithm.mismatch import SampledGap
 from trainer.batch.farthest_token import Measure
+from trainer.file_system import SHARED_FOLDER_S
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
 from trainer.ranks.objects import from_all_ranks, from_first_rank
@@ -76,8 +77,6 @@ LOOK_S = 0.1
 """Interval of looks at what the serve roles announce."""
 LOST_SERVER_S = 20.0
 """Time after a failure in which the serve role reports a server that has ended."""
-SHARED_FOLDER_S = 60.0
-"""Further time for a report from another node: its file may show late."""
 UNLIKELY_TOLERANCE = 1e-3
 """Allowed difference in nats on any sampled token. Unlikely tokens show the rounding of their logits."""
 

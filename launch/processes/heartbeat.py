@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from launch.processes.run_folder import RunFolder, write_json
+from trainer.file_system import SHARED_FOLDER_S
 
 BEAT_S = 10.0
 MISSED = 3
@@ -41,8 +42,6 @@ WAITING = ("serving", "waiting for the learner")
 """Activities without a limit."""
 LINES = 3
 """Most lines of one look: where all ranks are slow, a few of them are enough."""
-SHARED_FOLDER_S = 60.0
-"""Delay of files of another node: NFS clients may show an old file for this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,14 +48,13 @@ from launch.processes.unheard import go_on_unheard
 from launch.roles.start import environment, existing_run
 from launch.roles.table import IN_JOB, Rendezvous, config_of, role_command
 from launch.slurm.job import Job, is_finished, may_restart, pause_s, recorded_job, running_elsewhere
+from trainer.file_system import SHARED_FOLDER_S
 
 ECHO_EVERY_S = 0.5
 STEP_TIMEOUT_S = 120
 """Time for Slurm to begin a step; by default an ``srun`` waits for ever."""
 LOCK_TIMEOUT_S = 120.0
 """Time for the file system to release the lock of a dead node."""
-SEEN_TIMEOUT_S = 60.0
-"""Delay of files of another node: NFS clients cache a missing file for up to this long."""
 END_MARGIN_S = 30.0
 """The part of the notice that is for ending every process and for the requeue."""
 
@@ -98,7 +97,7 @@ def run_job(run: Path) -> int:
 def _wait_for_outcome(folder: RunFolder, config: RunConfig) -> stopping.Outcome | RoleFailed:
     """The outcome of a learner that has ended well: finished, or stopped. Its last message may come from another
     node, with a delay."""
-    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    deadline = time.monotonic() + SHARED_FOLDER_S
     while time.monotonic() < deadline:
         if (stopped := stopping.read_stopped(folder)) is not None:
             return stopped
