@@ -1,7 +1,7 @@
 """The roots ``RunConfig`` (kind: train) and ``SftConfig`` (kind: sft). ``contradictions.py`` has the checks that span
 several blocks."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -371,3 +371,9 @@ class SftConfig(Schema):
 
 
 AnyConfig = Annotated[RunConfig | SftConfig, Field(discriminator="kind")]
+
+
+def kind_of(config_class: type[RunConfig | SftConfig]) -> str:
+    """The ``kind`` that a file of this class has."""
+    (kind,) = get_args(config_class.model_fields["kind"].annotation)
+    return kind

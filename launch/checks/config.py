@@ -7,10 +7,10 @@ only a valid config is compared with the rest.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.loader import Finding, ParsedConfig
-from configs.schema import RunConfig, SftConfig
+from configs.schema import RunConfig, SftConfig, kind_of
 from configs.schema.correction import ImportanceWeight
 from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
@@ -91,9 +91,8 @@ def load_checked(
     """
     config = parsed.validated()
     if not isinstance(config, kind):
-        (own_kind,) = get_args(kind.model_fields["kind"].annotation)
         raise BadInput(
-            f"{parsed.path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {own_kind}"
+            f"{parsed.path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {kind_of(kind)}"
         )
     is_here = gpu_memory is None and not in_job and config.launch.nodes is None
     notes: list[str] = []

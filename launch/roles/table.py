@@ -17,10 +17,10 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar, get_args
+from typing import TypeVar
 
 from configs.loader import load_config
-from configs.schema import RunConfig, SftConfig
+from configs.schema import RunConfig, SftConfig, kind_of
 from configs.schema.layout import ONE_PROCESS, LayoutConfig
 from launch.processes.addresses import own_address, role_environment
 from launch.processes.heartbeat import Pulse, stopped_note
@@ -175,9 +175,8 @@ def config_of(folder: RunFolder, kind: type[Config]) -> Config:
     """The config of a run. Raises ValueError for a run of another kind."""
     config = load_config(folder.config, [])
     if not isinstance(config, kind):
-        (kind_name,) = get_args(kind.model_fields["kind"].annotation)
         raise ValueError(
-            f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {kind_name}"
+            f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {kind_of(kind)}"
         )
     return config
 
