@@ -244,43 +244,52 @@ def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fi
     yield from (("layout", error) for error in layout_errors)
     if trains:
         yield from finding_of("model.dtype", check_trainable, architecture, config.model.dtype)
-    if isinstance(config, RunConfig):
-        rollout, positions = config.rollout, architecture.max_positions
-        yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
-        if config.numerics_pieces is not None:
-            yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
-            yield from finding_of("rollout.tp", check_aligned_servers, rollout.tp, architecture)
-        yield from finding_of("rollout.server_args", static_share, config)
-        yield from finding_of("rollout.quantization", check_quantization, rollout, architecture.model_type)
-        if config.learner.routing != "own" and architecture.experts is None:
-            dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
-            yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
-        saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
-        if architecture.has_sinks and saved not in (None, rollout.dtype):
-            yield (
-                "rollout.dtype",
-                f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {architecture.model_type} in the dtype of config.json, "
-                f"{saved}, and fails at its first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
-            )
-        if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
-            yield (
-                "rollout.precision",
-                f"rollout.precision={rollout.precision}: the experts of a {architecture.model_type} are one tensor of all of a layer, "
-                "which is not rounded to a grid; use bf16 or fp16, or leave it out",
-            )
-        if architecture.scales_embeddings and not rollout.sglang_plugin and rollout.dtype != "float32":
-            yield (
-                "rollout.sglang_plugin",
-                f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a "
-                f"{architecture.model_type} to {rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's",
-            )
-        if config.learner.lora is not None:
-            yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
-        room = partial(prompt_room, config, "training", max_positions=positions)
-        yield from finding_of("rollout.max_new_tokens", room)
-        if trains:
-            for field in config.other_models:
-                yield from _check_other_model(config, field, architecture, reported=layout_errors)
+    if not isinstance(config, RunConfig):
+        return
+    if config.numerics_pieces is not None:
+        yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
+    if config.learner.routing != "own" and architecture.experts is None:
+        dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
+        yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
+    if config.learner.lora is not None:
+        yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
+    yield from _check_served_model(config, architecture, hf_config)
+    room = partial(prompt_room, config, "training", max_positions=architecture.max_positions)
+    yield from finding_of("rollout.max_new_tokens", room)
+    if trains:
+        for field in config.other_models:
+            yield from _check_other_model(config, field, architecture, reported=layout_errors)
+
+
+def _check_served_model(
+    config: RunConfig, architecture: Architecture, hf_config: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Whether SGLang serves the model with these settings, and computes what the learner does."""
+    rollout, kind = config.rollout, architecture.model_type
+    yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
+    if config.numerics_pieces is not None:
+        yield from finding_of("rollout.tp", check_aligned_servers, rollout.tp, architecture)
+    yield from finding_of("rollout.server_args", static_share, config)
+    yield from finding_of("rollout.quantization", check_quantization, rollout, kind)
+    saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if architecture.has_sinks and saved not in (None, rollout.dtype):
+        yield (
+            "rollout.dtype",
+            f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {kind} in the dtype of config.json, {saved}, and fails at its "
+            f"first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
+        )
+    if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
+        yield (
+            "rollout.precision",
+            f"rollout.precision={rollout.precision}: the experts of a {kind} are one tensor of all of a layer, which is not rounded to "
+            "a grid; use bf16 or fp16, or leave it out",
+        )
+    if architecture.scales_embeddings and not rollout.sglang_plugin and rollout.dtype != "float32":
+        yield (
+            "rollout.sglang_plugin",
+            f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a {kind} to "
+            f"{rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's",
+        )
 
 
 def _check_other_model(
