@@ -28,7 +28,7 @@ from launch.checks.disk_space import disk_lines
 from launch.checks.inputs import survey_of
 from launch.processes import placement
 from launch.processes.run_folder import RunFolder
-from launch.roles.table import MEGATRON_ROLES, Rendezvous, role_command
+from launch.roles.command_line import MEGATRON_ROLES, Rendezvous, role_command
 from launch.tables import aligned
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import architecture_of

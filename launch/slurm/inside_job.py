@@ -18,7 +18,7 @@
 
 SIGTERM to an ``srun`` kills its step at once; servers are ended in this way. When Slurm itself ends a job, it
 sends SIGTERM to every process of every step, and SIGKILL after its KillWait (30 s by default). Until then the
-roles ignore SIGTERM (``table.IN_JOB``), and the learner writes its checkpoint.
+roles ignore SIGTERM (``command_line.IN_JOB``), and the learner writes its checkpoint.
 
 By hand: ``scancel --batch --signal=USR1 JOB`` stops and requeues, ``scancel JOB`` stops for good. (Without
 ``--batch`` a signal goes to the steps, past this supervisor.)
@@ -45,8 +45,8 @@ from launch.processes.placement import gpus_of_node, learner_ranks_per_node, num
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from launch.processes.unheard import go_on_unheard
-from launch.roles.start import environment, existing_run
-from launch.roles.table import IN_JOB, Rendezvous, config_of, role_command
+from launch.roles.command_line import IN_JOB, Rendezvous, role_command
+from launch.roles.start import config_of, environment, existing_run
 from launch.slurm.job import Job, is_finished, may_restart, pause_s, recorded_job, running_elsewhere
 from trainer.file_system import SHARED_FOLDER_S
 

@@ -61,4 +61,4 @@ def test_a_role_is_handed_the_config_that_was_read_to_start_it(tmp_path, reading
     assert handed == [loader.load_config("config.yaml")]
     for name, run in table.ROLES.items():
         assert [*inspect.signature(run).parameters][:2] == ["folder", "config"], name
-        assert not hasattr(inspect.getmodule(run), "load_config") or run.__module__ == table.__name__, name
+        assert not hasattr(inspect.getmodule(run), "load_config"), name
