@@ -56,6 +56,7 @@ def test_a_role_is_handed_the_config_that_was_read_to_start_it(tmp_path, reading
 
     monkeypatch.setattr(role, "run_sample_role", run_sample_role)
     monkeypatch.setattr(table, "guard_session", lambda **unused: None)
+    monkeypatch.setattr(table, "role_environment", lambda _: {})  # it is of the whole process
     table.run_role("sample", RunFolder(tmp_path))
     assert readings == {"config.yaml": 1, "base.yaml": 1}
     assert handed == [loader.load_config("config.yaml")]
