@@ -335,7 +335,8 @@ class JudgeReward(Schema):
 
 class CodeReward(Schema):
     """The tests that the Python program of a response passes. The program is the last fenced block of Python, or
-    one without a language; a response without one scores 0, and counts in ``reward/part/no_code``."""
+    one without a language; a response without one scores 0, and counts in ``reward/part/no_code``. So does a response whose last
+    block is not closed, since it was cut off."""
 
     type: Literal["code"]
     weight: FiniteFloat = 1.0
