@@ -974,6 +974,14 @@ TABLE = {
          "name a variable in api_key_variable"),
         ("tracking.uri", "tracking.uri=postgresql://me:secret@host/mlflow", "the URI of host holds a password", "set MLFLOW_TRACKING_URI"),
     ]},
+    "a password with an @": Broken(
+        options="reward={type: model, urls: ['ftp://me:pa@secret@host:1']}", field="reward.urls", value="ftp://…@host:1",
+        error="'ftp://…@host:1' is not an address of a server", fix="write it like http://",
+    ),
+    "a password in the query of an URI": Broken(
+        options="tracking.uri='postgresql://host/mlflow?user=me&password=secret'", field="tracking.uri",
+        value="//host/mlflow?user=me&password=…", error="the URI of host holds a password", fix="set MLFLOW_TRACKING_URI",
+    ),
     "an environment's address without a scheme": Broken(
         options="environment={type: openenv, urls: ['host:8000']}", field="environment.urls", value="host:8000",
         error="'host:8000' is not an address of a server", fix="write it like http://node:8000",
