@@ -1283,6 +1283,23 @@ def test_schema_says_where_a_name_exists(folder, monkeypatch, capsys):
     assert "did you mean `learner.optimizer.lr`?" in said
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["warmup"], "did you mean `critic.warmup_steps`? Also close: `critic.optimizer.warmup_steps`, `learner.optimizer.warmup_steps`. "
+         "`tandem schema` lists every field"),
+        (["groupsize"], "did you mean `rollout.group_size`? `tandem schema` lists every field"),
+        (["--kind", "sft", "fieldless"], "`tandem schema --kind sft` lists every field, `tandem schema --kind sft BLOCK` those of one of: "
+         "model, data, layout, optimizer, launch\n"),
+        (["foo"], "`tandem schema` lists every field, `tandem schema BLOCK` those of one of: model, task, reward, "),
+        (["LR"], "did you mean `critic.optimizer.lr`? Also close: `learner.optimizer.lr`. `tandem schema` lists"),
+    ],
+)  # fmt: skip
+def test_schema_answers_an_unknown_field_with_a_few_names(wrong, said, folder, monkeypatch, capsys):
+    told = refused(["schema", *wrong], folder, monkeypatch, capsys)
+    assert said in told and len(told) < 500 and "=" not in told
+
+
 def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder, monkeypatch, capsys):
     block = "actor_rollout_ref={actor: {ppo_epochs: 2, loss: x}, rollout: {n: 5}}"
     said = refused(["train", "run.yaml", "--dry-run", block], folder, monkeypatch, capsys)
