@@ -370,13 +370,15 @@ class WeightSync:
     ) -> SentByRank:
         groups = self._learner.groups
         buckets = make_buckets(exported, self._plan, self._buffers)
-        first = next(buckets)
-        with in_turn(groups):
-            # Only the last stage's request names the version (and flushes), so servers never report the new
-            # version of an update that broke off.
-            last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            size = self._sender.send(chain([first], buckets), self._plan, last_of_all, opening)
-        self._buffers.release()
+        try:
+            first = next(buckets)
+            with in_turn(groups):
+                # Only the last stage's request names the version (and flushes), so servers never report the new
+                # version of an update that broke off.
+                last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
+                size = self._sender.send(chain([first], buckets), self._plan, last_of_all, opening)
+        finally:  # a run may go on without the servers that failed
+            self._buffers.release()
         return SentByRank(bytes=size)
 
     def _close_update(self, version: int, by_stage: Sequence[SentByRank]) -> None:

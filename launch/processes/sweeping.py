@@ -190,7 +190,7 @@ class Sweep:
             log.seek(show.starts[cell.name])
             if (found := FOLDER_LINE.search(log.read())) is not None:
                 show.folders[cell.name] = folder = Path(found[1]).resolve()
-                write_json(self.memory, {"runs": self.runs() | {cell.name: folder.name}})
+                write_json(self.memory, {"runs": self.runs() | {cell.name: folder.name}}, flush=True)
 
     def _ended(self, supervisor: Supervisor, cell: Cell, code: int) -> Ended:
         last = textwrap.indent(supervisor.last_lines(cell.name, LAST_LINES), "    ")

@@ -1060,6 +1060,26 @@ def test_a_buffer_longer_than_a_response_is_refused():
             "does not match any of the expected tags",
         ),
         ({"type": "overlong", "buffer_tokens": 4}, "does not match any of the expected tags"),
+        (
+            {
+                "type": "weighted",
+                "parts": {
+                    "a": {"type": "gsm8k"},
+                    "long": {"type": "overlong", "buffer_tokens": 4, "weight": -0.5},
+                },
+            },
+            "rewards long responses with a weight of -0.5; use a weight above 0",
+        ),
+        (
+            {
+                "type": "weighted",
+                "parts": {
+                    "a": {"type": "gsm8k"},
+                    "long": {"type": "overlong", "buffer_tokens": 4, "weight": 0},
+                },
+            },
+            "adds nothing with a weight of 0; use a weight above 0, or remove",
+        ),
         ({"type": "gsm8k", "weight": float("inf")}, "finite number"),
         ({"type": "function"}, "Field required"),
         ({"type": "function", "function": "score"}, "is not of the form module:name"),

@@ -484,6 +484,19 @@ def test_only_the_last_stage_names_the_version(make_sync, monkeypatch, stage, ve
     sync._buffers.release.assert_called_once_with()
 
 
+def test_a_transfer_that_fails_frees_the_memory_of_its_buckets(make_sync, monkeypatch):
+    sync, _ = make_sync()
+    sync.close()
+    monkeypatch.setattr(weight_sync, "in_turn", nullcontext)
+    monkeypatch.setattr(weight_sync, "make_buckets", lambda *exported: iter(["first"]))
+    sync._learner = SimpleNamespace(groups=SimpleNamespace(pp_rank=0, pp_size=1))
+    sync._sender, sync._buffers = Mock(), Mock()
+    sync._sender.send.side_effect = ControlError("it is gone")
+    with pytest.raises(ControlError, match="it is gone"):
+        sync._send_as_sender(iter(()), 3, None)
+    sync._buffers.release.assert_called_once_with()
+
+
 def test_a_stop_ends_the_wait_for_servers(make_sync):
     lives = {"replica 0": 1}
     sync, _ = make_sync(1, lives=lambda: dict(lives))

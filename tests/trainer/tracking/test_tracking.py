@@ -589,6 +589,29 @@ def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
     assert len([m for m in caplog.messages if f"{uri} lacks the last 52 items" in m]) == 1
 
 
+@pytest.mark.parametrize("password", ["secret", "se@secret", "s%40secret"])
+def test_no_password_of_a_server_that_is_not_there_is_said(tmp_path, monkeypatch, caplog, password):
+    """MLflow's own error has the whole address."""
+    monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.01)
+    host = closed_port().removeprefix("http://")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{password}@{host}")
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, FULL)
+    said = [message for message in caplog.messages if "MLflow at" in message]
+    assert f"API request to http://…@{host}/api" in said[0] and "secret" not in caplog.text
+
+
+def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, caplog):
+    def fail(thread: mlflow_thread.MlflowThread) -> None:
+        raise RuntimeError(f"no answer from {thread._uri}")
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "foo://user:secret@host/?password=secret")
+    monkeypatch.setattr(mlflow_thread.MlflowThread, "_open_run", fail)
+    Tracker(make_config(), tmp_path).close("FINISHED")
+    assert "RuntimeError: no answer from foo://…@host/?password=…\n" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     """The sqlite file's folder appears only after the first attempt failed."""
     monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.05)
