@@ -297,15 +297,19 @@ class WeightSync:
         def look_and_send() -> None:
             self._follow_servers()
             self._meet_servers()
-            if answer_of_first_rank(self._finds_other_weights) or sends:
+            # Also where the weights are sent in any case: the servers pause.
+            have_others = answer_of_first_rank(self._pause_and_look)
+            if have_others or sends:
                 self._send_to_all(self._learner.version)
             else:
                 on_first_rank(lambda: self._servers.resume())
 
         self._again_where_servers_change(look_and_send)
 
-    def _finds_other_weights(self) -> bool:
-        return self._servers.take_over() or set(self._servers.versions()) != {self._learner.version}
+    def _pause_and_look(self) -> bool:
+        """Pause the servers. Returns whether an update broke off, or they hold another version than the learner."""
+        broke_off = self._servers.take_over()
+        return broke_off or set(self._servers.versions()) != {self._learner.version}
 
     def _meet_servers(self) -> None:
         """Once: refuse servers without this version of the plugin, if they should have it."""

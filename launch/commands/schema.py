@@ -57,9 +57,8 @@ def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
         paths, inside = [path for path, _ in entries], (f"{field}.", f"{field}[")
         entries = [(path, text) for path, text in entries if path == field or path.startswith(inside)]
         if not entries:
-            known = [
-                path for path in dict.fromkeys(paths) if "=" not in path
-            ]  # without the titles of variants
+            # Without the titles of variants.
+            known = [path for path in dict.fromkeys(paths) if "=" not in path]
             raise BadInput(f"FIELD: {field} is no field of kind {kind}; {_fix_of_field(field, known, kind)}")
     print("\n".join(text for _, text in entries))
 

@@ -64,9 +64,8 @@ def find_program(response: str) -> str | None:
     last = None
     for block in FENCED.finditer(response):
         language = block["language"].strip().lower()
-        is_stray = not (
-            block["closed"] or language or block["program"].strip()
-        )  # a fence with nothing behind it
+        # A fence with nothing behind it.
+        is_stray = not (block["closed"] or language or block["program"].strip())
         if language in LANGUAGES and not is_stray:
             last = block
     return last["program"] if last is not None and last["closed"] else None

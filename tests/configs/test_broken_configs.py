@@ -1385,9 +1385,8 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
     fields = [block["field"] for block in problems(said)]
     line = 1 + Path("broken.yaml").read_text().splitlines().index("layout:") + 1
     assert f"broken.yaml:{line}\n  field: layout.tp" in said
-    assert (
-        f"tandem: {len(fields)} problems in the configuration" in said
-    )  # before it: that an import takes long
+    # Before it: that an import takes long.
+    assert f"tandem: {len(fields)} problems in the configuration" in said
     assert fields == [
         "task.heldout_path", "layout.tp", "layout.pp", "rollout.tp", "task.train_path", "rollout.server_args",
         "reward.function", "resume", "resume", "rollout.first_port",

@@ -302,9 +302,8 @@ def work_lives(
 ) -> dict[str, list[dict[str, Any]]]:
     """Of each job (a folder, what goes wrong, further overrides): the life in which it does, and the one
     after."""
-    mlflow_thread.MlflowThread.run = lambda self: (
-        None
-    )  # seconds of imports in every rank; what goes there is tested in test_tracking.py
+    # Seconds of imports in every rank; what goes there is tested in test_tracking.py.
+    mlflow_thread.MlflowThread.run = lambda self: None
     found = {}
     for name, (folder, script, more) in jobs.items():
         config = load_config(RECIPE, [f"model.path={model}", *SETTINGS, *overrides, *more])

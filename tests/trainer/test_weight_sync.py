@@ -207,9 +207,8 @@ class FakeControl:
         self.urls = [f"replica {i}" for i in range(num_replicas)]
         self.replicas = [Replica(folder) for _ in self.urls]
         self.calls: list[str] = []
-        self._pools = [
-            ThreadPoolExecutor(max_workers=1) for _ in self.urls
-        ]  # a replica serves one request after the other
+        # A replica serves one request after the other.
+        self._pools = [ThreadPoolExecutor(max_workers=1) for _ in self.urls]
 
     def _everywhere(self, what: str, work: Callable[[int], dict]) -> Pending:
         return Pending(what, [pool.submit(work, i) for i, pool in enumerate(self._pools)], TIMEOUT_S)
@@ -283,9 +282,8 @@ def learner(folder) -> Learner:
 def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[WeightSync, FakeControl]]]:
     """A joined WeightSync whose buckets hold at most 8 KiB, so that an update takes several."""
     monkeypatch.setattr(weight_sync, "plan_transfer", partial(plan_transfer, max_bytes=MAX_BYTES))
-    monkeypatch.setattr(
-        stage_sender, "GROUP", f"test-{next(GROUPS)}"
-    )  # those of the tests before may still be there
+    # Those of the tests before may still be there.
+    monkeypatch.setattr(stage_sender, "GROUP", f"test-{next(GROUPS)}")
     controls = []
 
     def make(

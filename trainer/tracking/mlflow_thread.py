@@ -167,9 +167,8 @@ class MlflowThread(threading.Thread):
     def run(self) -> None:
         try:
             self._send_until_finished()
-        except (
-            Exception
-        ):  # the thread's boundary: an error of MLflow or a storage plugin must not end training
+        except Exception:
+            # The thread's boundary: an error of MLflow or a storage plugin must not end training.
             message = "MLflow tracking ended; training goes on, and metrics.jsonl has every metric\n%s"
             log.error(message, without_credentials(traceback.format_exc()))
 

@@ -273,6 +273,5 @@ def test_adapters_are_exported_alone(finished, tmp_path):
 
 
 def test_what_is_no_disk_has_no_space_to_miss(folder):
-    assert [
-        *disk_space.disk_problems(config("launch.runs_dir=/proc/runs"), [])
-    ] == []  # that it cannot be written to is another error
+    # That it cannot be written to is another error.
+    assert [*disk_space.disk_problems(config("launch.runs_dir=/proc/runs"), [])] == []

@@ -447,9 +447,8 @@ class SmallModel:
         ids = batch.sequence_ids_S.tolist()
         features = torch.cat([self.features[i] for i in ids])
         # A sum per token, not a matmul: its rounding must not depend on how many tokens come along.
-        logits_T = 1.5 * torch.tanh(
-            (features * self.parameters_D).sum(-1)
-        )  # bounded: what is returned must stay a log-prob
+        # Bounded: what is returned must stay a log-prob.
+        logits_T = 1.5 * torch.tanh((features * self.parameters_D).sum(-1))
         return torch.cat([self.base[i] for i in ids]) + logits_T, logits_T.square()
 
 
