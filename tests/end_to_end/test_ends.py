@@ -23,7 +23,7 @@ from tests.support.whole_runs import (
     wait_for,
     wait_for_steps,
 )
-from trainer.weight_sync import EXACT_TOLERANCE
+from trainer.engine_agreement import EXACT_TOLERANCE
 
 pytestmark = pytest.mark.engines
 
