@@ -236,7 +236,14 @@ def with_loss_weights(batch: PackedBatch, correction: packed_correction.Correcti
 
 def loss_of_packed(batch: PackedBatch, current_T: Tensor, entropy_T: Tensor):
     return policy_loss(
-        batch, current_T, entropy_T, objective=OBJECTIVE, kl=KL, entropy=ENTROPY, correction=CORRECTION
+        batch,
+        current_T,
+        entropy_T,
+        objective=OBJECTIVE,
+        kl=KL,
+        entropy=ENTROPY,
+        correction=CORRECTION,
+        aggregation="token_mean",
     )
 
 

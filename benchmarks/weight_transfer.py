@@ -179,9 +179,8 @@ def measure(given, rounds: int, scratch: Path) -> dict:
                 to, precision = ways[name]
                 opening = to._control.open_update()
                 opening.wait()
-                if (
-                    to._broadcaster is not None
-                ):  # several share the control, whose group is the one that joined last
+                # Several share the control, whose group is the one that joined last.
+                if to._broadcaster is not None:
                     to._control.group_name = to._broadcaster.group_name
                 timed(name, lambda to=to, plan=plans[precision]: transfer(to, engine, plan, buffers))
                 to._control.close_update()

@@ -24,7 +24,9 @@ class Problem:
     fix: str
 
     def __str__(self) -> str:
-        return f"{self.where}\n  field: {self.field}\n  value: {self.value}\n  error: {self.error}\n  fix:   {self.fix}"
+        rows = dict(field=self.field, value=self.value, error=self.error, fix=self.fix)
+        lines = (f"  {f'{name}:':<6} {text}".replace("\n", f"\n{' ' * 9}") for name, text in rows.items())
+        return "\n".join([self.where, *lines])
 
 
 class Contradiction(ValueError):

@@ -131,9 +131,8 @@ def reference(kind: str, title: str, about: str) -> str:
         if facts is None:
             lines += ["", f"### {path}", "", _safe(meaning)]
         else:
-            anchor = (
-                "" if path in linked or path == section else f" {{: #{path} }}"
-            )  # variants may share a field's name
+            # Variants may share a field's name.
+            anchor = "" if path in linked or path == section else f" {{: #{path} }}"
             linked.add(path)
             lines += [
                 "",

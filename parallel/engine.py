@@ -80,7 +80,7 @@ class MegatronEngine(Engine):
             recompute=recompute,
             seed=seed,
             timeout_s=timeout_s,
-            pieces=pieces or layout.tp if model.numerics == "aligned" else None,
+            pieces=(pieces or layout.tp) if model.numerics == "aligned" else None,
             lora=lora,
         )
 

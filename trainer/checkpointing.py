@@ -89,9 +89,8 @@ class Checkpointer:
         far by ``evaluated``, the metrics of its evaluation (on rank 0). A full disk does not end the run: returns the
         warning of it, on rank 0."""
         self.complete, self._evaluation_owed = step, evaluation_owed
-        self._position = (
-            sampler.state()
-        )  # the sampler's own moves on with the next groups, which may be dropped
+        # The sampler's own moves on with the next groups, which may be dropped.
+        self._position = sampler.state()
         best_before = self._best
         is_due = self.is_best(step, evaluated) or (self._config.every and step % self._config.every == 0)
         if not is_due:

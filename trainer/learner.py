@@ -269,7 +269,7 @@ class Learner:
             return kept_factor((scored.counted for scored in outputs), self.total)
 
         # If rejection follows from the forward pass, so does the normaliser of the mean over kept tokens.
-        counts_kept = minibatch[0].importance_weights_T is None and config.rejects_from_mean
+        counts_kept = minibatch[0].importance_weights_T is None and config.correction.rejects_from_mean
         forward_only = self.have_no_gradient(minibatch)
         result = self.engine.update(
             minibatch,

@@ -55,7 +55,7 @@ class SampleKeeper:
             )
             logprobs = {number: row for number, row in numbered if number < count}
             if batch.lengths_S is not None:
-                logprobs = on_first_rank(logprobs, batch.lengths_S[:count], learner.groups.dp_group)
+                logprobs = gathered_on_first_rank(logprobs, batch.lengths_S[:count], learner.groups.dp_group)
         if groups is None or self._tracker is None:
             return
         trajectories = [t for group in groups[: self._num_groups] for t in group.trajectories]
@@ -77,7 +77,7 @@ class SampleKeeper:
             self._tracker.artifact(file, FOLDER)
 
 
-def on_first_rank(
+def gathered_on_first_rank(
     own: Mapping[int, Tensor], lengths: Tensor, group: dist.ProcessGroup | None
 ) -> Mapping[int, Tensor]:
     """All sequences, of these lengths, on rank 0; elsewhere only ``own``. Tensor- and pipeline-parallel siblings of

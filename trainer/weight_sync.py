@@ -36,7 +36,6 @@ With ``rollout.max_staleness`` it sends none either: a probe would wait behind a
 interrupted.
 """
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -59,6 +58,7 @@ from rollout.sglang_plugin.tandem_process_memory import let_others_read
 from tracing import span
 from trainer.algorithm.mismatch import SampledGap
 from trainer.batch.farthest_token import Measure
+from trainer.engine_agreement import EngineAgreement
 from trainer.file_system import SHARED_FOLDER_S
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
@@ -70,20 +70,10 @@ from trainer.turns import OwnDevices
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 """Any tokens serve to compare two engines; ids this small exist in every vocabulary."""
 PROBE_TOKENS = 4
-EXACT_TOLERANCE = 1e-4
-"""Allowed difference of a float32 learner and a float32 server: nats on a probe token, probability on any
-sampled token."""
 LOOK_S = 0.1
 """Interval of looks at what the serve roles announce."""
 LOST_SERVER_S = 20.0
 """Time after a failure in which the serve role reports a server that has ended."""
-UNLIKELY_TOLERANCE = 1e-3
-"""Allowed difference in nats on any sampled token. Unlikely tokens show the rounding of their logits."""
-
-
-class ForeignSamplesError(RuntimeError):
-    """A step was trained on samples of other weights, or of another softmax. This is no interruption, as the
-    step's weights are not worth a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,17 +108,15 @@ class WeightSync:
         control: SGLangControl | None,
         rollout: RolloutConfig,
         launch: LaunchConfig,
+        agreement: EngineAgreement,
         *,
-        samples_are_probes: bool = False,
-        are_aligned: bool = False,
         address: str = "127.0.0.1",
         turns: OwnDevices | None = None,
         key: RunKey | None = None,
         lives: Lives | None = None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ):
-        """control: None on all ranks but the first. samples_are_probes: a step's samples are scored by the
-        weights that sampled them. are_aligned: both engines give a token the same bits (``model.numerics``).
+        """control: None on all ranks but the first.
         address: where the servers reach this rank's host, if it is a sender.
         turns: None where the servers have devices of their own. key: the run's, which the servers check.
         lives: the address of each server that can be sent weights, with the number of its life; asked on rank 0 alone. It
@@ -137,15 +125,7 @@ class WeightSync:
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
-        both_are_float32 = self._dtype == learner.engine.dtype == torch.float32
-        self._exact = are_aligned or (both_are_float32 and rollout.precision is None)
-        self._tolerance, self._unlikely_tolerance = EXACT_TOLERANCE, UNLIKELY_TOLERANCE
-        self._engines = "float32 on both sides"
-        if are_aligned:
-            self._tolerance = self._unlikely_tolerance = 0.0
-            self._engines = "model.numerics=aligned"
-        # Servers without the plugin check no bytes; there only the probe checks the weights.
-        self._samples_are_probes = samples_are_probes and rollout.sglang_plugin
+        self._agreement = agreement
         self._samples_ahead = rollout.max_staleness > 0 and rollout.sglang_plugin
         self._has_met_servers = False
         self._plan = plan_transfer(
@@ -296,15 +276,19 @@ class WeightSync:
         def look_and_send() -> None:
             self._follow_servers()
             self._meet_servers()
-            if answer_of_first_rank(self._finds_other_weights) or sends:
+            # Also where the weights are sent in any case: the servers pause.
+            have_others = answer_of_first_rank(self._pause_and_look)
+            if have_others or sends:
                 self._send_to_all(self._learner.version)
             else:
                 on_first_rank(lambda: self._servers.resume())
 
         self._again_where_servers_change(look_and_send)
 
-    def _finds_other_weights(self) -> bool:
-        return self._servers.take_over() or set(self._servers.versions()) != {self._learner.version}
+    def _pause_and_look(self) -> bool:
+        """Pause the servers. Returns whether an update broke off, or they hold another version than the learner."""
+        broke_off = self._servers.take_over()
+        return broke_off or set(self._servers.versions()) != {self._learner.version}
 
     def _meet_servers(self) -> None:
         """Once: refuse servers without this version of the plugin, if they should have it."""
@@ -343,7 +327,7 @@ class WeightSync:
                 by_stage = from_all_ranks(sent, groups.pp_group)
             on_first_rank(lambda: self._close_update(version, by_stage))
         self._turns.give_to_servers()
-        is_probed = not (self._samples_are_probes or self._samples_ahead)
+        is_probed = not (self._agreement.samples_are_probes or self._samples_ahead)
         gap = self.probe(self._rollout.temperature) if is_probed else None
         total = sum(sent.bytes for sent in by_stage)
         seconds = time.perf_counter() - started
@@ -369,13 +353,15 @@ class WeightSync:
     ) -> SentByRank:
         groups = self._learner.groups
         buckets = make_buckets(exported, self._plan, self._buffers)
-        first = next(buckets)
-        with in_turn(groups):
-            # Only the last stage's request names the version (and flushes), so servers never report the new
-            # version of an update that broke off.
-            last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
-            size = self._sender.send(chain([first], buckets), self._plan, last_of_all, opening)
-        self._buffers.release()
+        try:
+            first = next(buckets)
+            with in_turn(groups):
+                # Only the last stage's request names the version (and flushes), so servers never report the new
+                # version of an update that broke off.
+                last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
+                size = self._sender.send(chain([first], buckets), self._plan, last_of_all, opening)
+        finally:  # a run may go on without the servers that failed
+            self._buffers.release()
         return SentByRank(bytes=size)
 
     def _close_update(self, version: int, by_stage: Sequence[SentByRank]) -> None:
@@ -390,11 +376,7 @@ class WeightSync:
 
     def probe(self, temperature: float) -> float:
         """Largest |log p_server - log p_learner| over tokens that each replica samples for the probe prompt,
-        in nats.
-
-        Raises WeightSyncError above 1e-4 if both engines hold float32, where only the order of rounding differs, and
-        above 0 with aligned numerics.
-        """
+        in nats. Raises WeightSyncError as ``EngineAgreement.check_probe`` does."""
 
         def ask() -> list[Completion]:
             return self._servers.probe(PROBE_PROMPT, max_new_tokens=PROBE_TOKENS, temperature=temperature)
@@ -404,37 +386,13 @@ class WeightSync:
             mine = self._learner.logprobs_of(PROBE_PROMPT, completions, temperature=temperature)
         theirs = [x for completion in completions for x in completion.rollout_logprobs.tolist()]
         ours = [x for row in mine for x in row]
-        # torch's maximum, unlike Python's, does not lose a NaN.
-        differences = torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)
-        gap = differences.abs().max().item()
-        if not math.isfinite(gap):
-            raise WeightSyncError(
-                f"a probe log-prob is not finite after version {self._learner.version}: server {theirs}, learner {ours}"
-            )
-        if self._exact and gap > self._tolerance:
-            raise WeightSyncError(
-                f"after version {self._learner.version}, learner and server differ by {gap:.2e} nats on the probe prompt at temperature "
-                f"{temperature} ({self._engines} allows {self._tolerance:g}): the server does not serve these weights or this softmax"
-            )
-        return gap
+        return self._agreement.check_probe(
+            ours, theirs, version=self._learner.version, temperature=temperature
+        )
 
     def check_samples(self, gap: SampledGap | None, farthest: Callable[[Measure], str]) -> None:
-        """Raise ForeignSamplesError if a sampled token shows that the servers' policy was not the learner's
-        (float32 on both sides, or aligned numerics, which allow no difference at all). farthest: names that token; a
-        collective of the ranks that share the step's samples."""
-        if gap is None or not (self._exact and self._samples_are_probes):
-            return
-        checks: tuple[tuple[Measure, float, float, str], ...] = (
-            ("abs_prob_max", gap.probability, self._tolerance, ""),
-            ("logprob_gap_max", gap.nats, self._unlikely_tolerance, " nats"),
-        )
-        for name, value, tolerance, unit in checks:
-            if not value <= tolerance:
-                raise ForeignSamplesError(
-                    f"learner and server differ by {value:.2e}{unit} on a token sampled with version {self._learner.version - 1} "
-                    f"({name}; {self._engines} allows {tolerance:g}): the server did not serve these weights or this softmax. The "
-                    f"farthest token is {farthest(name)}"
-                )
+        """As ``EngineAgreement.check_samples``, of the samples of the version before this one."""
+        self._agreement.check_samples(gap, farthest, version=self._learner.version - 1)
 
     def prove(self, temperature: float) -> float:
         """``probe`` weights that no sample has used yet. Servers that have ended since their update get them again."""

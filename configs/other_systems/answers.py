@@ -7,8 +7,6 @@ from typing import Any
 from configs.errors import dotted, is_close
 from configs.other_systems.fields import OTHER_BLOCKS, OTHER_FIELDS, WITHOUT_COUNTERPART
 
-_NEXT_LINE = "\n" + " " * len("  fix:   ")
-
 
 @dataclass(frozen=True, slots=True)
 class Known:
@@ -45,7 +43,7 @@ def answer(path: Sequence[Hashable], value: Any, ours: Sequence[str] = ()) -> st
     lines = [_sentence(list(dict.fromkeys(one.name for one in alike)), alike[0]) for alike in found.values()]
     if unknown:
         lines.append(f"not known here: {', '.join(unknown)}")
-    return _NEXT_LINE.join(lines) or None
+    return "\n".join(lines) or None
 
 
 def _look_up(path: Sequence[Hashable], value: Any) -> Known | None:

@@ -66,9 +66,8 @@ def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Pr
             error = details["ctx"]["error"]
             for one in error.contradictions if isinstance(error, Contradictions) else [error]:
                 yield _contradiction_problem(one, path, shape, tree)
-        elif path not in seen or details["type"].startswith(
-            "union"
-        ):  # a plain union gives an error per member
+        # A plain union gives an error per member.
+        elif path not in seen or details["type"].startswith("union"):
             seen.add(path)
             yield _translate(details, path, shape, parent, tree, root)
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import yaml
 
 from configs.errors import ConfigError, dotted, shorten
-from configs.schema.base import Schema
+from configs.schema.base import Schema, without_credentials
 
 # -------------------------------------------------------------------------------------------------------------
 # YAML 1.2 for PyYAML
@@ -141,7 +141,7 @@ def show(value: Any) -> str:
         plain, Dumper=_Shown, default_flow_style=True, sort_keys=False, width=2**20, allow_unicode=True
     )
     text = text.removesuffix("\n").removesuffix("\n...").strip()
-    return shorten(re.sub(r"//[^/@\s]*@", "//…@", text))
+    return shorten(without_credentials(text))
 
 
 # -------------------------------------------------------------------------------------------------------------------

@@ -69,6 +69,12 @@ def address_of(url: str) -> SplitResult | None:
         return None
 
 
+def without_credentials(text: str) -> str:
+    """The text without the users and passwords of the addresses in it. A password may hold an `@`."""
+    text = re.sub(r"//[^/\s]*@", "//…@", text)
+    return re.sub(r"([?&](?:password|passwd)=)[^&\s'\"]+", r"\1…", text)
+
+
 KEY_IN_A_VARIABLE = "leave them out, and name a variable in api_key_variable"
 
 
@@ -84,7 +90,9 @@ def served_at(example: str, *more_schemes: str) -> AfterValidator:
                 or address.scheme not in ("http", "https", *more_schemes)
                 or not address.hostname
             ):
-                raise ValueError(f"{url!r} is not an address of a server; write it like {example}")
+                raise ValueError(
+                    f"{without_credentials(url)!r} is not an address of a server; write it like {example}"
+                )
             if address.username or address.password:
                 raise ValueError(
                     f"an address of {address.hostname} holds a user or a password; {KEY_IN_A_VARIABLE}"

@@ -169,6 +169,16 @@ class CorrectionConfig(Schema):
     """The tokens that the loss is averaged over. kept: those that no rule rejected; all: rejected tokens count
     as zeros."""
 
+    @property
+    def rejects(self) -> bool:
+        """Whether a rule or the veto may take tokens or responses out of the loss."""
+        return bool(self.reject) or self.veto is not None
+
+    @property
+    def rejects_from_mean(self) -> bool:
+        """Whether the loss is a mean over fewer tokens than were sampled."""
+        return self.rejects and self.denominator == "kept"
+
     @model_validator(mode="after")
     def _mode_fits(self):
         if self.loss == "policy_gradient" and self.mode != "bypass":

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import parse_qs
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -202,7 +203,7 @@ class TraceConfig(Schema):
 
 
 def _without_password(uri: str | None) -> str | None:
-    if uri and (address := address_of(uri)) and address.password:
+    if uri and (address := address_of(uri)) and (address.password or "password" in parse_qs(address.query)):
         error = f"the URI of {address.hostname} holds a password, which would stay readable in the run folder"
         raise ValueError(f"{error}; leave uri out, and set MLFLOW_TRACKING_URI where the run is started")
     return uri

@@ -222,7 +222,8 @@ class FixedController(Schema):
 
 
 class AdaptiveController(Schema):
-    """The coefficient follows the measured KL (Ziegler et al. 2019, arXiv 1909.08593)."""
+    """The coefficient follows the measured KL (Ziegler et al. 2019, arXiv 1909.08593). It stays where it is in
+    ``critic.warmup_steps``, which do not train the policy."""
 
     type: Literal["adaptive"]
     target: PositiveFloat

@@ -185,16 +185,6 @@ class RunConfig(Schema):
         return self.rollout.max_server_restarts > 0 and self.rollout.router is None and has_own_gpus
 
     @property
-    def rejects(self) -> bool:
-        """Whether a rule or the veto may take tokens or responses out of the loss."""
-        return bool(self.correction.reject) or self.correction.veto is not None
-
-    @property
-    def rejects_from_mean(self) -> bool:
-        """Whether the loss is a mean over fewer tokens than were sampled."""
-        return self.rejects and self.correction.denominator == "kept"
-
-    @property
     def critic_warmup_steps(self) -> int:
         return self.critic.warmup_steps if self.critic is not None else 0
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, StringConstraints, field_validator, model_validator
+from pydantic import AfterValidator, Field, StringConstraints, field_validator, model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
@@ -335,7 +335,8 @@ class JudgeReward(Schema):
 
 class CodeReward(Schema):
     """The tests that the Python program of a response passes. The program is the last fenced block of Python, or
-    one without a language; a response without one scores 0, and counts in ``reward/part/no_code``."""
+    one without a language; a response without one scores 0, and counts in ``reward/part/no_code``. So does a response whose last
+    block is not closed, since it was cut off."""
 
     type: Literal["code"]
     weight: FiniteFloat = 1.0
@@ -363,13 +364,22 @@ class CodeReward(Schema):
     """Programs that run at the same time. null: half of the cores, at most 32."""
 
 
+def _punishes(weight: float) -> float:
+    if weight <= 0:
+        effect = "rewards long responses" if weight < 0 else "adds nothing"
+        raise ValueError(
+            f"the penalty is negative itself, so that it {effect} with a weight of {weight:g}; use a weight above 0, or remove the part"
+        )
+    return weight
+
+
 class OverlongPenalty(Schema):
     """DAPO's soft overlong punishment, only as a part of ``weighted``. It reaches -1 times ``weight`` at
     ``rollout.max_new_tokens``."""
 
     type: Literal["overlong"] = "overlong"
-    weight: FiniteFloat = 1.0
-    """Factor of the penalty, positive: the penalty itself is negative."""
+    weight: Annotated[FiniteFloat, AfterValidator(_punishes)] = 1.0
+    """Factor of the penalty, above 0: the penalty itself is negative."""
     buffer_tokens: PositiveInt
     """L_cache: the penalty grows linearly from 0 to 1 over this many tokens before max_new_tokens."""
 

@@ -156,7 +156,7 @@ def _connect(card: dict, timeout_s: float) -> str | None:
     where = f"{card['host']} ({card['address']}:{card['port']})"
     try:
         with socket.create_connection((card["address"], card["port"]), timeout=timeout_s) as connection:
-            answer = connection.recv(16).decode()
+            answer = connection.recv(16).decode(errors="backslashreplace")  # a stranger's may be no text
     except OSError as error:
         return f"{where} cannot be reached: {error}"
     if answer == str(card["port"]):

@@ -147,7 +147,7 @@ def _gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
     correction, rollout = config.correction, config.rollout
     lags, is_coarse = f"rollout.max_staleness={rollout.max_staleness}", rollout.precision in COARSE
     has_no_weight = correction.mode == "decoupled" and correction.weight.level == "none"
-    if rollout.max_staleness and has_no_weight and not config.rejects:
+    if rollout.max_staleness and has_no_weight and not config.correction.rejects:
         text = f"{lags} without a correction trains on older tokens as if they were new"
         shown = (
             "in 60 steps at a lag of 4 a model went from 15 to 12 % right, with decoupled_token_is to 24 %"

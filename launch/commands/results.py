@@ -1,6 +1,7 @@
 """``tandem export``, ``tandem report`` and ``tandem compare``: the results of runs, for others."""
 
 import contextlib
+import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
             error = f"--adapter: {folder.path} trained every weight and has no adapters (learner.lora)"
             raise BadInput(f"{error}; leave --adapter out to export its model")
     step = _best_step(folder) if best else None
-    with _exporting_alone(folder):
+    with _writing_alone(out), _exporting_alone(folder):
         _export(folder, out, adapter=adapter, step=step)
     print(f"exported to {out}", flush=True)
 
@@ -49,6 +50,35 @@ def _exporting_alone(folder: RunFolder) -> Iterator[None]:
         lock = contextlib.nullcontext()
     with lock:
         yield
+
+
+@contextlib.contextmanager
+def _writing_alone(out: Path) -> Iterator[None]:
+    """Two exports into one OUT would remove each other's partial copy. The lock beside OUT is removed while it is held, so who
+    then holds a file that is gone has met an export that has just ended."""
+    path = out.with_name(f".{out.name}.lock")
+    error = f"OUT: {out} is being written by another export; wait for it, or name another folder"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = locked(path)
+    except BlockingIOError:
+        raise BadInput(error) from None
+    except (OSError, ValueError):  # a folder without write permission, which is told later, or without locks
+        yield
+        return
+    with lock:
+        try:
+            is_there = os.path.samestat(path.stat(), os.fstat(lock.fileno()))
+        except FileNotFoundError:
+            is_there = False
+        if not is_there:
+            raise BadInput(error)
+        try:
+            with as_bad_input():
+                check_new_folder("OUT", out)  # it may be there by now
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _best_step(folder: RunFolder) -> int:

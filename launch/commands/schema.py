@@ -1,12 +1,13 @@
 """``tandem schema``: every field of a config, or of a description of hardware, with its type, default, unit and meaning:
 text for people, JSON Schema for editors."""
 
+import difflib
 import json
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from configs.errors import did_you_mean
+from configs.errors import exists_as
 from configs.presets import DESCRIPTIONS
 from configs.schema import RunConfig, SftConfig
 from configs.schema.hardware import HardwareConfig
@@ -16,6 +17,8 @@ KINDS = {"train": RunConfig, "sft": SftConfig, "hardware": HardwareConfig}
 TYPES = dict(integer="whole number", number="number", string="text", boolean="true or false", null="null")
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WIDTH = 120
+MOST_CLOSE = 5
+"""Names that an unknown one is answered with, at most."""
 Node = Mapping[str, Any]
 
 
@@ -54,9 +57,31 @@ def print_schema(kind: str, field: str | None, *, as_json: bool) -> None:
         paths, inside = [path for path, _ in entries], (f"{field}.", f"{field}[")
         entries = [(path, text) for path, text in entries if path == field or path.startswith(inside)]
         if not entries:
-            fix = did_you_mean(field, list(dict.fromkeys(paths)), "fields")
-            raise BadInput(f"FIELD: {field} is no field of kind {kind}; {fix}")
+            # Without the titles of variants.
+            known = [path for path in dict.fromkeys(paths) if "=" not in path]
+            raise BadInput(f"FIELD: {field} is no field of kind {kind}; {_fix_of_field(field, known, kind)}")
     print("\n".join(text for _, text in entries))
+
+
+def _fix_of_field(wrong: str, known: Sequence[str], kind: str) -> str:
+    """Where the name exists, or the names that are close to it, or else the blocks to look in."""
+    if places := [path for path in known if path.endswith(f".{wrong}")]:
+        return exists_as(places)
+    command = "tandem schema" if kind == "train" else f"tandem schema --kind {kind}"
+    last = wrong.rpartition(".")[2].lower()
+    by_name: dict[str, list[str]] = {}
+    for path in known:
+        by_name.setdefault(path.rpartition(".")[2], []).append(path)
+    names = [name for name in by_name if name == last or (len(last) > 2 and last in name)]
+    names += difflib.get_close_matches(last, by_name, n=MOST_CLOSE, cutoff=0.75)
+    close = difflib.get_close_matches(wrong, known, n=1, cutoff=0.75)
+    close += sorted((path for name in names for path in by_name[name]), key=len)
+    if not close:
+        blocks = dict.fromkeys(path.partition(".")[0] for path in known if "." in path)
+        return f"`{command}` lists every field, `{command} BLOCK` those of one of: {', '.join(blocks)}"
+    first, *others = list(dict.fromkeys(close))[:MOST_CLOSE]
+    more = f" Also close: {', '.join(f'`{path}`' for path in others)}." if others else ""
+    return f"did you mean `{first}`?{more} `{command}` lists every field"
 
 
 def _entries(node: Node, root: Node, prefix: str) -> Iterator[tuple[str, str]]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from configs.errors import counted
 from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
+from configs.schema.base import without_credentials
 from configs.schema.layout import ONE_PROCESS
 from configs.schema.task import CountdownTask
 from launch.checks.arguments import BadInput
@@ -252,7 +253,7 @@ def _refuse_other_machines(gpu_memory: float | None) -> None:
 def print_result(folder: RunFolder, config: RunConfig) -> None:
     """Print the results of a run, their places, and commands for next steps. Paths and commands hold in any
     folder."""
-    from trainer.tracking.mlflow_thread import tracking_uri, without_password
+    from trainer.tracking.mlflow_thread import tracking_uri
 
     summary = json.loads(folder.summary.read_text())
     print()
@@ -264,7 +265,7 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
         print(
             f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"
         )
-    uri = without_password(tracking_uri(config, folder.path))
+    uri = without_credentials(tracking_uri(config, folder.path))
     page, model = folder.report, folder.hf
     tandem = _command_text("tandem")
     anew = f"not written; {tandem} report {shlex.quote(str(folder.path))} writes it"

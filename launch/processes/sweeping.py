@@ -129,10 +129,8 @@ class Sweep:
         left = [cell for cell in cells if not self.is_finished(cell)]
         limits = [cell.config.launch for cell in left]  # in which a run that is asked to stop ends by itself
         grace_s = max((s.stop_timeout_s + s.stop_grace_s + 2 * KILL_TIMEOUT_S for s in limits), default=0.0)
-        running, show = (
-            dict[Cell, int](),
-            _Progress(self, left, len(cells)),
-        )  # each with its place among the devices
+        running: dict[Cell, int] = {}  # each with its place among the devices
+        show = _Progress(self, left, len(cells))
         ended: list[Ended] = []
         try:
             with Supervisor(grace_s=grace_s) as supervisor, _interruption_told(running):
@@ -190,7 +188,7 @@ class Sweep:
             log.seek(show.starts[cell.name])
             if (found := FOLDER_LINE.search(log.read())) is not None:
                 show.folders[cell.name] = folder = Path(found[1]).resolve()
-                write_json(self.memory, {"runs": self.runs() | {cell.name: folder.name}})
+                write_json(self.memory, {"runs": self.runs() | {cell.name: folder.name}}, flush=True)
 
     def _ended(self, supervisor: Supervisor, cell: Cell, code: int) -> Ended:
         last = textwrap.indent(supervisor.last_lines(cell.name, LAST_LINES), "    ")

@@ -106,6 +106,7 @@ def build_run(
     """Build the parts of ``train`` on this rank, resumed where the run folder holds a checkpoint."""
     from parallel.megatron.platform import init_distributed
     from trainer.checkpointing import Checkpointer
+    from trainer.engine_agreement import EngineAgreement
     from trainer.learner import Learner
     from trainer.loop import Run
     from trainer.recording import Recorder
@@ -127,9 +128,11 @@ def build_run(
         remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
     turns = SharedDevices(learner, control) if takes_turns else OwnDevices()
     address, key = own_address(config.launch.nodes), folder.run_key()
+    agreement = EngineAgreement.of(
+        config.rollout, learner.engine.dtype, is_aligned=config.model.numerics == "aligned", compares_samples=config.compares_samples
+    )  # fmt: skip
     weight_sync = WeightSync(
-        learner, control, config.rollout, config.launch,
-        samples_are_probes=config.compares_samples, are_aligned=config.model.numerics == "aligned", address=address, turns=turns, key=key,
+        learner, control, config.rollout, config.launch, agreement, address=address, turns=turns, key=key,
         lives=partial(server_lives, folder, serve_roles(config)) if config.servers_may_restart else None,
         stop_requested=stop_requested,
     )  # fmt: skip

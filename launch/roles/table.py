@@ -10,6 +10,7 @@ import os
 import resource
 import signal
 import traceback
+from contextlib import nullcontext
 from functools import partial
 
 from configs.schema import RunConfig, SftConfig
@@ -84,6 +85,9 @@ def replay(folder: RunFolder, config: RunConfig) -> None:
     dist.destroy_process_group()
 
 
+BESIDE_A_RUN = ("export-rank", "replay-rank")
+"""Roles of a command on the folder of a run, which may go on meanwhile. They have no beat: to all who read it, such as `tandem status`
+and `tandem stop`, it would be a sign of life of the run."""
 SIDES = ("serve", "sample", "learn")
 """The roles of a training run, which may be on different nodes."""
 ROLES = {
@@ -114,7 +118,8 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     if name == "serve" and isinstance(config, RunConfig):
         node = serving_node(config, node)
         run, label = partial(serve, node=node), serve_roles(config)[node]
-    beat = f"rank-{os.environ.get('RANK', '0')}" if name in MEGATRON_ROLES else label
+    is_rank = name in MEGATRON_ROLES and name not in BESIDE_A_RUN
+    beat = f"rank-{os.environ.get('RANK', '0')}" if is_rank else label
     note = stopped_note(folder, beat)
     note.parent.mkdir(exist_ok=True)
     note.unlink(missing_ok=True)
@@ -132,8 +137,9 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
     if isinstance(config, RunConfig) and name in ("sample", "learn"):
         install(recorder_of(folder, config, beat))
     try:
-        with Pulse(folder, beat, timeout_s=config.launch.heartbeat_timeout_s) as pulse:
-            run(folder, config, **({"doing": pulse.doing} if name in SIDES else {}))
+        limit_s = config.launch.heartbeat_timeout_s
+        with nullcontext() if name in BESIDE_A_RUN else Pulse(folder, beat, timeout_s=limit_s) as pulse:
+            run(folder, config, **({"doing": pulse.doing} if pulse is not None and name in SIDES else {}))
     except BaseException as error:
         # Ignore SIGTERM (of a peer's failure) during shutdown, whatever else fails (a full disk).
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 
+from configs.schema.base import without_credentials
 from launch.checks.devices import ask_gpus
 from launch.processes.run_folder import KEY, write_json
 from launch.selftest.check import Outcome, Result
@@ -87,7 +88,7 @@ def scrubber(folder: Path) -> Callable[[str], str]:
             text = text.replace(secret, name)
         for word, name in words.items():
             text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", name, text)
-        return text
+        return without_credentials(text)
 
     return scrub
 

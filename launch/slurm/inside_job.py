@@ -47,7 +47,7 @@ from launch.processes.supervisor import Interrupted, Role, RoleFailed, Superviso
 from launch.processes.unheard import go_on_unheard
 from launch.roles.command_line import IN_JOB, Rendezvous, role_command
 from launch.roles.start import config_of, environment, existing_run
-from launch.slurm.job import Job, is_finished, may_restart, pause_s, recorded_job, running_elsewhere
+from launch.slurm.job import Job, count_failed_start, is_finished, pause_s, recorded_job, running_elsewhere
 from trainer.file_system import SHARED_FOLDER_S
 
 ECHO_EVERY_S = 0.5
@@ -280,8 +280,10 @@ def _requeue_or_end(
         _print_message(f"Slurm ends this job; unless it has requeued it, {way_on(folder)}")
         return os.EX_TEMPFAIL
     asks_requeue = failed or signal.SIGUSR1 in signals
-    left_no_checkpoint = failed or isinstance(outcome, Interrupted)
-    if asks_requeue and left_no_checkpoint and not may_restart(folder, limit):
+    may_start_again = True
+    if asks_requeue and (failed or isinstance(outcome, Interrupted)):  # the start left no checkpoint
+        may_start_again = count_failed_start(folder, limit)
+    if not may_start_again:
         notice = "raise launch.slurm.notice_s above the time of an update and a checkpoint"
         starts = (
             f"{limit + 1} starts have ended without a newer checkpoint (launch.slurm.max_restarts={limit})"

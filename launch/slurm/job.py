@@ -101,7 +101,7 @@ def is_finished(
     return done is not None and done >= config.steps and folder.has_final_model()
 
 
-def may_restart(folder: RunFolder, limit: int) -> bool:
+def count_failed_start(folder: RunFolder, limit: int) -> bool:
     """Count a start that left no checkpoint. Returns whether another start is allowed.
 
     A newer checkpoint than at the last such start begins the count anew.

@@ -86,9 +86,8 @@ class CentredRMSNorm(RMSNorm):
 
     def normed(self, x: Tensor) -> Tensor:
         weight = 1.0 + self.weight.float()
-        if (
-            x.is_cuda or x.is_meta
-        ):  # the kernel computes in float32, keeps x, and rounds once; meta: simulated
+        # The kernel computes in float32, keeps x, and rounds once; meta: simulated.
+        if x.is_cuda or x.is_meta:
             return rms_norm(x, weight, self.eps)
         return rms_norm(x.float(), weight, self.eps).to(x.dtype)
 

@@ -18,11 +18,10 @@ if TYPE_CHECKING:
 class ScorerByField:
     """Inside ``async with``, a ``Scorer`` for each source, with the processes and requests of its own."""
 
-    def __init__(self, config: RewardByField, *, max_new_tokens: int, num_workers: int | None = None):
+    def __init__(self, config: RewardByField, *, max_new_tokens: int):
         self._config, self._names = config, config.names
         # Of the default number of processes, each source has a share.
-        default = default_num_workers(len(os.sched_getaffinity(0)))
-        num_workers = num_workers or max(1, default // len(config.rewards))
+        num_workers = max(1, default_num_workers(len(os.sched_getaffinity(0))) // len(config.rewards))
         self._scorers = {
             value: Scorer(
                 reward, max_new_tokens=max_new_tokens, num_workers=num_workers, field=_field_of(value)

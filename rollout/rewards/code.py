@@ -36,7 +36,11 @@ SANDBOXES = {
     "none": "under limits alone: with the network, and with this user's files and processes. " + NO_BOUNDARY,
 }
 """From the strictest on: how programs run."""
-FENCED = re.compile(r"^[ \t]*```(?P<language>[^`\n]*)\n(?P<program>.*?)^[ \t]*```", re.MULTILINE | re.DOTALL)
+FENCED = re.compile(
+    r"^[ \t]*```(?P<language>[^`\n]*)(?:\n|\Z)(?P<program>.*?)(?P<closed>^[ \t]*```|\Z)",
+    re.MULTILINE | re.DOTALL,
+)
+"""Also a block that the response's end cuts off, which is not closed."""
 LANGUAGES = ("", "python", "python3", "py")
 TRIAL = """
 import socket
@@ -55,10 +59,16 @@ class _NotStarted(Exception):
 
 
 def find_program(response: str) -> str | None:
-    """The last fenced block of Python; None where there is none."""
-    blocks = FENCED.finditer(response)
-    found = [block["program"] for block in blocks if block["language"].strip().lower() in LANGUAGES]
-    return found[-1] if found else None
+    """The last fenced block of Python; None where there is none, and where that block is not closed: the response was cut
+    off in it, and has taken back the blocks before."""
+    last = None
+    for block in FENCED.finditer(response):
+        language = block["language"].strip().lower()
+        # A fence with nothing behind it.
+        is_stray = not (block["closed"] or language or block["program"].strip())
+        if language in LANGUAGES and not is_stray:
+            last = block
+    return last["program"] if last is not None and last["closed"] else None
 
 
 def parse_tests(value: Any) -> list[dict[str, str]]:

@@ -7,8 +7,8 @@
 It runs no code of the program in its own process, and adopts orphans, so a daemon cannot get away. Standard library
 and the guard of environments alone. The program sees neither the expected output nor the parent's environment.
 
-The answer: ``{"outcomes": [...]}``, one of ``OUTCOMES`` per test as far as they ran, or ``{"error": ...}`` where the
-program could not be started.
+The answer: ``{"outcomes": [...]}``, for each test that ran ``passed``, ``failed``, ``timed_out``, ``too_much_output`` or
+``too_many_processes``; or ``{"error": ...}`` where the program could not be started.
 """
 
 import contextlib
@@ -34,7 +34,6 @@ from tandem_worker.guard import (  # pyright: ignore[reportMissingImports]
 
 del sys.path[0]
 
-OUTCOMES = ("passed", "failed", "timed_out", "too_much_output", "too_many_processes")
 SPARE_OUTPUT = 2**20
 """Bytes that a program may print beyond what is expected."""
 LARGEST_FILE = 64 * 2**20

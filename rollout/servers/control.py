@@ -484,11 +484,10 @@ def _parsing_answers(action: str) -> Iterator[None]:
 
 def _parse_continuation(reply: dict) -> Continuation:
     meta = reply["meta_info"]
+    of_prompt = meta["input_token_logprobs"][1:]  # the first token has none
     return Continuation(
         token_ids=list(reply["output_ids"]),
-        prompt_logprobs=finite_logprobs(
-            meta["input_token_logprobs"][1:]
-        ).tolist(),  # the first token has none
+        prompt_logprobs=finite_logprobs(of_prompt).tolist(),
         logprobs=finite_logprobs(meta["output_token_logprobs"]).tolist(),
     )
 

@@ -35,7 +35,7 @@ from rollout.tasks.prompts import (
     turns_of,
     with_tools,
 )
-from rollout.tasks.records import Progress, ProgressOf, place, read_records
+from rollout.tasks.records import Progress, ProgressOf, Refuse, all_together, at_once, place, read_records
 from rollout.tasks.task import LazyPrompts, Problem, Task
 from rollout.tokenization import encode_prompt
 
@@ -199,13 +199,14 @@ def survey_task_file(
 
     An unchanged file is not read again. ``progress`` makes a ``Progress`` for a file.
 
-    Raises ValueError: see ``load_file_task``.
+    Raises ValueError: see ``load_file_task``; one for all broken lines, see ``all_together``.
     """
     return _read_survey(path, _file_version(path), _form_of(config), progress)
 
 
 def survey_pairs(data: JsonlSftData, *, progress: ProgressOf | None = None) -> Survey:
-    """The survey of a file for supervised training. Raises ValueError, see ``read_pairs``."""
+    """The survey of a file for supervised training. Raises ValueError, see ``read_pairs``; one for all broken lines, see
+    ``all_together``."""
     return _read_survey(data.path, _file_version(data.path), _form_of_pairs(data), progress)
 
 
@@ -226,8 +227,9 @@ def _read_survey(path: Path, _: tuple[int, ...], form: _Form, progress: Progress
     kept: list[tuple[int, int, DataPrompt, str | Message]] = []
     prompts: set[int] = set()
     shapes: dict[tuple, tuple[str, DataPrompt, str | Message]] = {}
-    with contextlib.nullcontext() if progress is None else progress(path) as report:
-        for number, first, second, _record in _read_fields(path, form, report):
+    reporting = contextlib.nullcontext() if progress is None else progress(path)
+    with all_together() as refuse, reporting as report:
+        for number, first, second, _record in _read_fields(path, form, report, refuse=refuse):
             count += 1
             if not (isinstance(first, str) and isinstance(second, str)) and len(shapes) < SHAPES_KEPT:
                 response = () if isinstance(second, str) else shape_of((second,))
@@ -310,13 +312,15 @@ def _read_fields(
     *,
     keep_rows: bool = False,
     kept_fields: tuple[str, ...] = (),
+    refuse: Refuse = at_once,
 ) -> Iterator[tuple[int, DataPrompt, Any, dict]]:
-    """(number, prompt, reference of the second or response, record) of each record, which has the needed fields at least."""
+    """(number, prompt, reference of the second or response, record) of each record, which has the needed fields at least.
+    ``refuse`` gets the error of each that cannot be used."""
     first_field, second_field = form.fields[0], form.fields[-1]
     are_texts = len(form.fields) == 2 and form.tools_field is None
     needed = [*form.fields, *([form.tools_field] if form.tools_field else [])]
     roots = () if keep_rows else {field.split(".")[0] for field in (*needed, *kept_fields)}
-    for number, record in read_records(path, progress, roots=roots):
+    for number, record in read_records(path, progress, roots=roots, refuse=refuse):
         first: Any = record.get(first_field)
         second: Any = record.get(second_field)
         # Nearly all records are plain text under plain names. Skipping further checks for these makes a
@@ -325,12 +329,14 @@ def _read_fields(
             try:
                 first, second = _form_fields(record, form)
             except ValueError as error:
-                raise ValueError(f"{place(path, number)}: {error}") from error
+                refuse(ValueError(f"{place(path, number)}: {error}"))
+                continue
         if form.to_reference is not None:
             try:
                 second = form.to_reference(second)
             except ValueError as error:
-                raise ValueError(f"{place(path, number)}: field `{second_field}` {error}") from error
+                refuse(ValueError(f"{place(path, number)}: field `{second_field}` {error}"))
+                continue
         yield number, first, second, record
 
 
@@ -377,13 +383,18 @@ def check_field(
     """Have ``check`` look at a field of every record of a file, in order.
 
     of: (another field, its value as text): only of records with this value.
-    Raises ValueError: see ``read_records``; also for a missing field, and where ``check`` raises it, naming the line.
+    Raises ValueError: see ``read_records``; also for a missing field, and where ``check`` raises it, naming the line. It is
+    one for all such records, see ``all_together``.
     """
     roots = {name.split(".")[0] for name in (field, *(of or ())[:1])}
-    for number, record in read_records(path, roots=roots):
-        if not _is_of(record, of):
-            continue
-        _checked_field(path, number, record, field, check)
+    with all_together() as refuse:
+        for number, record in read_records(path, roots=roots, refuse=refuse):
+            if not _is_of(record, of):
+                continue
+            try:
+                _checked_field(path, number, record, field, check)
+            except ValueError as error:
+                refuse(error)
 
 
 def _checked_field(path: Path, number: int, record: dict, field: str, check: Callable[[Any], T]) -> T:

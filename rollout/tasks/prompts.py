@@ -22,15 +22,23 @@ ANSWERED = ("user", "tool")
 _FORM = '{"role": ..., "content": ...}'
 
 
-def text_of(value: Any, field: str) -> str:
-    """The value as text. Raises ValueError: it is neither text nor a number, is empty, or no tokenizer reads it."""
+def text_of(value: Any, field: str, *, numbers: bool = True) -> str:
+    """The value as text. Raises ValueError: it is neither text nor a number, is empty, or no tokenizer reads it.
+
+    numbers: whether a number is as good as text. No prompt is one: the config names the wrong field, such as an id.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         if isinstance(value, float) and not math.isfinite(value):
             raise ValueError(f"field `{field}` is {value}, no finite number; correct or drop the record")
+        if not numbers:
+            raise ValueError(
+                f'field `{field}` is the number {value}, not text; write it as text ("{value}"), or name the field of the prompt '
+                "in the config"
+            )
         value = str(value)
     if not isinstance(value, str):
         kind = "null" if value is None else f"a {type(value).__name__}"
-        raise ValueError(f"field `{field}` is {kind}; it must be text or a number")
+        raise ValueError(f"field `{field}` is {kind}; it must be text{' or a number' if numbers else ''}")
     if not value.strip():
         raise ValueError(f"field `{field}` is empty; fill it or drop the record")
     try:
@@ -52,8 +60,8 @@ def prompt_of(value: Any, field: str, *, has_template: bool, has_system_prompt: 
     """
     if not (isinstance(value, list) and value and all(isinstance(message, dict) for message in value)):
         if isinstance(value, list):
-            raise ValueError(f"field `{field}` is a list; it must be text, a number, or messages {_FORM}")
-        return text_of(value, field)
+            raise ValueError(f"field `{field}` is a list; it must be text, or messages {_FORM}")
+        return text_of(value, field, numbers=False)
     roles = [message.get("role") for message in value]
     for place, role in enumerate(roles):
         if role not in ROLES:
@@ -62,7 +70,7 @@ def prompt_of(value: Any, field: str, *, has_template: bool, has_system_prompt: 
                 f"the roles {', '.join(ROLES)}"
             )
     if roles == ["user"]:
-        return text_of(value[0].get("content"), f"{field}[0].content")
+        return text_of(value[0].get("content"), f"{field}[0].content", numbers=False)
     named = f"field `{field}` is a conversation of {', '.join(roles)}"
     if roles[-1] not in ANSWERED:
         raise ValueError(
@@ -155,7 +163,7 @@ def _message_of(given: dict[str, Any], field: str) -> Message:
         content = ""  # OpenAI's form of a turn that only calls tools
     # A blank text is as good as none, but for the user's.
     if not isinstance(content, str) or content.strip() or given["role"] == "user":
-        content = text_of(content, field)
+        content = text_of(content, field, numbers=False)
     # A parquet file has every field in every message.
     others = {name: value for name, value in given.items() if value is not None and name != "content"}
     return {**others, "content": sys.intern(content)}

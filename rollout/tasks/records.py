@@ -2,10 +2,10 @@
 
 import json
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import msgspec
 
@@ -21,6 +21,11 @@ Progress = Callable[[float], None]
 ProgressOf = Callable[[Path], AbstractContextManager[Progress]]
 """Gives the progress of a file, while it is read."""
 
+Refuse = Callable[[ValueError], object]
+"""Takes the error of a record that cannot be used: raises it, or keeps it, and the record is skipped."""
+
+MOST_TOLD = 5
+"""So many of a file's bad records are told one by one, and the others are counted."""
 _LINES_BETWEEN_REPORTS = 16384
 _ROWS_AT_ONCE = 4096
 _FOREIGN = {
@@ -42,14 +47,43 @@ def place(path: Path, number: int) -> str:
     return f"{path}:{'row' if path.suffix in PARQUET_SUFFIXES else 'line'} {number}"
 
 
+def at_once(error: ValueError) -> NoReturn:
+    """The first bad record ends the reading."""
+    raise error
+
+
+@contextmanager
+def all_together() -> Iterator[Refuse]:
+    """Yields a ``Refuse`` that keeps the errors. At the end one ValueError tells the first ``MOST_TOLD`` of them, and how
+    many more there are; its text is "errors; fixes", each on a line of its own."""
+    told, count = list[str](), 0
+
+    def keep(error: ValueError) -> None:
+        nonlocal count
+        count += 1
+        if count <= MOST_TOLD:
+            told.append(str(error))
+
+    yield keep
+    if not told:
+        return
+    parts = [text.rpartition("; ") for text in told]
+    errors = [error or fix for error, _, fix in parts]
+    if count > MOST_TOLD:
+        errors.append(f"and {count - MOST_TOLD:,} more")
+    fixes = dict.fromkeys(fix for error, _, fix in parts if error)
+    raise ValueError("; ".join(filter(None, ["\n".join(errors), "\n".join(fixes)])))
+
+
 def read_records(
-    path: Path, progress: Progress | None = None, *, roots: Collection[str] = ()
+    path: Path, progress: Progress | None = None, *, roots: Collection[str] = (), refuse: Refuse = at_once
 ) -> Iterator[Record]:
     """The records of a ``.jsonl`` or ``.parquet`` file, in order; blank lines are skipped.
 
     roots: the needed fields. Others are not read if the file stores fields apart and has all of ``roots``.
+    refuse: gets the error of each line that is no JSON object.
 
-    Raises ValueError: the file is missing, unreadable or of another kind, or a named line is no JSON object.
+    Raises ValueError: the file is missing, unreadable or of another kind.
     """
     path = Path(path)
     try:
@@ -65,7 +99,7 @@ def read_records(
         ) from error
     _refuse_other_kinds(path, start)
     if path.suffix in LINE_SUFFIXES:
-        return _read_lines(path, progress)
+        return _read_lines(path, progress, refuse)
     return _read_parquet(path, progress, roots)
 
 
@@ -83,30 +117,30 @@ def _refuse_other_kinds(path: Path, start: bytes) -> None:
         raise ValueError(f"data file {path} is of no known kind; its name must end in {suffixes}: {hint}")
 
 
-def _read_lines(path: Path, progress: Progress | None) -> Iterator[Record]:
+def _read_lines(path: Path, progress: Progress | None, refuse: Refuse) -> Iterator[Record]:
     decode, size = msgspec.json.Decoder().decode, path.stat().st_size or 1
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             try:
                 record = decode(line)
             except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                if not line.strip():
-                    continue
-                record = _decode_leniently(line, path, number)
-            if type(record) is not dict:
-                raise ValueError(
-                    f'{place(path, number)}: a {type(record).__name__}, not an object; write each line like {{"field": "text", ...}}'
-                )
-            yield number, record
+                record = None
+            if type(record) is not dict and line.strip():
+                try:
+                    record = _decode_leniently(line, path, number)
+                except ValueError as error:
+                    refuse(error)
+            if type(record) is dict:
+                yield number, record
             if progress is not None and number % _LINES_BETWEEN_REPORTS == 0:
                 progress(file.tell() / size)
 
 
-def _decode_leniently(line: bytes, path: Path, number: int) -> object:
+def _decode_leniently(line: bytes, path: Path, number: int) -> dict:
     """Python's own reader also accepts a byte order mark, NaN and lone surrogates. Raises ValueError naming
     the line."""
     try:
-        return json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{place(path, number)}: not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8"
@@ -120,6 +154,11 @@ def _decode_leniently(line: bytes, path: Path, number: int) -> object:
         if number == 1 and line.lstrip().startswith(b"["):
             fix = "each line must be one JSON object; `jq -c '.[]'` makes lines of an array"
         raise ValueError(f"{place(path, number)}: not valid JSON ({error}); {fix}") from error
+    if type(record) is not dict:
+        raise ValueError(
+            f'{place(path, number)}: a {type(record).__name__}, not an object; write each line like {{"field": "text", ...}}'
+        )
+    return record
 
 
 def _read_parquet(path: Path, progress: Progress | None, roots: Collection[str]) -> Iterator[Record]:

@@ -974,6 +974,14 @@ TABLE = {
          "name a variable in api_key_variable"),
         ("tracking.uri", "tracking.uri=postgresql://me:secret@host/mlflow", "the URI of host holds a password", "set MLFLOW_TRACKING_URI"),
     ]},
+    "a password with an @": Broken(
+        options="reward={type: model, urls: ['ftp://me:pa@secret@host:1']}", field="reward.urls", value="ftp://…@host:1",
+        error="'ftp://…@host:1' is not an address of a server", fix="write it like http://",
+    ),
+    "a password in the query of an URI": Broken(
+        options="tracking.uri='postgresql://host/mlflow?user=me&password=secret'", field="tracking.uri",
+        value="//host/mlflow?user=me&password=…", error="the URI of host holds a password", fix="set MLFLOW_TRACKING_URI",
+    ),
     "an environment's address without a scheme": Broken(
         options="environment={type: openenv, urls: ['host:8000']}", field="environment.urls", value="host:8000",
         error="'host:8000' is not an address of a server", fix="write it like http://node:8000",
@@ -1275,6 +1283,23 @@ def test_schema_says_where_a_name_exists(folder, monkeypatch, capsys):
     assert "did you mean `learner.optimizer.lr`?" in said
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["warmup"], "did you mean `critic.warmup_steps`? Also close: `critic.optimizer.warmup_steps`, `learner.optimizer.warmup_steps`. "
+         "`tandem schema` lists every field"),
+        (["groupsize"], "did you mean `rollout.group_size`? `tandem schema` lists every field"),
+        (["--kind", "sft", "fieldless"], "`tandem schema --kind sft` lists every field, `tandem schema --kind sft BLOCK` those of one of: "
+         "model, data, layout, optimizer, launch\n"),
+        (["foo"], "`tandem schema` lists every field, `tandem schema BLOCK` those of one of: model, task, reward, "),
+        (["LR"], "did you mean `critic.optimizer.lr`? Also close: `learner.optimizer.lr`. `tandem schema` lists"),
+    ],
+)  # fmt: skip
+def test_schema_answers_an_unknown_field_with_a_few_names(wrong, said, folder, monkeypatch, capsys):
+    told = refused(["schema", *wrong], folder, monkeypatch, capsys)
+    assert said in told and len(told) < 500 and "=" not in told
+
+
 def test_a_pasted_block_of_another_system_is_answered_by_the_keys_within(folder, monkeypatch, capsys):
     block = "actor_rollout_ref={actor: {ppo_epochs: 2, loss: x}, rollout: {n: 5}}"
     said = refused(["train", "run.yaml", "--dry-run", block], folder, monkeypatch, capsys)
@@ -1360,9 +1385,8 @@ def test_everything_that_is_wrong_is_said_at_once(folder, port, monkeypatch, cap
     fields = [block["field"] for block in problems(said)]
     line = 1 + Path("broken.yaml").read_text().splitlines().index("layout:") + 1
     assert f"broken.yaml:{line}\n  field: layout.tp" in said
-    assert (
-        f"tandem: {len(fields)} problems in the configuration" in said
-    )  # before it: that an import takes long
+    # Before it: that an import takes long.
+    assert f"tandem: {len(fields)} problems in the configuration" in said
     assert fields == [
         "task.heldout_path", "layout.tp", "layout.pp", "rollout.tp", "task.train_path", "rollout.server_args",
         "reward.function", "resume", "resume", "rollout.first_port",

@@ -98,9 +98,8 @@ def test_layers_left_to_right_then_the_file_then_overrides(folder):
         "steps: 1\nseed: 1\nname: a\nrollout: {group_size: 2, temperature: 0.5}\nlearner: {optimizer: {betas: [0.1, 0.2]}}\n",
     )
     write("b.yaml", "steps: 2\nseed: 2\nrollout: {max_new_tokens: 7}\n")
-    write(
-        "sub/top.yaml", "extends: [../base.yaml, ../a.yaml, ../b.yaml]\nsteps: 3\n"
-    )  # relative to the file that names them
+    # Relative to the file that names them.
+    write("sub/top.yaml", "extends: [../base.yaml, ../a.yaml, ../b.yaml]\nsteps: 3\n")
     config = load_config("sub/top.yaml", ["seed=4", "rollout.replicas=2"])
     assert (config.steps, config.seed, config.name) == (3, 4, "a")
     rollout = config.rollout
@@ -127,9 +126,8 @@ def test_a_file_is_laid_over_another_on_the_command_line(folder):
     write("sub/c.yaml", "name: c\n")
     write("sub/b.yaml", "extends: c.yaml\nsteps: 2\n")
     top = write("sub/top.yaml", "extends: ../base.yaml\nseed: 9\nsteps: 9\n")
-    config = load_config(
-        top, ["steps=3", "extends=[a.yaml, sub/b.yaml]"]
-    )  # relative to the current folder, whatever the order
+    # Relative to the current folder, whatever the order.
+    config = load_config(top, ["steps=3", "extends=[a.yaml, sub/b.yaml]"])
     assert (config.seed, config.steps, config.name, config.rollout.group_size) == (1, 3, "c", 4)
     assert load_config(top, ["extends=a.yaml"]).steps == 1
     one_by_one = load_config(top, ["extends=a.yaml", "steps=3", "extends=sub/b.yaml"])
@@ -153,10 +151,11 @@ def test_overrides_are_one_layer(folder):
 
 def test_a_block_that_changes_its_variant_starts_afresh(folder):
     path = write("top.yaml", "extends: base.yaml\ntask: {type: jsonl, train_path: a.jsonl}\n")
+    # num_numbers of countdown is gone.
     assert load_config(path).task.model_fields_set == {
         "type",
         "train_path",
-    }  # num_numbers of countdown is gone
+    }
     assert load_config("base.yaml", ["task.type=countdown"]).task.num_numbers == 4  # the same variant: kept
     weights = write("w.yaml", "extends: base.yaml\ncorrection: {weight: {upper: 3.0}}\n")
     assert load_config(weights).correction.weight.level == "token"  # without a level: that of the default
@@ -283,9 +282,8 @@ tricky = st.sampled_from(
         "<<",
     ]
 )
-paths = (
-    st.one_of(texts, tricky).map(Path).filter(lambda path: not str(path).startswith(("~", "$")))
-)  # which paths may not be
+# Which paths may not be.
+paths = st.one_of(texts, tricky).map(Path).filter(lambda path: not str(path).startswith(("~", "$")))
 positive = st.floats(min_value=1e-12, max_value=1e12)
 scalars = st.one_of(st.booleans(), st.integers(-(10**20), 10**20), st.floats(allow_nan=False), texts, tricky)
 
@@ -713,9 +711,8 @@ def test_bad_value_on_the_command_line_and_in_a_file(folder, override, field, va
     text = "# a comment\nextends: c.yaml\n" + as_nested(override)
     line = text.count("\n") if value != "{group_size: 8}" and value != "{a: 1}" else 3
     problem = the_problem(write("top.yaml", text))
-    line = (
-        line - 1 if field in ("task.train_path", "reward.function") and value == "(not set)" else line
-    )  # of its block
+    # Of its block.
+    line = line - 1 if field in ("task.train_path", "reward.function") and value == "(not set)" else line
     assert f"top.yaml:{line}" in problem.where
     assert problem.field == field and error in problem.error and fix in problem.fix
     assert problem.value == value.replace("command line", f"top.yaml:{line}")

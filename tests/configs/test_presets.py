@@ -206,9 +206,8 @@ def test_an_unknown_name(folder):
     assert problem.fix == f"did you mean `decoupled_token_is`? presets: {', '.join(PRESETS)}"
     assert the_problem(top("zzz")).fix == f"presets: {', '.join(PRESETS)}"
     assert the_problem("base.yaml", "correction=zzz").where == "command line"
-    assert (
-        the_problem(top("{preset: 3, loss: policy_gradient}")).value == "3"
-    )  # its other keys are not judged without it
+    # Its other keys are not judged without it.
+    assert the_problem(top("{preset: 3, loss: policy_gradient}")).value == "3"
     assert the_problem(top("{preset: null}")).value == "null"
     assert the_problem(top("{preset: [pg_is]}")).value == "[pg_is]"
 

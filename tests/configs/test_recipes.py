@@ -166,9 +166,8 @@ def test_a_missing_model_of_a_recipe_is_fetched_by_the_command_of_its_comment(mo
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_recipe_is_valid_fits_its_gpus_and_is_planned(case):
-    config = checks.load_checked(
-        parse_config(case.file, case.overrides), RunConfig
-    )  # model, files of the task, layouts, reward
+    # Model, files of the task, layouts, reward.
+    config = checks.load_checked(parse_config(case.file, case.overrides), RunConfig)
     assert config.layout.dp != "auto"
     assert check_placement(config) == []
     nodes = config.launch.nodes

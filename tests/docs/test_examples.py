@@ -152,9 +152,8 @@ def test_replay(shell, workspace):
     assert list(rows) == ["as trained", "disabled", "decoupled_token_is", "decoupled_k3_rs"]
     as_trained = {**rows["as trained"], "correction": "decoupled_token_is"}
     assert as_trained == rows["decoupled_token_is"] and rows["disabled"]["cosine"] == pytest.approx(1.0)
-    assert (
-        0.9 < rows["decoupled_token_is"]["weight_mean"] < 1.0
-    )  # the learner finds these samples a little less likely
+    # The learner finds these samples a little less likely.
+    assert 0.9 < rows["decoupled_token_is"]["weight_mean"] < 1.0
     page = (EXAMPLES / "replay.md").read_text(encoding="utf-8")
     for column in (
         "weight",

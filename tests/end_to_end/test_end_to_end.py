@@ -38,8 +38,8 @@ from tests.support.whole_runs import (
 from tracing.parts import parts_of
 from tracing.reading import Trace, read_trace
 from trainer.batch.files import batch_file, recorded_steps
+from trainer.engine_agreement import EXACT_TOLERANCE
 from trainer.recording import read_batch
-from trainer.weight_sync import EXACT_TOLERANCE
 
 pytestmark = pytest.mark.engines
 

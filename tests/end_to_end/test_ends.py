@@ -23,7 +23,7 @@ from tests.support.whole_runs import (
     wait_for,
     wait_for_steps,
 )
-from trainer.weight_sync import EXACT_TOLERANCE
+from trainer.engine_agreement import EXACT_TOLERANCE
 
 pytestmark = pytest.mark.engines
 
@@ -65,9 +65,8 @@ def victims(name: str, folder: Path) -> list[psutil.Process]:
     }
     found = []
     for process in processes_of(folder):
-        with contextlib.suppress(
-            psutil.NoSuchProcess, AttributeError
-        ):  # it, or its parent, has ended meanwhile
+        # It, or its parent, has ended meanwhile.
+        with contextlib.suppress(psutil.NoSuchProcess, AttributeError):
             # A rank's writers of checkpoints have its command line, but are no children of torchrun.
             is_rank = name != "learner rank" or "launch.roles.rendezvous" in process.parent().cmdline()
             # The title of a rank that is a fork is one word to psutil.

@@ -25,9 +25,8 @@ def test_servers_and_the_sample_role_may_end_and_come_back_as_often_as_allowed_a
     recoveries: list[Recovery] = []
     kinds = ("server killed", "sample role killed", "both servers killed")
     try:
-        soak(
-            run, kinds, random.Random(0), recoveries.append
-        )  # it checks steps, versions, gaps and the ledger
+        # It checks steps, versions, gaps and the ledger.
+        soak(run, kinds, random.Random(0), recoveries.append)
         # Stopped, a server would hold the run until the collective's timeout.
         victim = run.processes_with("tandem_launch_server", without="watchdog.py")[0]
         victim.suspend()

@@ -36,11 +36,11 @@ from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import rule_names
 from trainer.algorithm.kl_reward import KLInReward
 from trainer.batch.files import batch_file
+from trainer.engine_agreement import EXACT_TOLERANCE
 from trainer.ranks.totals import alone
 from trainer.recording import read_batch
 from trainer.studies.replay import Loss, LossOutput, of_logprobs, replay
 from trainer.tracking.mlflow_thread import mlflow_name, store_file
-from trainer.weight_sync import EXACT_TOLERANCE
 
 DEADLINE_S = 900
 pytestmark = pytest.mark.engines

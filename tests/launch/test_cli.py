@@ -39,11 +39,12 @@ from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.command import tandem
 
 ROOT = Path(__file__).resolve().parents[2]
+# What other recipes extend: without a model, so checked through them.
 FRAGMENTS = {
     "grpo.yaml",
     "dapo.yaml",
     "fp8_rollout.yaml",
-}  # what other recipes extend: without a model, so checked through them
+}
 SHIPPED = [
     f
     for f in sorted((ROOT / "configs").glob("*/*.yaml"))

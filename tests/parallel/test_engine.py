@@ -388,9 +388,8 @@ def test_a_bad_loss_on_one_rank_stops_both(tmp_path, bad_rank):
 
 @pytest.mark.engines
 def test_the_deadline_reaches_megatrons_groups_and_cpu_tensors_travel_in_the_default_one(folder, tmp_path):
-    for found in run_ranks(
-        work_group_deadlines, 2, tmp_path / "ranks", folder, 150.0
-    ):  # run_ranks gives the default group 60 s
+    # run_ranks gives the default group 60 s.
+    for found in run_ranks(work_group_deadlines, 2, tmp_path / "ranks", folder, 150.0):
         assert found["seconds"] == {"dp": 180.0, "tp": 180.0, "default": 60.0}  # whole minutes, rounded up
         assert found["total"] == 3
         assert found["objects"] == [{"rank": 0}, {"rank": 1}]

@@ -66,9 +66,8 @@ STEPS = {
     "pp2": (UNTIED, TIED, CRITIC, FACTORED, FUSED),
     "pp2 vpp2": (UNTIED, TIED, CRITIC, REPLAYED, MERGED),
     "tp2 pp2 sp": (UNTIED, TIED, CRITIC, REPLAYED, ALIGNED, MERGED, SCALED, SCALED_CRITIC),
-    "pp2 dp2": (
-        TIED,
-    ),  # the two copies of the embedding, each sharded over data-parallel ranks by the optimizer
+    # The two copies of the embedding, each sharded over data-parallel ranks by the optimizer.
+    "pp2 dp2": (TIED,),
 }
 CHECKPOINT, BAD_LOSS, RECOMPUTED, LEARNER = "checkpoint", "bad loss", "recomputed", "learner"
 LEARNER_LAYOUTS = ("pp2 vpp2", "tp2 pp2 sp", "cp2 pp2 vpp2")

@@ -141,6 +141,8 @@ def corrected_loss(
         objective=objective or asked,
         kl=KLConfig(),
         entropy=EntropyConfig(),
+        correction=config,
+        aggregation="token_mean",
     )
     return loss, correction
 

@@ -136,9 +136,8 @@ def by_response_and_bucket(
     gap_BL: Tensor, k3_BL: Tensor, lengths_B: Tensor, high_gap: float
 ) -> dict[str, float]:
     edges = [edge for edge in (0, *LENGTH_EDGES) if edge < gap_BL.shape[1]] + [gap_BL.shape[1]]
-    columns = [
-        slice(low, high) for low, high in itertools.pairwise(edges)
-    ]  # a response's position is its column
+    # A response's position is its column.
+    columns = [slice(low, high) for low, high in itertools.pairwise(edges)]
     gap_sum_BK, k3_sum_BK = (torch.stack([x_BL[:, c].sum(1) for c in columns], 1) for x_BL in (gap_BL, k3_BL))
     gap_max_BK, k3_max_BK = (
         torch.stack([x_BL[:, c].amax(1) for c in columns], 1) for x_BL in (gap_BL, k3_BL)

@@ -242,9 +242,8 @@ def test_answers_come_through_and_a_slow_one_is_waited_for(requester):
     assert not requester.poll(7500), "busy for longer than peer_timeout_s, and still there"
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGSTOP]
-)  # a process that ended, and one (or a host) that is silent
+# A process that ended, and one (or a host) that is silent.
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_is_gone_ends_the_wait_for_its_answer(answerer, requester, number):
     requester.send(b"first")
     assert requester.poll(20_000) and requester.recv() == b"first"

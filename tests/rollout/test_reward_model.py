@@ -685,9 +685,8 @@ def make_tiny_reward_model(folder: Path) -> None:
         for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(5.0)  # so that the scores of different texts are far apart
-    model.save_pretrained(
-        folder, state_dict=model.state_dict() | {"score.bias": torch.zeros(1)}
-    )  # see rollout/rewards/model.py
+    # See rollout/rewards/model.py.
+    model.save_pretrained(folder, state_dict=model.state_dict() | {"score.bias": torch.zeros(1)})
 
 
 @dataclass(frozen=True)
@@ -758,9 +757,8 @@ def test_sglang_refuses_a_text_beyond_its_context_and_its_neighbours_keep_their_
     sglang, batch_size, text
 ):
     form, before = (PlainText(), "2+3=") if text == "plain" else (ChatText(tokenizer=sglang.folder), "(2+3=)")
-    longest = "1" * (
-        CONTEXT - 2 - len(before)
-    )  # SGLang takes one token less than the context, and the first is <unused_0>
+    # SGLang takes one token less than the context, and the first is <unused_0>.
+    longest = "1" * (CONTEXT - 2 - len(before))
     responses = ["5", longest + "1", longest, "6", "7" * 1000, "8", "9"]
     scores = asyncio.run(ask(sglang.config(batch_size=batch_size, text=form), *responses))
     for response, score in zip(responses, scores, strict=True):

@@ -511,9 +511,8 @@ def test_a_hung_worker_is_replaced(user_module, response):
 
 def test_several_workers_score_at_once(user_module):
     scores = scores_of(function_config(user_module, timeout_s=10), "hang", *["pid"] * 6, num_workers=2)
-    assert (
-        scores[0].error and len({score.value for score in scores[1:]}) == 1
-    )  # the other worker did them all meanwhile
+    # The other worker did them all meanwhile.
+    assert scores[0].error and len({score.value for score in scores[1:]}) == 1
 
 
 def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
@@ -922,6 +921,7 @@ def test_the_number_of_workers_can_be_said(user_module):
 
 @pytest.mark.parametrize(
     ("num_tokens", "penalty"),
+    # L_max 20, L_cache 4.
     [
         (0, 0),
         (1, 0),
@@ -932,7 +932,7 @@ def test_the_number_of_workers_can_be_said(user_module):
         (20, -1),
         (21, -1),
         (1000, -1),
-    ],  # L_max 20, L_cache 4
+    ],
 )
 def test_overlong_by_hand(num_tokens, penalty):
     assert overlong_penalty(num_tokens, max_tokens=20, buffer_tokens=4) == penalty
@@ -1060,6 +1060,26 @@ def test_a_buffer_longer_than_a_response_is_refused():
             "does not match any of the expected tags",
         ),
         ({"type": "overlong", "buffer_tokens": 4}, "does not match any of the expected tags"),
+        (
+            {
+                "type": "weighted",
+                "parts": {
+                    "a": {"type": "gsm8k"},
+                    "long": {"type": "overlong", "buffer_tokens": 4, "weight": -0.5},
+                },
+            },
+            "rewards long responses with a weight of -0.5; use a weight above 0",
+        ),
+        (
+            {
+                "type": "weighted",
+                "parts": {
+                    "a": {"type": "gsm8k"},
+                    "long": {"type": "overlong", "buffer_tokens": 4, "weight": 0},
+                },
+            },
+            "adds nothing with a weight of 0; use a weight above 0, or remove",
+        ),
         ({"type": "gsm8k", "weight": float("inf")}, "finite number"),
         ({"type": "function"}, "Field required"),
         ({"type": "function", "function": "score"}, "is not of the form module:name"),

@@ -140,9 +140,8 @@ def test_train_and_heldout_are_disjoint_by_construction(three, tokenizer):
     assert not train & heldout
     assert len(heldout) / len(train | heldout) == pytest.approx(1 / 16, abs=0.01)
     wider = load_task(CountdownTask(max_number=25, max_target=120), tokenizer=tokenizer)
-    assert (
-        not {p.reference for p in wider.train} & heldout
-    )  # another range never turns a held-out problem into a training one
+    # Another range never turns a held-out problem into a training one.
+    assert not {p.reference for p in wider.train} & heldout
 
 
 def test_a_larger_share_holds_out_more_of_the_same():
@@ -473,9 +472,8 @@ def test_the_text_and_the_id_of_a_single_message_are_those_of_the_text(tmp_path)
         in_chat(write_lines(tmp_path / "a.jsonl", *rows)), tokenizer=chat_tokenizer()
     ).train
     assert second.prompt_id == f"{first.prompt_id}#2" and first.token_ids == second.token_ids
-    assert (
-        first.prompt_id == "jsonl:53660c4d2901fc9f"
-    )  # of every version, since seeds and the order hang on it
+    # Of every version, since seeds and the order hang on it.
+    assert first.prompt_id == "jsonl:53660c4d2901fc9f"
 
 
 @pytest.mark.parametrize(

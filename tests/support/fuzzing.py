@@ -33,13 +33,11 @@ def payloads(rng: random.Random) -> Iterator[bytes]:
     """Random bytes, and beginnings of the protocols that are spoken in a run: gloo, torch's store, HTTP,
     ZeroMQ, pickle."""
     yield from (rng.randbytes(size) for size in (0, 1, 7, 8, 64, 5000))
-    yield from (
-        struct.pack("<q", number) + rng.randbytes(40) for number in (0, 1, 2, 17)
-    )  # gloo: the number of a connection
+    # Gloo: the number of a connection.
+    yield from (struct.pack("<q", number) + rng.randbytes(40) for number in (0, 1, 2, 17))
     magic = struct.pack("<I", 0x3C85F7CE)
-    yield from (
-        bytes([0]) + magic + bytes([query]) + rng.randbytes(30) for query in range(12)
-    )  # torch's TCPStore
+    # Torch's TCPStore.
+    yield from (bytes([0]) + magic + bytes([query]) + rng.randbytes(30) for query in range(12))
     yield bytes([0]) + magic + bytes([1]) + struct.pack("<Q", 2**62)  # a key of four exabytes
     yield b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     yield b"POST /generate HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n{"

@@ -87,11 +87,12 @@ def make_hf_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0,
         vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=48,
         max_position_embeddings=256, tie_word_embeddings=tied, initializer_range=0.15, head_dim=16,
     )  # fmt: skip
+    # Their head_dim is independent of hidden_size; the others' is hidden_size / heads.
     if kind not in (
         "qwen3",
         "glm4",
         "gemma3_text",
-    ):  # their head_dim is independent of hidden_size; the others' is hidden_size / heads
+    ):
         fields["head_dim"] = 8
     fields |= {"sliding_window": None} if kind == "mistral" else {}
     # Their defaults are beyond this vocabulary.
@@ -278,9 +279,8 @@ def run_ranks(
     They are of ``forked_context``. Their output is then the server's, which was started by the first test that needed it;
     with ``own_output`` they are spawned, and write where this process does.
     """
-    port = choose_ports([0], None)[
-        0
-    ].http  # not of those for outgoing connections, one of which could take it meanwhile
+    # Not of those for outgoing connections, one of which could take it meanwhile.
+    port = choose_ports([0], None)[0].http
     folder.mkdir(parents=True, exist_ok=True)
     if not own_output:
         forked_context()

@@ -89,9 +89,8 @@ def make_moe_model(folder: Path, kind: str, *, tied: bool = False, seed: int = 0
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1 or name.endswith("bias"):
                 parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.0 if name.endswith("bias") else 1.0))
-            elif name.endswith(
-                ("gate.weight", "router.weight")
-            ):  # routes that differ clearly from token to token
+            elif name.endswith(("gate.weight", "router.weight")):
+                # Routes that differ clearly from token to token.
                 parameter.mul_(3.0)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):

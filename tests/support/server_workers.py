@@ -27,9 +27,8 @@ def die_in_a_transfer(model_dir: Path, url: str, carrier: str) -> None:
 
         def buckets():
             for place, bucket in enumerate(make_buckets(model.named_parameters(), plan, Buffers("cpu"))):
-                if (
-                    place == NUM_BUFFERS["cpu"]
-                ):  # the first is loaded by then; this one is announced, and never sent
+                # The first is loaded by then; this one is announced, and never sent.
+                if place == NUM_BUFFERS["cpu"]:
                     os.kill(os.getpid(), signal.SIGKILL)
                 yield bucket
 

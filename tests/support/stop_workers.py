@@ -33,6 +33,7 @@ from tests.support.fake_engine import FakeEngine, single_turns
 from tests.support.megatron_workers import make_engine
 from trainer import weight_sync
 from trainer.checkpointing import Checkpointer
+from trainer.engine_agreement import EngineAgreement
 from trainer.learner import Learner
 from trainer.loop import Run, evaluate_before, saved_where_interrupted, train
 from trainer.ranks.interruption import INTERRUPTIONS
@@ -281,8 +282,8 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
             servers if dist.get_rank() == 0 else None,
             RolloutConfig(dtype="float32"),
             LaunchConfig(collective_timeout_s=60.0),
+            EngineAgreement(allowed=None, samples_are_probes=True),  # these servers hold nothing
         )
-        sync._samples_are_probes = True  # these servers hold nothing
         for place in places:
             servers.fails, servers.version, error = place, learner.version + 1, None
             try:
@@ -302,9 +303,8 @@ def work_lives(
 ) -> dict[str, list[dict[str, Any]]]:
     """Of each job (a folder, what goes wrong, further overrides): the life in which it does, and the one
     after."""
-    mlflow_thread.MlflowThread.run = lambda self: (
-        None
-    )  # seconds of imports in every rank; what goes there is tested in test_tracking.py
+    # Seconds of imports in every rank; what goes there is tested in test_tracking.py.
+    mlflow_thread.MlflowThread.run = lambda self: None
     found = {}
     for name, (folder, script, more) in jobs.items():
         config = load_config(RECIPE, [f"model.path={model}", *SETTINGS, *overrides, *more])

@@ -204,7 +204,9 @@ def run_variant(name: str, run, folder) -> dict:
     learner.version = first_step(name) - 1
     # Not a sync of its own: the servers take as long to join a transfer group as a step does.
     run.weight_sync._learner = learner
-    run.weight_sync._samples_are_probes = config.compares_samples
+    run.weight_sync._agreement = replace(
+        run.weight_sync._agreement, samples_are_probes=config.compares_samples
+    )
     run.weight_sync.restore()
     recorder = Recorder(
         folder.batches, "all" if config.learner.minibatches == 1 else "none", config.correction

@@ -243,9 +243,8 @@ def test_a_normaliser_known_after_the_forward_over_two_ranks(folder, tmp_path):
         run_ranks(work_scaled_updates, 2, tmp_path / "ranks", folder, 2, LENGTHS, optimizers)
     ):
         for result in found:
-            assert (
-                result["calls"] == [[n - 1 for n in LENGTHS[rank::2]]] * 2
-            )  # once per update, this rank's own
+            # Once per update, this rank's own.
+            assert result["calls"] == [[n - 1 for n in LENGTHS[rank::2]]] * 2
             assert result["after"]["norms"] == pytest.approx(result["before"]["norms"], rel=1e-5)
             assert result["after"]["norms"] == pytest.approx(one["before"]["norms"], rel=1e-5)
             assert result["after"]["norms"][0] > 1e-3  # so that the order of scaling and clipping shows

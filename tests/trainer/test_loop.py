@@ -9,8 +9,13 @@ import pytest
 import torch
 
 from configs.loader import load_config
+from configs.schema.objective import KLConfig
+from tests.support.packed_batches import random_batch
 from trainer import loop, step_clock
+from trainer.algorithm.kl_reward import KLInReward
 from trainer.loop import Run, train
+from trainer.ranks.metrics import values
+from trainer.ranks.totals import alone
 from trainer.sampling import Sampled
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"
@@ -66,7 +71,9 @@ def stepped(monkeypatch):
         owner = {"publish": calls.weight_sync, "score": learner, "update": learner}.get(name, calls.sampler)
         takes(getattr(owner, name), name)
 
-    def run(*overrides: str, full: str | None = None) -> Mock:
+    def run(*overrides: str, full: str | None = None, kl: KLInReward | None = None) -> Mock:
+        if kl is not None:
+            learner.kl_in_reward, learner.total, batch.packed = kl, alone, random_batch([4, 3], seed=3)
         calls.checkpointer.after_step.return_value = full
         parts = {
             name: getattr(calls, name)
@@ -145,6 +152,17 @@ def test_the_policy_is_scored_but_not_trained_in_the_critics_warm_up(stepped):
     ]
     trained = [(call.args[0], call.kwargs["policy"]) for call in calls.learner.update.call_args_list]
     assert trained == [(name, step > 1) for step in (1, 2, 3) for name in ("first", "second")]
+
+
+def test_no_controller_moves_the_coefficient_of_the_kl_in_the_critics_warm_up(stepped):
+    """The policy stands still then. It is the reference itself at the start of a run, and the coefficient shrank with each
+    step, long before there was anything to control."""
+    controller = {"type": "adaptive", "target": 0.01, "horizon": 1000}
+    kl = KLInReward(KLConfig(coefficient=0.1, place="reward", controller=controller))
+    calls = stepped("steps=4", "advantage.type=gae", "critic.warmup_steps=2", kl=kl)
+    measured = [call.kwargs["measured"][0] for call in calls.step_metrics.call_args_list]
+    first, second, third, fourth = (values(metrics)["policy/kl_coefficient"] for metrics in measured)
+    assert first == second == third == 0.1 and abs(fourth - 0.1) > 1e-5
 
 
 def test_time_of_the_parts_and_of_the_step(stepped):

@@ -30,7 +30,7 @@ from trainer import sample_keeping
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import step_batch
 from trainer.learner import Update
-from trainer.sample_keeping import SampleKeeper, on_first_rank
+from trainer.sample_keeping import SampleKeeper, gathered_on_first_rank
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
 
 VERSION = 4
@@ -149,7 +149,7 @@ def test_a_group_without_rank_0_sums_nothing(monkeypatch):
     collectives = Mock(get_world_size=lambda group: 2, get_global_rank=lambda group, rank: 2)
     monkeypatch.setattr(sample_keeping, "dist", collectives)
     own = {0: torch.ones(2)}
-    assert on_first_rank(own, torch.tensor([2, 3]), Mock()) is own and not collectives.reduce.called
+    assert gathered_on_first_rank(own, torch.tensor([2, 3]), Mock()) is own and not collectives.reduce.called
 
 
 def alone(folder: Path, config: RunConfig, step: int, told: ToldOf) -> None:

@@ -105,9 +105,8 @@ def test_what_nccl_has_under_way_is_aborted_where_a_server_fails(monkeypatch):
     done, ends = [], threading.Event()
     sender = nccl_sender(monkeypatch, done, 1)
     store = _get_process_group_store(sender._broadcaster._group)
-    monkeypatch.setattr(
-        torch.distributed, "broadcast", lambda *_, **__: ends.wait(10) and None
-    )  # of a server that is gone
+    # Of a server that is gone.
+    monkeypatch.setattr(torch.distributed, "broadcast", lambda *_, **__: ends.wait(10) and None)
 
     class Answer(Joining):
         def raise_if_failed(self) -> None:

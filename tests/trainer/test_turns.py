@@ -35,6 +35,7 @@ from tests.support.offload_workers import bytes_there, work_offloaded_updates
 from tests.support.server_specs import server_spec
 from tests.trainer.test_weight_sync import GROUPS, TEMPERATURE, TIMEOUT_S, FakeControl, train
 from trainer import stage_sender
+from trainer.engine_agreement import EngineAgreement
 from trainer.learner import Learner
 from trainer.turns import CACHE, WEIGHTS, SharedDevices, make_room
 from trainer.weight_sync import WeightSync
@@ -200,14 +201,12 @@ def control(folder, learner) -> Iterator[LendingControl]:
 
 def sync_of(learner: Learner, control: LendingControl, turns: SharedDevices, *, probes: bool) -> WeightSync:
     stage_sender.GROUP = f"test-{next(GROUPS)}"  # those of the tests before may still be there
-    return WeightSync(
-        learner,
-        control,
-        RolloutConfig(dtype="float32", temperature=TEMPERATURE),
-        LaunchConfig(collective_timeout_s=TIMEOUT_S),
-        turns=turns,
-        samples_are_probes=not probes,
+    rollout = RolloutConfig(dtype="float32", temperature=TEMPERATURE)
+    agreement = EngineAgreement.of(
+        rollout, learner.engine.dtype, is_aligned=False, compares_samples=not probes
     )
+    launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
+    return WeightSync(learner, control, rollout, launch, agreement, turns=turns)
 
 
 TRANSFER = ["take weights", "open_update", "receive_transfer", "close_update", "take kv_cache", "resume"]

@@ -44,9 +44,10 @@ from tests.support.megatron_workers import (
 from tests.support.records import completion
 from trainer import stage_sender, weight_sync
 from trainer.algorithm.mismatch import SampledGap
+from trainer.engine_agreement import EngineAgreement, ForeignSamplesError
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
-from trainer.weight_sync import PROBE_TOKENS, ForeignSamplesError, SentByRank, WeightSync, WeightSyncError
+from trainer.weight_sync import PROBE_TOKENS, SentByRank, WeightSync, WeightSyncError
 
 TEMPERATURE = 0.7
 GROUPS = itertools.count()
@@ -207,9 +208,8 @@ class FakeControl:
         self.urls = [f"replica {i}" for i in range(num_replicas)]
         self.replicas = [Replica(folder) for _ in self.urls]
         self.calls: list[str] = []
-        self._pools = [
-            ThreadPoolExecutor(max_workers=1) for _ in self.urls
-        ]  # a replica serves one request after the other
+        # A replica serves one request after the other.
+        self._pools = [ThreadPoolExecutor(max_workers=1) for _ in self.urls]
 
     def _everywhere(self, what: str, work: Callable[[int], dict]) -> Pending:
         return Pending(what, [pool.submit(work, i) for i, pool in enumerate(self._pools)], TIMEOUT_S)
@@ -283,9 +283,8 @@ def learner(folder) -> Learner:
 def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[WeightSync, FakeControl]]]:
     """A joined WeightSync whose buckets hold at most 8 KiB, so that an update takes several."""
     monkeypatch.setattr(weight_sync, "plan_transfer", partial(plan_transfer, max_bytes=MAX_BYTES))
-    monkeypatch.setattr(
-        stage_sender, "GROUP", f"test-{next(GROUPS)}"
-    )  # those of the tests before may still be there
+    # Those of the tests before may still be there.
+    monkeypatch.setattr(stage_sender, "GROUP", f"test-{next(GROUPS)}")
     controls = []
 
     def make(
@@ -297,26 +296,25 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
         weight_transfer: str = "auto",
         lives: Callable[[], dict[str, int]] | None = None,
         max_staleness: int = 0,
-        **samples: bool,
+        is_aligned: bool = False,
+        compares_samples: bool = False,
     ):
         control = FakeControl(folder, num_replicas)
         controls.append(control)
         prepare(control.replicas[-1])
-        sync = WeightSync(
-            learner,
-            control,
-            RolloutConfig(
-                dtype=dtype,
-                temperature=TEMPERATURE,
-                precision=precision,
-                sglang_plugin=plugin,
-                weight_transfer=weight_transfer,
-                max_staleness=max_staleness,
-            ),
-            LaunchConfig(collective_timeout_s=TIMEOUT_S),
-            lives=lives,
-            **samples,
+        rollout = RolloutConfig(
+            dtype=dtype,
+            temperature=TEMPERATURE,
+            precision=precision,
+            sglang_plugin=plugin,
+            weight_transfer=weight_transfer,
+            max_staleness=max_staleness,
         )
+        agreement = EngineAgreement.of(
+            rollout, learner.engine.dtype, is_aligned=is_aligned, compares_samples=compares_samples
+        )
+        launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
+        sync = WeightSync(learner, control, rollout, launch, agreement, lives=lives)
         return sync, control
 
     yield make
@@ -440,7 +438,7 @@ def test_a_report_from_another_node_is_waited_for_longer(make_sync, monkeypatch)
 
 
 def test_all_stages_are_counted_and_any_that_failed_ends_the_update(make_sync, monkeypatch):
-    sync, control = make_sync(samples_are_probes=True)
+    sync, control = make_sync(compares_samples=True)
     monkeypatch.setattr(sync, "_send_stage", lambda version, opening: SentByRank(bytes=3))
     monkeypatch.setattr(weight_sync, "from_all_ranks", lambda mine, group: [mine, SentByRank(bytes=5)])
     assert sync.restore().bytes == 8
@@ -481,6 +479,19 @@ def test_only_the_last_stage_names_the_version(make_sync, monkeypatch, stage, ve
     assert sync._send_as_sender(iter(()), 3, None) == SentByRank(bytes=7)
     buckets, _, named_version, _ = sync._sender.send.call_args.args
     assert [*buckets] == ["first", "second"] and named_version == version
+    sync._buffers.release.assert_called_once_with()
+
+
+def test_a_transfer_that_fails_frees_the_memory_of_its_buckets(make_sync, monkeypatch):
+    sync, _ = make_sync()
+    sync.close()
+    monkeypatch.setattr(weight_sync, "in_turn", nullcontext)
+    monkeypatch.setattr(weight_sync, "make_buckets", lambda *exported: iter(["first"]))
+    sync._learner = SimpleNamespace(groups=SimpleNamespace(pp_rank=0, pp_size=1))
+    sync._sender, sync._buffers = Mock(), Mock()
+    sync._sender.send.side_effect = ControlError("it is gone")
+    with pytest.raises(ControlError, match="it is gone"):
+        sync._send_as_sender(iter(()), 3, None)
     sync._buffers.release.assert_called_once_with()
 
 
@@ -532,7 +543,7 @@ def test_groups_that_could_not_be_made_at_first_are_made_with_the_same_servers(
 
     monkeypatch.setattr(weight_sync, "StageSender", refuse_once)
     monkeypatch.setattr(WeightSync, "_control_of", lambda sync, urls: left)
-    sync, _ = make_sync(lives=lambda: {"replica 0": 1}, samples_are_probes=True)
+    sync, _ = make_sync(lives=lambda: {"replica 0": 1}, compares_samples=True)
     try:
         assert sync.publish().version == 1 and left.versions() == [1]
     finally:
@@ -705,7 +716,7 @@ def test_rounded_weights_are_checked_by_their_bytes_and_not_by_exact_logprobs(ma
 
 
 def test_with_aligned_numerics_a_last_bit_is_an_error(make_sync):
-    aligned, _ = make_sync(dtype="bfloat16", samples_are_probes=True, are_aligned=True)
+    aligned, _ = make_sync(dtype="bfloat16", compares_samples=True, is_aligned=True)
     aligned.check_samples(SampledGap(probability=0.0, nats=0.0), named)
     message = (
         r"logprob_gap_max; model.numerics=aligned allows 0\).*The farthest token is that of logprob_gap_max$"
@@ -718,7 +729,7 @@ def test_with_aligned_numerics_a_last_bit_is_an_error(make_sync):
 
 
 def test_in_float32_samples_may_differ_by_rounding_which_an_unlikely_token_shows_most(make_sync, learner):
-    sync, _ = make_sync(samples_are_probes=True)
+    sync, _ = make_sync(compares_samples=True)
     learner.version = 4
     sync.check_samples(SampledGap(probability=0.9e-4, nats=0.9e-3), named)
     sync.check_samples(None, named)
@@ -728,7 +739,7 @@ def test_in_float32_samples_may_differ_by_rounding_which_an_unlikely_token_shows
     ):  # fmt: skip
         with pytest.raises(ForeignSamplesError, match=rf"sampled with version 3 \({measure}"):
             sync.check_samples(SampledGap(probability=probability, nats=nats), named)
-    without_plugin, _ = make_sync(samples_are_probes=True, plugin=False)
+    without_plugin, _ = make_sync(compares_samples=True, plugin=False)
     without_plugin.check_samples(SampledGap(probability=0.5, nats=0.5), named)  # the probe has looked
 
 
@@ -739,9 +750,7 @@ def test_in_float32_samples_may_differ_by_rounding_which_an_unlikely_token_shows
 def test_an_update_is_probed_unless_samples_are_the_probe_or_would_be_before_it(
     make_sync, plugin, samples_are_probes, max_staleness, is_probed
 ):
-    sync, control = make_sync(
-        plugin=plugin, samples_are_probes=samples_are_probes, max_staleness=max_staleness
-    )
+    sync, control = make_sync(plugin=plugin, compares_samples=samples_are_probes, max_staleness=max_staleness)
     assert (sync.publish().max_logprob_gap is not None) == ("probe" in control.calls) == is_probed
 
 

@@ -72,11 +72,13 @@ class KLInReward:
         return self.coefficient > 0 and isinstance(self._config.controller, AdaptiveController)
 
     def penalty(
-        self, batch: PackedBatch, *, num_samples: int, total: Total
+        self, batch: PackedBatch, *, num_samples: int, total: Total, trains_policy: bool = True
     ) -> tuple[Tensor | None, dict[str, Metric]]:
         """coefficient * KL_t of each token, None without such a term. The controller then moves the coefficient.
 
         num_samples: samples of the whole step; an episode that forked is one. Every rank of ``total`` must call.
+        trains_policy: whether the step moves the policy. If it does not, as in the critic's warm-up, the coefficient
+        stays: a KL that no update answers would drive it far from where training needs it.
         """
         if self.coefficient == 0:
             return None, {}
@@ -89,7 +91,7 @@ class KLInReward:
             "policy/kl_in_reward": Metric.quotient(measured, 1),
         }
         match self._config.controller:
-            case AdaptiveController(target=target, horizon=horizon):
+            case AdaptiveController(target=target, horizon=horizon) if trains_policy:
                 self.coefficient = adaptive_coefficient(
                     self.coefficient, measured, target=target, horizon=horizon, num_samples=num_samples
                 )

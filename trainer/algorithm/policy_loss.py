@@ -54,7 +54,6 @@ from trainer.algorithm.own_parts import OBJECTIVE, call, metrics_of
 from trainer.ranks.metrics import Metric, Reduction
 
 logger = logging.getLogger(__name__)
-DECOUPLED = CorrectionConfig()
 
 
 class PolicyLoss(NamedTuple):
@@ -63,7 +62,7 @@ class PolicyLoss(NamedTuple):
     loss: Tensor
     metrics: dict[str, Metric]
     counted: Counted | None
-    """Counts for ``kept_factor``; None where the weights were known."""
+    """Counts for ``kept_factor``; None where the weights were known, or nothing can be rejected from the mean."""
 
 
 def policy_loss(
@@ -74,8 +73,8 @@ def policy_loss(
     objective: ObjectiveConfig,
     kl: KLConfig,
     entropy: EntropyConfig,
-    correction: CorrectionConfig = DECOUPLED,
-    aggregation: Averaging = "token_mean",
+    correction: CorrectionConfig,
+    aggregation: Averaging,
 ) -> PolicyLoss:
     """The scalar loss of a micro-batch, with gradient to ``current_logprobs_T`` [T] and ``entropy_T`` [T],
     and its metrics.
@@ -90,11 +89,12 @@ def policy_loss(
     graph. A current log-prob of a response token that is not finite, or above 0, makes the loss NaN.
 
     Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` weights and rejection follow here
-    from current and rollout (``correction``), without gradient. With ``denominator: kept`` the loss then still
+    from current and rollout (``correction``), without gradient. With rules and ``denominator: kept`` the loss then still
     lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``. ``aggregation`` is the mode of
     aggregation_T.
 
-    Metrics: ``loss/*``, ``policy/*`` and, where the correction follows from current, ``mismatch/*``.
+    Metrics: ``loss/*``, ``policy/*``, what an objective of the user's own records (``own/*``) and, where the correction
+    follows from current, ``mismatch/*`` and ``staleness/*``.
 
     Raises ValueError naming the fields of ``batch`` that are not set, tensors that are not one float32 per
     token, and the sequence of a response token whose advantage, weight or log-prob in ``batch`` is not
@@ -161,16 +161,16 @@ def _correct_here(
     current_T: Tensor,
     aggregation_T: Tensor,
     correction: CorrectionConfig,
-    mode: Averaging,
+    averaging: Averaging,
 ) -> tuple[Tensor, Tensor, dict[str, Metric], Counted | None]:
     """Importance weights from current, ``aggregation_T`` without what they reject, metrics, and counts where the
     kept tokens alone are to be counted."""
     corrected = correct_current(batch, current_T, correction)
     metrics = dict(corrected.metrics)
-    if correction.denominator != "kept":
+    if not correction.rejects_from_mean:
         return corrected.weights_T, aggregation_T * corrected.keep_T, metrics, None
     aggregation_T, counted = over_kept(
-        aggregation_T, corrected.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=mode
+        aggregation_T, corrected.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=averaging
     )
     return corrected.weights_T, aggregation_T, metrics, counted
 

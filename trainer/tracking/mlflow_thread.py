@@ -16,6 +16,7 @@ import os
 import re
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from configs.schema import RunConfig
+from configs.schema.base import without_credentials
 from trainer.file_system import mount_of
 from trainer.tracking.provenance import provenance
 
@@ -51,10 +53,6 @@ _ENVIRONMENT = {
 def tracking_uri(config: RunConfig, run_dir: Path) -> str:
     """``tracking.uri``, else MLFLOW_TRACKING_URI, else the sqlite store of ``store_file``."""
     return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store_file(run_dir)}"
-
-
-def without_password(uri: str) -> str:
-    return re.sub(r"//[^/@]*@", "//", uri)
 
 
 def store_file(run_dir: Path) -> Path:
@@ -169,10 +167,10 @@ class MlflowThread(threading.Thread):
     def run(self) -> None:
         try:
             self._send_until_finished()
-        except (
-            Exception
-        ):  # the thread's boundary: an error of MLflow or a storage plugin must not end training
-            log.exception("MLflow tracking ended; training goes on, and metrics.jsonl has every metric")
+        except Exception:
+            # The thread's boundary: an error of MLflow or a storage plugin must not end training.
+            message = "MLflow tracking ended; training goes on, and metrics.jsonl has every metric\n%s"
+            log.error(message, without_credentials(traceback.format_exc()))
 
     def _send_until_finished(self) -> None:
         from mlflow.exceptions import MlflowException
@@ -345,7 +343,7 @@ class MlflowThread(threading.Thread):
 
     @property
     def _shown_uri(self) -> str:
-        return without_password(self._uri)
+        return without_credentials(self._uri)
 
     def _warn_once(self, kind: str, message: str, *values: object) -> None:
         if kind not in self._warned:
@@ -360,7 +358,7 @@ def _is_refusal(error: Any) -> bool:
 
 
 def _shortened(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = without_credentials(" ".join(str(error).split()))  # MLflow's errors have the whole address
     return f"{type(error).__name__}: {text[:300]}"
 
 

@@ -153,7 +153,7 @@ _COLUMNS = (
         "ESS", 7, "mismatch/ess", "{:.3f}".format, lambda config: config.correction.weight.level != "none"
     ),
     Column("lag", 6, "staleness/mean", "{:.2f}".format, lambda config: config.rollout.max_staleness > 0),
-    Column("kept", 7, "mismatch/kept_fraction", "{:.3f}".format, lambda config: config.rejects),
+    Column("kept", 7, "mismatch/kept_fraction", "{:.3f}".format, lambda config: config.correction.rejects),
     Column("tok/s", 7, "throughput/tokens_per_s", _count),
     Column("sample", 8, "time/sampling", _seconds),
     Column(

@@ -229,7 +229,11 @@ def test_a_file_system_without_locks_is_found(tmp_path, monkeypatch):
     assert "without file locks (Function not implemented)" in said and "-o flock" in said
 
 
-def test_ports_that_a_firewall_closes_are_named(tmp_path):
+@pytest.mark.parametrize(
+    ("greeting", "said"),
+    [(b"220 smtp", "which says '220 smtp'"), (b"\x16\x03\xff\xfe", r"which says '\x16\x03\\xff\\xfe'"), (b"", "which says ''")],
+)  # fmt: skip
+def test_ports_that_a_firewall_closes_are_named(greeting, said):
     """The card of the other node tells of a port where nobody answers, or somebody else does."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
@@ -240,13 +244,12 @@ def test_ports_that_a_firewall_closes_are_named(tmp_path):
         def answer() -> None:
             connection, _ = stranger.accept()
             with connection:
-                connection.sendall(b"220 smtp")
+                connection.sendall(greeting)
 
         thread = threading.Thread(target=answer)
         thread.start()
-        assert "is answered by something else" in cluster_meeting._connect(
-            card | {"port": stranger.getsockname()[1]}, 5.0
-        )
+        problem = cluster_meeting._connect(card | {"port": stranger.getsockname()[1]}, 5.0)
+        assert problem is not None and "is answered by something else" in problem and said in problem
         thread.join(timeout=10)
 
 

@@ -5,8 +5,10 @@ import fcntl
 import json
 import re
 import resource
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 import yaml
@@ -18,7 +20,7 @@ from launch.checks.arguments import BadInput
 from launch.checks.disk_space import disk_lines, disk_need, disk_problems
 from launch.commands import results
 from launch.commands import train as training
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, locked
 from parallel.checkpoints.files import step_folder, stored_bytes, write_manifest
 from parallel.planning.memory import GIB, size_text
 from tests.configs.test_broken_configs import BASE, MODELS
@@ -220,6 +222,39 @@ def test_two_exports_of_one_run_do_not_meet(finished, tmp_path):
     results.export(finished.path, tmp_path / "out")
 
 
+def test_two_exports_into_one_folder_do_not_meet(finished, tmp_path, monkeypatch):
+    """The second one comes as the first has copied its model, and then again as the first has just ended."""
+    other, out, copy = RunFolder(tmp_path / "other"), tmp_path / "out", shutil.copytree
+    copy(finished.path, other.path)
+    (other.hf / "model.safetensors").write_bytes(b"of the other")
+
+    def export_the_other() -> None:
+        with pytest.raises(
+            BadInput, match=r"^OUT: \S+out is being written by another export; wait for it, or name another"
+        ):
+            results.export(other.path, out)
+
+    def copy_and_meet(source: Path, target: Path) -> None:
+        copy(source, target)
+        export_the_other()
+
+    monkeypatch.setattr(results.shutil, "copytree", copy_and_meet)
+    results.export(finished.path, out)
+    assert (out / "model.safetensors").read_bytes() == b"x" * 5000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "run"]
+
+    def lock_of_one_that_ends(path: Path) -> TextIO:
+        lock = locked(path)
+        path.unlink()
+        return lock
+
+    shutil.rmtree(out)
+    with monkeypatch.context() as patched:
+        patched.setattr(results, "locked", lock_of_one_that_ends)
+        export_the_other()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "run"]
+
+
 def test_adapters_are_exported_alone(finished, tmp_path):
     """A finished run's own folder; a run without adapters has none."""
     every_weight = {"kind": "train", "model": {"path": "m"}, "task": {"type": "countdown"}}
@@ -238,6 +273,5 @@ def test_adapters_are_exported_alone(finished, tmp_path):
 
 
 def test_what_is_no_disk_has_no_space_to_miss(folder):
-    assert [
-        *disk_space.disk_problems(config("launch.runs_dir=/proc/runs"), [])
-    ] == []  # that it cannot be written to is another error
+    # That it cannot be written to is another error.
+    assert [*disk_space.disk_problems(config("launch.runs_dir=/proc/runs"), [])] == []

@@ -293,6 +293,18 @@ CASES = {
         damage=train(GOOD + '{"prompt": "a\\ud800", "answer": "1"}\n'), field="task.train_path",
         error="train.jsonl:line 2: field `prompt` has half a character (\\ud800, at position 2)", fix="write the whole pair, or drop it",
     ),
+    "a prompt that is a number": Case(
+        damage=train(GOOD + '{"prompt": 5, "answer": "1"}\n'), field="task.train_path",
+        error="train.jsonl:line 2: field `prompt` is the number 5, not text", fix='write it as text ("5"), or name the field of the prompt',
+    ),
+    "a message that is a number": Case(
+        damage=train('{"prompt": [{"role": "user", "content": 5}], "answer": 1}\n'), field="task.train_path",
+        error="train.jsonl:line 1: field `prompt[0].content` is the number 5, not text", fix='write it as text ("5")',
+    ),
+    "a prompt of a warm start that is a number": Case(
+        damage=lambda: write_jsonl("pairs.jsonl", {"prompt": 5, "response": "1"}), config="sft.yaml", field="data.path",
+        error="pairs.jsonl:line 1: field `prompt` is the number 5, not text",
+    ),
     "half a character of an answer": Case(
         damage=train('{"prompt": "1", "answer": "\\udc00"}\n'), field="task.train_path", error="line 1: field `answer` has half a character"
     ),
@@ -421,6 +433,36 @@ def test_a_broken_input_is_named(name):
         case.field in p.field.split(", ") and case.error in p.error and case.fix in p.fix for p in found
     ), [str(p) for p in found]
     assert len(found) == 1 or case.field == "model.path" or "system prompt" in name, "one thing is broken"
+
+
+def test_every_broken_line_is_told_or_counted():
+    train(
+        GOOD + "{broken\n" + "[]\n" + '{"prompt": 5, "answer": "1"}\n' + '{"prompt": "1"}\n' * 3 + "{broken"
+    )()
+    (problem,) = problems()
+    assert str(problem).splitlines() == [
+        "run.yaml:12", "  field: task.train_path", "  value: train.jsonl (run.yaml:12)",
+        "  error: train.jsonl:line 2: not valid JSON (Expecting property name enclosed in double quotes: line 1 column 2 (char 1)); "
+        "each line must be one JSON object",
+        "         train.jsonl:line 3: a list, not an object",
+        "         train.jsonl:line 4: field `prompt` is the number 5, not text",
+        "         train.jsonl:line 5: field `answer` is missing",
+        "         train.jsonl:line 6: field `answer` is missing",
+        "         and 2 more",
+        "  fix:   correct or remove it",
+        '         write each line like {"field": "text", ...}',
+        '         write it as text ("5"), or name the field of the prompt in the config',
+        "         this record has `prompt`. Rename the field, or name it in the config",
+    ]  # fmt: skip
+
+
+def test_every_field_that_a_reward_refuses_is_told_or_counted():
+    train('{"prompt": "1", "answer": "none"}\n' * 7)()
+    (problem,) = problems()
+    assert [line.split(": ")[0] for line in problem.error.splitlines()] == [
+        *(f"train.jsonl:line {number}" for number in range(1, 6)),
+        "and 2 more",
+    ]
 
 
 def test_arguments_of_the_template_count_in_the_length_of_a_prompt():
@@ -552,7 +594,7 @@ def test_a_file_is_read_once_until_it_changes(monkeypatch):
     read = []
     original = records._read_lines
     monkeypatch.setattr(
-        records, "_read_lines", lambda path, progress: read.append(str(path)) or original(path, progress)
+        records, "_read_lines", lambda path, *more: read.append(str(path)) or original(path, *more)
     )
     reads_no_field = "reward={type: model, urls: ['http://127.0.0.1:1']}"
     problems(reads_no_field)

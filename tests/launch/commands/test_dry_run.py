@@ -442,9 +442,8 @@ def test_on_cpu_all_processes_share_the_machine(folder):
     need = need_of(asked, CPU, checks.TRAINING)
     architecture = architecture_of(asked.model.path)
     server = rollout_memory(architecture, 2, "bfloat16", 0)
-    of_servers = 6 * (
-        server.weights + 1000 * 2 * 4 * 1 * 16 * 2
-    )  # key and value, 4 layers, 1 of 2 heads, 16 numbers of 2 bytes
+    # Key and value, 4 layers, 1 of 2 heads, 16 numbers of 2 bytes.
+    of_servers = 6 * (server.weights + 1000 * 2 * 4 * 1 * 16 * 2)
     assert need.on_one_machine - need.learner_total == of_servers
     assert need.learner.total < need.learner_total <= 4 * need.learner.total
     exactly = Device(kind="cpu", bytes=need.on_one_machine, name="this machine")
@@ -494,10 +493,11 @@ def test_a_tight_learner_says_what_would_make_room(folder):
             f"layout.dp={dp}",
             f"learner.recompute={recompute}",
         ]
+        # No lower budget is offered.
         overrides += [
             "learner.token_budget=16384",
             "rollout.max_new_tokens=8192",
-        ]  # no lower budget is offered
+        ]
         total = need_of(config(*overrides), gpu(80), checks.WARM_START).learner.total
         for share in (0.89, 0.91):
             device = Device(kind="cuda", bytes=int(total / share), name="a GPU")

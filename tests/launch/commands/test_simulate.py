@@ -61,9 +61,8 @@ def test_a_table_the_details_and_a_file_are_written(folder, tmp_path):
     out = tmp_path / "out.json"
     done = run(file, "--gpu-memory", "80", "--json", str(out))
     assert done.exit_code == 0, done.output
-    assert (
-        simulate.SIMULATED_VARIABLE not in os.environ
-    )  # else later children of this process would be simulated
+    # Else later children of this process would be simulated.
+    assert simulate.SIMULATED_VARIABLE not in os.environ
     assert "2 of 4 ranks" in done.output
     assert "TENSOR_MODEL_PARALLEL_GROUP" in done.output
     assert "fits: " in done.output

@@ -118,6 +118,18 @@ def test_every_combination_is_run_once_and_compared(work):
     assert len(calls(work)) == 6
 
 
+def test_the_memory_of_a_sweep_outlasts_a_loss_of_power(work, monkeypatch):
+    flushed, fsync = list[str](), os.fsync
+
+    def record(number: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{number}").readlink().name)
+        fsync(number)
+
+    monkeypatch.setattr(os, "fsync", record)
+    assert tandem("sweep", "run.yaml", "seed=0,1", cwd=work).returncode == 0
+    assert len([name for name in flushed if name.startswith(".sweep.json.")]) == 2, "once for each run"
+
+
 def test_a_failed_run_ends_the_sweep_or_is_told_at_its_end(work):
     done = tandem("sweep", "run.yaml", "seed=13,0", cwd=work)
     assert done.returncode == 1 and calls(work) == ["train tiny-seed-13.yaml"]

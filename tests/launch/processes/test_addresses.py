@@ -70,9 +70,8 @@ def test_learner_and_servers_tell_nccl_the_same(monkeypatch):
     (package,) = importlib.util.find_spec("sglang").submodule_search_locations
     engine = (Path(package) / "srt/entrypoints/engine.py").read_text()
     set_by_sglang = set(re.findall(r'"(NCCL_\w+)" not in os\.environ', engine))
-    of_other_features = {
-        "NCCL_GRAPH_MIXING_SUPPORT"
-    }  # context-parallel decoding, which Tandem never asks for
+    # Context-parallel decoding, which Tandem never asks for.
+    of_other_features = {"NCCL_GRAPH_MIXING_SUPPORT"}
     assert AS_IN_SERVERS.keys() == set_by_sglang - of_other_features
     monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")
     for nodes in (None, NodesConfig(interface="lo")):
@@ -282,9 +281,8 @@ def test_prepare_makes_the_folder_and_names_each_command_and_its_node(tmp_path, 
     assert found["# first node of the learner:"][1:] == ["-m", "launch", "sample", run]
     learn, other = (found[f"# {where}:"] for where in
                     ("first node of the learner, 2 processes", "each other node of the learner (1), 2 processes on each"))  # fmt: skip
-    assert [(a[-5:], b[-5:]) for a, b in zip(learn, other, strict=True) if a != b] == [
-        ("=true", "false")
-    ]  # is_host
+    # is_host.
+    assert [(a[-5:], b[-5:]) for a, b in zip(learn, other, strict=True) if a != b] == [("=true", "false")]
     assert learn[1:3] == ["-m", "launch.roles.rendezvous"]
     assert {
         "--nnodes=2",
@@ -313,11 +311,12 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
     ("overrides", "endpoint", "message"),
     [
         (["launch.nodes=null"], None, "launch.nodes is not given.*tandem train"),
+        # Not: too large for this machine.
         (
             ["launch.nodes=null", "rollout.replicas=1000000"],
             None,
             "launch.nodes is not given",
-        ),  # not: too large for this machine
+        ),
         ([], "node1", "--endpoint node1: write HOST:PORT"),
         ([], "node1:0", "--endpoint node1:0: write HOST:PORT"),
         ([], "node 1:29400", "--endpoint node 1:29400: write HOST:PORT"),

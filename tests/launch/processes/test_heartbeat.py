@@ -147,11 +147,12 @@ def test_a_slow_role_is_told_of_once_and_left_alone(folder):
     watch = Watch(folder, timeout_s=60, say=said.append)
     with child() as rank:
         now = time.time()
+        # Sync: 100 s.
         for doing, since in (
             ("sync", now - 2000),
             ("update", now - 1900),
             ("sync", now - 1000),
-        ):  # sync: 100 s
+        ):
             announce(folder, rank, doing=doing, since=since)
             watch.look()
             watch.look()

@@ -33,6 +33,26 @@ def test_a_role_may_open_as_many_files_as_the_system_lets_it(monkeypatch, tmp_pa
     assert found == [(min(hard, table.MOST_OPEN_FILES), hard)]
 
 
+@pytest.mark.parametrize("name", table.BESIDE_A_RUN)
+def test_a_command_on_a_run_that_goes_on_is_no_sign_of_life_of_it(name, monkeypatch, tmp_path):
+    """It was learner rank 0 in `tandem status`, and took the beat and the note of that rank away as it ended."""
+    config = SimpleNamespace(
+        layout=parse_layout(""), launch=SimpleNamespace(nodes=None, heartbeat_timeout_s=1)
+    )
+    monkeypatch.setattr(table, "config_of", lambda *_: config)
+    for patched in ("end_with_parent", "go_on_unheard", "allow_open_files", "guard_session"):
+        monkeypatch.setattr(table, patched, lambda *_, **unused: None)
+    monkeypatch.setattr(table, "role_environment", lambda _: {})
+    monkeypatch.setattr(table, "exit_now", lambda code: pytest.fail(f"exit code {code}"))
+    (tmp_path / "roles").mkdir()
+    of_the_run = {"rank-0.beat": "a beat", "rank-0.stopped": "a note"}
+    for file, text in of_the_run.items():
+        (tmp_path / "roles" / file).write_text(text)
+    monkeypatch.setitem(table.ROLES, name, lambda *_: None)
+    table.run_role(name, RunFolder(tmp_path))
+    assert {file.name: file.read_text() for file in (tmp_path / "roles").iterdir()} == of_the_run
+
+
 @pytest.mark.parametrize(("layout", "value"), [("", None), ("pp=2", None), ("tp=2", "1"), ("tp=2,sp", "1")])
 def test_ranks_of_tensor_parallelism_have_one_queue_as_megatron_asks(monkeypatch, tmp_path, layout, value):
     """Megatron looks for it in the environment, where a user may have set another value for a reason."""

@@ -493,7 +493,7 @@ def test_starts_wait_longer_and_longer_until_there_is_a_checkpoint(tmp_path):
     waited = []
     for _ in range(5):
         waited.append(jobs.pause_s(folder))
-        assert jobs.may_restart(folder, limit=9)
+        assert jobs.count_failed_start(folder, limit=9)
     assert waited == [0, 15, 30, 60, 60]
     (folder.checkpoints / "step_000001").mkdir(parents=True)
     write_manifest(folder.checkpoints / "step_000001", world_size=1)
@@ -521,11 +521,11 @@ def test_one_failed_node_of_the_learner_ends_the_others(tmp_path):
 
 def test_a_newer_checkpoint_begins_the_count_of_failures_anew(tmp_path):
     folder = RunFolder(tmp_path)
-    assert [jobs.may_restart(folder, 2) for _ in range(2)] == [True, True]
+    assert [jobs.count_failed_start(folder, 2) for _ in range(2)] == [True, True]
     checkpoint = folder.checkpoints / "step_000001"
     checkpoint.mkdir(parents=True)
     write_manifest(checkpoint, world_size=1)
-    assert [jobs.may_restart(folder, 2) for _ in range(4)] == [True, True, False, True]
+    assert [jobs.count_failed_start(folder, 2) for _ in range(4)] == [True, True, False, True]
 
 
 @pytest.mark.parametrize("text", DAMAGED)
@@ -538,7 +538,7 @@ def test_a_damaged_file_of_a_run_says_nothing_and_ends_no_job(tmp_path, text):
     assert not jobs.is_finished(folder, config_with(), note=notes.append)
     assert [str(folder.summary) in note for note in notes] == [True]
     assert jobs.recorded_job(folder) is None
-    assert jobs.pause_s(folder) == 0 and jobs.may_restart(folder, 1)
+    assert jobs.pause_s(folder) == 0 and jobs.count_failed_start(folder, 1)
 
 
 def test_a_summary_that_cannot_be_read_for_a_moment_is_not_the_end(tmp_path, monkeypatch):

@@ -65,9 +65,8 @@ def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distribut
         first.update([batch], weighted_loss, temperature=1.0)
     first.save(tmp_path / "step_000002", {"data": [1, 2], "name": "x"})
     second = make_engine(folder, **settings)
-    second.update(
-        [make_batch([3, 4], seed=9)], weighted_loss, temperature=1.0
-    )  # whatever it did before is gone
+    # Whatever it did before is gone.
+    second.update([make_batch([3, 4], seed=9)], weighted_loss, temperature=1.0)
     torch.manual_seed(123)
     assert second.load(tmp_path / "step_000002") == {"data": [1, 2], "name": "x"}
     for _ in range(3):  # three: a step counter that is shared or wrong shows after the first
@@ -186,9 +185,8 @@ def test_retention_keeps_the_newest(folder, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000010", "step_000011"]
 
 
-@pytest.mark.parametrize(
-    "limit", [20, 2_000, 60_000]
-)  # bytes per file: fails at the first small file, at common.pt, at the tensors
+# Bytes per file: fails at the first small file, at common.pt, at the tensors.
+@pytest.mark.parametrize("limit", [20, 2_000, 60_000])
 def test_a_write_that_fails_leaves_the_previous_checkpoint(folder, tmp_path, limit):
     """The operating system refuses files above a size."""
     engine = make_engine(folder)

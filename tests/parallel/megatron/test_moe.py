@@ -683,9 +683,8 @@ def models(tmp_path_factory) -> dict[str, Path]:
         "tied": dict(tied=True),
         "glm4_moe": dict(num_hidden_layers=4),
         "gpt_oss": dict(num_hidden_layers=4),
-        "deepseek_v3": dict(
-            num_hidden_layers=3, rope_parameters=YARN
-        ),  # two layers and one in a pipeline of two
+        # Two layers and one in a pipeline of two.
+        "deepseek_v3": dict(num_hidden_layers=3, rope_parameters=YARN),
     }
     kinds = {"mixed": "qwen3_moe", "tied": "mixtral"}
     made = {

@@ -413,9 +413,8 @@ def test_a_float32_output_layer_is_a_copy_of_the_weight():
         logits_bytes(architecture, layout, replace(GPU_WORK, fp32_lm_head=value)) for value in (False, True)
     )
     assert copied - plain == 4 * rows * 3584
-    adapted = replace(
-        GPU_WORK, lora=LoraConfig(rank=8, alpha=16)
-    )  # without the weight's gradient, in whose place the product was not counted
+    # Without the weight's gradient, in whose place the product was not counted.
+    adapted = replace(GPU_WORK, lora=LoraConfig(rank=8, alpha=16))
     assert logits_bytes(architecture, layout, replace(adapted, fp32_lm_head=True)) - logits_bytes(
         architecture, layout, adapted
     ) == rows * (4 * 3584 + 1024 * 2)
@@ -452,9 +451,10 @@ def test_a_server_by_hand():
     assert memory.reserved == (512 + 12288 + 512 + 1024 + 8 * 58) * 2**20
     assert memory.kv_bytes_per_token == 2 * 28 * 1 * 128 * 2
     assert memory.tokens == (80 * GIB - memory.reserved - memory.weights) // memory.kv_bytes_per_token
+    # Copied heads.
     assert (
         rollout_memory(architecture, 28, "bfloat16", 80 * GIB).kv_bytes_per_token == memory.kv_bytes_per_token
-    )  # copied heads
+    )
     assert rollout_memory(architecture, 4, "bfloat16", 80 * GIB, static_share=0.5).reserved == 40 * GIB
     assert rollout_memory(architecture, 1, "bfloat16", 10 * GIB).tokens == 0
     limited = rollout_memory(architecture, 4, "bfloat16", 80 * GIB, max_tokens=1000)

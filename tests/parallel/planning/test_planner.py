@@ -626,10 +626,11 @@ def test_the_command_prints_a_table_and_yaml_to_paste(tmp_path):
             ["`hf download some/where config.json --local-dir models/where`, then model.path=models/where"],
         ),
         (["--gpus", "1", "--gpu-memory", "80"], ["--gpus"]),
+        # It would take long, and stand for no cluster.
         (
             ["--gpus", "1000000", "--gpu-memory", "80"],
             ["--gpus", "equal to 100000 "],
-        ),  # it would take long, and stand for no cluster
+        ),
     ],
 )
 def test_what_cannot_be_planned_is_refused(tmp_path, arguments, said):

@@ -25,9 +25,8 @@ E4M3 = sorted(
     for sign in (-1, 1)
     for value in [
         *(m * 2.0**-9 for m in range(8)),  # below 2^-6
-        *(
-            (8 + m) * 2.0 ** (e - 3) for e in range(-6, 9) for m in range(8) if (e, m) != (8, 7)
-        ),  # (8, 7) is NaN
+        # (8, 7) is NaN.
+        *((8 + m) * 2.0 ** (e - 3) for e in range(-6, 9) for m in range(8) if (e, m) != (8, 7)),
     ]
 )
 """Every number of e4m3, by its definition: 4 bits of exponent (bias 7), 3 of mantissa, no infinity."""

@@ -108,9 +108,8 @@ def test_small_units_fill_buckets_past_the_large_ones(sizes, max_bytes):
 
 
 def test_buffers_take_turns_and_are_kept():
-    tensors = [
-        (name, tensor.double()) for name, tensor in tensors_of([[4, 2]] * 20)
-    ]  # converted, hence copied
+    # Converted, hence copied.
+    tensors = [(name, tensor.double()) for name, tensor in tensors_of([[4, 2]] * 20)]
     plan, buffers = plan_of(tensors, max_bytes=65), Buffers("cpu")
     places = [bucket.bytes.data_ptr() for _ in range(2) for bucket in make_buckets(tensors, plan, buffers)]
     kept = NUM_BUFFERS["cpu"]

@@ -213,9 +213,8 @@ def test_a_header_that_becomes_a_token_with_the_answer_is_no_rewriting():
     )
     probes = probe_template(ChatRenderer(chat_tokenizer(template=template)))
     assert {probe.meaning for probe in probes if not probe.is_equal} == {OTHER_TOKENS}
-    assert {probe.name: probe.is_equal for probe in probes}[
-        "empty answer"
-    ]  # there is nothing to become a token with
+    # There is nothing to become a token with.
+    assert {probe.name: probe.is_equal for probe in probes}["empty answer"]
 
 
 def test_without_tools_a_role_that_is_missing_is_a_note():

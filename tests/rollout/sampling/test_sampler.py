@@ -210,9 +210,8 @@ def test_siblings_and_repeated_prompts_get_seeds_of_their_own(tokenizer):
         for group_id, i in enumerate(order)
         for sibling in range(3)
     ]
-    assert seeds == [
-        int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) // 2 for name in named
-    ]  # a run stays the same over releases
+    # A run stays the same over releases.
+    assert seeds == [int(hashlib.sha256(name.encode()).hexdigest()[:8], 16) // 2 for name in named]
     other = FakeEngine()
     next_groups(make_sampler(tokenizer, engine=other, seed=1), 10)
     assert not {seed for _, seed, _ in other.calls} & set(seeds)
@@ -549,12 +548,13 @@ def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
     assert step(1, 3, 4, max_rounds=2) == ([1, 3, 4], 5, 2, 0)  # 0 and 2 are dull, 3 and 4 take their places
     assert step(1, 4, 5, max_rounds=3) == ([1, 4, 5], 6, 3, 0)  # round 2: 3 4, round 3: 5
     assert not caplog.records
+    # No third round: the first dull one comes along, in its place.
     assert step(1, 4, 5, max_rounds=2) == (
         [0, 1, 4],
         5,
         2,
         1,
-    )  # no third round: the first dull one comes along, in its place
+    )
     assert "only 2 of 3 groups have differing rewards after 5 prompts" in caplog.text
     assert step(max_rounds=2) == ([0, 1, 2], 6, 3, 3)
 

@@ -195,11 +195,12 @@ GREEDY = '{"output_ids": [5], "meta_info": {"input_token_logprobs": [[%s], [%s]]
     [
         (probe, [SAMPLE % "-0.5, 5"], None),
         (probe, [SAMPLE % "null, 5"], "probe: .*no finite log-prob for token 1 of 1"),
+        # The first token of a prompt has none.
         (
             greedy,
             ["{}", GREEDY % ("null, 3", "-1.0, 4", "-0.5, 5")],
             None,
-        ),  # the first token of a prompt has none
+        ),
         (
             greedy,
             ["{}", GREEDY % ("null, 3", "null, 4", "-0.5, 5")],

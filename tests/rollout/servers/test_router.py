@@ -164,10 +164,11 @@ def workers(url: str) -> list[dict]:
 
 @pytest.mark.engines
 def test_a_router_that_dies_is_named_with_its_log(fleet, folder, monkeypatch):
+    # Nobody listens there, and the router must not ask it for the servers.
     for name in (
         "http_proxy",
         "HTTPS_PROXY",
-    ):  # nobody listens there, and the router must not ask it for the servers
+    ):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
 
     async def scenario():
@@ -273,9 +274,8 @@ def attack(ports) -> None:
         assert throw_at((port.address, port.port), rng) > 0, port
     for port in with_key:
         if "HTTP" in port.what:
-            refusals = (
-                {401} if "SGLang" in port.what else {401, 404, 405}
-            )  # a router does not know all that a server does
+            # A router does not know all that a server does.
+            refusals = {401} if "SGLang" in port.what else {401, 404, 405}
             assert ask_without_key((port.address, port.port)) <= refusals, port
         else:
             assert not tell_to_stop(f"tcp://{port.address}:{port.port}")

@@ -118,9 +118,10 @@ def test_rollout_logprobs_are_of_the_full_softmax_at_the_sampling_temperature(fl
     async def sample_all():
         async with SGLangClient(fleet.urls, max_concurrency=64, timeout_s=120, max_retries=0) as client:
             shared = {"max_new_tokens": 24, "temperature": 0.7, "stop_token_ids": [5, 9]}
+            # Also a group of one.
             wanted = [
                 client.generate_group(p, **shared, seeds=range(1 + i % 4)) for i, p in enumerate(prompts)
-            ]  # also a group of one
+            ]
             return await asyncio.gather(*wanted)
 
     groups = asyncio.run(sample_all())

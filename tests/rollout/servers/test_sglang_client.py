@@ -606,6 +606,7 @@ def test_a_large_group_is_not_overtaken_by_small_ones():
             make_client(server, max_concurrency=3) as client,
             asyncio.timeout(60),
         ):
+            # No two neighbours have room together, so the server sees them in the order of asking.
             sizes = [
                 1,
                 3,
@@ -615,7 +616,7 @@ def test_a_large_group_is_not_overtaken_by_small_ones():
                 3,
                 1,
                 3,
-            ]  # no two neighbours have room together, so the server sees them in the order of asking
+            ]
             await asyncio.gather(*(ask_group(client, range(size)) for size in sizes))
             assert [len(body["input_ids"]) for body in server.bodies] == sizes
 
@@ -650,9 +651,8 @@ def test_a_cancelled_group_gives_back_its_places_and_its_turn():
         ):
             first = asyncio.create_task(ask_group(client, range(3)))
             await until(lambda: server.running == 3)
-            waiting = asyncio.create_task(
-                ask_group(client, range(3))
-            )  # takes the one free place and waits for two more
+            # Takes the one free place and waits for two more.
+            waiting = asyncio.create_task(ask_group(client, range(3)))
             last = asyncio.create_task(ask_group(client, [0]))
             await until(lambda: client._places._free.locked())
             waiting.cancel()

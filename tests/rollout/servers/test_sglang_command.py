@@ -295,10 +295,11 @@ def test_each_node_of_a_replica_starts_its_own_part():
         "16",
     )
     assert first["--dist-init-addr"] == "10.0.0.3:20001"
+    # One engine: its ranks must draw the same.
     assert (first["--random-seed"], first["--base-gpu-id"]) == (
         "6",
         "0",
-    )  # one engine: its ranks must draw the same
+    )
 
 
 def test_the_plugin_is_on_every_servers_path_and_stand_ins_on_those_of_cpu_servers(monkeypatch):

@@ -79,9 +79,8 @@ def test_a_server_outlasts_sigterm_exactly_where_its_owner_ignores_it(ignored):
         (server,) = psutil.Process(watchdog.pid).children()
         os.killpg(watchdog.pid, signal.SIGTERM)
         if ignored:
-            server.send_signal(
-                signal.SIGWINCH
-            )  # of two that can be delivered SIGTERM would come first, by its number
+            # Of two that can be delivered SIGTERM would come first, by its number.
+            server.send_signal(signal.SIGWINCH)
             assert watchdog.stdout.readline() == b"going on\n"
             watchdog.stdin.close()
         else:

@@ -181,9 +181,8 @@ def slurm_on_two_hosts() -> Iterator[Cluster]:
 
 @contextlib.contextmanager
 def _held(kind: str) -> Iterator[Cluster]:
-    base = Path(
-        tempfile.mkdtemp(prefix="tandem-", dir="/tmp")
-    )  # its name is part of namespaces' and sockets' names, which must be short
+    # Its name is part of namespaces' and sockets' names, which must be short.
+    base = Path(tempfile.mkdtemp(prefix="tandem-", dir="/tmp"))
     base.chmod(0o755)
     settings = {"TANDEM_CLUSTER": str(base), "SLURM_CONF": str(base / "etc/slurm.conf")}
     cluster = Cluster(base=base, env=_clean_environment() | settings)

@@ -187,9 +187,8 @@ def test_neither_packing_nor_order_matters(shape, config, random):
     random.shuffle(order)
     cut = random.randrange(len(order) + 1)
     parts = [batch.select(order[:cut]), batch.select(order[cut:])]
-    sums = [
-        torch.zeros(2, dtype=torch.float64)
-    ]  # what normalise needs of the other part: added up as ranks would
+    # What normalise needs of the other part: added up as ranks would.
+    sums = [torch.zeros(2, dtype=torch.float64)]
 
     def note(local: Tensor) -> Tensor:
         sums[0] = sums[0] + local

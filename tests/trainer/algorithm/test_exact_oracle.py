@@ -316,6 +316,8 @@ def batch_gradient(here: World, rows: list[int], config: CorrectionConfig, aggre
             objective=ClippedObjective(),
             kl=KLConfig(),
             entropy=EntropyConfig(),
+            correction=config,
+            aggregation=aggregation,
         )
         loss = loss + part
     (gradient_FV,) = torch.autograd.grad(loss, table_FV)

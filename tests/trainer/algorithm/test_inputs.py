@@ -34,8 +34,14 @@ FLOAT_FIELDS = [
     for name in PER_TOKEN
     if name not in ("tokens_T", "targets_T", "positions_T", "response_mask_T", *WHOLE_FIELDS)
 ]
-TERMS = {"objective": ClippedObjective(), "kl": KLConfig(coefficient=0.1), "entropy": EntropyConfig()}
 WEIGHTED = CorrectionConfig()
+TERMS = {
+    "objective": ClippedObjective(),
+    "kl": KLConfig(coefficient=0.1),
+    "entropy": EntropyConfig(),
+    "correction": WEIGHTED,
+    "aggregation": "token_mean",
+}
 BYPASS = CorrectionConfig(mode="bypass")
 OWN_WEIGHT = FunctionWeight(
     level="function", function="tests.support.own_functions:truncate", settings={"upper": 2.0}

@@ -182,12 +182,13 @@ def test_cispo_with_clip_low_of_one_leaves_small_ratios():
     [
         (1.0, 2.0, -4.0, -2.0),  # 4 sigmoid(0) = 2, so the value is -2 A and the slope -A
         (1.0, -2.0, 2.0, 2.0),  # tau 2: (4 / 2) / 2 = 1
+        # sigmoid(log 3) = 3/4: value -3, slope -4 (3/4) (1/4) r.
         (
             1 + math.log(3),
             1.0,
             -3.0,
             -0.75 * (1 + math.log(3)),
-        ),  # sigmoid(log 3) = 3/4: value -3, slope -4 (3/4) (1/4) r
+        ),
         (1 + math.log(3) / 2, -1.0, 1.5, 0.75 * (1 + math.log(3) / 2)),  # the same gate at tau 2
         (1 - math.log(2), 1.0, -4 / 3, -8 / 9 * (1 - math.log(2))),  # sigmoid(-log 2) = 1/3
     ],

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import (
     ClippedObjective,
     DppoObjective,
@@ -33,6 +34,8 @@ from trainer.ranks.metrics import merge_metrics, values
 MODES = Mode.__args__
 NAMES = ("clipped", "gspo", "gmpo", "cispo", "sapo", "dppo", "policy_gradient")
 NO_KL, NO_ENTROPY = KLConfig(), EntropyConfig()
+KNOWN: dict = {"correction": CorrectionConfig(), "aggregation": "token_mean"}
+"""Of batches whose weights are known: neither is looked at."""
 
 
 def objective_of(name, **parameters):
@@ -87,7 +90,13 @@ def golden_loss_and_gradient(case, mode, old_T, weights_T, objective):
     )  # fmt: skip
     current_T = case.input_T("logp").requires_grad_()
     loss, metrics, _ = policy_loss(
-        batch, current_T, torch.zeros_like(current_T), objective=objective, kl=NO_KL, entropy=NO_ENTROPY
+        batch,
+        current_T,
+        torch.zeros_like(current_T),
+        objective=objective,
+        kl=NO_KL,
+        entropy=NO_ENTROPY,
+        **KNOWN,
     )
     (gradient,) = torch.autograd.grad(loss, current_T)
     return loss, gradient, metrics
@@ -160,7 +169,7 @@ def test_all_three_terms_by_hand():
         importance_weights_T=torch.tensor([2.0, 0.0, 0.5]),
     )
     current_T, entropy_T = torch.tensor([0.55, 0.1, 0.45]).log(), torch.tensor([0.6, 9.0, 0.2])
-    terms = {"objective": ClippedObjective(), "entropy": EntropyConfig(coefficient=0.01)}
+    terms = {"objective": ClippedObjective(), "entropy": EntropyConfig(coefficient=0.01), **KNOWN}
     loss, metrics, _ = policy_loss(
         batch, current_T, entropy_T, kl=KLConfig(coefficient=0.1, estimator="k1"), **terms
     )
@@ -189,6 +198,7 @@ def terms_of(name="clipped"):
         "objective": objective_of(name, **parameters),
         "kl": KLConfig(coefficient=0.3, estimator="k3"),
         "entropy": EntropyConfig(coefficient=0.05),
+        **KNOWN,
     }
 
 
@@ -437,9 +447,8 @@ class SmallModel:
         ids = batch.sequence_ids_S.tolist()
         features = torch.cat([self.features[i] for i in ids])
         # A sum per token, not a matmul: its rounding must not depend on how many tokens come along.
-        logits_T = 1.5 * torch.tanh(
-            (features * self.parameters_D).sum(-1)
-        )  # bounded: what is returned must stay a log-prob
+        # Bounded: what is returned must stay a log-prob.
+        logits_T = 1.5 * torch.tanh((features * self.parameters_D).sum(-1))
         return torch.cat([self.base[i] for i in ids]) + logits_T, logits_T.square()
 
 
@@ -537,6 +546,25 @@ def test_without_an_advantage_loss_and_gradient_are_exact_zeros(name, seed, mode
         objective=objective_of(name),
         kl=NO_KL,
         entropy=NO_ENTROPY,
+        **KNOWN,
     )
     (gradient_T,) = torch.autograd.grad(loss, current_T)
     assert loss.item() == 0.0 and torch.count_nonzero(gradient_T) == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reject", [False, True])
+def test_kept_tokens_are_counted_only_where_a_rule_may_reject(mode, reject):
+    """Without a rule the mean over kept tokens is that over all: no count is read from the device, and the loss has the same
+    bits as with a rule that every token passes."""
+    batch = with_weights(random_batch([5, 1, 7, 3], seed=0), mode).with_fields(
+        importance_weights_T=None, old_logprobs_T=None
+    )
+    passes_all = [{"rule": "ratio", "level": "token", "lower": 1e-8, "upper": 1e8}] if reject else []
+    correction = CorrectionConfig.model_validate({"reject": passes_all})
+    terms = {"objective": ClippedObjective(), "kl": NO_KL, "entropy": NO_ENTROPY, "aggregation": mode}
+    current_T = batch.rollout_logprobs_T.clone()
+    found = policy_loss(batch, current_T, current_T, correction=correction, **terms)
+    without = policy_loss(batch, current_T, current_T, correction=CorrectionConfig(), **terms)
+    assert (found.counted is None) == (not reject) and without.counted is None
+    assert torch.equal(found.loss, without.loss)

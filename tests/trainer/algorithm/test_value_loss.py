@@ -138,9 +138,8 @@ def test_parts_add_up_to_the_whole(seed, order, cut):
     whole_loss, whole = value_loss(batch, current_T, value_clip=0.2)
     parts = []
     for rows in (order[:cut], order[cut:]):
-        part = batch.with_fields(advantages_T=current_T).select(
-            rows
-        )  # advantages carry the current values through the selection
+        # Advantages carry the current values through the selection.
+        part = batch.with_fields(advantages_T=current_T).select(rows)
         parts.append(value_loss(part, part.advantages_T, value_clip=0.2))
     merged = values(merge_metrics(metrics for _, metrics in parts))
     assert sum(loss.item() for loss, _ in parts) == pytest.approx(whole_loss.item(), rel=1e-12)

@@ -522,9 +522,8 @@ def test_the_loss_of_each_minibatch_is_its_definition(step, mode):
 def test_old_from_the_updates_own_pass_is_old_from_a_pass_before_it(ranks, step, setup, seed):
     groups, _, num_ranks, token_budget = step
     if setup.correction.weight.level != "none" and setup.correction.weight.normalise:
-        setup = replace(
-            setup, correction=TRUNCATED_TOKENS
-        )  # needs the pass before, as RunConfig.scores_old says
+        # Needs the pass before, as RunConfig.scores_old says.
+        setup = replace(setup, correction=TRUNCATED_TOKENS)
     (whole,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=10**6)
     wanted = StepResult.total([run_step(whole, setup, None)])
     shares = split_groups(groups, num_minibatches=1, dp_size=num_ranks, token_budget=token_budget)
@@ -611,9 +610,8 @@ def test_two_data_parallel_ranks_learn_what_one_does(tmp_path):
 
     folder = make_hf_model(tmp_path / "m", "qwen3")
     arguments = (folder, make_groups(LENGTHS, REWARDS, seed=3, vocab=43), JOBS + FLAT_JOBS)
-    (one,) = run_ranks(
-        work_learner_steps, 1, tmp_path / "rank", 1, *arguments
-    )  # with as many threads as the two
+    # With as many threads as the two.
+    (one,) = run_ranks(work_learner_steps, 1, tmp_path / "rank", 1, *arguments)
     two = run_ranks(work_learner_steps, 2, tmp_path / "ranks", 2, *arguments)
     for index, job in enumerate(JOBS + FLAT_JOBS):
         wanted = one[index]
@@ -661,9 +659,8 @@ def _assert_nothing_is_lost_by_skipping(of_ranks, relative_difference):
             assert full["skipped"] == [None] * len(full["skipped"])
         assert 0.3 < same["skipped"][0] < 0.7
         first, second = the_same["skipped"]
-        assert (
-            0.2 < first < 0.8 and second < 1.0
-        )  # the optimizer steps in any case, on one micro-batch at least
+        # The optimizer steps in any case, on one micro-batch at least.
+        assert 0.2 < first < 0.8 and second < 1.0
 
 
 def test_a_minibatch_that_forks_made_uneven_is_filled_up_by_hand():

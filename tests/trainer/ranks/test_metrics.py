@@ -89,9 +89,8 @@ def test_what_does_not_vary_has_no_correlation_and_no_spread():
         and Metric.pearson(other_T, constant_T).value is None
     )
     assert Metric.std(constant_T).value == pytest.approx(0.0, abs=1e-8)
-    for constant in torch.linspace(
-        0.1, 0.9, 50, dtype=torch.float64
-    ):  # of some of them rounding leaves a variance below 0
+    # Of some of them rounding leaves a variance below 0.
+    for constant in torch.linspace(0.1, 0.9, 50, dtype=torch.float64):
         assert Metric.std(constant.expand(7)).value == pytest.approx(0.0, abs=1e-7)
     assert Metric.pearson(other_T, -3 * other_T).value == pytest.approx(-1.0, abs=1e-12)
 

@@ -166,6 +166,8 @@ def test_loss_and_gradient_are_the_trainers(name):
         objective=objective,
         kl=config.kl,
         entropy=config.entropy,
+        correction=correction,
+        aggregation=config.aggregation.type,
     )
     loss.backward()
     assert found.loss == pytest.approx(loss.item(), rel=1e-5, abs=1e-7)

@@ -259,8 +259,7 @@ def test_nothing_of_a_micro_batch_stays_after_it(simulated):
     gradient, 128 KiB here."""
     rank = simulated["experts", 0]
     after, start = rank.parts["checkpoint"].at_peak, rank.parts["start"].peak
-    gathered = (
-        2 * rank.step.tokens * DENSE["hidden_size"]
-    )  # Megatron's buffer for what sequence parallelism gathers
+    # Megatron's buffer for what sequence parallelism gathers.
+    gathered = 2 * rank.step.tokens * DENSE["hidden_size"]
     assert after["activations"] <= gathered + 2**14
     assert rank.parts["checkpoint"].peak == start + after["activations"]

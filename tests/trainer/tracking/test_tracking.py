@@ -111,9 +111,8 @@ def only_run(run_dir: Path):
 
 @pytest.mark.filterwarnings("ignore:metric .* is not in")
 def test_sqlite_store_holds_params_metrics_artifacts_and_status(tmp_path):
-    config = make_config(
-        rollout={"server_args": {f"flag-{i}": i for i in range(150)}}
-    )  # more params than one request takes
+    # More params than one request takes.
+    config = make_config(rollout={"server_args": {f"flag-{i}": i for i in range(150)}})
     (tmp_path / "config.yaml").write_text("name: written by whoever made the folder\n")
     tracker = Tracker(config, tmp_path)
     for step in (1, 2, 3):
@@ -589,6 +588,29 @@ def test_a_server_that_is_not_there_is_said_once(tmp_path, monkeypatch, caplog):
     assert len([m for m in caplog.messages if f"{uri} lacks the last 52 items" in m]) == 1
 
 
+@pytest.mark.parametrize("password", ["secret", "se@secret", "s%40secret"])
+def test_no_password_of_a_server_that_is_not_there_is_said(tmp_path, monkeypatch, caplog, password):
+    """MLflow's own error has the whole address."""
+    monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.01)
+    host = closed_port().removeprefix("http://")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:{password}@{host}")
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, FULL)
+    said = [message for message in caplog.messages if "MLflow at" in message]
+    assert f"API request to http://…@{host}/api" in said[0] and "secret" not in caplog.text
+
+
+def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, caplog):
+    def fail(thread: mlflow_thread.MlflowThread) -> None:
+        raise RuntimeError(f"no answer from {thread._uri}")
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "foo://user:secret@host/?password=secret")
+    monkeypatch.setattr(mlflow_thread.MlflowThread, "_open_run", fail)
+    Tracker(make_config(), tmp_path).close("FINISHED")
+    assert "RuntimeError: no answer from foo://…@host/?password=…\n" in caplog.text
+    assert "secret" not in caplog.text
+
+
 def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     """The sqlite file's folder appears only after the first attempt failed."""
     monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.05)
@@ -607,9 +629,8 @@ def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     tracker.close("FINISHED")
     client, run = only_run(store.parent / "run")
     assert sorted(m.value for m in client.get_metric_history(run.info.run_id, "reward/mean")) == [0.5, 0.6]
-    assert (
-        store.parent / "mlartifacts" / run.info.run_id / "artifacts" / "config.yaml"
-    ).is_file()  # not in the current folder
+    # Not in the current folder.
+    assert (store.parent / "mlartifacts" / run.info.run_id / "artifacts" / "config.yaml").is_file()
 
 
 def test_a_full_queue_drops_instead_of_waiting(tmp_path, monkeypatch, hanging_server, caplog):
@@ -709,9 +730,8 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp
     ]  # fmt: skip
     assert all("Usual cause: " in line and "Try: " in line for line in told)
     lines = out.splitlines()
-    assert all(
-        lines[lines.index(line) - 1].split()[0].startswith(f"{line[9]}/") for line in told
-    )  # under its own step
+    # Under its own step.
+    assert all(lines[lines.index(line) - 1].split()[0].startswith(f"{line[9]}/") for line in told)
 
 
 def test_a_first_failed_reward_is_told_once(tmp_path, capsys):
