@@ -15,6 +15,10 @@ class GenerationError(RuntimeError):
     """Completions could not be obtained: retries used up, deadline passed, or the server refused the request."""
 
 
+class PromptTooLongError(GenerationError):
+    """The server has no room for this prompt and an answer. No fault of the servers: other prompts are answered."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStats:
     """Counts since the client was made; they never fall."""
@@ -72,7 +76,9 @@ class GenerationClient(Protocol):
         sampler is truncated, over each token's kept ids, which come with it. A seed fixes its
         sample on engines that run deterministically; other engines ignore it.
 
-        Raises GenerationError: retries or time ran out before all completions came, or the request was refused.
+        Raises:
+            PromptTooLongError: the server has no room for the prompt.
+            GenerationError: retries or time ran out before all completions came, or the request was refused.
         """
         ...
 

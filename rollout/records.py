@@ -54,7 +54,7 @@ class Status(StrEnum):
     """The reward function raised or ran out of time. A single turn is scored 0, counted in the metrics, and still
     trained on; an episode of an environment is not scored."""
     TOKEN_LIMIT = "token_limit"
-    """The environment asked for more tokens than a sequence may have."""
+    """The environment asked for more tokens than a sequence may have, or the servers have no room for a prompt."""
     TURN_LIMIT = "turn_limit"
     """The environment asked for more turns than an episode may have."""
     TIME_LIMIT = "time_limit"

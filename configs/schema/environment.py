@@ -30,8 +30,8 @@ class EnvironmentLimits(Schema):
     """Most turns of the policy in an episode. One more ends it (``turn_limit``)."""
     max_tokens: Tokens | None = None
     """Most tokens of an episode's sequence, the prompt and all observations included. What does not fit ends the
-    episode before a request (``token_limit``). None: as many as learner.token_budget, the model's positions and
-    rollout.max_total_tokens allow."""
+    episode before a request (``token_limit``). None: as many as learner.token_budget and the servers allow; these take 2
+    tokens less than the model's positions and rollout.max_total_tokens, and 7 less in front of a turn."""
     timeout_s: Seconds = 600.0
     """Deadline of an episode, its waiting for servers included. A later one is cancelled and not scored
     (``time_limit``)."""

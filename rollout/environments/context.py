@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollout.byte_level import Decode, decoder_of
-from rollout.client import GenerationClient, Session
+from rollout.client import GenerationClient, PromptTooLongError, Session
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
 from rollout.records import Completion, FinishReason, Prompt, Score, Status
@@ -28,6 +28,8 @@ class EpisodeLimits:
     """Of a whole sequence."""
     max_new_tokens: int
     """Of one turn."""
+    max_prompt_tokens: int = 2**31 - 1
+    """Of the tokens that a turn continues: servers take no longer ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,11 @@ class EpisodeContext:
                 Status.TOKEN_LIMIT,
                 f"turn {turn + 1} follows {length} tokens, but environment.max_tokens={self._limits.max_tokens}",
             )
+        if length > self._limits.max_prompt_tokens:
+            raise EpisodeEnded(
+                Status.TOKEN_LIMIT,
+                f"turn {turn + 1} follows {length} tokens, but the servers continue at most {self._limits.max_prompt_tokens}",
+            )
         self._episode.turns += 1  # before the answer: forks may act at the same time
         request = asyncio.ensure_future(
             self._client.generate_group(
@@ -163,6 +170,11 @@ class EpisodeContext:
         self._is_acting = True
         try:
             (completion,) = await request
+        except PromptTooLongError as error:
+            self._episode.turns -= 1
+            raise EpisodeEnded(
+                Status.TOKEN_LIMIT, f"turn {turn + 1} follows {length} tokens: {error}"
+            ) from error
         finally:
             self._is_acting = False
             self._episode.requests.discard(request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from configs.schema.environment import EnvironmentLimits
-from rollout.client import GenerationClient, GenerationError
+from rollout.client import GenerationClient, GenerationError, PromptTooLongError
 from rollout.environments.context import EpisodeContext, EpisodeLimits, ScoreText, Texts
 from rollout.environments.protocol import Environment, EpisodeEnded, EpisodeFailed, Outcome
 from rollout.environments.sequence import TokenSequence
@@ -86,13 +86,16 @@ class SingleTurns:
     async def sample(
         self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
     ) -> list[Sample]:
-        completions = await client.generate_group(
-            prompt.token_ids,
-            max_new_tokens=self._max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=self._stop_token_ids,
-            seeds=seeds,
-        )
+        try:
+            completions = await client.generate_group(
+                prompt.token_ids,
+                max_new_tokens=self._max_new_tokens,
+                temperature=temperature,
+                stop_token_ids=self._stop_token_ids,
+                seeds=seeds,
+            )
+        except PromptTooLongError as error:
+            return [_unanswered(prompt, Status.TOKEN_LIMIT, str(error)) for _ in seeds]
         scores = await all_or_first_error(
             self._score(
                 prompt,
@@ -106,6 +109,11 @@ class SingleTurns:
             single_turn(TokenSequence.of_single_turn(prompt.token_ids, completion), score)
             for completion, score in zip(completions, scores, strict=True)
         ]
+
+
+def _unanswered(prompt: Prompt, status: Status, error: str) -> Sample:
+    sequence = _with_something_to_pack(TokenSequence(), prompt)
+    return Sample(sequences=[sequence], reward=None, parts={}, correct=False, status=status, error=error)
 
 
 def single_turn(sequence: TokenSequence, score: Score) -> Sample:

@@ -76,10 +76,11 @@ async def sample_makers(
 
         def episodes(which: PromptsOf) -> Episodes:
             most = sequence_limits(config, which, max_positions=max_positions)
-            most |= {} if block.max_tokens is None else {"environment.max_tokens": block.max_tokens}
+            own = [] if block.max_tokens is None else [block.max_tokens]
             limits = EpisodeLimits(
                 max_turns=block.max_turns,
-                max_tokens=min(most.values(), default=_NO_LIMIT),
+                max_tokens=min([*own, *(limit.sequence for limit in most)], default=_NO_LIMIT),
+                max_prompt_tokens=min((limit.prompt for limit in most), default=_NO_LIMIT),
                 max_new_tokens=max_new_tokens,
             )
             around = limits_around(block)

@@ -13,7 +13,7 @@ from functools import partial
 import aiohttp
 import orjson
 
-from rollout.client import ClientStats, GenerationError, Session
+from rollout.client import ClientStats, GenerationError, PromptTooLongError, Session
 from rollout.connections import PEER_TIMEOUT_S, REUSE_S, is_unreachable
 from rollout.gathering import all_or_first_error
 from rollout.http_replicas import (
@@ -31,6 +31,7 @@ from rollout.servers.answers import (
     Sent,
     collection_paused,
     error_code,
+    is_too_long,
     neutral_sampling_params,
     read_answer,
     server_message,
@@ -315,11 +316,15 @@ class SGLangClient:
                 failure = _ServerUnreached if error_code(content) in UNREACHED_CODES else AttemptFailed
                 raise failure(f"HTTP {response.status}: {server_message(content)}")
             if response.status != 200:
-                raise GenerationError(
-                    f"{url} refused a request with HTTP {response.status}: {server_message(content)}"
-                )
+                message = server_message(content)
+                refusal = PromptTooLongError if is_too_long(message) else GenerationError
+                raise refusal(f"{url} refused a request with HTTP {response.status}: {message}")
         with collection_paused():
             completions = read_answer(content, count, url, sent)
+        if not all(len(completion.token_ids) for completion in completions):
+            raise PromptTooLongError(
+                f"{url} had no room for a token behind a prompt of {sent.num_tokens} tokens"
+            )
         if any((completion.token_versions[:1] == NO_WEIGHT_VERSION).any() for completion in completions):
             raise ReplicaLost(f"{url} was started again, and has no weights of the learner yet")
         return completions

@@ -5,18 +5,20 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import RunConfig
 from configs.schema.environment import TokenEnvironment
 from rollout.client import GenerationError
-from rollout.environments import Outcome
+from rollout.environments import Outcome, loading
 from rollout.environments.context import EpisodeLimits, Texts, turn_seed
 from rollout.environments.episodes import Episodes, SingleTurns
-from rollout.environments.loading import make_environment
+from rollout.environments.loading import make_environment, sample_makers
 from rollout.environments.sequence import TokenSequence
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from tests.support.fake_engine import FakeEngine, fake_tokens
@@ -430,6 +432,63 @@ def test_a_turn_gets_the_room_that_is_left():
 
     limits = EpisodeLimits(max_turns=99, max_tokens=8, max_new_tokens=6)
     assert {len(one.sequence) for one in sample(episodes(run, limits=limits), seeds=range(30))} == {8}
+
+
+@pytest.mark.parametrize("refuses", ["the limit", "the server"])
+def test_a_turn_whose_prompt_the_servers_do_not_take_ends_its_episode_alone(refuses):
+    longest = 20
+    limits = EpisodeLimits(max_turns=99, max_tokens=200, max_new_tokens=2)
+    engine = FakeEngine()
+    if refuses == "the limit":
+        limits = replace(limits, max_prompt_tokens=longest)
+    else:
+        engine.longest_prompt = longest
+    for one in sample(episodes(never_ends, limits=limits), engine=engine, seeds=range(6)):
+        assert (one.status, one.reward, one.error) == (Status.TOKEN_LIMIT, 0.0, None)
+        assert max(turn.start for turn in one.sequence.turns) <= longest < len(one.sequence)
+    assert refuses == "the server" or max(len(ids) for ids, *_ in engine.calls) <= longest
+
+
+def test_a_prompt_that_the_servers_do_not_take_is_not_scored():
+    plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=score_by_length)
+    made = sample(plain, engine=FakeEngine(longest_prompt=2))
+    for one in made:
+        assert (one.status, one.reward, one.sequence.turns) == (Status.TOKEN_LIMIT, None, [])
+        assert one.error == "asked to refuse 3 tokens"
+    pack([group_of([*made, *sample(plain)])])
+
+
+def test_episodes_have_the_limits_of_the_servers(monkeypatch):
+    """SGLang keeps 2 places free behind a sequence, and 7 behind a prompt."""
+
+    class NeverEnds:
+        async def run(self, problem, context):
+            await never_ends(problem, context)
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "task": {"type": "countdown"},
+            "rollout": {"max_new_tokens": 2, "server_args": {"context_length": 50}},
+            "environment": {"type": "tokens", "environment": "m:C", "max_turns": 99},
+        }
+    )
+    monkeypatch.setattr(loading, "make_environment", lambda block: NeverEnds())
+
+    async def play(max_positions):
+        engine = FakeEngine()
+        async with sample_makers(
+            config, scorer=SimpleNamespace(score=None), tokenizer=Numbers(), stop_token_ids=[STOP],  # pyright: ignore
+            max_positions=max_positions,
+        ) as samples_of:  # fmt: skip
+            made = await samples_of("training").sample(engine, PROMPT, list(range(40)), temperature=0.5)
+        assert {one.status for one in made} == {Status.TOKEN_LIMIT}
+        longest_prompt = max(turn.start for one in made for turn in one.sequence.turns)
+        return longest_prompt, max(len(one.sequence) for one in made)
+
+    for max_positions, length in [(40, 40), (64, 50), (None, 50)]:
+        longest_prompt, longest = asyncio.run(play(max_positions))
+        assert longest_prompt == length - 7 and length - 7 < longest <= length - 2
 
 
 async def raises(problem, context):

@@ -43,6 +43,7 @@ from rollout.sampling.messages import (
 )
 from rollout.sampling.mixture import mixture_order
 from rollout.sampling.order import epoch_order
+from rollout.sampling.prompt_room import prompt_room
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
 from rollout.sampling.sampler import (
@@ -819,12 +820,34 @@ def task_of(*, train, heldout=()) -> Task:
 
 
 def test_prompts_that_fit_exactly_are_accepted():
-    task = task_of(train=[60, 3], heldout=[88])
+    task = task_of(train=[60, 3], heldout=[86])
     assert task_that_fits(task, run_config(), max_positions=128) == task
     task = task_of(train=[60], heldout=[9999])
     assert task_that_fits(task, run_config(), max_positions=None) == task
     task = task_of(train=[1])
-    assert task_that_fits(task, run_config(), max_positions=41) == task
+    assert task_that_fits(task, run_config(), max_positions=43) == task
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "rollout", "max_positions", "room"),
+    [
+        (40, {}, 128, 86),  # a sequence ends 2 tokens before the last position
+        (5, {}, 128, 121), (6, {}, 128, 120), (1, {}, 128, 121),  # no prompt of the last 6 is taken
+        (40, {"server_args": {"context-length": 100}}, 128, 58),
+        (40, {"server_args": {"context_length": "100"}}, None, 58),
+        (40, {"max_total_tokens": 100}, 128, 58),
+        (40, {"max_total_tokens": 100, "server_args": {"page-size": 1}}, 128, 58),
+        (40, {"max_total_tokens": 127, "server_args": {"page-size": 16}}, 128, 40),  # of 112 places, two pages stay free
+        (1, {"max_total_tokens": 127, "server_args": {"page-size": 16}}, 128, 79),
+        (40, {"server_args": {"page-size": 16}}, 128, 86),
+    ],
+)  # fmt: skip
+def test_the_room_for_a_prompt_is_what_the_servers_take(max_new_tokens, rollout, max_positions, room):
+    config = run_config(max_new_tokens=max_new_tokens, token_budget=999, **rollout)
+    for which in ("training", "held-out"):
+        found = prompt_room(config, which, max_positions=max_positions)
+        assert found is not None and found.tokens == room
+    assert "SGLang takes sequences of " in found.within
 
 
 @pytest.mark.parametrize(
@@ -833,12 +856,13 @@ def test_prompts_that_fit_exactly_are_accepted():
         (
             task_of(train=[7, 65, 61]), {},
             r"training prompt train65 has 65 tokens, but only 60 .*max_new_tokens=40 within learner.token_budget=100, "
-            r"max_position_embeddings=128; remove .*more than 60 tokens, lower .* or raise learner.token_budget",
+            r"max_position_embeddings=128 \(SGLang takes sequences of 126 and prompts of 121\); "
+            r"remove .*more than 60 tokens, lower .* or raise learner.token_budget",
         ),
-        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100; .*max_new_tokens$"),
-        (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 60 .*raise rollout.max_total_tokens$"),
-        (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 88 "),
-        (task_of(train=[1]), {"max_positions": 40}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=40"),
+        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100 .*max_new_tokens$"),
+        (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 58 .*raise rollout.max_total_tokens$"),
+        (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 86 "),
+        (task_of(train=[1]), {"max_positions": 42}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=42"),
     ],
 )  # fmt: skip
 def test_a_prompt_without_room_for_its_answer_is_named_with_the_limits_and_the_fix(task, limits, message):
@@ -857,14 +881,14 @@ LEAVES_OUT = {
 
 def test_too_long_prompts_are_left_out_and_counted_where_the_config_says_so():
     task = replace(
-        task_of(train=[7, 65, 60, 61], heldout=[90, 88]), heldout_sets={"b": task_of(train=[89, 3]).train}
+        task_of(train=[7, 65, 60, 61], heldout=[90, 86]), heldout_sets={"b": task_of(train=[89, 3]).train}
     )
     kept = task_that_fits(task, run_config(task=LEAVES_OUT), max_positions=128)
     ids = [
         [prompt.prompt_id for prompt in prompts]
         for prompts in (kept.train, kept.heldout, kept.heldout_sets["b"])
     ]
-    assert ids == [["train7", "train60"], ["heldout88"], ["train3"]]
+    assert ids == [["train7", "train60"], ["heldout86"], ["train3"]]
     assert kept.num_left_out == 2
 
 

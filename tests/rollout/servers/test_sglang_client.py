@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.planning.model_parts import Experts
-from rollout.client import GenerationError, Session
+from rollout.client import GenerationError, PromptTooLongError, Session
 from rollout.http_replicas import AttemptFailed
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
@@ -444,7 +444,27 @@ def test_a_refused_request_is_an_error_at_once_with_the_servers_words():
             LocalServer(lambda n: (400, {"error": {"message": "too many tokens"}})) as server,
             make_client(server) as client,
         ):
-            with pytest.raises(GenerationError, match="HTTP 400: too many tokens"):
+            with pytest.raises(GenerationError, match="HTTP 400: too many tokens") as caught:
+                await ask(client)
+            assert not isinstance(caught.value, PromptTooLongError)
+            assert (len(server.bodies), client.stats.retries) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "behave",
+    [
+        (400, {"error": {"message": "Input length (250 tokens) exceeds the maximum allowed length (250 tokens). Use"}}),
+        (400, {"error": {"message": "The input (256 tokens) is longer than the model's context length (256 tokens)."}}),
+        (400, {"error": {"message": "Request prompt exceeds the KV memory budget: input_len=90."}}),
+        answer([], finish="length"),
+    ],
+)  # fmt: skip
+def test_a_prompt_without_room_is_an_error_of_its_own(behave):
+    async def scenario():
+        async with LocalServer(lambda n: behave) as server, make_client(server) as client:
+            with pytest.raises(PromptTooLongError):
                 await ask(client)
             assert (len(server.bodies), client.stats.retries) == (1, 0)
 
