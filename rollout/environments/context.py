@@ -40,7 +40,7 @@ class Texts:
     end_token_ids: frozenset[int]
     """Tokens that end a response; they are no part of its text."""
     vocab_size: int
-    """Token ids are below it."""
+    """Of the model: token ids are below it."""
     _text_of: Decode = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

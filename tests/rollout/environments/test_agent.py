@@ -170,7 +170,7 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
 
     async def samples() -> list[Sample]:
         async with asyncio.timeout(DEADLINE_S), sample_makers(
-            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256  # pyright: ignore
+            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256, vocab_size=None  # pyright: ignore
         ) as samples_of:  # fmt: skip
             return await samples_of("training").sample(FakeEngine(), PROBLEM, [11, 12], temperature=0.5)
 
@@ -181,6 +181,54 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
         assert (one.reward, one.status, one.error) == (len(text), Status.OK, None)
         assert one.parts == {"turns": 2.0, "forks": 0.0, "refused_requests": 0.0, "unread_calls": 0.0}
     pack([group_of(made)])
+
+
+TOKENS = """
+import json, os, urllib.request
+
+def sampled(ids):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/generate", json.dumps({"token_ids": ids}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["token_ids"]
+
+ids = json.loads(os.environ["TANDEM_PROBLEM"])["text"]
+ids = [int(word) for word in ids.split()]
+for observed in ([7], [8], []):
+    ids += [*sampled(ids), *observed]
+print(json.dumps({"reward": max(ids)}))
+"""
+
+
+def test_an_agent_gives_back_ids_that_the_tokenizer_does_not_have(tmp_path):
+    """The model has more rows than the tokenizer has tokens, and samples them."""
+    (tmp_path / "agent.py").write_text(TOKENS)
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "task": {"type": "countdown"},
+            "rollout": {"max_new_tokens": 6},
+            "environment": {
+                "type": "agent",
+                "command": [str(tmp_path / "agent.py")],
+                "template": "plain",
+                "reward": "agent",
+            },
+        }
+    )
+
+    async def samples() -> list[Sample]:
+        async with asyncio.timeout(DEADLINE_S), sample_makers(
+            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256,  # pyright: ignore
+            vocab_size=2 * VOCAB,
+        ) as samples_of:  # fmt: skip
+            engine = FakeEngine(vocab_size=2 * VOCAB)
+            return await samples_of("training").sample(engine, PROBLEM, [11, 12], temperature=0.5)
+
+    for one in asyncio.run(samples()):
+        assert (one.error, len(one.sequences), len(one.sequence.turns)) == (None, 1, 3)
+        assert one.reward is not None and VOCAB <= one.reward < 2 * VOCAB
 
 
 def test_an_environment_of_messages_takes_the_template_with_the_arguments_of_the_model():
@@ -195,7 +243,7 @@ def test_an_environment_of_messages_takes_the_template_with_the_arguments_of_the
     async def start() -> None:
         tokenizer = chat_tokenizer("qwen3")
         async with sample_makers(
-            config, scorer=SimpleNamespace(score=None), tokenizer=tokenizer, stop_token_ids=[0], max_positions=256  # pyright: ignore
+            config, scorer=SimpleNamespace(score=None), tokenizer=tokenizer, stop_token_ids=[0], max_positions=256, vocab_size=None  # pyright: ignore
         ):  # fmt: skip
             pass
 

@@ -479,7 +479,7 @@ def test_episodes_have_the_limits_of_the_servers(monkeypatch):
         engine = FakeEngine()
         async with sample_makers(
             config, scorer=SimpleNamespace(score=None), tokenizer=Numbers(), stop_token_ids=[STOP],  # pyright: ignore
-            max_positions=max_positions,
+            max_positions=max_positions, vocab_size=None,
         ) as samples_of:  # fmt: skip
             made = await samples_of("training").sample(engine, PROMPT, list(range(40)), temperature=0.5)
         assert {one.status for one in made} == {Status.TOKEN_LIMIT}
