@@ -170,7 +170,7 @@ class OpenEnvironment(MessageEnvironment):
     start_timeout_s: Seconds = 60.0
     """Time for a server to answer before the first step."""
     reset_timeout_s: Seconds = 60.0
-    """Time to connect, to get a free place, and for ``reset``."""
+    """Time to connect, also while no server can be reached, to get a free place, and for ``reset``."""
     step_timeout_s: Seconds = 60.0
     """Time for a step."""
 
