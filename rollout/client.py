@@ -1,6 +1,7 @@
 """The interface between the sample role and an inference engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +46,8 @@ class Session:
 
     server: object = None
     """The client's own note."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while a request waits for a place, for the end of a drain, or for a server that is started again."""
 
 
 class GenerationClient(Protocol):

@@ -33,8 +33,8 @@ class EnvironmentLimits(Schema):
     episode before a request (``token_limit``). None: as many as learner.token_budget and the servers allow; these take 2
     tokens less than the model's positions and rollout.max_total_tokens, and 7 less in front of a turn."""
     timeout_s: Seconds = 600.0
-    """Deadline of an episode, its waiting for servers included. A later one is cancelled and not scored
-    (``time_limit``)."""
+    """Deadline of an episode. A later one is cancelled and not scored (``time_limit``). Time in which a turn waits for a
+    place at the servers, or for a server that is started again, does not count."""
     max_concurrency: Count = 512
     """Episodes under way at the same time."""
     reward_at_limit: FiniteFloat | None = 0.0

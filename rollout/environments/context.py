@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import numpy as np
 
 from rollout.byte_level import Decode, decoder_of
 from rollout.client import GenerationClient, PromptTooLongError, Session
+from rollout.environments.clock import EpisodeClock
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
 from rollout.records import Completion, FinishReason, Prompt, Score, Status
@@ -65,6 +67,7 @@ class _Episode:
     requests: set[asyncio.Future] = field(default_factory=set)
     """Under way."""
     is_over: bool = False
+    clock: EpisodeClock = field(default_factory=EpisodeClock)
 
 
 ScoreText = Callable[..., Awaitable[Score]]
@@ -85,9 +88,9 @@ class EpisodeContext:
         texts: Texts,
         score: ScoreText,
     ) -> None:
-        self.sequence, self._session = TokenSequence(), Session()
-        self._forks: list[EpisodeContext] = []
         self._episode, self._is_acting = _Episode(), False
+        self.sequence, self._session = TokenSequence(), Session(waiting=self._episode.clock.stopped)
+        self._forks: list[EpisodeContext] = []
         self._client, self._problem, self._seed = client, problem, seed
         self._temperature, self._limits, self._texts, self._score = temperature, limits, texts, score
 
@@ -98,6 +101,9 @@ class EpisodeContext:
     def sequences(self) -> list[TokenSequence]:
         """Of the episode, which this context began: its own, and behind it each fork with the forks of that."""
         return [self.sequence, *(one for fork in self._forks for one in fork.sequences())]
+
+    def deadline(self, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+        return self._episode.clock.deadline(seconds)
 
     async def end(self) -> None:
         """End the requests of all contexts of the episode. They can do nothing from now on."""

@@ -176,7 +176,7 @@ class Episodes:
 
     async def _outcome(self, prompt: Prompt, context: EpisodeContext) -> Outcome:
         try:
-            async with asyncio.timeout(self._config.timeout_s) as deadline:
+            async with context.deadline(self._config.timeout_s) as deadline:
                 outcome = checked(await self._run(prompt, context))
         except EpisodeEnded as end:
             outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)

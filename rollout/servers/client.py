@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -254,11 +254,12 @@ class SGLangClient:
         if sent.truncation is not None:
             request |= kept_sets.REQUEST
         body = orjson.dumps(request)
+        waiting = nullcontext if session is None else session.waiting
         async with AsyncExitStack() as stack:
             stack.enter_context(
                 span("request", family="requests", samples=count, prompt_tokens=len(prompt_ids))
             )
-            with span("wait for admission"):
+            with waiting(), span("wait for admission"):
                 await stack.enter_async_context(self._places.take(count))
                 await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
@@ -268,8 +269,9 @@ class SGLangClient:
                         with self._in_flight.counted(count):
                             return await self._request_with_retries(body, count, sent, session)
                 except _AllLost:
-                    await self._some_server()
-                    await self._is_open.wait()  # a drain may have begun meanwhile
+                    with waiting():
+                        await self._some_server()
+                        await self._is_open.wait()  # a drain may have begun meanwhile
                 except TimeoutError as error:
                     raise GenerationError(
                         f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} "

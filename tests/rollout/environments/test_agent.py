@@ -28,6 +28,7 @@ from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.loading import sample_makers
 from rollout.environments.processes import PACKAGES
+from rollout.environments.protocol import EpisodeFailed
 from rollout.guarded_process import remove
 from rollout.records import Prompt, Status
 from tests.rollout.environments.test_episodes import (
@@ -35,12 +36,15 @@ from tests.rollout.environments.test_episodes import (
     TEXTS,
     VOCAB,
     Numbers,
+    WaitsForServers,
     group_of,
     pack,
     score_by_length,
 )
+from tests.rollout.environments.test_gateway import context_of
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.fake_engine import FakeEngine, fake_tokens
+from tests.support.jumping_loop import jump, run_jumping
 
 DEADLINE_S = 60.0
 ASK = """
@@ -343,6 +347,31 @@ exec({bodies!r}[number])
         left.remove(max(fits, key=lambda fault: len(fault[2] or "")))
         assert (one.reward is None) == (one.status is not Status.OK)
     assert left == []
+
+
+def test_waiting_for_servers_is_no_time_of_the_agent():
+    """An agent that asks and then hangs: its deadline of 30 s counts behind the wait for a server."""
+    config = AgentEnvironment.model_validate({"command": ["true"], "timeout_s": 30.0})
+    process = SimpleNamespace(ended=asyncio.Event().wait, errors="")
+
+    async def test():
+        agents = AgentEpisodes(
+            Gateway(), NewProcesses(config), config, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
+        )  # fmt: skip
+        context = context_of(engine=WaitsForServers(1000.0))
+        context.observe([3])
+        session = SimpleNamespace(failure=asyncio.get_running_loop().create_future(), last_refusal=None)
+        ended = asyncio.create_task(agents._end_of(process, session, context))  # pyright: ignore
+        await jump(0.0)
+        await jump(10.0)
+        await context.act()
+        await jump(19.0)
+        assert not ended.done()
+        await jump(2.0)
+        with pytest.raises(EpisodeFailed, match=r"the agent ran longer than environment\.timeout_s=30 s"):
+            await ended
+
+    run_jumping(test())
 
 
 def test_a_hanging_agent_is_killed_with_its_daemons(tmp_path):

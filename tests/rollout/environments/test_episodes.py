@@ -22,6 +22,7 @@ from rollout.environments.loading import make_environment, sample_makers
 from rollout.environments.sequence import TokenSequence
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from tests.support.fake_engine import FakeEngine, fake_tokens
+from tests.support.jumping_loop import jump, run_jumping
 from tests.support.records import completion
 from trainer.batch.exact_turns import TurnsDiffer
 from trainer.batch.sharing_out import split_groups
@@ -505,6 +506,39 @@ async def hangs(problem, context):
     context.observe(problem.token_ids)
     await context.act()
     await asyncio.Event().wait()
+
+
+class WaitsForServers(FakeEngine):
+    """Each request waits for ``seconds`` until a server is there, and is answered at once."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    async def generate_group(self, *arguments, session=None, **named):
+        assert session is not None
+        with session.waiting():
+            await jump(self.seconds)
+        return await super().generate_group(*arguments, session=session, **named)
+
+
+@pytest.mark.parametrize(("thinks_s", "status"), [(0.0, Status.OK), (201.0, Status.TIME_LIMIT)])
+def test_waiting_for_servers_is_no_time_of_the_episode(thinks_s, status):
+    """Three turns, and the environment's own time between them."""
+
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        for _ in range(3):
+            await context.act()
+            await jump(thinks_s)
+        return Outcome(reward=1.0)
+
+    async def play():
+        maker = episodes(run, timeout_s=600.0)
+        (one,) = await maker.sample(WaitsForServers(1000.0), PROMPT, [11], temperature=0.5)
+        assert one.status is status, one.error
+
+    run_jumping(play())
 
 
 def returns(value):

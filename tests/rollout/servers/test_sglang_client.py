@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import aiohttp
@@ -804,6 +805,59 @@ def test_a_request_that_waited_for_a_server_is_held_back_by_a_drain(monkeypatch)
             assert not draining.done()
             hold.set()
             await asyncio.gather(waiting, draining)
+
+    asyncio.run(scenario())
+
+
+class Waits:
+    """What a session is told of its waits."""
+
+    def __init__(self) -> None:
+        self.number, self.now = 0, 0
+
+    @contextmanager
+    def __call__(self):
+        self.number, self.now = self.number + 1, self.now + 1
+        try:
+            yield
+        finally:
+            self.now -= 1
+
+
+def test_a_session_knows_while_its_request_waits_for_others(monkeypatch):
+    """For a place, the end of a drain, and a server that is started again; but not while it is answered."""
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.005)
+
+    async def scenario():
+        hold, waits = asyncio.Event(), Waits()
+        async with (
+            LocalServer(lambda n: None if n == 1 else answer(), hold=hold) as server,
+            make_client(server, servers_restart=True, max_retries=0, max_concurrency=1) as client,
+        ):
+            first = asyncio.create_task(ask(client))
+            await until(lambda: server.running == 1)
+            sampling = {"max_new_tokens": 4, "temperature": 1.0, "stop_token_ids": [6], "seeds": [1]}
+            asked = client.generate_group([1], session=Session(waiting=waits), **sampling)
+            waiting = asyncio.create_task(asked)
+            await until(lambda: waits.now == 1)  # for a place
+            draining = asyncio.create_task(client.drain(20))
+            hold.set()
+            await asyncio.gather(first, draining)
+            assert (waits.now, len(server.bodies)) == (1, 1)  # for the end of the drain
+            hold.clear()
+            client.reopen()
+            await until(lambda: server.running == 1)
+            assert waits.now == 0
+            server.version = "-1"
+            await client.see_version(4)
+            hold.set()  # the connection is lost
+            await until(lambda: waits.now == 1)
+            hold.clear()
+            server.version = "4"
+            await until(lambda: server.running == 1)
+            assert (waits.now, waits.number) == (0, 2)
+            hold.set()
+            await waiting
 
     asyncio.run(scenario())
 
