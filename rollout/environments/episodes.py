@@ -117,10 +117,11 @@ def _unanswered(prompt: Prompt, status: Status, error: str) -> Sample:
 
 
 def single_turn(sequence: TokenSequence, score: Score) -> Sample:
+    """A reward that failed says nothing about the response, which is not scored then."""
     return Sample(
         sequences=[sequence],
-        reward=score.value,
-        parts=score.parts,
+        reward=score.value if score.error is None else None,
+        parts=score.parts if score.error is None else {},
         correct=score.correct,
         status=Status.OK if score.error is None else Status.REWARD_FAILED,
         error=score.error,

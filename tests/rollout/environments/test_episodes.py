@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from configs.schema import RunConfig
 from configs.schema.environment import TokenEnvironment
+from configs.schema.rollout import ResampleGroups
 from rollout.client import GenerationError
 from rollout.environments import Outcome, loading
 from rollout.environments.context import EpisodeLimits, Texts, turn_seed
@@ -21,6 +22,7 @@ from rollout.environments.episodes import Episodes, SingleTurns
 from rollout.environments.loading import make_environment, sample_makers
 from rollout.environments.sequence import TokenSequence
 from rollout.records import FinishReason, Group, Prompt, Score, Status
+from rollout.sampling.sampler import _has_signal
 from tests.support.fake_engine import FakeEngine, fake_tokens
 from tests.support.jumping_loop import jump, run_jumping
 from tests.support.records import completion
@@ -93,6 +95,34 @@ def test_one_turn_of_an_environment_is_a_single_turn():
     plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=score_by_length)
     seeds = range(20)
     assert group_of(sample(episodes(one_turn), seeds=seeds)) == group_of(sample(plain, seeds=seeds))
+
+
+async def fails_for_long_answers(prompt, text, num_tokens, finish_reason) -> Score:
+    failed = "the judge was late" if num_tokens > 3 else None
+    return Score(value=0.0 if failed else 1.0, parts={"a": 1.0}, correct=not failed, error=failed)
+
+
+def test_a_failed_reward_of_a_single_turn_is_no_score_like_that_of_an_episode():
+    """Beside right siblings a 0 would be a difference to learn from."""
+
+    async def one_turn(problem, context):
+        context.observe(problem.token_ids)
+        return Outcome.of(await context.score(context.decode(await context.act())))
+
+    plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=fails_for_long_answers)
+    played, seeds = episodes(one_turn), range(20)
+    played._score = fails_for_long_answers
+    of_episodes, of_single_turns = sample(played, seeds=seeds), sample(plain, seeds=seeds)
+    assert group_of(of_episodes) == group_of(of_single_turns)
+    for one in of_single_turns:
+        failed = one.num_sampled > 3
+        assert (one.reward, one.error) == ((None, "the judge was late") if failed else (1.0, None))
+    assert 3 < sum(one.reward is None for one in of_single_turns) < 17
+    for compare in ("reward", "correct"):
+        assert not _has_signal(of_single_turns, ResampleGroups(type="resample", compare=compare))
+    _, batch = pack([group_of(of_single_turns)])
+    learned = sum(one.num_sampled for one in of_single_turns if one.reward is not None)
+    assert int(batch.packed.response_mask_T.sum()) == learned
 
 
 @settings(max_examples=60)

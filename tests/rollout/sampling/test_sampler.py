@@ -359,7 +359,7 @@ def test_a_failed_completion_fails_the_request_and_the_position_stays(tokenizer)
     assert sampler.state.position == 0
 
 
-def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, caplog):
+def test_a_failed_reward_is_no_score_is_counted_and_named_in_the_log(tokenizer, caplog):
     clean, _ = next_groups(make_sampler(tokenizer), 5)
     texts = {
         (g.prompt_id, t.sibling_id): tokenizer.decode(
@@ -382,11 +382,12 @@ def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, 
     assert failed == expected
     assert (stats.failed_rewards, stats.scored) == (len(expected), len(texts))
     assert stats.first_failure in caplog.text
-    assert all(t.reward == 0.0 for g in groups for t in g.trajectories if t.status is Status.REWARD_FAILED)
+    for t in (t for g in groups for t in g.trajectories):
+        assert (t.reward is None) == (t.status is Status.REWARD_FAILED)
     prompt_id, sibling = next(
         iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0])))
     )
-    assert f"prompt {prompt_id}, sibling {sibling}, scored 0: cannot stand {forbidden}" in caplog.text
+    assert f"prompt {prompt_id}, sibling {sibling}, not scored: cannot stand {forbidden}" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["groups", "an evaluation", "a later round"])
@@ -397,7 +398,7 @@ def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what, caplog)
     sampler = make_sampler(tokenizer, scorer=LengthScorer(""), evaluation=twice, **dynamic)
     with pytest.raises(
         SamplingError,
-        match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, scored 0: cannot stand",
+        match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, not scored: cannot stand",
     ):
         asyncio.run(sampler.evaluate()) if what == "an evaluation" else next_groups(sampler, 4)
     assert sampler.state.position == 0
