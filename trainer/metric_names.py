@@ -79,7 +79,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("reward/mean", None, "reward", "mean reward of the responses, as sampled"),
     Entry("reward/std", None, "reward", "standard deviation of the rewards, divided by their count"),
     Entry("reward/part/*", None, "reward", "mean of a part of the reward over the responses that have it; a failed reward has no parts"),
-    Entry("reward/failed", None, "responses", "samples whose reward or episode failed; a single turn counts as 0, an episode is left out"),
+    Entry("reward/failed", None, "responses", "samples whose reward or episode failed; they are not scored"),
     Entry("reward/failed_fraction", None, "share of responses", "share of failed rewards"),
     Entry("reward/as_sampled", "mean", "reward", "mean R over the responses: an estimate of E_rollout[R]"),
     Entry("reward/importance_weighted", "mean", "reward",

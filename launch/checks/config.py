@@ -310,7 +310,8 @@ def _check_other_model(
         yield from finding_of(f"{field}.dtype", check_trainable, other, model.dtype)
     yield from finding_of(f"{field}.path", check_other_vocabulary, field, other, policy)
     yield from finding_of(f"{field}.path", check_same_tokens, field, config.model.path, model.path)
-    longest = min(sequence_limits(config, "training", max_positions=policy.max_positions).values())
+    limits = sequence_limits(config, "training", max_positions=policy.max_positions)
+    longest = min(limit.sequence for limit in limits)
     yield from finding_of(f"{field}.path", check_other_positions, field, other, longest)
 
 

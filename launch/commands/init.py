@@ -37,7 +37,7 @@ task:
 reward:                              # left out, the reward of jsonl is math_verify: 1 for the reference's number or formula, else 0
   type: function
   function: my_reward:score          # my_reward.py, in this folder
-  timeout_s: 10                      # of one call; what is later counts 0
+  timeout_s: 10                      # of one call; what is later is not scored
 # Several rewards, each with a factor:
 #   type: weighted
 #   parts:

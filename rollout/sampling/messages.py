@@ -38,7 +38,7 @@ class SamplingStats:
     retries: int
     """Attempts that failed in transport and were repeated."""
     failed_rewards: int
-    """Samples whose reward raised or ran out of time (scored 0)."""
+    """Samples whose reward raised or ran out of time; they are not scored."""
     reward_retries: int = 0
     """Requests to reward models and judges that were repeated."""
     resampled_groups: int = 0

@@ -235,7 +235,7 @@ class GroupSampler:
             group=_make_group(number, prompt, samples),
             has_signal=_has_signal(samples, self._dynamic),
             failures=_failed_rewards(prompt, samples),
-            num_usable=sum(sample.reward is not None and sample.error is None for sample in samples),
+            num_usable=sum(sample.reward is not None for sample in samples),
         )
 
     def _sample_seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
@@ -291,7 +291,7 @@ def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Gro
 
 def _failed_rewards(prompt: Prompt, samples: Sequence[Sample]) -> list[str]:
     return [
-        f"prompt {prompt.prompt_id}, sibling {sibling_id}, {'not scored' if sample.reward is None else 'scored 0'}: {sample.error}"
+        f"prompt {prompt.prompt_id}, sibling {sibling_id}, not scored: {sample.error}"
         for sibling_id, sample in enumerate(samples)
         if sample.error is not None
     ]
@@ -350,7 +350,7 @@ def _pass_at(right: Sequence[Sequence[bool]]) -> dict[int, float]:
 
 
 def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
-    """A sample that was not scored is wrong, with a reward of 0."""
+    """A sample that was not scored has a reward of 0. It is wrong, unless a part failed that does not decide."""
     samples = [sample for samples in sampled for sample in samples]
     truncated = sum(sample.is_truncated for sample in samples)
     right = [[sample.correct for sample in samples] for samples in sampled]

@@ -43,6 +43,7 @@ from rollout.sampling.messages import (
 )
 from rollout.sampling.mixture import mixture_order
 from rollout.sampling.order import epoch_order
+from rollout.sampling.prompt_room import prompt_room
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
 from rollout.sampling.sampler import (
@@ -357,7 +358,7 @@ def test_a_failed_completion_fails_the_request_and_the_position_stays(tokenizer)
     assert sampler.state.position == 0
 
 
-def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, caplog):
+def test_a_failed_reward_is_no_score_is_counted_and_named_in_the_log(tokenizer, caplog):
     clean, _ = next_groups(make_sampler(tokenizer), 5)
     texts = {
         (g.prompt_id, t.sibling_id): tokenizer.decode(
@@ -380,11 +381,12 @@ def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, 
     assert failed == expected
     assert (stats.failed_rewards, stats.scored) == (len(expected), len(texts))
     assert stats.first_failure in caplog.text
-    assert all(t.reward == 0.0 for g in groups for t in g.trajectories if t.status is Status.REWARD_FAILED)
+    for t in (t for g in groups for t in g.trajectories):
+        assert (t.reward is None) == (t.status is Status.REWARD_FAILED)
     prompt_id, sibling = next(
         iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0])))
     )
-    assert f"prompt {prompt_id}, sibling {sibling}, scored 0: cannot stand {forbidden}" in caplog.text
+    assert f"prompt {prompt_id}, sibling {sibling}, not scored: cannot stand {forbidden}" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["groups", "an evaluation", "a later round"])
@@ -395,7 +397,7 @@ def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what, caplog)
     sampler = make_sampler(tokenizer, scorer=LengthScorer(""), evaluation=twice, **dynamic)
     with pytest.raises(
         SamplingError,
-        match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, scored 0: cannot stand",
+        match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, not scored: cannot stand",
     ):
         asyncio.run(sampler.evaluate()) if what == "an evaluation" else next_groups(sampler, 4)
     assert sampler.state.position == 0
@@ -819,12 +821,34 @@ def task_of(*, train, heldout=()) -> Task:
 
 
 def test_prompts_that_fit_exactly_are_accepted():
-    task = task_of(train=[60, 3], heldout=[88])
+    task = task_of(train=[60, 3], heldout=[86])
     assert task_that_fits(task, run_config(), max_positions=128) == task
     task = task_of(train=[60], heldout=[9999])
     assert task_that_fits(task, run_config(), max_positions=None) == task
     task = task_of(train=[1])
-    assert task_that_fits(task, run_config(), max_positions=41) == task
+    assert task_that_fits(task, run_config(), max_positions=43) == task
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "rollout", "max_positions", "room"),
+    [
+        (40, {}, 128, 86),  # a sequence ends 2 tokens before the last position
+        (5, {}, 128, 121), (6, {}, 128, 120), (1, {}, 128, 121),  # no prompt of the last 6 is taken
+        (40, {"server_args": {"context-length": 100}}, 128, 58),
+        (40, {"server_args": {"context_length": "100"}}, None, 58),
+        (40, {"max_total_tokens": 100}, 128, 58),
+        (40, {"max_total_tokens": 100, "server_args": {"page-size": 1}}, 128, 58),
+        (40, {"max_total_tokens": 127, "server_args": {"page-size": 16}}, 128, 40),  # of 112 places, two pages stay free
+        (1, {"max_total_tokens": 127, "server_args": {"page-size": 16}}, 128, 79),
+        (40, {"server_args": {"page-size": 16}}, 128, 86),
+    ],
+)  # fmt: skip
+def test_the_room_for_a_prompt_is_what_the_servers_take(max_new_tokens, rollout, max_positions, room):
+    config = run_config(max_new_tokens=max_new_tokens, token_budget=999, **rollout)
+    for which in ("training", "held-out"):
+        found = prompt_room(config, which, max_positions=max_positions)
+        assert found is not None and found.tokens == room
+    assert "SGLang takes sequences of " in found.within
 
 
 @pytest.mark.parametrize(
@@ -833,12 +857,13 @@ def test_prompts_that_fit_exactly_are_accepted():
         (
             task_of(train=[7, 65, 61]), {},
             r"training prompt train65 has 65 tokens, but only 60 .*max_new_tokens=40 within learner.token_budget=100, "
-            r"max_position_embeddings=128; remove .*more than 60 tokens, lower .* or raise learner.token_budget",
+            r"max_position_embeddings=128 \(SGLang takes sequences of 126 and prompts of 121\); "
+            r"remove .*more than 60 tokens, lower .* or raise learner.token_budget",
         ),
-        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100; .*max_new_tokens$"),
-        (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 60 .*raise rollout.max_total_tokens$"),
-        (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 88 "),
-        (task_of(train=[1]), {"max_positions": 40}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=40"),
+        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100 .*max_new_tokens$"),
+        (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 58 .*raise rollout.max_total_tokens$"),
+        (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 86 "),
+        (task_of(train=[1]), {"max_positions": 42}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=42"),
     ],
 )  # fmt: skip
 def test_a_prompt_without_room_for_its_answer_is_named_with_the_limits_and_the_fix(task, limits, message):
@@ -857,14 +882,14 @@ LEAVES_OUT = {
 
 def test_too_long_prompts_are_left_out_and_counted_where_the_config_says_so():
     task = replace(
-        task_of(train=[7, 65, 60, 61], heldout=[90, 88]), heldout_sets={"b": task_of(train=[89, 3]).train}
+        task_of(train=[7, 65, 60, 61], heldout=[90, 86]), heldout_sets={"b": task_of(train=[89, 3]).train}
     )
     kept = task_that_fits(task, run_config(task=LEAVES_OUT), max_positions=128)
     ids = [
         [prompt.prompt_id for prompt in prompts]
         for prompts in (kept.train, kept.heldout, kept.heldout_sets["b"])
     ]
-    assert ids == [["train7", "train60"], ["heldout88"], ["train3"]]
+    assert ids == [["train7", "train60"], ["heldout86"], ["train3"]]
     assert kept.num_left_out == 2
 
 

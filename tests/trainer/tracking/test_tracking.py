@@ -737,10 +737,10 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp
 def test_a_first_failed_reward_is_told_once(tmp_path, capsys):
     with Tracker(make_config(), tmp_path) as tracker:
         for step, failed in ((1, 0), (2, 3), (3, 4)):
-            first = "prompt p7, sibling 0, scored 0: KeyError: 'x' (mine.py:3 in score)" if failed else None
+            first = "prompt p7, sibling 0, not scored: KeyError: 'x' (mine.py:3 in score)" if failed else None
             stats = SimpleNamespace(failed_rewards=failed, scored=40, first_failure=first)
             tell_of_failed_rewards(SimpleNamespace(tracker=tracker), step, Sampled(groups=[], stats=stats))
-    told = "  ! step 2: 3 of 40 rewards failed; the first, of prompt p7, sibling 0, scored 0: KeyError: 'x' (mine.py:3 in score)\n"
+    told = "  ! step 2: 3 of 40 rewards failed; the first, of prompt p7, sibling 0, not scored: KeyError: 'x' (mine.py:3 in score)\n"
     assert capsys.readouterr().out == told
 
 
