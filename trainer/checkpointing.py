@@ -66,8 +66,16 @@ class Checkpointer:
     every complete policy checkpoint has one.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, turns: OwnDevices | None = None):
-        self._turns = turns or OwnDevices()
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        turns: OwnDevices | None = None,
+        *,
+        max_failed: float | None = None,
+    ):
+        """max_failed: an evaluation of which a larger share of the rewards failed is not the best; None: any may be."""
+        self._turns, self._max_failed = turns or OwnDevices(), max_failed
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
         self.complete, self._saved = 0, 0
         self._position: dict | None = None
@@ -114,7 +122,9 @@ class Checkpointer:
         metric = self._config.keep_best
         if metric is None:
             return False
-        found = from_first_rank(evaluated.get(metric))
+        failed = evaluated.get(f"{metric.rpartition('/')[0]}/failed_fraction", 0.0)
+        is_sound = self._max_failed is None or failed <= self._max_failed
+        found = from_first_rank(evaluated.get(metric) if is_sound else None)
         before = -math.inf if self._best is None or self._best.metric != metric else self._best.value
         if found is None or not found > before:
             return False

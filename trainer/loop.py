@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from configs.schema import RunConfig
+from rollout.sampling.messages import EvaluationResult
 from tracing import span
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
@@ -126,7 +127,8 @@ def train(run: Run) -> None:
             sync = postponed.attempt(run.weight_sync.publish, in_any_case=True)  # the weights have moved
         clock.end_step()
         with clock.time("evaluation"):
-            evaluation = postponed.attempt(sampler.evaluate) if is_evaluation_step(step, config) else None
+            is_due = is_evaluation_step(step, config)
+            evaluation = postponed.attempt(partial(evaluate, run, step)) if is_due else None
         with span("metrics"):
             metrics = step_metrics(
                 sampled=sampled,
@@ -173,6 +175,17 @@ def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
         run.tracker.warn_once("failed rewards", f"step {step}: {failed}; the first, of {stats.first_failure}")
 
 
+def evaluate(run: Run, step: int) -> EvaluationResult | None:
+    """Evaluate on the held-out problems, and say on the console, once a run, why rewards failed there."""
+    result = run.sampler.evaluate()
+    if run.tracker is not None and result is not None and result.first_failure is not None:
+        what = f"step {step}: rewards of the evaluation failed, and these answers count as wrong"
+        run.tracker.warn_once(
+            "failed rewards of an evaluation", f"{what}; the first, of {result.first_failure}"
+        )
+    return result
+
+
 def evaluate_before(run: Run) -> None:
     """Record the held-out accuracy before the first step: of a fresh run's model (step 0), or of a resumed
     run's last step if an interruption came before its evaluation."""
@@ -181,10 +194,11 @@ def evaluate_before(run: Run) -> None:
         return
     clock = StepClock(run.doing)
     with clock.time("evaluation"):
-        evaluation = run.sampler.evaluate()
+        evaluation = evaluate(run, run.first_step - 1)
     evaluated = {} if evaluation is None else evaluation_metrics(evaluation)
     if run.tracker is not None and evaluated:
-        run.tracker.log(run.first_step - 1, evaluated | {"time/evaluation": clock.seconds["evaluation"]})
+        recorded = evaluated | {"time/evaluation": clock.seconds["evaluation"]}
+        run.tracker.log(run.first_step - 1, recorded, check_alarms(evaluated, run.config.alarms))
     if run.first_step > 1:  # it has a checkpoint, from which the run was resumed
         tell_once(run, "best checkpoint", run.checkpointer.after_owed_evaluation(run.learner, evaluated))
 

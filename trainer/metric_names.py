@@ -64,9 +64,14 @@ def _bucket(name: str, about: str) -> Iterator[Entry]:
 
 def _evaluation(name: str, of: str, count: str) -> Iterator[Entry]:
     for quantity, unit, words in (
-        ("accuracy", "share of answers", f"right answers to {of}"),
+        ("accuracy", "share of answers", f"right answers to {of}; a failed one is wrong"),
         ("accuracy_error", "share of answers", "standard error of the accuracy, from problem to problem"),
-        ("reward_mean", "reward", f"mean reward on {of}"),
+        ("reward_mean", "reward", f"mean reward on {of}; that of a failed answer is 0"),
+        (
+            "failed_fraction",
+            "share of answers",
+            "answers whose reward or episode failed: accuracy and mean reward are too low by them",
+        ),
         ("count", "responses", count),
         ("length_mean", "tokens", "mean length of these samples, the end token included"),
         ("truncated_fraction", "share of responses", "samples that max_new_tokens cut off"),

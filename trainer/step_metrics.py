@@ -189,6 +189,7 @@ def evaluation_metrics(result: EvaluationResult, prefix: str = "eval") -> dict[s
         f"{prefix}/count": result.count,
         f"{prefix}/length_mean": result.length_mean,
         f"{prefix}/truncated_fraction": result.truncated_fraction,
+        f"{prefix}/failed_fraction": result.failed / result.count,
     }
     numbers |= {f"{prefix}/pass_at/{k}": share for k, share in result.pass_at.items()}
     if result.accuracy_error is not None:

@@ -147,6 +147,8 @@ def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
     result = read_file(folder.summary, OWN_RESULT, []) or {}
     study = (read_file(folder.request, {}, []) or {}).get("study")
     accuracy = f"{result['accuracy']:.1%}" if isinstance(result.get("accuracy"), float) else None
+    if accuracy and result.get("failed"):
+        accuracy += f" ({result['failed']} of {result.get('count')} rewards failed, and count as wrong)"
     lines = [
         ("study", study),
         ("model", result.get("model")),

@@ -143,7 +143,9 @@ def build_run(
         role_start_s=min(config.launch.start_timeout_s, config.launch.patience_s),
         say=partial(print, flush=True),
     )
-    checkpointer = Checkpointer(folder.checkpoints, config.checkpoint, turns)
+    checkpointer = Checkpointer(
+        folder.checkpoints, config.checkpoint, turns, max_failed=config.alarms.reward_failed_max
+    )
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
     recorder = Recorder(folder.batches, config.record_batches, config.correction)

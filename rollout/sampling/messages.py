@@ -77,6 +77,10 @@ class EvaluationResult:
     """Response tokens, the end token included."""
     truncated_fraction: float
     """Share of the samples that ``max_new_tokens`` cut off."""
+    failed: int = 0
+    """Samples whose reward or episode failed. They count as wrong, with a reward of 0."""
+    first_failure: str | None = None
+    """Prompt and error of the first of them, further sets and greedy answers included; in the whole result alone."""
     accuracy_error: float | None = None
     """Standard error of the accuracy over problems, since samples of one problem are not independent. None for
     a single problem."""

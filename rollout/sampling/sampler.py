@@ -212,7 +212,8 @@ class GroupSampler:
             sampled, *greedy = (_summarise_samples(list(islice(answered, len(prompts)))) for _ in ways)
             results.append(replace(sampled, greedy=next(iter(greedy), None)))
         first, *others = results
-        return replace(first, sets=dict(zip(self._task.heldout_sets, others, strict=True)), sources=sources)
+        by_set = dict(zip(self._task.heldout_sets, others, strict=True))
+        return replace(first, sets=by_set, sources=sources, first_failure=next(iter(failures), None))
 
     def _summarise_sources(
         self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Sample]]
@@ -362,4 +363,5 @@ def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
         pass_at=_pass_at(right),
         length_mean=sum(sample.num_sampled for sample in samples) / len(samples),
         truncated_fraction=truncated / len(samples),
+        failed=sum(sample.error is not None for sample in samples),
     )

@@ -210,7 +210,8 @@ def test_what_the_sampler_and_an_evaluation_say_is_recorded_under_its_name():
     found = evaluation_metrics(replace(result, greedy=replace(result, accuracy=0.6)))
     for name in ("accuracy", "reward_mean", "count", "length_mean", "truncated_fraction"):
         assert found[f"eval/{name}"] == getattr(result, name)
-    assert found["eval/greedy/accuracy"] == 0.6
+    assert found["eval/greedy/accuracy"] == 0.6 and found["eval/failed_fraction"] == 0
+    assert evaluation_metrics(replace(result, failed=1))["eval/failed_fraction"] == 1 / 3
 
 
 def test_what_came_along_is_counted_on_response_tokens_alone():

@@ -274,11 +274,9 @@ def _one_line(block: Mapping[str, Any]) -> str:
 
 def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
     """(name, when and how bad, message of the worst step)"""
-    count, value = len(history.steps), history.worst.value
+    count, value = sum(step > 0 for step in history.steps), history.worst.value
     worst = "not finite" if math.isnan(value) else number_text(value)
-    when = (
-        f"{count} of {counted(num_steps, 'step')} ({count / num_steps:.0%}), first at step {history.steps[0]}"
-    )
+    when = f"{count} of {counted(num_steps, 'step')} ({count / max(num_steps, 1):.0%}), first at step {history.steps[0]}"
     return history.name, f"{when}; worst {worst} at step {history.worst_step}", history.worst.message
 
 

@@ -126,13 +126,14 @@ def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
 def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> list[AlarmHistory]:
     """The alarms of a run's lines of metrics.jsonl, by the levels of its config, the most frequent first.
 
-    A null stands for a value that was not finite: an alarm, and the worst value. Step 0 only evaluates.
+    A null stands for a value that was not finite: an alarm, and the worst value. Step 0 is the evaluation before the first
+    step.
     """
     merged: dict[int, dict[str, float]] = defaultdict(dict)
     for row in rows:
         merged[row["step"]] |= {name: math.nan if value is None else value for name, value in row.items()}
     raised: dict[str, dict[int, Alarm]] = {}
-    for step in sorted(merged.keys() - {0}):
+    for step in sorted(merged):
         for alarm in check_alarms(merged[step], config):
             raised.setdefault(alarm.name, {})[step] = alarm
     histories = []

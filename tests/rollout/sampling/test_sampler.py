@@ -423,7 +423,32 @@ def test_samples_that_all_reached_a_limit_are_no_failed_rewards(tokenizer):
 
 def test_an_evaluation_of_which_a_reward_fails_counts_it_as_wrong(tokenizer):
     found = asyncio.run(make_sampler(tokenizer, scorer=OneFails()).evaluate())
-    assert found.count == asyncio.run(make_sampler(tokenizer).evaluate()).count
+    sound = asyncio.run(make_sampler(tokenizer).evaluate())
+    assert (found.count, found.failed) == (sound.count, 1)
+    assert (sound.failed, sound.first_failure) == (0, None)
+    assert found.first_failure == "prompt h0, sibling 0, scored 0: lost"
+
+
+def test_failed_rewards_are_counted_where_they_are_in_sets_greedy_answers_and_sources(tokenizer):
+    class OneFailsInTwoSources(OneFails):
+        def source_name(self, prompt: Prompt) -> str:
+            return "even" if int(prompt.reference) % 2 == 0 else "odd"
+
+    evaluation = EvaluationConfig(samples_per_prompt=2, greedy=True)
+    sampler = make_sampler(
+        tokenizer,
+        scorer=OneFailsInTwoSources(),
+        evaluation=evaluation,
+        heldout_sets={"sound": make_prompts(2, "s"), "lost": make_prompts(1, "h")},
+    )
+    found = asyncio.run(sampler.evaluate())
+    assert (found.failed, found.greedy.failed) == (2, 1)
+    assert {name: (one.failed, one.greedy.failed) for name, one in found.sets.items()} == {
+        "sound": (0, 0),
+        "lost": (2, 1),
+    }
+    assert {name: one.failed for name, one in found.sources.items()} == {"even": 2, "odd": 0}
+    assert decode_reply(encode(Evaluated(found))) == Evaluated(found)
 
 
 # --- dynamic sampling
@@ -519,11 +544,11 @@ def test_a_sample_without_a_score_is_no_signal(compare):
 
 def test_an_evaluation_counts_a_sample_without_a_score_as_zero():
     right, unscored = (
-        SimpleNamespace(reward=reward, correct=bool(reward), is_truncated=False, num_sampled=2)
-        for reward in (1.0, None)
+        SimpleNamespace(reward=reward, correct=bool(reward), is_truncated=False, num_sampled=2, error=error)
+        for reward, error in ((1.0, None), (None, "the environment raised"))
     )
     found = _summarise_samples([[right, unscored]])
-    assert (found.accuracy, found.reward_mean, found.count) == (0.5, 0.5, 2)
+    assert (found.accuracy, found.reward_mean, found.count, found.failed) == (0.5, 0.5, 2, 1)
 
 
 def test_rounds_and_the_bound_by_hand(tokenizer, caplog):

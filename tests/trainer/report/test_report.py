@@ -594,7 +594,7 @@ def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():
 
 def test_alarm_histories_by_hand():
     rows = [
-        {"step": 0, "mismatch/ess": 0.0},  # only evaluates
+        {"step": 0, "eval/accuracy": 0.1, "eval/failed_fraction": 0.5},  # only evaluates
         {"step": 1, "mismatch/ess": 0.29, "mismatch/k1": -0.3, "mismatch/k3": 0.01},
         {
             "step": 2,
@@ -615,7 +615,8 @@ def test_alarm_histories_by_hand():
     ]
     found = {h.name: (h.steps, h.worst_step) for h in alarm_histories(rows, AlarmsConfig())}
     assert found == {
-        "kl_max": ([1, 2, 4], 1), "ess_min": ([1, 4], 4), "first_ratio_tolerance": ([2, 4], 4), "chi2_token_max": ([5], 5)
+        "kl_max": ([1, 2, 4], 1), "ess_min": ([1, 4], 4), "first_ratio_tolerance": ([2, 4], 4), "chi2_token_max": ([5], 5),
+        "reward_failed_max": ([0], 0),
     }  # fmt: skip
     assert alarm_histories(rows, AlarmsConfig())[0].name == "kl_max"
     assert {h.name for h in alarm_histories(rows, AlarmsConfig(kl_max=None, ess_min=0.2))} == set(found) - {
