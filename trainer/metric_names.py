@@ -8,7 +8,7 @@ d, or its sum over a response, is bounded to ±20 before exp. log_ppl is minus t
 tokens. Responses without valid tokens are left out.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -81,18 +81,22 @@ def _evaluation(name: str, of: str, count: str) -> Iterator[Entry]:
 
 # fmt: off
 METRICS = {entry.name: entry for entry in (
-    Entry("reward/mean", None, "reward", "mean reward of the responses, as sampled"),
+    Entry("reward/mean", None, "reward", "mean reward of the step's responses; with dynamic sampling, of those that it selects"),
+    Entry("reward/before_selection", None, "reward",
+          "mean reward of all responses that were scored for the step, before dynamic sampling leaves groups out: that of the policy"),
     Entry("reward/std", None, "reward", "standard deviation of the rewards, divided by their count"),
     Entry("reward/part/*", None, "reward", "mean of a part of the reward over the responses that have it; a failed reward has no parts"),
     Entry("reward/failed", None, "responses", "samples whose reward or episode failed; they are not scored"),
     Entry("reward/failed_fraction", None, "share of responses", "share of failed rewards"),
-    Entry("reward/as_sampled", "mean", "reward", "mean R over the responses: an estimate of E_rollout[R]"),
+    Entry("reward/as_sampled", "mean", "reward",
+          "mean R over the step's responses: an estimate of E_rollout[R], unless dynamic sampling selects them"),
     Entry("reward/importance_weighted", "mean", "reward",
-               "Σ w R / Σ w with w = Π ρ of a response: an estimate of E_train[R], biased by O(1 / responses)"),
+               "Σ w R / Σ w with w = Π ρ of a response: an estimate of E_train[R], biased by O(1 / responses), and by dynamic sampling"),
     Entry("reward/importance_ess", "ess", "share", "ESS of these weights; near 1 / responses one response makes the estimate"),
     Entry("response/length_mean", None, "tokens", "mean length of the responses"),
     Entry("response/length_max", None, "tokens", "greatest length of a response"),
-    Entry("response/tokens", None, "tokens", "response tokens of the step"),
+    Entry("response/tokens", None, "tokens", "response tokens of the step, which it trains on"),
+    Entry("response/tokens_before_selection", None, "tokens", "those and the tokens of groups that dynamic sampling leaves out"),
     Entry("response/truncated_fraction", None, "share of responses", "responses that ended at the length limit"),
     Entry("episode/sequences_mean", None, "sequences", "mean number of sequences of a sample; 1 where no episode forks"),
     Entry("episode/turns_mean", None, "turns", "mean number of the policy's turns in a sample; 1 without an environment"),
@@ -109,7 +113,8 @@ METRICS = {entry.name: entry for entry in (
     Entry("episode/cached_fraction", None, "share of prompt tokens", "of turns after the first: what the server had in its prefix cache"),
     Entry("episode/not_scored_fraction", None, "share of samples",
           "samples without a reward, which are neither trained on nor part of a baseline"),
-    Entry("groups/no_signal_fraction", None, "share of groups", "groups whose siblings all have the same reward"),
+    Entry("groups/no_signal_fraction", None, "share of groups", "the step's groups whose siblings all have the same reward"),
+    Entry("groups/no_signal_before_selection", None, "share of groups", "the same of all groups that were sampled for the step"),
     *_spread("advantage/", "reward", "the advantages of response tokens"),
 
     Entry("policy/skipped_fraction", "mean", "share of tokens",
@@ -250,9 +255,18 @@ METRICS = {entry.name: entry for entry in (
     Entry("time/update", None, "s", "seconds of the updates"),
     Entry("time/sync", None, "s", "seconds of sending and verifying the weights"),
     Entry("time/evaluation", None, "s", "seconds of the evaluation"),
-    Entry("throughput/tokens_per_s", None, "tokens/s", "response tokens per second of time/step"),
+    Entry("throughput/tokens_per_s", None, "tokens/s",
+          "response tokens per second of time/step, without those that dynamic sampling leaves out"),
 )}
 # fmt: on
 _STARRED = [name for name in METRICS if "*" in name]
 TIME_PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
 """Parts of a run's time, ``time/*``, that do not overlap."""
+WITHOUT_SELECTION = {"reward/before_selection": "reward/mean"}
+"""What stands for a metric in a run without dynamic sampling, which trains on all that it samples."""
+
+
+def value_of(row: Mapping[str, float | None], name: str) -> float | None:
+    """A step's value of the metric or, without dynamic sampling, of what stands for it; None where it has none."""
+    value = row.get(name)
+    return row.get(WITHOUT_SELECTION.get(name, name)) if value is None else value

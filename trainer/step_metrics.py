@@ -110,7 +110,8 @@ def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it."""
+    """Rewards and responses of the groups that the step trains on. A part of the reward is averaged over the samples that
+    have it."""
     sequences = [t for g in groups for t in g.trajectories]
     samples = [t for t in sequences if t.branch == 0]
     rewards = [t.reward for t in samples if t.reward is not None]
@@ -166,7 +167,13 @@ def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
-    return {
+    before = stats.before_selection
+    selected = {} if before is None else {
+        "reward/before_selection": before.reward_mean,
+        "groups/no_signal_before_selection": before.no_signal_fraction,
+        "response/tokens_before_selection": before.tokens,
+    }  # fmt: skip
+    return selected | {
         "reward/failed": stats.failed_rewards,
         "reward/failed_fraction": stats.failed_rewards / max(stats.scored, 1),
         "sampling/requests": stats.requests,

@@ -10,10 +10,10 @@ from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.file_system import read_file
-from trainer.metric_names import known
+from trainer.metric_names import known, value_of
 from trainer.tracking.tracker import duration, rows_from_the_end
 
-ACCURACY, REWARD = known("eval/accuracy"), known("reward/mean")
+ACCURACY, REWARD = known("eval/accuracy"), known("reward/before_selection")
 TITLES = ("run", "state", "step", "held out", "reward", "last written")
 
 
@@ -57,7 +57,7 @@ def _row(folder: RunFolder) -> tuple[str, str, str, str, str]:
         held_out = f"{accuracy:.1%}" if isinstance(accuracy, float) else "-"
         return folder.path.name, what if summary else f"{brief_state(folder)} {what}", "-", held_out, "-"
     accuracy, last = _last_metrics(folder.metrics)
-    reward = last.get(REWARD)
+    reward = value_of(last, REWARD)
     step = f"{last.get('step', 0)}/{steps}"
     held_out = "-" if accuracy is None else f"{accuracy:.1%}"
     return folder.path.name, brief_state(folder), step, held_out, "-" if reward is None else f"{reward:.3f}"

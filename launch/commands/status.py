@@ -28,7 +28,7 @@ from launch.slurm.job import ask_squeue
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
 from trainer.file_system import mount_of, read_file
-from trainer.metric_names import known
+from trainer.metric_names import known, value_of
 from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.tracker import duration, read_metrics
 from trainer.tracking.transcripts import visible
@@ -51,7 +51,7 @@ OWN_RESULT = {"model": str}
 SILENT = "Slurm does not say"
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
-    ("reward", known("reward/mean"), ".3f"),
+    ("reward", known("reward/before_selection"), ".3f"),
     ("|Δp| max", known("mismatch/abs_prob_max"), ".1e"),
     ("ESS", known("mismatch/ess"), ".3f"),
 )
@@ -176,7 +176,7 @@ def _progress_lines(rows: Sequence[dict], steps: int | None, ago: float | None) 
         text += f", about {duration(left)} left; the last one {duration(max(ago, 0))} ago"
     heldout = {row["step"]: row[ACCURACY] for row in rows if row.get(ACCURACY) is not None}
     means = [
-        (title, _means_text([row[metric] for row in trained if row.get(metric) is not None], show))
+        (title, _means_text([v for row in trained if (v := value_of(row, metric)) is not None], show))
         for title, metric, show in RESULTS
     ]
     return [

@@ -11,6 +11,8 @@ Groups have their numbers per token behind the msgpack, as plain bytes (``rollou
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from statistics import fmean
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -26,6 +28,28 @@ class SamplingError(RolloutError):
 
 class SampleRoleLost(SamplingError):
     """The sample role's process has ended, or its host is gone. Its answer will never come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeSelection:
+    """Of all groups that a step uses up, before dynamic sampling leaves some of them out."""
+
+    reward_mean: float
+    """Of the samples that were scored."""
+    no_signal_fraction: float
+    """Share of the groups whose siblings all have the same reward."""
+    tokens: int
+    """Response tokens."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Self:
+        trajectories = [t for group in groups for t in group.trajectories]
+        rewards = [{t.reward for t in group.trajectories if t.reward is not None} for group in groups]
+        return cls(
+            reward_mean=fmean(t.reward for t in trajectories if t.branch == 0 and t.reward is not None),
+            no_signal_fraction=fmean(len(of_group) < 2 for of_group in rewards),
+            tokens=sum(int(t.response_mask.sum()) for t in trajectories),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +79,8 @@ class SamplingStats:
     """The prompt of each group that it uses up, in order."""
     without_signal: list[int] = field(default_factory=list)
     """Numbers of those that are not handed out, for lack of signal."""
+    before_selection: BeforeSelection | None = None
+    """None without dynamic sampling, which would hand out the same groups."""
     idle_s: float = 0.0
     """Seconds since the reply before in which no training sample was at the servers."""
     running_groups: int = 0

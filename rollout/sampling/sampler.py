@@ -25,7 +25,13 @@ from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt
 from rollout.rewards.by_field import AnyScorer
-from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
+from rollout.sampling.messages import (
+    BeforeSelection,
+    EvaluationResult,
+    SamplerState,
+    SamplingError,
+    SamplingStats,
+)
 from rollout.sampling.order import Order, epoch_order
 from rollout.sampling.pool import GroupPool, ScoredGroup
 from rollout.tasks import Task, digest_of
@@ -139,7 +145,7 @@ class GroupSampler:
         has_signal = [s.has_signal for s in scored]
         if num_filled := count - sum(has_signal):
             logger.warning(
-                "only %d of %d groups have differing rewards after %d prompts; %d without signal are trained on too",
+                "only %d of %d groups have siblings that differ after %d prompts; %d without signal are trained on too",
                 sum(has_signal), count, len(scored), num_filled,
             )  # fmt: skip
         chosen = choose_groups(has_signal, count)
@@ -158,12 +164,16 @@ class GroupSampler:
             first_group=first,
             prompts=[s.group.prompt_id for s in scored],
             without_signal=sorted(first + place for place in {*range(len(scored))} - {*chosen}),
+            before_selection=self._before_selection([s.group for s in scored]),
             idle_s=requested.idle_s,
             running_groups=self._pool.running,
             ready_groups=self._pool.ready,
             left_out_prompts=self._task.num_left_out,
         )
         return [scored[i].group for i in chosen], stats
+
+    def _before_selection(self, groups: Sequence[Group]) -> BeforeSelection | None:
+        return None if self._dynamic.type == "none" else BeforeSelection.of(groups)
 
     async def drain(self, within_s: float) -> None:
         """See ``GenerationClient.drain``."""

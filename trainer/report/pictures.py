@@ -35,6 +35,8 @@ class Lines:
     """The panel is left out if all values are this: nothing happened, and a note says so."""
     idle_of: Mapping[str, float] = field(default_factory=dict)
     """By name, the value in place of ``idle`` at which this metric rests."""
+    may_lack: tuple[str, ...] = ()
+    """Metrics that not every run has, so that their absence gets no note."""
     noise: float = 0.0
     """The panel is also left out if all values are nearer than this to ``idle`` (or to 0), which is rounding."""
 
@@ -105,11 +107,18 @@ PICTURES = (
     Picture(
         name="reward",
         title="Reward and held-out accuracy",
-        about="Mean reward of the sampled responses of each step, and the importance-weighted estimate of the learner's own reward. "
-        "Where they part, the first one misleads. Accuracy is on problems that are never trained on.",
+        about="Mean reward of the responses that each step trains on, and the importance-weighted estimate of the learner's own reward. "
+        "Where they part, the first one misleads. With dynamic sampling both are of selected groups, and the "
+        "mean before selection is the policy's own. Accuracy is on problems that are never trained on.",
         panels=(
             Lines(
-                "Reward", {"reward/mean": "as sampled", "reward/importance_weighted": "importance-weighted"}
+                "Reward",
+                {
+                    "reward/mean": "trained on",
+                    "reward/importance_weighted": "importance-weighted",
+                    "reward/before_selection": "before selection",
+                },
+                may_lack=("reward/before_selection",),
             ),
             Lines(
                 "Held-out accuracy",
@@ -126,7 +135,15 @@ PICTURES = (
         "no signal; and the groups that dynamic sampling sampled anew.",
         panels=(
             Lines("Parts of the reward", {"reward/part/*": "*"}),
-            Lines("Groups without signal", {"groups/no_signal_fraction": "no signal"}, bounds=(0, 1), idle=0),
+            Lines(
+                "Groups without signal",
+                {
+                    "groups/no_signal_fraction": "trained on",
+                    "groups/no_signal_before_selection": "before selection",
+                },
+                bounds=(0, 1),
+                idle=0,
+            ),
             Lines(
                 "Dynamic sampling",
                 {

@@ -22,7 +22,7 @@ from typing import Any, Self
 
 from configs.schema import RunConfig
 from trainer.file_system import LineFile, write_whole
-from trainer.metric_names import find_entry, known
+from trainer.metric_names import find_entry, known, value_of
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
 from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Params, Row, Status
@@ -141,7 +141,7 @@ class Column:
 
 
 _COLUMNS = (
-    Column("reward", 7, "reward/mean", "{:.3f}".format),
+    Column("reward", 7, "reward/before_selection", "{:.3f}".format),
     Column("heldout", 8, "eval/accuracy", "{:.1%}".format),
     Column("length", 8, "response/length_mean", "{:.1f}".format),
     Column("loss", 10, "loss/total", "{:.2e}".format),
@@ -182,7 +182,7 @@ def row(
     columns: Sequence[Column] = _COLUMNS,
 ) -> str:
     """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
-    values = [(metrics.get(column.metric), column) for column in columns]
+    values = [(value_of(metrics, column.metric), column) for column in columns]
     cells = (
         f" {'-' if value is None else column.show(value):>{column.width - 1}}" for value, column in values
     )

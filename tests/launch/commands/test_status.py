@@ -70,6 +70,12 @@ def test_a_running_run_tells_step_pace_time_left_and_results(folder):
     assert found["sample"] == "listens at tcp://10.0.0.1:7"
 
 
+def test_the_reward_is_that_before_dynamic_sampling_selects(folder):
+    rows = [{"step": n, "time/step": 2.0, "reward/mean": 0.9, "reward/before_selection": 0.1} for n in (1, 2)]
+    found = dict(status(folder, now=NOW, rows=rows).lines)
+    assert found["reward"] == "0.100 (mean of the last 2 steps)"
+
+
 @pytest.mark.parametrize(
     ("accuracies", "text"),
     [

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import statistics
 import threading
 import time
 import weakref
@@ -33,8 +34,10 @@ from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import run_key
 from rollout.sampling import remote as remote_module
 from rollout.sampling.messages import (
+    BeforeSelection,
     Done,
     Evaluated,
+    Groups,
     SampleRoleLost,
     SamplerState,
     SamplingError,
@@ -380,6 +383,7 @@ def test_a_failed_reward_is_no_score_is_counted_and_named_in_the_log(tokenizer, 
     }
     assert failed == expected
     assert (stats.failed_rewards, stats.scored) == (len(expected), len(texts))
+    assert stats.before_selection is None, "nothing is left out"
     assert stats.first_failure in caplog.text
     for t in (t for g in groups for t in g.trajectories):
         assert (t.reward is None) == (t.status is Status.REWARD_FAILED)
@@ -426,7 +430,7 @@ def test_an_evaluation_of_which_a_reward_fails_counts_it_as_wrong(tokenizer):
     sound = asyncio.run(make_sampler(tokenizer).evaluate())
     assert (found.count, found.failed) == (sound.count, 1)
     assert (sound.failed, sound.first_failure) == (0, None)
-    assert found.first_failure == "prompt h0, sibling 0, scored 0: lost"
+    assert found.first_failure.startswith("prompt h0, sibling 0, ") and found.first_failure.endswith(": lost")
 
 
 def test_failed_rewards_are_counted_where_they_are_in_sets_greedy_answers_and_sources(tokenizer):
@@ -511,6 +515,15 @@ def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_si
         assert stats.requests == stats.scored == (used - before) * size and len(engine.calls) == used * size
         assert (stats.first_group, stats.prompts) == (before, [g.prompt_id for g in plain[before:used]])
         assert stats.without_signal == sorted({*range(before, used)} - {g.group_id for g in groups})
+        every = [t for g in plain[before:used] for t in g.trajectories]
+        assert stats.before_selection == BeforeSelection(
+            reward_mean=pytest.approx(statistics.fmean(t.reward for t in every)),
+            no_signal_fraction=statistics.fmean(not differs(g) for g in plain[before:used]),
+            tokens=sum(len(t.token_ids) - t.turns[0].start for t in every),
+        )
+        assert decode_reply(encode(Groups(groups, stats, sampler.state))) == Groups(
+            groups, stats, sampler.state
+        )
 
 
 class ByPrompt:
@@ -582,7 +595,7 @@ def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
         2,
         1,
     )
-    assert "only 2 of 3 groups have differing rewards after 5 prompts" in caplog.text
+    assert "only 2 of 3 groups have siblings that differ after 5 prompts" in caplog.text
     assert step(max_rounds=2) == ([0, 1, 2], 6, 3, 3)
 
 

@@ -956,6 +956,22 @@ def test_the_table_of_results_by_hand():
     ]  # fmt: skip
     assert rows[0] == ["a", "4 of 40", "75.0% at 4", "75.0% at 2", "2.5", "7.500", "-", "-", "5.0e-01"]
     assert rows[1] == ["b", "0 of 40", *"-------"]
+    selecting = Recorded(
+        steps=full.steps, series=series | {"reward/before_selection": Series([1, 2], [0.25, 0.5])}
+    )
+    assert comparison.results_table({"a": (selecting, config)})[1][5] == "0.375"
+    (_, first), *_ = comparison._lines_of(comparison.PANELS[0], {"a": selecting, "b": full})
+    assert comparison.PANELS[0].title == "Reward, as sampled" and first.values == [0.25, 0.5]
+
+
+def test_the_reward_before_selection_is_a_line_and_its_absence_no_note(tmp_path):
+    def metrics(step):
+        return {"reward/mean": 0.2 + step / 100, "reward/before_selection": 0.1 + step / 100}
+
+    labels = [text.get_text() for text in drawn("reward", metrics, [1, 2])["Reward"].get_legend().get_texts()]
+    assert labels == ["trained on", "before selection"]
+    text = Page(write_report(make_run(tmp_path / "run", [1, 2], metrics=few_metrics))).text
+    assert "Not recorded, so not drawn: reward/importance_weighted, eval/accuracy" in text
 
 
 def test_settings_go_down_or_runs_where_these_are_more():

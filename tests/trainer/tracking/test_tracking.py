@@ -691,6 +691,11 @@ def test_row_by_hand():
     assert row(3, 100, FULL, 3725.0).split() == by_hand.split()
 
 
+def test_the_reward_of_a_line_is_of_all_groups_that_were_sampled():
+    selected = FULL | {"reward/before_selection": 0.113}
+    assert row(3, 100, selected, 3725.0) == row(3, 100, FULL, 3725.0).replace("0.512", "0.113")
+
+
 @settings(deadline=None)
 @given(
     st.dictionaries(st.sampled_from(sorted(FULL)), st.floats(allow_nan=False, allow_infinity=False)),
