@@ -126,9 +126,10 @@ def train(run: Run) -> None:
         with clock.time("sync"):
             sync = postponed.attempt(run.weight_sync.publish, in_any_case=True)  # the weights have moved
         clock.end_step()
-        with clock.time("evaluation"):
-            is_due = is_evaluation_step(step, config)
-            evaluation = postponed.attempt(partial(evaluate, run, step)) if is_due else None
+        evaluation, evaluation_is_due = None, config.evaluation.is_due(step, config.steps)
+        if evaluation_is_due:
+            with clock.time("evaluation"):
+                evaluation = postponed.attempt(partial(evaluate, run, step))
         with span("metrics"):
             metrics = step_metrics(
                 sampled=sampled,
@@ -147,7 +148,7 @@ def train(run: Run) -> None:
                 run.ledger.enter(step, sampled.stats)
             run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
         with clock.time("checkpoint"):
-            evaluation_owed = postponed.interruption is not None and is_evaluation_step(step, config)
+            evaluation_owed = postponed.interruption is not None and evaluation_is_due
             problem = run.checkpointer.after_step(
                 step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
             )
@@ -212,8 +213,3 @@ def saved_where_interrupted(run: Run) -> Iterator[None]:
         with suppress(*INTERRUPTIONS):  # the servers that should make room may be gone
             tell_once(run, "best checkpoint", run.checkpointer.save_last(run.learner))
         raise
-
-
-def is_evaluation_step(step: int, config: RunConfig) -> bool:
-    every, at_ends = config.evaluation.every, config.evaluation.at_ends
-    return bool(every and step % every == 0) or (at_ends and step == config.steps)

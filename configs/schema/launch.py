@@ -257,6 +257,16 @@ class EvaluationConfig(Schema):
     temperature: Temperature = 1.0
     """Temperature of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
 
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether an evaluation follows this one of ``steps`` steps."""
+        return bool(self.every and step % self.every == 0) or (self.at_ends and step == steps)
+
+    def number_after(self, step: int, steps: int) -> int:
+        """The evaluations that follow later steps."""
+        periodic = steps // self.every - step // self.every if self.every else 0
+        is_last_apart = self.at_ends and step < steps and not (self.every and steps % self.every == 0)
+        return max(periodic, 0) + is_last_apart
+
 
 class RecordEvery(Schema):
     """Some of the steps, at equal distances."""

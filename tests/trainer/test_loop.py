@@ -201,6 +201,13 @@ def test_time_of_the_parts_and_of_the_step(stepped):
     assert seconds == parts | {"step": sum(parts.values()), "evaluation": 100_000, "checkpoint": 0}
 
 
+def test_the_clock_of_evaluations_runs_where_one_is_due_alone(stepped):
+    """A time of 1e-5 would pass for that of an evaluation."""
+    calls = stepped("steps=5", "evaluation={every: 2, at_ends: true}")
+    seconds = [call.kwargs["seconds"] for call in calls.step_metrics.call_args_list]
+    assert [times.get("evaluation") for times in seconds] == [None, 100_000, None, 100_000, 100_000]
+
+
 def test_metrics_and_checks_get_what_was_measured(stepped):
     calls = stepped("steps=1", "correction.denominator=all")
     assert calls.learner.kl_in_reward.penalty.call_args.kwargs["num_samples"] == 3, "episodes, not sequences"
