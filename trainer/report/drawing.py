@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, assert_never
 
 from configs.schema import RunConfig
+from trainer.metric_names import find_entry
 from trainer.report.pictures import MAX, MEAN, Buckets, Lines, Panel, Picture, Shares
 
 if TYPE_CHECKING:
@@ -58,15 +59,21 @@ class Recorded:
         return series if base == metric else Series(series.steps, [1 - value for value in series.values])
 
     def labelled(self, metrics: Mapping[str, str]) -> dict[str, str]:
-        """The recorded ones of these metrics, name to label, with stars resolved."""
+        """The recorded ones of these metrics, name to label. A star stands for all names that have its entry in the table of
+        metrics."""
         labels = {}
         for name, label in metrics.items():
             if "*" not in name:
                 labels |= {name: label} if len(self.get(name)) else {}
                 continue
-            pattern = re.compile(re.escape(name).replace(r"\*", "([^/]+)"))
+            starred = name.removeprefix("1 - ")
+            pattern = re.compile(re.escape(starred).replace(r"\*", "(.+)"))
             matches = filter(None, map(pattern.fullmatch, sorted(self.series)))
-            labels |= {match[0]: label.replace("*", match[1]) for match in matches}
+            labels |= {
+                name.replace(starred, match[0]): label.replace("*", match[1])
+                for match in matches
+                if find_entry(match[0]) is find_entry(starred)
+            }
         return labels
 
     def edges(self, prefix: str) -> dict[str, str]:

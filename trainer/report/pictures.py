@@ -1,7 +1,7 @@
 """The report's pictures and their panels, as data. ``drawing.py`` draws them.
 
-A name with a star stands for all recorded metrics that match it. The star is one part of a name; a star in the
-label becomes that part. ``1 - NAME`` is one less the metric. Lines, panels and pictures without a recorded
+A name with a star stands for all recorded metrics of that entry of the table; a star in the label becomes their part of
+the name. ``1 - NAME`` is one less the metric. Lines, panels and pictures without a recorded
 metric are left out.
 """
 

@@ -405,17 +405,39 @@ def make_recorded(**series) -> Recorded:
 def test_stars_and_complements_in_names():
     recorded = make_recorded(
         **{
-            "a/x/tokens": {1: 0.5},
-            "a/y/tokens": {1: 0.25, 2: 1.0},
-            "a/y/z/tokens": {1: 0.0},
-            "a/x/others": {1: 0.0},
+            "mismatch/rejected/x/tokens": {1: 0.5},
+            "mismatch/rejected/y/tokens": {1: 0.25, 2: 1.0},
+            "mismatch/rejected/x/sequences": {1: 0.0},
+            "reward/mean": {1: 0.0},
+            "staleness/by_lag/le_0/kept_fraction": {1: 0.75},
         }
     )
-    assert recorded.labelled({"a/*/tokens": "rule *", "a/x/others": "o", "nowhere": "n"}) == {
-        "a/x/tokens": "rule x", "a/y/tokens": "rule y", "a/x/others": "o"
+    wanted = {"mismatch/rejected/*/tokens": "rule *", "reward/mean": "o", "nowhere": "n"}
+    assert recorded.labelled(wanted) == {
+        "mismatch/rejected/x/tokens": "rule x", "mismatch/rejected/y/tokens": "rule y", "reward/mean": "o"
     }  # fmt: skip
-    assert recorded.get("1 - a/y/tokens") == Series([1, 2], [0.75, 0.0])
+    kept = recorded.labelled({"1 - staleness/by_lag/*/kept_fraction": "*"})
+    assert kept == {"1 - staleness/by_lag/le_0/kept_fraction": "le_0"}
+    assert recorded.get(*kept) == Series([1], [0.25])
+    assert recorded.get("1 - mismatch/rejected/y/tokens") == Series([1, 2], [0.75, 0.0])
     assert not recorded.get("1 - nowhere")
+
+
+def test_sources_and_parts_with_a_slash_in_their_name_are_drawn():
+    """As data sets are called; what has an entry of its own is no source or set of that name."""
+    metrics = {
+        "eval/accuracy": 0.5,
+        "eval/set/hard/accuracy": 0.4,
+        "eval/set/hard/greedy/accuracy": 0.3,
+        "eval/set/a/b/accuracy": 0.2,
+        "eval/source/openai/gsm8k/accuracy": 0.1,
+        "reward/part/code/tests": 0.1,
+    }
+    axes = drawn("reward", lambda step: metrics, [1, 2])["Held-out accuracy"]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["accuracy", "a/b", "hard", "openai/gsm8k"]
+    axes = drawn("reward_parts", lambda step: metrics, [1, 2])["Parts of the reward"]
+    assert [line.get_label() for line in axes.lines] == ["code/tests"]
 
 
 def test_bins_are_in_the_order_of_their_edges():
