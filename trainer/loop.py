@@ -147,7 +147,7 @@ def train(run: Run) -> None:
             if run.ledger is not None and sampled.stats is not None:
                 run.ledger.enter(step, sampled.stats)
             run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
-        with clock.time("checkpoint"):
+        with clock.time("checkpoint", of_next_step=True):
             evaluation_owed = postponed.interruption is not None and evaluation_is_due
             problem = run.checkpointer.after_step(
                 step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded

@@ -249,19 +249,23 @@ METRICS = {entry.name: entry for entry in (
     Entry("sync/bytes", None, "bytes", "bytes of weights that were sent"),
     Entry("sync/servers", None, "servers", "servers that have the step's weights; fewer than rollout.replicas where one has ended"),
     Entry("sync/max_logprob_gap", None, "nats", "greatest log-prob difference of learner and servers on the probe prompt"),
-    Entry("time/step", None, "s", "seconds of the step, without its evaluation"),
+    Entry("time/step", None, "s", "seconds of the step, without its evaluation and the checkpoint after it"),
     Entry("time/sampling", None, "s", "seconds in which the learner waits for samples, rollout.drain_s included"),
     Entry("time/logprobs", None, "s", "seconds of the forward passes before the update"),
     Entry("time/update", None, "s", "seconds of the updates"),
     Entry("time/sync", None, "s", "seconds of sending and verifying the weights"),
-    Entry("time/evaluation", None, "s", "seconds of the evaluation"),
+    Entry("time/evaluation", None, "s", "seconds of the evaluation after the step, which is no part of time/step"),
+    Entry("time/checkpoint", None, "s",
+          "seconds of the checkpoint before the step, which is no part of time/step; that after the last step is in no line"),
     Entry("throughput/tokens_per_s", None, "tokens/s",
           "response tokens per second of time/step, without those that dynamic sampling leaves out"),
 )}
 # fmt: on
 _STARRED = [name for name in METRICS if "*" in name]
-TIME_PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
-"""Parts of a run's time, ``time/*``, that do not overlap."""
+STEP_PARTS = ("sampling", "logprobs", "update", "sync")
+"""Parts of ``time/step``, ``time/*``, that do not overlap."""
+TIME_PARTS = (*STEP_PARTS, "evaluation", "checkpoint")
+"""These, and the parts of a run's time between its steps."""
 WITHOUT_SELECTION = {"reward/before_selection": "reward/mean"}
 """What stands for a metric in a run without dynamic sampling, which trains on all that it samples."""
 

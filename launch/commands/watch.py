@@ -25,7 +25,7 @@ from launch.commands.samples import model_path, transcript
 from launch.commands.status import status
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
-from trainer.metric_names import TIME_PARTS, known, value_of
+from trainer.metric_names import STEP_PARTS, TIME_PARTS, known, value_of
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
 from trainer.tracking.tracker import read_metrics
 from trainer.tracking.transcripts import Decode, find_decode
@@ -125,7 +125,7 @@ def last_step(rows: Sequence[dict]) -> RenderableType:
         return Text("no step yet")
     row = trained[-1]
     parts = {part: row.get(f"time/{part}") or 0.0 for part in TIME_PARTS}
-    parts["other"] = max(row["time/step"] - sum(parts.values()) + parts["evaluation"], 0.0)
+    parts["other"] = max(row["time/step"] - sum(parts[part] for part in STEP_PARTS), 0.0)
     whole = sum(parts.values()) or 1.0
     table = Table.grid(padding=(0, 2))
     for part, seconds in parts.items():

@@ -81,10 +81,15 @@ def stepped(monkeypatch):
         full: str | None = None,
         kl: KLInReward | None = None,
         evaluated: EvaluationResult = EVALUATED,
+        checkpoint_s: float = 0.0,
     ) -> Mock:
+        def save(*unused, **named):
+            now[0] += checkpoint_s
+            return full
+
         if kl is not None:
             learner.kl_in_reward, learner.total, batch.packed = kl, alone, random_batch([4, 3], seed=3)
-        calls.checkpointer.after_step.return_value = full
+        calls.checkpointer.after_step.side_effect = save
         calls.sampler.evaluate.return_value = evaluated
         parts = {
             name: getattr(calls, name)
@@ -197,8 +202,15 @@ def test_time_of_the_parts_and_of_the_step(stepped):
     """A drain is a wait for samples; an evaluation is no part of the step."""
     seconds = stepped("steps=1", "evaluation={every: 1}").step_metrics.call_args.kwargs["seconds"]
     parts = {"sampling": 1001, "logprobs": 10, "update": 200, "sync": 10_000}
-    # The clock is handed over while it runs, so the checkpoint's time is there by now.
-    assert seconds == parts | {"step": sum(parts.values()), "evaluation": 100_000, "checkpoint": 0}
+    assert seconds == parts | {"step": sum(parts.values()), "evaluation": 100_000}
+
+
+def test_a_checkpoint_is_in_the_line_of_the_next_step_which_it_is_no_part_of(stepped):
+    """The line of its own step is on disk before it is written."""
+    calls = stepped("steps=3", checkpoint_s=1_000_000)
+    seconds = [call.kwargs["seconds"] for call in calls.step_metrics.call_args_list]
+    assert [times.get("checkpoint") for times in seconds] == [None, 1_000_000, 1_000_000]
+    assert len({times["step"] for times in seconds}) == 1
 
 
 def test_the_clock_of_evaluations_runs_where_one_is_due_alone(stepped):

@@ -19,7 +19,7 @@ from configs.errors import counted
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
-from trainer.metric_names import TIME_PARTS
+from trainer.metric_names import STEP_PARTS, TIME_PARTS
 from trainer.report import comparison, timeline
 from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure
 from trainer.report.pictures import PICTURES
@@ -140,7 +140,10 @@ def _draw_all(
     for picture in PICTURES:
         panels = draw_alone(picture, run.recorded, run.config)
         yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config), panels
-    about = "Seconds of each part of a step, stacked; other: what they leave of the whole step, which its evaluation comes after."
+    about = (
+        "Seconds of each part of a step, stacked; other: what they leave of the whole step. The evaluation comes after the step, and the "
+        "checkpoint is that of the step before."
+    )
     title = "Where the time of a step goes"
     whole, alone = _draw_step_time(run, title, None), _draw_step_time(run, "", ALONE)
     yield "step_time", title, about, whole, [] if alone is None else [alone]
@@ -193,20 +196,19 @@ def _draw_step_time(run: RecordedRun, title: str, size: tuple[float, float] | No
     if not steps:
         return None
     figure, (axes,) = new_figure(1, title, size=size)
-    draw_stack(axes, steps, parts, (*COLORS[:5], "#bdbdbd"), title="")
+    draw_stack(axes, steps, parts, (*COLORS[: len(TIME_PARTS)], "#bdbdbd"), title="")
     axes.set_ylabel("seconds")
     return figure
 
 
 def _step_times(run: RecordedRun) -> tuple[list[int], dict[str, list[float]]]:
-    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which excludes the
-    evaluation."""
+    """Seconds by part over the steps that have any; ``other`` is the rest of time/step."""
     series = {part: run.get(f"time/{part}") for part in (*TIME_PARTS, "step")}
     seconds = {part: dict(zip(s.steps, s.values, strict=True)) for part, s in series.items()}
     steps = sorted({step for by_step in seconds.values() for step in by_step})
     parts = {part: [by_step.get(step, 0.0) for step in steps] for part, by_step in seconds.items()}
     whole = parts.pop("step")
-    in_step = zip(*(parts[part] for part in TIME_PARTS if part != "evaluation"), strict=True)
+    in_step = zip(*(parts[part] for part in STEP_PARTS), strict=True)
     rest = [max(all_s - sum(part_s), 0.0) for all_s, part_s in zip(whole, in_step, strict=True)]
     return steps, {**parts, "other": rest}
 

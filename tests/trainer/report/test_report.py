@@ -125,6 +125,7 @@ def step_metrics(step: int) -> dict[str, float]:
         "time/logprobs": 0.5,
         "time/update": 1.5,
         "time/sync": 0.25,
+        "time/checkpoint": 1.0 if step % 4 == 1 else 0.0,
         "time/step": 5.5,
         **({"eval/accuracy": 0.2 + step / 100, "eval/count": 400.0} if step % 10 == 0 else {}),
     }
@@ -209,6 +210,7 @@ def test_page_holds_every_figure_and_refers_to_nothing_outside(full_page):
         "Accuracy after 60.0% ± 2.4%",
         "Steps 40 of 40",
         "Wall time, start to end 5m20s",
+        "sync 10.2 4% checkpoint 10.0 4% other",
     ):
         assert fact in page.text
     assert "no summary.json" not in page.text
