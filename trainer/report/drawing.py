@@ -44,6 +44,10 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
+    @property
+    def by_step(self) -> dict[int, float]:
+        return dict(zip(self.steps, self.values, strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
@@ -394,7 +398,7 @@ def _smoothing_width(series: Series) -> int:
 
 def _with_gaps(series: Series) -> tuple[list[int], list[float]]:
     """Every step from first to last. Missing values are NaN, so that lines break there."""
-    by_step = dict(zip(series.steps, series.values, strict=True))
+    by_step = series.by_step
     steps = list(range(series.steps[0], series.steps[-1] + 1))
     return steps, [by_step.get(step, math.nan) for step in steps]
 
@@ -469,7 +473,7 @@ def _draw_shares(axes: "Axes", panel: Shares, recorded: Recorded) -> None:
     steps = sorted({step for series in by_label.values() for step in series.steps})
     parts = {}
     for label, series in by_label.items():
-        by_step = dict(zip(series.steps, series.values, strict=True))
+        by_step = series.by_step
         parts[label] = [by_step.get(step, 0.0) for step in steps]
     shades = [colormaps["cividis_r"](place / max(len(parts) - 1, 1)) for place in range(len(parts))]
     draw_stack(axes, steps, parts, shades, title=panel.title)

@@ -204,7 +204,7 @@ def _draw_step_time(run: RecordedRun, title: str, size: tuple[float, float] | No
 def _step_times(run: RecordedRun) -> tuple[list[int], dict[str, list[float]]]:
     """Seconds by part over the steps that have any; ``other`` is the rest of time/step."""
     series = {part: run.get(f"time/{part}") for part in (*TIME_PARTS, "step")}
-    seconds = {part: dict(zip(s.steps, s.values, strict=True)) for part, s in series.items()}
+    seconds = {part: s.by_step for part, s in series.items()}
     steps = sorted({step for by_step in seconds.values() for step in by_step})
     parts = {part: [by_step.get(step, 0.0) for step in steps] for part, by_step in seconds.items()}
     whole = parts.pop("step")
@@ -242,14 +242,15 @@ def _sections(
 
 
 def _facts(run: RecordedRun) -> list[tuple[str, str]]:
-    accuracy = run.get("eval/accuracy")
-    before = run.summary.get("accuracy_before", accuracy.values[0] if accuracy else None)
-    after = run.summary.get("accuracy_after", accuracy.values[-1] if len(accuracy) > 1 else None)
-    errors = _standard_errors(run)
+    accuracy = run.get("eval/accuracy").by_step
+    last = max(accuracy, default=0)
+    before = run.summary.get("accuracy_before", accuracy.get(0))
+    after = run.summary.get("accuracy_after", accuracy[last] if last > 0 else None)
+    after_step = run.summary.get("accuracy_after_step") or last  # which an older summary lacks
     done = run.summary.get("steps", max(run.steps, default=0))
     return [
-        ("Accuracy before", _percent(before, errors[0])),
-        ("Accuracy after" if run.summary else "Accuracy so far", _percent(after, errors[1])),
+        ("Accuracy before", _accuracy_text(run, before, 0)),
+        ("Accuracy after" if run.summary else "Accuracy so far", _accuracy_text(run, after, after_step)),
         ("Steps", f"{done} of {run.config.steps}"),
         ("Wall time, start to end" if run.summary else "Wall time so far", duration(_total_seconds(run))),
     ]
@@ -282,26 +283,22 @@ def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
     return history.name, f"{when}; worst {worst} at step {history.worst_step}", history.worst.message
 
 
-def _standard_errors(run: RecordedRun) -> tuple[float | None, float | None]:
-    """Standard errors of the first and of the last accuracy, as recorded. For a run of an earlier version they are
-    computed as if all answers to a problem were alike."""
-    recorded, accuracy = run.get("eval/accuracy_error"), run.get("eval/accuracy")
-    counts = run.get("eval/count")
-    if not (accuracy and counts):
-        return None, None
-    problems = [count / run.config.evaluation.samples_per_prompt for count in counts.values]
-    shares = (accuracy.values[0], problems[0]), (accuracy.values[-1], problems[-1])
-    first, last = (
-        math.sqrt(share * (1 - share) / count) if count and 0 <= share <= 1 else None
-        for share, count in shares
+def _standard_error(run: RecordedRun, step: int) -> float | None:
+    """Standard error of the accuracy at this step, as recorded. For a run of an earlier version it is computed as if all
+    answers to a problem were alike."""
+    recorded, accuracy, counts = (
+        run.get(f"eval/{name}").by_step.get(step) for name in ("accuracy_error", "accuracy", "count")
     )
-    return (recorded.values[0], recorded.values[-1]) if recorded else (first, last)
+    if recorded is not None or accuracy is None or not counts or not 0 <= accuracy <= 1:
+        return recorded
+    return math.sqrt(accuracy * (1 - accuracy) / (counts / run.config.evaluation.samples_per_prompt))
 
 
-def _percent(share: Any, error: float | None) -> str:
-    if not isinstance(share, int | float):
+def _accuracy_text(run: RecordedRun, accuracy: Any, step: int) -> str:
+    if not isinstance(accuracy, int | float):
         return "not measured"
-    return f"{share:.1%}" + (f" ± {error:.1%}" if error is not None else "")
+    error = _standard_error(run, step)
+    return f"{accuracy:.1%}" + (f" ± {error:.1%}" if error is not None else "") + f" at step {step}"
 
 
 def _total_seconds(run: RecordedRun) -> float:

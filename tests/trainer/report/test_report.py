@@ -206,8 +206,8 @@ def test_page_holds_every_figure_and_refers_to_nothing_outside(full_page):
     assert not re.search(r"https?:|@import|url\(", source)
     assert not page.tags & {"script", "link", "iframe", "object"}
     for fact in (
-        "Accuracy before 20.5% ± 2.0%",
-        "Accuracy after 60.0% ± 2.4%",
+        "Accuracy before 20.5% ± 2.0% at step 0",
+        "Accuracy after 60.0% ± 2.4% at step 40",
         "Steps 40 of 40",
         "Wall time, start to end 5m20s",
         "sync 10.2 4% checkpoint 10.0 4% other",
@@ -229,7 +229,7 @@ def test_figures_have_ink(full_page):
 def test_unfinished_run_says_so_and_its_accuracy_is_so_far(tmp_path):
     page = Page(write_report(make_run(tmp_path / "run", range(15), metrics=some_metrics)))
     assert "The run has no summary.json" in page.text
-    assert "Accuracy so far 30.0%" in page.text
+    assert "Accuracy so far 30.0% ± 2.3% at step 10" in page.text
     assert "Steps 14 of 40" in page.text
     assert "Wall time so far 1m24s" in page.text
 
@@ -393,7 +393,26 @@ def test_the_error_of_accuracy_goes_from_problem_to_problem(tmp_path):
         )
     )
     text = Page(path).text
-    assert "Accuracy before 50.0% ± 5.0%" in text and "Accuracy so far 50.0% ± 4.0%" in text
+    assert "Accuracy before 50.0% ± 5.0% at step 0" in text
+    assert "Accuracy so far 50.0% ± 4.0% at step 1" in text
+
+
+def test_an_accuracy_that_was_first_measured_after_some_steps_is_none_from_before(tmp_path):
+    """With ``evaluation: {every: 3, at_ends: false}``, and of a run whose last steps had no evaluation."""
+    accuracies = {3: 0.25, 6: 0.5}
+
+    def metrics(step):
+        return {"eval/accuracy": accuracies[step], "eval/count": 100.0} if step in accuracies else {}
+
+    folder = make_run(tmp_path / "run", range(1, 9), metrics=metrics)
+    text = Page(write_report(folder)).text
+    assert "Accuracy before not measured Accuracy so far 50.0% ± 5.0% at step 6 Steps 8 of 40" in text
+    summary = {
+        "accuracy_before": None, "accuracy_after": 0.5, "accuracy_after_step": 6, "steps": 40, "seconds": {},
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    text = Page(write_report(folder)).text
+    assert "Accuracy before not measured Accuracy after 50.0% ± 5.0% at step 6 Steps 40 of 40" in text
 
 
 def make_recorded(**series) -> Recorded:
