@@ -239,9 +239,9 @@ class TrackingConfig(Schema):
 
 
 class EvaluationConfig(Schema):
-    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses with a reward of
-    at least 1 (of a weighted reward: of its deciding part). ``eval/reward_mean`` is for rewards other than 0 and
-    1."""
+    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses that are right: with a
+    reward of at least 1 (of a weighted reward: of its deciding part), or by an environment's own account.
+    ``eval/reward_mean`` is for rewards other than 0 and 1."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""

@@ -210,6 +210,7 @@ def test_page_holds_every_figure_and_refers_to_nothing_outside(full_page):
         "Accuracy after 60.0% ± 2.4% at step 40",
         "Steps 40 of 40",
         "Wall time, start to end 5m20s",
+        "of a weighted reward the part that decides counts alone",
         "sync 10.2 4% checkpoint 10.0 4% other",
     ):
         assert fact in page.text
