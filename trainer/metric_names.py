@@ -5,7 +5,7 @@ against it when they are imported. The site's page of metrics is made from it.
 
 Symbols are those of docs/notation.md: ρ = π_train / π_rollout of a token, d = log ρ, Δp = |p_rollout − p_train|.
 d, or its sum over a response, is bounded to ±20 before exp. log_ppl is minus the mean log-prob of a response's
-tokens. Responses without valid tokens are left out.
+tokens. Responses without valid tokens are left out. Under mismatch/* each sequence of an episode that forked is a response.
 """
 
 from collections.abc import Iterator, Mapping
@@ -73,8 +73,12 @@ def _evaluation(name: str, of: str, count: str) -> Iterator[Entry]:
             "answers whose reward or episode failed: accuracy and mean reward are too low by them",
         ),
         ("count", "responses", count),
-        ("length_mean", "tokens", "mean length of these samples, the end token included"),
-        ("truncated_fraction", "share of responses", "samples that max_new_tokens cut off"),
+        ("length_mean", "tokens", "mean length of these samples, as response/length_mean"),
+        (
+            "truncated_fraction",
+            "share of responses",
+            "samples that max_new_tokens cut off, as response/truncated_fraction",
+        ),
     ):
         yield Entry(f"{name}{quantity}", None, unit, words)
 
@@ -93,11 +97,12 @@ METRICS = {entry.name: entry for entry in (
     Entry("reward/importance_weighted", "mean", "reward",
                "Σ w R / Σ w with w = Π ρ of a response: an estimate of E_train[R], biased by O(1 / responses), and by dynamic sampling"),
     Entry("reward/importance_ess", "ess", "share", "ESS of these weights; near 1 / responses one response makes the estimate"),
-    Entry("response/length_mean", None, "tokens", "mean length of the responses"),
-    Entry("response/length_max", None, "tokens", "greatest length of a response"),
+    Entry("response/length_mean", None, "tokens",
+          "mean length of a sample with a turn: tokens that the policy sampled, in all turns and sequences of an episode"),
+    Entry("response/length_max", None, "tokens", "greatest such length"),
     Entry("response/tokens", None, "tokens", "response tokens of the step, which it trains on"),
     Entry("response/tokens_before_selection", None, "tokens", "those and the tokens of groups that dynamic sampling leaves out"),
-    Entry("response/truncated_fraction", None, "share of responses", "responses that ended at the length limit"),
+    Entry("response/truncated_fraction", None, "share of responses", "samples with a turn whose first sequence ended at the length limit"),
     Entry("episode/sequences_mean", None, "sequences", "mean number of sequences of a sample; 1 where no episode forks"),
     Entry("episode/turns_mean", None, "turns", "mean number of the policy's turns in a sample; 1 without an environment"),
     Entry("episode/turns_max", None, "turns", "greatest number of turns"),

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 from typing import Literal
 
@@ -116,20 +117,22 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     samples = [t for t in sequences if t.branch == 0]
     rewards = [t.reward for t in samples if t.reward is not None]
     rewards_of_groups = [{t.reward for t in g.trajectories if t.reward is not None} for g in groups]
-    responses = [t for t in sequences if t.turns]  # an episode may have failed before its first turn
-    lengths = [int(t.response_mask.sum()) for t in responses]
+    lengths = Counter[tuple[int, int]]()  # without episodes that failed before their first turn
+    for t in filter(attrgetter("turns"), sequences):
+        lengths[t.group_id, t.sibling_id] += int(t.response_mask.sum())
     parts: dict[str, list[float]] = defaultdict(list)
     for name, value in (part for t in samples for part in t.reward_parts.items()):
         parts[name].append(value)
     numbers = {f"reward/part/{name}": fmean(scores) for name, scores in parts.items()} | {
-        "response/tokens": sum(lengths),
+        "response/tokens": lengths.total(),
         "groups/no_signal_fraction": fmean(len(scores) < 2 for scores in rewards_of_groups),
     }
-    if responses:
+    if lengths:
+        truncated = sum(t.finish_reason == FinishReason.LENGTH for t in samples)
         numbers |= {
-            "response/length_mean": fmean(lengths),
-            "response/length_max": max(lengths),
-            "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in responses),
+            "response/length_mean": fmean(lengths.values()),
+            "response/length_max": max(lengths.values()),
+            "response/truncated_fraction": truncated / len(lengths),
         }
     if rewards:
         std = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()

@@ -100,9 +100,9 @@ class EvaluationResult:
     count: int
     """Samples: problems times samples_per_prompt."""
     length_mean: float
-    """Response tokens, the end token included."""
+    """Tokens that the policy sampled, end tokens included, in a sample in which it had a turn."""
     truncated_fraction: float
-    """Share of the samples that ``max_new_tokens`` cut off."""
+    """Share of these samples that ``max_new_tokens`` cut off, in the last turn of their first sequence."""
     failed: int = 0
     """Samples whose reward or episode failed. They count as wrong, with a reward of 0."""
     first_failure: str | None = None

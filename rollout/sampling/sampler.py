@@ -364,6 +364,9 @@ def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
     """A sample that was not scored has a reward of 0. It is wrong, unless a part failed that does not decide."""
     samples = [sample for samples in sampled for sample in samples]
     truncated = sum(sample.is_truncated for sample in samples)
+    lengths = [
+        sample.num_sampled for sample in samples if sample.num_sampled
+    ]  # an episode may fail before a turn
     right = [[sample.correct for sample in samples] for samples in sampled]
     return EvaluationResult(
         accuracy=sum(sample.correct for sample in samples) / len(samples),
@@ -371,7 +374,7 @@ def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
         count=len(samples),
         accuracy_error=accuracy_error(right),
         pass_at=_pass_at(right),
-        length_mean=sum(sample.num_sampled for sample in samples) / len(samples),
-        truncated_fraction=truncated / len(samples),
+        length_mean=sum(lengths) / max(len(lengths), 1),
+        truncated_fraction=truncated / max(len(lengths), 1),
         failed=sum(sample.error is not None for sample in samples),
     )

@@ -564,6 +564,17 @@ def test_an_evaluation_counts_a_sample_without_a_score_as_zero():
     assert (found.accuracy, found.reward_mean, found.count, found.failed) == (0.5, 0.5, 2, 1)
 
 
+def test_lengths_and_cuts_of_an_evaluation_are_those_of_samples_with_a_turn():
+    """As in training. An episode that failed before its first turn has neither."""
+    samples = [
+        SimpleNamespace(reward=0.0, correct=False, is_truncated=cut, num_sampled=tokens, error=None)
+        for tokens, cut in ((3, True), (5, False), (0, False))
+    ]
+    found = _summarise_samples([samples])
+    assert (found.length_mean, found.truncated_fraction, found.count) == (4.0, 0.5, 3)
+    assert _summarise_samples([samples[-1:]]).length_mean == 0
+
+
 def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
     order = [f"p{i}" for i in epoch_order(9, seed=0, epoch=0)]
 
