@@ -27,8 +27,7 @@ class ClientStats:
     requests: int = 0
     """Completions requested; retries of a completion do not count."""
     retries: int = 0
-    """Attempts that failed in transport and were repeated. One attempt covers all samples of a request."""
-
+    """Completions requested again, since an attempt failed in transport: all those of the attempt."""
     idle_s: float = 0.0
     """Seconds in which no sample was at the servers."""
 

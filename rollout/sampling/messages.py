@@ -59,8 +59,9 @@ class SamplingStats:
     seconds: float
     """From the question to the answer."""
     requests: int
+    """Completions requested."""
     retries: int
-    """Attempts that failed in transport and were repeated."""
+    """Completions requested again, since an attempt failed in transport."""
     failed_rewards: int
     """Samples whose reward raised or ran out of time; they are not scored."""
     reward_retries: int = 0

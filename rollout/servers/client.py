@@ -288,7 +288,7 @@ class SGLangClient:
             nonlocal num_counted
             is_cut = patience.covers(error)
             if self._servers_restart and self._are_all_lost() and not is_cut:
-                self._stats = replace(self._stats, retries=self._stats.retries + 1)
+                self._stats = replace(self._stats, retries=self._stats.retries + count)
                 raise _AllLost
             num_counted += not is_cut
             if num_counted > self._max_retries:
@@ -296,7 +296,7 @@ class SGLangClient:
                 raise GenerationError(
                     f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}"
                 )
-            self._stats = replace(self._stats, retries=self._stats.retries + 1)
+            self._stats = replace(self._stats, retries=self._stats.retries + count)
 
         attempt = partial(self._attempt, body=body, count=count, sent=sent)
         return await request_with_retries(
