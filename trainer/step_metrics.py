@@ -154,6 +154,11 @@ def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
         f"episode/{status}_fraction": fmean(t.status == status for t in samples)
         for status in (Status.TOKEN_LIMIT, Status.TURN_LIMIT, Status.TIME_LIMIT, Status.FAILED)
     }
+    siblings, scored = (
+        Counter(t.group_id for t in samples if not is_scored or t.reward is not None)
+        for is_scored in (False, True)
+    )
+    lone = sum(scored[group] == 1 < count for group, count in siblings.items())
     continued = [turn for t in sequences for turn in t.turns[1:]]
     if continued:
         cached = sum(turn.cached_tokens for turn in continued) / sum(turn.start for turn in continued)
@@ -166,6 +171,7 @@ def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
         "episode/retracted_turns": sum(turn.num_retractions > 0 for t in sequences for turn in t.turns),
         "episode/observed_tokens": sum(observed),
         "episode/not_scored_fraction": fmean(t.reward is None for t in samples),
+        "episode/lone_fraction": lone / len(samples),
     }
 
 

@@ -394,6 +394,11 @@ class WeightSync:
         """As ``EngineAgreement.check_samples``, of the samples of the version before this one."""
         self._agreement.check_samples(gap, farthest, version=self._learner.version - 1)
 
+    @property
+    def checks_gap(self) -> bool:
+        """Whether a difference of the two engines above their rounding is an error."""
+        return self._agreement.allowed is not None
+
     def prove(self, temperature: float) -> float:
         """``probe`` weights that no sample has used yet. Servers that have ended since their update get them again."""
 

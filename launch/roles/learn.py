@@ -211,8 +211,12 @@ def compare_engines(run: "Run") -> None:
     if run.tracker is not None:
         probe = f"a probe prompt, sampled at its own temperature of {START_PROBE_TEMPERATURE}"
         text = f"log-probs of {probe}, differ by {gap:.1e} nats at most"
-        is_rounded = run.config.rollout.precision is not None
-        how = "differ, as the servers' weights are rounded" if is_rounded else "agree"
+        if run.weight_sync.checks_gap:
+            how = "agree"
+        elif run.config.rollout.precision is not None:
+            how = "differ, as the servers' weights are rounded"
+        else:
+            how = "differ, as they do not both compute in float32, and no limit is checked"
         run.tracker.say(f"before the first step, learner and servers {how}: {text}")
 
 

@@ -252,7 +252,7 @@ def _facts(run: RecordedRun) -> list[tuple[str, str]]:
         ("Accuracy before", _accuracy_text(run, before, 0)),
         ("Accuracy after" if run.summary else "Accuracy so far", _accuracy_text(run, after, after_step)),
         ("Steps", f"{done} of {run.config.steps}"),
-        ("Wall time, start to end" if run.summary else "Wall time so far", duration(_total_seconds(run))),
+        ("Running time" if run.summary else "Running time so far", duration(_total_seconds(run))),
     ]
 
 

@@ -406,8 +406,6 @@ PICTURES = (
 FLAT_MEANS = {
     (known(metric), value): meaning
     for metric, value, meaning in (
-        ("policy/clip_fraction", 0.0, "expected with one minibatch per step: the scored policy is updated"),
-        ("policy/ppo_kl", 0.0, "expected with one minibatch per step: current equals old exactly"),
         ("policy/dual_clip_fraction", 0.0, "dual clip acts on rare tokens only"),
         ("mismatch/kept_fraction", 1.0, "the correction rejects no token"),
         ("mismatch/kept_fraction", 0.0, "the correction rejects every token: nothing is learned"),
@@ -418,3 +416,11 @@ FLAT_MEANS = {
     )
 }
 """The meaning of a metric that has this value at all steps."""
+FLAT_MEANS_OF_ONE_MINIBATCH = {
+    (
+        known("policy/clip_fraction"),
+        0.0,
+    ): "expected with one minibatch per step: the scored policy is updated",
+    (known("policy/ppo_kl"), 0.0): "expected with one minibatch per step: current equals old exactly",
+}
+"""Likewise, with ``learner.minibatches: 1``."""

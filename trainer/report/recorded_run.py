@@ -14,7 +14,7 @@ from configs.schema.alarms import AlarmsConfig
 from trainer.file_system import read_file
 from trainer.metric_names import known
 from trainer.report.drawing import Recorded, Series, is_drawn
-from trainer.report.pictures import FLAT_MEANS, PICTURES, Buckets, Lines, Panel
+from trainer.report.pictures import FLAT_MEANS, FLAT_MEANS_OF_ONE_MINIBATCH, PICTURES, Buckets, Lines, Panel
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.tracker import read_metrics
@@ -22,6 +22,8 @@ from trainer.tracking.tracker import read_metrics
 FEWEST_FLAT = 5
 HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
 """Alarms of quantities whose healthy value is 1; that of the others is 0."""
+HEALTHY_WHEN_GREAT = ("advantage_std_min",)
+"""Alarms of quantities of which the least value is the worst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,7 @@ def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> 
 
 def _distance_from_healthy(alarm: Alarm) -> float:
     away = abs(alarm.value - (alarm.name in HEALTHY_AT_ONE))
+    away = -away if alarm.name in HEALTHY_WHEN_GREAT else away
     return math.inf if math.isnan(away) else away
 
 
@@ -161,9 +164,9 @@ def note_the_data(run: RecordedRun) -> None:
         if len(set(series.values)) > 1:
             rounding += [] if is_shown else [metric]
         elif not is_shown:
-            same.append(_rests(metric, series))
+            same.append(_rests(run.config, metric, series))
         elif len(series) >= FEWEST_FLAT:
-            run.notes.append(f"{_rests(metric, series, f' at all {len(series)} steps')}.")
+            run.notes.append(f"{_rests(run.config, metric, series, f' at all {len(series)} steps')}.")
     for panel in _panels():
         if isinstance(panel, Lines) or is_drawn(panel, run.recorded):
             continue
@@ -179,10 +182,11 @@ def note_the_data(run: RecordedRun) -> None:
         run.at_rest.append(f"The same at every step, so not drawn: {'; '.join(same)}.")
 
 
-def _rests(metric: str, series: Series, where: str = "") -> str:
+def _rests(config: RunConfig, metric: str, series: Series, where: str = "") -> str:
     """What a series that never changes is, and why if that is known."""
     value = series.values[0]
-    why = FLAT_MEANS.get((metric, value))
+    means = FLAT_MEANS | (FLAT_MEANS_OF_ONE_MINIBATCH if config.learner.minibatches == 1 else {})
+    why = means.get((metric, value))
     return f"{metric} is {number_text(value)}{where}" + (f" ({why})" if why else "")
 
 

@@ -812,6 +812,11 @@ def test_metrics_of_samples_by_hand():
     assert found["response/truncated_fraction"] == pytest.approx(1 / 2)
     one_scored = sample_metrics([replace(group, trajectories=[first, unscored])])
     assert one_scored["groups/no_signal_fraction"] == 1.0
+    assert (one_scored["episode/not_scored_fraction"], one_scored["episode/lone_fraction"]) == (0.5, 0.5)
+    assert found["episode/lone_fraction"] == 0, "two siblings are scored"
+    assert sample_metrics([replace(group, trajectories=[first])])["episode/lone_fraction"] == 0, (
+        "none is left out"
+    )
     nothing = sample_metrics([replace(group, trajectories=[unscored])])
     assert not {"reward/mean", "response/length_mean"} & nothing.keys() and nothing["response/tokens"] == 0
     assert nothing["groups/no_signal_fraction"] == 1.0

@@ -209,7 +209,7 @@ def test_page_holds_every_figure_and_refers_to_nothing_outside(full_page):
         "Accuracy before 20.5% ± 2.0% at step 0",
         "Accuracy after 60.0% ± 2.4% at step 40",
         "Steps 40 of 40",
-        "Wall time, start to end 5m20s",
+        "Running time 5m20s",
         "of a weighted reward the part that decides counts alone",
         "sync 10.2 4% checkpoint 10.0 4% other",
     ):
@@ -232,17 +232,17 @@ def test_unfinished_run_says_so_and_its_accuracy_is_so_far(tmp_path):
     assert "The run has no summary.json" in page.text
     assert "Accuracy so far 30.0% ± 2.3% at step 10" in page.text
     assert "Steps 14 of 40" in page.text
-    assert "Wall time so far 1m24s" in page.text
+    assert "Running time so far 1m24s" in page.text
 
 
 @pytest.mark.parametrize(
     ("training", "said"), [(80.0, "4m00s"), (280.0, "5m00s")], ids=["earlier version", "this"]
 )
-def test_the_wall_time_of_a_resumed_run_is_of_all_attempts(tmp_path, training, said):
+def test_the_running_time_of_a_resumed_run_is_of_all_attempts(tmp_path, training, said):
     """Of 40 recorded steps of 6 seconds, whatever a summary of the last attempt alone says."""
     summary = {"steps": 40, "seconds": {"start_up": 20.0, "training": training}}
     folder = make_run(tmp_path / "run", range(1, 41), summary=summary, metrics=few_metrics)
-    assert f"Wall time, start to end {said}" in Page(write_report(folder)).text
+    assert f"Running time {said}" in Page(write_report(folder)).text
 
 
 @pytest.mark.parametrize("recorded", [20, 25])
@@ -253,7 +253,7 @@ def test_a_finished_run_that_goes_on_to_more_steps_is_not_finished(tmp_path, rec
     text = Page(write_report(folder)).text
     assert "summary.json is of step 20, before the run went on: it is not finished" in text
     assert f"Steps {recorded} of 40" in text and "Accuracy so far 40.0%" in text
-    assert f"Wall time so far {recorded // 10}m" in text and "Accuracy after" not in text
+    assert f"Running time so far {recorded // 10}m" in text and "Accuracy after" not in text
 
 
 @pytest.mark.parametrize("steps", [[0], [1], [0, 1]])
@@ -355,6 +355,18 @@ def test_what_never_happened_is_said_and_not_drawn(tmp_path):
     assert re.search(
         r"The same at every step, so not drawn: sampling/resampled_groups is 0; .*mismatch/rejected/total/tokens is 0",
         text,
+    )
+
+
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_update_that_never_clips_is_explained_by_one_minibatch_where_there_is_one(tmp_path, minibatches):
+    config = make_config(learner={"minibatches": minibatches})
+    folder = make_run(
+        tmp_path / "run", range(1, 7), config, metrics=lambda step: {"policy/clip_fraction": 0.0}
+    )
+    text = Page(write_report(folder)).text
+    assert "policy/clip_fraction is 0" in text and ("expected with one minibatch" in text) == (
+        minibatches == 1
     )
 
 
@@ -675,6 +687,12 @@ def test_a_value_that_is_not_finite_is_the_worst():
     histories = {h.name: h for h in alarm_histories(rows, AlarmsConfig())}
     assert histories["weight_mean_max"].steps == [1, 2, 3] and histories["weight_mean_max"].worst_step == 2
     assert histories["weight_mean_min"].steps == [2]
+
+
+def test_the_worst_spread_of_advantages_is_the_least():
+    rows = [{"step": s, "advantage/std": value} for s, value in ((1, 9e-7), (2, 0.0), (3, 5e-7), (4, 0.5))]
+    (history,) = alarm_histories(rows, AlarmsConfig())
+    assert (history.name, history.steps, history.worst_step) == ("advantage_std_min", [1, 2, 3], 2)
 
 
 def test_the_page_tells_alarms_in_full(tmp_path):
