@@ -49,6 +49,16 @@ class Session:
     """Entered while a request waits for a place, for the end of a drain, or for a server that is started again."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownExperts:
+    """To which experts a server has sent the first tokens of a prompt is known from an earlier request."""
+
+    before: int
+    """The number of these tokens."""
+    version: int
+    """The weights that chose the experts."""
+
+
 class GenerationClient(Protocol):
     """Token ids in, token ids out. Many calls run at once; the client limits how many reach the engine.
 
@@ -67,12 +77,13 @@ class GenerationClient(Protocol):
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
         session: Session | None = None,
-        experts_from: int = 0,
+        known_experts: KnownExperts | None = None,
     ) -> list[Completion]:
         """Independent responses to one prompt, one per seed, in the order of the seeds. The stop token that
         ended a response is part of it.
 
-        experts_from: the first input token whose experts are of use, where the client asks for experts.
+        known_experts: input tokens whose experts are of no use, where the client asks for experts, as long as the weights
+        are those that chose them. None: the experts of all are.
 
         Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary or, where the client's
         sampler is truncated, over each token's kept ids, which come with it. A seed fixes its

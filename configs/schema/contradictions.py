@@ -61,7 +61,7 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
             ("correction.weight.bound", "correction.reject"),
             "objective gmpo takes the geometric mean of a sequence's weights, so that one weight of zero would drop the whole sequence "
             "(correction.weight.bound=mask)",
-            "use correction.weight.bound=truncate, or a rule in correction.reject",
+            "set correction.weight.bound=truncate and correction.weight.lower=null; tokens are rejected by rules in correction.reject",
         )
     responses = config.rollout.prompts_per_step * config.rollout.group_size
     if config.kl.controller.type == "adaptive" and config.kl.controller.horizon <= responses:

@@ -68,7 +68,7 @@ class ImportanceWeight(Schema):
         if self.bound == "truncate" and self.lower is not None:
             raise Contradiction(
                 ("bound", "lower"),
-                "`bound: truncate` has no lower bound: remove `lower`, or use `bound: clip` or `bound: mask`",
+                "`bound: truncate` has no lower bound: set `lower: null`, or use `bound: clip` or `bound: mask`",
             )
         if self.upper is not None and self.lower is not None and self.lower > self.upper:
             raise Contradiction(("lower", "upper"), f"lower={self.lower} is above upper={self.upper}")

@@ -266,7 +266,11 @@ class KLConfig(Schema):
                 "set kl.coefficient, or remove it",
             )
         if self.place == "loss" and self.controller.type != "fixed":
-            raise Contradiction(("place",), "an adaptive controller goes with `place: reward`")
+            raise Contradiction(
+                ("place", "controller.type"),
+                "an adaptive controller goes with `place: reward`",
+                "set kl.place=reward, or kl.controller.type=fixed",
+            )
         if self.controller.type == "adaptive" and self.coefficient == 0:
             raise Contradiction(
                 ("coefficient",),

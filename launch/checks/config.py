@@ -153,11 +153,13 @@ def _gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
             "in 60 steps at a lag of 4 a model went from 15 to 12 % right, with decoupled_token_is to 24 %"
         )
         yield f"{text}: {shown} ({STALENESS_STUDY}); set correction.weight, for example correction=decoupled_token_is"
-    if is_coarse and correction.mode == "bypass" and correction.loss == "objective":
+    clips = correction.loss == "objective" and config.policy_objective.type != "policy_gradient"
+    if is_coarse and correction.mode == "bypass" and clips:
         text = f"rollout.precision={rollout.precision} with correction.mode=bypass clips against the rounded policy"
         shown = "at int2 a model went from 15 to 13 % right in 40 steps, with decoupled_seq_is to 25 %"
         yield f"{text}: {shown} ({PRECISION_STUDY}); take decoupled mode, for example correction=decoupled_seq_is"
-    if correction.mode == "decoupled" and config.policy_objective.type == "dppo":
+    # Against a coarsely rounded policy the paper's bound is no advice: the note before this one.
+    if correction.mode == "decoupled" and config.policy_objective.type == "dppo" and not is_coarse:
         text = "objective.type=dppo with correction.mode=decoupled bounds the change from the learner's own log-probs"
         yield f"{text}, where its paper bounds it from the rollout's (arXiv 2602.04879); take correction=ppo_is_bypass"
     causes = [f"{lags} it rejects nearly all tokens of older weights (9 of 10 and more in {STALENESS_STUDY})"]

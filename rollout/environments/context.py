@@ -169,7 +169,7 @@ class EpisodeContext:
                 stop_token_ids=[*self._texts.end_token_ids, *stop_token_ids],
                 seeds=[turn_seed(self._seed, len(self.sequence.turns))],
                 session=self._session,
-                experts_from=self.sequence.first_new_input,
+                known_experts=self.sequence.known_experts,
             )
         )
         self._episode.requests.add(request)

@@ -6,6 +6,7 @@ from typing import Self
 
 import numpy as np
 
+from rollout.client import KnownExperts
 from rollout.records import (
     COUNTS,
     LOGPROBS,
@@ -48,10 +49,13 @@ class TokenSequence:
         return list(self._turns)
 
     @property
-    def first_new_input(self) -> int:
-        """The first token that is no input yet: the last one of the last turn; 0 before the first turn. The next turn's
-        answer tells the experts from here on. Those of earlier tokens are known from the turns that sampled with them."""
-        return self._turns[-1].end - 1 if self._turns else 0
+    def known_experts(self) -> KnownExperts | None:
+        """The inputs up to the last token of the last turn, by the weights that sampled it. None: before the first turn, and
+        where that turn's answer does not tell them."""
+        sampled = next((sampled for _, sampled in reversed(self._parts) if sampled is not None), None)
+        if sampled is None or sampled.experts is None or not sampled.token_versions.size:
+            return None
+        return KnownExperts(before=self._turns[-1].end - 1, version=int(sampled.token_versions[-1]))
 
     def observe(self, token_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens that the policy did not sample."""
@@ -132,17 +136,26 @@ class TokenSequence:
         )
 
     def _experts(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-        """Each token has the experts of the first turn that had it as an input."""
+        """Each token has the experts by the newest weights that sampled a turn behind it, as far as answers told them.
+
+        After an update the server computes the whole sequence anew, and may choose other experts for its beginning: those
+        of a turn before the update are none by which the tokens behind were sampled."""
         known = [sampled.experts for _, sampled in self._parts if sampled and sampled.experts is not None]
         if not known:
             return None, None
         experts = np.zeros((self._length, *known[0].shape[1:]), dtype=known[0].dtype)
-        is_replayed, end = np.zeros(self._length, dtype=MASK), 0
+        is_replayed, end, version = np.zeros(self._length, dtype=MASK), 0, None
         for token_ids, sampled in self._parts:
             end += len(token_ids)
-            if sampled is not None and sampled.experts is not None:
+            if sampled is None or not sampled.token_versions.size:
+                continue
+            if (sampled.token_versions != version).any():
+                is_replayed[:] = False
+            version = sampled.token_versions[-1]
+            if sampled.experts is not None:
                 places = slice(end - 1 - len(sampled.experts), end - 1)
                 experts[places], is_replayed[places] = sampled.experts, True
+        experts[~is_replayed] = 0
         return experts, is_replayed
 
     def _kept(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:

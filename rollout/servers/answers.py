@@ -49,11 +49,10 @@ class Sent(NamedTuple):
         cls,
         prompt_ids: Sequence[int],
         experts: Experts | None = None,
-        experts_from: int = 0,
         truncation: Truncation | None = None,
     ) -> Self:
         prompt_digest = digest(np.array(prompt_ids, dtype=TOKEN_IDS))
-        return cls(prompt_digest, len(prompt_ids), experts, experts_from, truncation)
+        return cls(prompt_digest, len(prompt_ids), experts, 0, truncation)
 
 
 def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Completion]:

@@ -13,7 +13,7 @@ from functools import partial
 import aiohttp
 import orjson
 
-from rollout.client import ClientStats, GenerationError, PromptTooLongError, Session
+from rollout.client import ClientStats, GenerationError, KnownExperts, PromptTooLongError, Session
 from rollout.connections import PEER_TIMEOUT_S, REUSE_S, is_unreachable
 from rollout.gathering import all_or_first_error
 from rollout.http_replicas import (
@@ -216,7 +216,7 @@ class SGLangClient:
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
         session: Session | None = None,
-        experts_from: int = 0,
+        known_experts: KnownExperts | None = None,
     ) -> list[Completion]:
         """See ``GenerationClient``. Only servers with ``enable-deterministic-inference`` heed the seeds."""
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
@@ -224,8 +224,14 @@ class SGLangClient:
             sampling |= self._truncation.sampling_params
         sampling["stop_token_ids"] = list(stop_token_ids)
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
-        sent = Sent.of(prompt_ids, self._experts, experts_from, self._truncation)
-        ask = partial(self._request_completions, list(prompt_ids), sent=sent, session=session)
+        sent = Sent.of(prompt_ids, self._experts, self._truncation)
+        ask = partial(
+            self._request_completions,
+            list(prompt_ids),
+            sent=sent,
+            known_experts=known_experts,
+            session=session,
+        )
         if not self._whole_groups:
             requests = (ask([sampling]) for sampling in samplings)
             return [completion for (completion,) in await all_or_first_error(requests)]
@@ -240,6 +246,7 @@ class SGLangClient:
         samplings: list[dict[str, object]],
         *,
         sent: "Sent",
+        known_experts: KnownExperts | None,
         session: Session | None,
     ) -> list[Completion]:
         """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, repeated
@@ -249,11 +256,8 @@ class SGLangClient:
         # list of parameters.
         sampling = samplings if self._whole_groups else samplings[0]
         request = {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
-        if sent.experts is not None:
-            request |= {"return_routed_experts": True, "routed_experts_start_len": sent.experts_from}
         if sent.truncation is not None:
             request |= kept_sets.REQUEST
-        body = orjson.dumps(request)
         waiting = nullcontext if session is None else session.waiting
         async with AsyncExitStack() as stack:
             stack.enter_context(
@@ -264,6 +268,10 @@ class SGLangClient:
                 await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
             while True:
+                if sent.experts is not None:  # the weights may have changed while the request waited
+                    sent = sent._replace(experts_from=self._newest.first_unknown(known_experts))
+                    request |= {"return_routed_experts": True, "routed_experts_start_len": sent.experts_from}
+                body = orjson.dumps(request)
                 try:
                     async with asyncio.timeout(self._timeout_s):
                         with self._in_flight.counted(count):
@@ -329,6 +337,9 @@ class SGLangClient:
             )
         if any((completion.token_versions[:1] == NO_WEIGHT_VERSION).any() for completion in completions):
             raise ReplicaLost(f"{url} was started again, and has no weights of the learner yet")
+        for completion in completions:
+            newest = int(completion.token_versions.max(initial=0))
+            self._newest.sampled = max(self._newest.sampled, newest)
         return completions
 
 
@@ -338,8 +349,14 @@ class _Newest:
 
     version: int = 0
     """Of the weights, as far as the learner has told."""
+    sampled: int = 0
+    """Of the weights, as far as samples tell. The learner tells of new ones with its next step."""
     num_waiting: int = 0
     """Requests that wait for a server that has them."""
+
+    def first_unknown(self, known: KnownExperts | None) -> int:
+        """The first input token whose experts are to be asked for: 0 where newer weights may choose others."""
+        return known.before if known and known.version >= max(self.version, self.sampled) else 0
 
 
 class _Places:

@@ -395,7 +395,7 @@ def check_numerics_device(model: ModelConfig, *, cuda: bool) -> None:
     """Refuse aligned numerics on CUDA, where nothing of it was tried. Raises ValueError."""
     if model.numerics == "aligned" and cuda:
         raise ValueError(
-            "model.numerics=aligned is of CPU kernels, and this machine has CUDA; set model.numerics=default"
+            "model.numerics=aligned is of CPU kernels, and this run is for GPUs; set model.numerics=default"
         )
 
 

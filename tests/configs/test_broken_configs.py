@@ -421,7 +421,7 @@ TABLE = {
     "a mask of parts of a sequence beside geometric means": Broken(
         options="objective.type=gmpo correction.weight.level=segment correction.weight.bound=mask",
         field="correction.weight.bound, correction.reject", value="correction.weight.bound: mask (command line)",
-        error="one weight of zero would drop the whole sequence", fix="use correction.weight.bound=truncate",
+        error="one weight of zero would drop the whole sequence", fix="set correction.weight.bound=truncate and correction.weight.lower=null",
     ),
     "a last learning rate without a decay": Broken(
         options="learner.optimizer.min_lr=1e-9", field="learner.optimizer.min_lr, learner.optimizer.schedule",
@@ -792,7 +792,7 @@ TABLE = {
     ),
     "aligned numerics on CUDA": Broken(
         options="--dry-run --gpu-memory 80 model.numerics=aligned", field="model.numerics", value="aligned",
-        error="is of CPU kernels, and this machine has CUDA", fix="set model.numerics=default",
+        error="is of CPU kernels, and this run is for GPUs", fix="set model.numerics=default",
     ),
     "aligned numerics of a warm start": Broken(
         command="sft", text=SFT, options="model.numerics=aligned", field="model.numerics", value="aligned",

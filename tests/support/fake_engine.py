@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.client import ClientStats, GenerationError, PromptTooLongError, Session
+from rollout.client import ClientStats, GenerationError, KnownExperts, PromptTooLongError, Session
 from rollout.environments.context import Texts
 from rollout.environments.episodes import SingleTurns
 from rollout.records import Completion, FinishReason
@@ -57,7 +57,7 @@ class FakeEngine:
         stop_token_ids: Sequence[int],
         seeds: Sequence[int],
         session: Session | None = None,
-        experts_from: int = 0,
+        known_experts: KnownExperts | None = None,
     ) -> list[Completion]:
         self.calls += [(tuple(prompt_ids), seed, temperature) for seed in seeds]
         for _ in range(seeds[0] % 5):  # groups finish in another order than they started in

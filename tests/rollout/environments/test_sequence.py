@@ -1,10 +1,10 @@
-"""What servers tell of a sequence of turns: experts of the first turn that had a token as an input, kept ids of the turn
-that sampled it."""
+"""What servers tell of a sequence of turns: experts by the newest weights, kept ids of the turn that sampled a token."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.client import KnownExperts
 from rollout.environments.sequence import TokenSequence
 from rollout.records import FinishReason, Status
 from tests.support.records import completion
@@ -21,53 +21,66 @@ def rows_of(turn: int, first: int, last: int) -> np.ndarray:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 4), st.integers(1, 5), st.sampled_from(["all", "new", "retracted"])),
+        st.tuples(
+            st.integers(0, 4),
+            st.integers(1, 5),
+            st.sampled_from(["same", "newer", "known to be newer", "retracted", "interrupted"]),
+        ),
         min_size=1,
-        max_size=4,
+        max_size=5,
     ),
     st.integers(0, 3),
 )
-def test_each_token_has_the_experts_of_the_turn_that_first_had_it_as_an_input(turns, behind):
-    """turns: (observed tokens, sampled tokens, rows that the server gives). behind: tokens observed after the last."""
-    sequence = TokenSequence()
+def test_each_token_has_the_experts_by_the_newest_weights_behind_it(turns, behind):
+    """turns: (observed tokens, sampled tokens, what became of the weights since the turn before). Where the client knew of newer
+    ones it asked for the rows of all tokens. A turn that an update interrupts is of two versions, and has none.
+    behind: tokens observed after the last."""
+    sequence, version = TokenSequence(), 7
     sequence.observe([1])
-    expected: dict[int, int] = {}  # place -> turn; written out token by token
-    asked_from, length = 0, 1
-    for number, (observed, sampled, given_rows) in enumerate(turns, start=1):
+    rows: dict[int, tuple[int, int]] = {}  # place -> (turn, version); written out token by token
+    length, tells = 1, False
+    for number, (observed, sampled, change) in enumerate(turns, start=1):
         sequence.observe([2] * observed)
-        assert sequence.first_new_input == asked_from
+        asked = sequence.known_experts
+        assert asked == (KnownExperts(before=length - 1, version=version) if tells else None)
         length += observed + sampled
-        for place in range(asked_from, length - 1):
-            if given_rows != "retracted":
-                expected[place] = number
-        first = 0 if number == 1 else asked_from
-        experts = None if given_rows == "retracted" else rows_of(number, first, length - 1)
+        version += change in ("newer", "known to be newer")
+        versions = [version] * sampled
+        if change == "interrupted":
+            version += 1
+            versions[-1] = version
+        tells = change in ("same", "newer", "known to be newer")
+        first = 0 if asked is None or change == "known to be newer" else asked.before
+        rows = {place: row for place, row in rows.items() if row[1] == version == versions[0]}
+        if tells:
+            rows |= {place: (number, version) for place in range(first, length - 1)}
         sequence.append(
             completion(
                 token_ids=[3] * sampled,
                 rollout_logprobs=[-1.0] * sampled,
-                token_versions=[0] * sampled,
+                token_versions=versions,
                 finish_reason=FinishReason.STOP,
-                experts=experts,
-                num_retractions=int(given_rows == "retracted"),
+                experts=rows_of(number, first, length - 1) if tells else None,
+                num_retractions=int(not tells),
             )
         )
-        asked_from = length - 1
     sequence.observe([4] * behind)
     made = sequence.trajectory(
         group_id=0, sibling_id=0, prompt_id="p", reward=1.0, reward_parts={}, status=Status.OK
     )
-    assert [turn.num_retractions for turn in made.turns] == [int(kind == "retracted") for *_, kind in turns]
-    if not expected:
-        assert made.experts is None and made.is_replayed is None
+    assert {row[1] for row in rows.values()} <= {version}, "one policy for the whole beginning"
+    if all(change in ("same", "known to be newer") for *_, change in turns):
+        assert len(rows) == length - 1, "every input"
+    if made.experts is None:
+        assert made.is_replayed is None and not rows
         return
     assert made.experts.shape == (length + behind, LAYERS, CHOSEN)
-    assert np.flatnonzero(made.is_replayed).tolist() == sorted(expected)
+    assert np.flatnonzero(made.is_replayed).tolist() == sorted(rows)
     for place in range(length + behind):
-        wanted = [expected[place], place] if place in expected else [0, 0]
+        wanted = [rows[place][0], place] if place in rows else [0, 0]
         assert (made.experts[place] == wanted).all(), place
     forked = sequence.beginning(length - 1)
-    assert forked.first_new_input == 0, "a fork asks for the experts of all its tokens"
+    assert forked.known_experts is None, "a fork asks for the experts of all its tokens"
 
 
 @given(

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.planning.model_parts import Experts
-from rollout.client import GenerationError, PromptTooLongError, Session
+from rollout.client import GenerationError, KnownExperts, PromptTooLongError, Session
 from rollout.http_replicas import AttemptFailed
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
@@ -161,8 +161,8 @@ def test_requests_are_spans_with_their_wait_their_attempts_and_tokens(tmp_path):
 
 
 def test_experts_are_asked_for_and_dropped_where_the_server_computed_the_prompt_again():
-    """Two sampled tokens behind a prompt of three: four input tokens, of which the first two are not asked for. What is
-    not trained on comes without them."""
+    """Two sampled tokens behind a prompt of three: four input tokens, of which the first two are not asked for while the
+    weights are those by which they are known. What is not trained on comes without them."""
     experts = Experts(
         num_experts=8, experts_per_token=2, intermediate_size=1, norm_topk=True, is_sparse=(True,) * 2
     )
@@ -171,11 +171,15 @@ def test_experts_are_asked_for_and_dropped_where_the_server_computed_the_prompt_
     reply["meta_info"] |= {"routed_experts": base64.b64encode(ids.tobytes()).decode(), "num_retractions": 0}
     again = copy.deepcopy(reply)
     again["meta_info"]["num_retractions"] = 1
-    options = {"max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [6], "experts_from": 2}
+    options = {"max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [6]}
+    options["known_experts"] = KnownExperts(before=2, version=3)
+    whole = copy.deepcopy(reply)
+    rows = base64.b64encode(np.concatenate([ids, ids]).tobytes()).decode()
+    whole["meta_info"] |= {"routed_experts": rows}
 
     async def scenario():
         async with (
-            LocalServer(lambda n: [reply, again] if n == 0 else [answer()]) as server,
+            LocalServer(lambda n: {0: [reply, again], 3: [whole]}.get(n, [answer()])) as server,
             make_client(server, experts=experts) as client,
         ):
             first, second = await client.generate_group([1, 2, 3], **options, seeds=[1, 2])
@@ -190,6 +194,10 @@ def test_experts_are_asked_for_and_dropped_where_the_server_computed_the_prompt_
             assert asked == [(True, 2), (None, None)]
             with pytest.raises(GenerationError, match="no routed experts"):
                 await client.generate_group([1, 2, 3], **options, seeds=[3])
+            await client.see_version(4)
+            (newer,) = await client.generate_group([1, 2, 3], **options, seeds=[4])
+            assert np.array_equal(newer.experts, np.concatenate([ids, ids]))
+            assert server.bodies[-1]["routed_experts_start_len"] == 0
 
     asyncio.run(scenario())
 
