@@ -47,7 +47,15 @@ from launch.processes.supervisor import Interrupted, Role, RoleFailed, Superviso
 from launch.processes.unheard import go_on_unheard
 from launch.roles.command_line import IN_JOB, Rendezvous, role_command
 from launch.roles.start import config_of, environment, existing_run
-from launch.slurm.job import Job, count_failed_start, is_finished, pause_s, recorded_job, running_elsewhere
+from launch.slurm.job import (
+    ASKED_OF_SLURM,
+    Job,
+    count_failed_start,
+    is_finished,
+    pause_s,
+    recorded_job,
+    running_elsewhere,
+)
 from trainer.file_system import SHARED_FOLDER_S
 
 ECHO_EVERY_S = 0.5
@@ -72,6 +80,9 @@ def run_job(run: Path) -> int:
         job = Job.of_environment()
     except RuntimeError as error:
         raise RoleFailed(str(error)) from error
+    for name in ASKED_OF_SLURM:
+        os.environ.pop(f"SLURM_{name}", None)
+    os.environ.pop("SRUN_CPUS_PER_TASK", None)
     if is_finished(folder, config, note=_print_message):
         print(f"{folder.path} is finished; nothing is left to do", flush=True)
         return 0
@@ -212,7 +223,7 @@ def _address(host: str) -> str | None:
 
 def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
     """The srun of a step on one node, with ``--overlap`` and all CPUs: by default a step has one CPU, and waits
-    until others leave it some."""
+    until others leave it some. Its environment must have nothing of ASKED_OF_SLURM."""
     slurm = config.launch.slurm
     options = {
         "nodes": "1",

@@ -20,6 +20,15 @@ OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
 }  # fmt: skip
 """States of a job that has ended and will not run again."""
+ASKED_OF_SLURM = (
+    "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "GPU_FREQ", "CPUS_PER_GPU", "CPUS_PER_TASK",
+    "MEM_PER_GPU", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "TRES_PER_TASK", "TRES_BIND", "CORE_SPEC", "THREADS_PER_CORE", "HINT",
+    "EXACT", "WORKING_DIR", "REMOTE_CWD",
+)  # fmt: skip
+"""Requests that Slurm's commands take from the environment, as SLURM_NAME (srun) and SBATCH_NAME (sbatch).
+
+An allocation exports its own for the sruns inside it. A job that is submitted from there, by ``salloc`` or in a notebook's job,
+inherits them, although it asked for other things, and each srun that does not contradict them fails."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,7 @@ FAKES = {
         here = Path(__file__).parent
         name = next(a for a in sys.argv if a.startswith("--job-name=")).removeprefix("--job-name=")
         (here / f"{name}.argv").write_text(json.dumps(sys.argv[1:]))
+        (here / f"{name}.env").write_text(json.dumps(dict(os.environ)))
         (here / f"{name}.fresh").write_text(str(os.getpid()))
         (here / f"{name}.fresh").rename(here / f"{name}.pid")
         os.execv(sys.executable, [sys.executable, str(here / (re.sub("-[0-9]+", "", name) + ".py")), os.environ["FAKE_RUN"], name])
@@ -324,6 +325,23 @@ def test_a_restart_does_not_meet_what_is_left_of_the_last_start(tmp_path):
         for job in (replace(JOB, nodes=("a", "b", "c")), replace(JOB, nodes=("a", "b", "c"), restart=1))
     ]
     assert label[0] != label[1]
+
+
+def test_steps_ask_for_nothing_that_an_outer_job_asked_for(stage):
+    """As in a job that was submitted from the shell of an ``salloc``: sbatch hands its variables on."""
+    of_outer = {
+        "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "CPUS_PER_GPU", "NTASKS_PER_GPU", "NTASKS_PER_TRES",
+        "TRES_PER_TASK", "MEM_PER_GPU", "GPU_BIND", "HINT", "EXACT", "WORKING_DIR",
+    }  # fmt: skip
+    stage.env |= {f"SLURM_{name}": "1" for name in of_outer} | {"SRUN_CPUS_PER_TASK": "1"}
+    stage.env |= {"SLURM_MPI_TYPE": "none"}
+    stage.role("learn", FINISHES)
+    code, output = stage.run()
+    assert code == 0, output
+    step = json.loads((stage.bin / "learn-0.env").read_text())
+    left = [name for name in step if name.removeprefix("SLURM_") in of_outer or name.startswith("SRUN_")]
+    assert left == []
+    assert (step["SLURM_JOB_ID"], step["SLURM_MPI_TYPE"]) == ("17", "none")
 
 
 # --------------------------------------------------------------------------------------------------------------------
