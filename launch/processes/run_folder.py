@@ -83,7 +83,7 @@ class RunFolder:
         self.figures = path / "figures"
         self.summary = path / "summary.json"
         self.job = path / "job.json"
-        """The Slurm job that runs the folder, or ran it last: {job_id, nodes, restart}."""
+        """The Slurm job that runs the folder, or ran it last: {job_id, cluster, nodes, restart}."""
         self.script = path / "train.sbatch"
         """The batch script of ``tandem slurm``; the runs of an array have one together, elsewhere."""
         self.restarts = path / "restarts.json"

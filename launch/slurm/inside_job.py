@@ -53,7 +53,6 @@ from launch.slurm.job import (
     count_failed_start,
     is_finished,
     pause_s,
-    recorded_job,
     running_elsewhere,
 )
 from trainer.file_system import SHARED_FOLDER_S
@@ -133,7 +132,7 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     if other is not None:
         fix = f"wait for it, or end it with `scancel {other}`"
         raise BadInput(f"RUN: {folder.path} is being run by job {other}; {fix}")
-    _claim(folder, may_be_our_own=job.restart > 0 and recorded_job(folder) in job.names)
+    _claim(folder, may_be_our_own=job.restart > 0 and job.is_recorded(folder))
 
 
 def _claim(folder: RunFolder, *, may_be_our_own: bool) -> None:

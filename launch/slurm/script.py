@@ -199,13 +199,15 @@ def require_sbatch() -> None:
         raise ValueError(f"--submit: there is no `sbatch` here; {fix}")
 
 
-def submit(script: Path) -> str:
-    """Submit the script. Returns the number of the new job. Raises ValueError with the error of ``sbatch``."""
+def submit(script: Path) -> tuple[str, str | None]:
+    """Submit the script. Returns the number of the new job and, where Slurm has chosen among several, its cluster. Raises
+    ValueError with the error of ``sbatch``."""
     done = _run_command(["sbatch", "--parsable", str(script)])
     if done.returncode:
         error = f"sbatch refuses {script}: {' '.join(done.stderr.split())}"
         raise ValueError(f"{error}; the script is kept, to be submitted later")
-    return done.stdout.strip().split(";")[0]
+    job, _, cluster = done.stdout.strip().partition(";")
+    return job, cluster or None
 
 
 def _run_command(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess:

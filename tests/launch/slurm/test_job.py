@@ -143,7 +143,7 @@ class Stage:
     def start(self, nodes: str = "n1,n2", *, output: int | IO = subprocess.PIPE) -> None:
         env = os.environ | {
             "PYTHONPATH": str(ROOT), "PATH": f"{self.bin}:{os.environ['PATH']}", "FAKE_RUN": str(self.folder.path),
-            "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": nodes,
+            "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": nodes, "SLURM_CLUSTER_NAME": "a",
         } | self.env  # fmt: skip
         command = [sys.executable, "-m", "launch", "job", str(self.folder.path)]
         self.process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, text=True)
@@ -356,7 +356,8 @@ def test_a_run_that_finishes_ends_well_and_takes_the_servers_along(stage):
     assert stage.asked() == []
     assert output.count("the last line") == 1 and "of an earlier start" not in output
     assert "75.0% after 2 steps" in output
-    assert json.loads(stage.folder.job.read_text()) == {"job_id": "17", "nodes": ["n1", "n2"], "restart": 0}
+    recorded = {"job_id": "17", "cluster": "a", "nodes": ["n1", "n2"], "restart": 0}
+    assert json.loads(stage.folder.job.read_text()) == recorded
 
 
 @pytest.mark.parametrize(("learner", "code", "requeued"), [(FINISHES, 0, []), (FAILS, 1, ["requeue 17"])])
@@ -645,6 +646,18 @@ def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code)
     assert found == code, output
     told = "Slurm does not say whether it still runs" if state == "DOWN" else "is being run by job 9"
     assert (told in output) == bool(code)
+
+
+@pytest.mark.parametrize(("job", "cluster", "code"), [("17", "b", 1), ("9", "b", 1), ("17", "A", 0)])
+def test_a_job_of_another_cluster_is_another_one_whatever_its_number(stage, job, cluster, code):
+    stage.role("learn", FINISHES)
+    write_json(stage.folder.job, {"job_id": job, "cluster": cluster, "nodes": [], "restart": 0})
+    stage.env |= {"FAKE_STATE": "COMPLETED"}
+    found, output = stage.run()
+    assert found == code, output
+    told = f"(it is of the cluster {cluster}, and this one is a); try again on {cluster}, or remove"
+    assert (told in output) == bool(code)
+    assert bool(stage.steps()) == (code == 0)
 
 
 def test_a_role_goes_on_where_its_log_is_on_a_full_disk(stage):

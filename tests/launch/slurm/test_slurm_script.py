@@ -321,6 +321,9 @@ FAKES = {
         [ -z "$FAKE_REFUSAL" ] || { echo "sbatch: error: $FAKE_REFUSAL" >&2; exit 1; }
         cp "$2" submitted; env > environment; echo 4711
     """,
+    "scontrol": """#!/bin/sh
+        printf 'ClusterIdX = 1\\nClusterName             = here\\n'
+    """,
     "squeue": """#!/bin/sh
         [ "$FAKE_STATE" = DOWN ] && { echo "Unable to contact slurm controller" >&2; exit 1; }
         [ -n "$FAKE_STATE" ] && { echo "$FAKE_STATE"; exit 0; }
@@ -414,7 +417,8 @@ def test_submitting_prints_the_job_and_how_to_watch_it(config_file, fake_slurm):
     assert (config_file.parent / "submitted").read_text() == (run / "train.sbatch").read_text()
     for line in ("4711", f"tandem status {run}", f"tandem logs {run}", "squeue --jobs=4711", "scancel 4711"):
         assert line in done.stdout
-    assert json.loads((run / "job.json").read_text()) == {"job_id": "4711", "nodes": [], "restart": 0}
+    recorded = {"job_id": "4711", "cluster": "here", "nodes": [], "restart": 0}
+    assert json.loads((run / "job.json").read_text()) == recorded
 
 
 def test_the_shell_of_another_job_asks_for_nothing_in_the_script_s_place(config_file, fake_slurm):
