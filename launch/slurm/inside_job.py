@@ -319,7 +319,13 @@ def _requeue(folder: RunFolder, job: Job) -> None:
     except RuntimeError as error:
         _print_message(f"{error}; {way_on(folder)}")
     else:
-        _print_message(f"job {job.id} is requeued, and goes on from the newest checkpoint")
+        next_start = "goes on from the newest checkpoint"
+        if folder.newest_checkpoint() is None:
+            damage = folder.why_no_checkpoint()
+            next_start = (
+                f"finds no whole checkpoint{damage}" if damage else "begins anew, without a checkpoint"
+            )
+        _print_message(f"job {job.id} is requeued, and {next_start}")
 
 
 def _print_message(text: str) -> None:
