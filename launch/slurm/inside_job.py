@@ -46,7 +46,7 @@ from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from launch.processes.unheard import go_on_unheard
 from launch.roles.command_line import IN_JOB, Rendezvous, role_command
-from launch.roles.start import config_of, environment, existing_run
+from launch.roles.start import PACKAGE_ROOT, config_of, environment, existing_run
 from launch.slurm.job import (
     ASKED_OF_SLURM,
     Job,
@@ -176,7 +176,7 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
 
 def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     """Every role of the run as a step of the job."""
-    nodes, env, gpus = config.launch.nodes, environment(config) | {IN_JOB: "1"}, gpus_of_node(config)
+    nodes, env, gpus = config.launch.nodes, _environment(config), gpus_of_node(config)
     # On one node all three share its GPUs, of which the learner has the first.
     learners = job.nodes if nodes is None else job.nodes[: nodes.learner]
     servers = job.nodes if nodes is None else job.nodes[nodes.learner :]
@@ -196,6 +196,15 @@ def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
         for i, (host, command) in enumerate(zip(learners, _torchruns(folder, config, job), strict=True))
     ]
     return [*serve, sample, *learn]
+
+
+def _environment(config: RunConfig) -> dict[str, str]:
+    env = environment(config) | {IN_JOB: "1"}
+    is_checkout = (PACKAGE_ROOT / "setup.py").is_file()
+    if config.launch.slurm.container_python is not None and not is_checkout:
+        # An installed Tandem lies among the host's packages, which would come before the image's: its torch, too.
+        env["PYTHONPATH"] = ""
+    return env
 
 
 def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]]:

@@ -24,6 +24,7 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.processes.run_folder import RunFolder, write_json
+from launch.roles import start
 from launch.slurm import inside_job as supervision
 from launch.slurm import job as jobs
 from launch.slurm.job import Job
@@ -243,6 +244,21 @@ def test_steps_of_pyxis_may_have_the_images_interpreter(tmp_path):
         image = ["--container-image=/images/tandem.sif", "--container-mounts=/data:/data"]
         assert command[:5] == [*image, f"--container-workdir={os.getcwd()}", PYTHON, "-m"]
         assert sys.executable not in command
+
+
+@pytest.mark.parametrize("python", [None, PYTHON])
+@pytest.mark.parametrize("installed", [False, True], ids=["checkout", "installed"])
+def test_the_hosts_packages_do_not_come_before_the_images(tmp_path, monkeypatch, python, installed):
+    monkeypatch.setenv("PYTHONPATH", "/host/packages")  # as the batch script sets it
+    if installed:
+        for module in (start, supervision):
+            monkeypatch.setattr(module, "PACKAGE_ROOT", Path("/host/packages"))
+    slurm = {"container": "/images/tandem.sif", "container_python": python}
+    steps = supervision.job_steps(RunFolder(tmp_path), config_with(slurm=slurm), JOB)
+    (path,) = {step.env["PYTHONPATH"] for step in steps}
+    first = "/host/packages" if installed else str(ROOT)
+    # An empty one is to Python as none at all.
+    assert path == ("" if installed and python else f"{first}:/host/packages")
 
 
 @pytest.mark.parametrize("name, value", [("container_python", PYTHON), ("container_mounts", "/data:/data")])
