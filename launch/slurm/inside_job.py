@@ -24,6 +24,7 @@ By hand: ``scancel --batch --signal=USR1 JOB`` stops and requeues, ``scancel JOB
 ``--batch`` a signal goes to the steps, past this supervisor.)
 """
 
+import codecs
 import contextlib
 import os
 import signal
@@ -368,14 +369,14 @@ def echoed(path: Path) -> Iterator[None]:
     over = threading.Event()
 
     def follow(position: int) -> None:
-        last = False
+        decoder, last = codecs.getincrementaldecoder("utf-8")(errors="replace"), False
         while not last:
-            last = over.wait(ECHO_EVERY_S)  # one more look for the last lines
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            last, new = over.wait(ECHO_EVERY_S), b""  # one more look for the last lines
+            with contextlib.suppress(OSError), path.open("rb") as file:  # not there yet, or not for a moment
                 file.seek(position)
-                text = file.read()
-                position += len(text)
-                print(text.decode(errors="replace"), end="", flush=True)
+                new = file.read()
+            position += len(new)
+            print(decoder.decode(new, final=last), end="", flush=True)  # a read may end within a character
 
     size = path.stat().st_size if path.exists() else 0
     thread = threading.Thread(target=follow, args=(size,), name="echo", daemon=True)

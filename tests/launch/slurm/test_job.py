@@ -3,6 +3,7 @@ in place of the role, and a ``scontrol`` that writes down what it is asked. What
 test_slurm.py."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -374,6 +376,28 @@ def test_a_run_that_finishes_ends_well_and_takes_the_servers_along(stage):
     assert "75.0% after 2 steps" in output
     recorded = {"job_id": "17", "cluster": "a", "nodes": ["n1", "n2"], "restart": 0}
     assert json.loads(stage.folder.job.read_text()) == recorded
+
+
+def test_what_is_echoed_outlasts_errors_of_the_file_system_and_reads_within_a_character(
+    tmp_path, monkeypatch, capsys
+):
+    looks = iter([errno.ENOENT, errno.ESTALE, errno.EIO, b"caf\xc3", b"caf\xc3\xa9\n"])
+    seen = threading.Event()
+
+    def look(path: Path, mode: str) -> IO[bytes]:
+        found = next(looks, None)
+        if found is None:
+            seen.set()
+        if isinstance(found, int):
+            raise OSError(found, os.strerror(found))
+        return io.BytesIO("café\nthe end\n".encode() if found is None else found)
+
+    monkeypatch.setattr(supervision, "ECHO_EVERY_S", 0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", look)
+        with supervision.echoed(tmp_path / "console.log"):
+            assert seen.wait(DEADLINE_S)
+    assert capsys.readouterr().out == "café\nthe end\n"
 
 
 @pytest.mark.parametrize(("learner", "code", "requeued"), [(FINISHES, 0, []), (FAILS, 1, ["requeue 17"])])
