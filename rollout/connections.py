@@ -84,6 +84,9 @@ def require_own(connection: socket.socket) -> None:
         return
     try:
         here, there = connection.getsockname(), connection.getpeername()
+        # The kernel answers for another host's address, too: by a process here that listens at this port of every address.
+        if not _is_of_this_host(there[0]):
+            return
         user, inode = _owner(there, here)
         if not inode:  # not accepted yet: older kernels do not know its user
             user, _ = _owner(there, LISTENER)
@@ -95,6 +98,17 @@ def require_own(connection: socket.socket) -> None:
             errno.EPERM,
             f"at {host}:{port} a process of another user (uid {user}) listens in place of this run's",
         )
+
+
+def _is_of_this_host(address: str) -> bool:
+    """Whether an IPv4 address is one of this host's. The near end of a connection does not tell: with 127.0.0.2 or a second
+    address of an interface it is the interface's first."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError as error:
+            return error.errno != errno.EADDRNOTAVAIL
+    return True
 
 
 def _owner(local: tuple[str, int], remote: tuple[str, int]) -> tuple[int, int]:

@@ -2,11 +2,13 @@
 command leaves behind."""
 
 import contextlib
+import errno
 import json
 import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TextIO
 
 import yaml
 
@@ -35,6 +37,18 @@ def write_whole(path: Path, content: bytes, *, flush: bool = False) -> None:
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
+
+
+def open_lock(path: Path) -> TextIO:
+    """A file that is there to be locked, made where it is missing. Its content stays, and a link is not followed (ValueError): in
+    a folder that several people write to, it may be anybody's, and lead to a file of whoever takes the lock."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP or not path.is_symlink():
+            raise
+        raise ValueError(f"{path} is a link, and a lock must be a file; remove the link") from error
+    return os.fdopen(handle, "r+")
 
 
 def read_file(

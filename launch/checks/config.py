@@ -45,6 +45,7 @@ from rollout.servers.command import (
     check_numerics_device,
     check_quantization,
     check_server_args,
+    check_temporary_folder,
     check_windows_are_served,
     choose_ports,
 )
@@ -428,6 +429,8 @@ def _check_devices(
 ) -> Iterator[Finding]:
     if is_here:
         yield from _check_gpus(config, runs)
+        if "serve" in runs:
+            yield from finding_of("rollout", check_temporary_folder)
     is_cuda = device.kind == "cuda"
     if isinstance(config, RunConfig) and "serve" in runs:
         has_kernels = partial(check_has_kernels, config.rollout, cuda=is_cuda)

@@ -16,7 +16,7 @@ from launch.processes.placement import gpus_of_node
 from launch.processes.run_folder import RunFolder
 from launch.roles.start import folder_of
 from launch.slurm import script
-from launch.slurm.job import running_elsewhere
+from launch.slurm.job import cluster_here, record, running_elsewhere
 from launch.slurm.script import Place
 
 
@@ -118,11 +118,12 @@ def _make_array(
 def _submit(place: Place, folders: Sequence[RunFolder], *, array: bool) -> None:
     for folder in folders:
         folder.job.unlink(missing_ok=True)  # of an earlier job
-    job = script.submit(place.script)
+    here = cluster_here()
+    job, cluster = script.submit(place.script)
     for number, folder in enumerate(folders):
         # The file exists already where the job has begun.
         with contextlib.suppress(FileExistsError), folder.job.open("x") as file:
-            json.dump({"job_id": f"{job}_{number}" if array else job, "nodes": [], "restart": 0}, file)
+            json.dump(record(f"{job}_{number}" if array else job, cluster or here), file)
     print(f"job:        {job}")
     run, requeue = folders[0].path, f"scancel --batch --signal=USR1 {job}"
     print(f"watch it:   squeue --jobs={job}; tandem status {run}; tandem logs {run} --follow")

@@ -257,7 +257,9 @@ def _slurm_state(job: dict) -> str:
     if shutil.which("squeue") is None:
         return ""
     try:
-        answer = ask_squeue(str(job["job_id"]), "%T on %N, %L left", timeout_s=SQUEUE_TIMEOUT_S)
+        answer = ask_squeue(
+            str(job["job_id"]), "%T on %N, %L left", cluster=job.get("cluster"), timeout_s=SQUEUE_TIMEOUT_S
+        )
     except RuntimeError as error:
         return f"{SILENT} ({error})"
     return answer.strip().partition("\n")[0]

@@ -45,7 +45,7 @@ from parallel.checkpoints.files import (
     valid_checkpoints,
 )
 from rollout.run_key import RunKey, run_key
-from trainer.file_system import read_file, write_whole
+from trainer.file_system import open_lock, read_file, write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
@@ -83,7 +83,7 @@ class RunFolder:
         self.figures = path / "figures"
         self.summary = path / "summary.json"
         self.job = path / "job.json"
-        """The Slurm job that runs the folder, or ran it last: {job_id, nodes, restart}."""
+        """The Slurm job that runs the folder, or ran it last: {job_id, cluster, nodes, restart}."""
         self.script = path / "train.sbatch"
         """The batch script of ``tandem slurm``; the runs of an array have one together, elsewhere."""
         self.restarts = path / "restarts.json"
@@ -334,9 +334,9 @@ def locked(path: Path) -> TextIO:
     """The open file, made where it is missing, with a lock that ends when it is closed.
 
     Raises BlockingIOError where another process has the lock, and ValueError with a fix on a file system without
-    locks.
+    locks, and where ``path`` is a link.
     """
-    file = path.open("w")
+    file = open_lock(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:

@@ -24,6 +24,7 @@ By hand: ``scancel --batch --signal=USR1 JOB`` stops and requeues, ``scancel JOB
 ``--batch`` a signal goes to the steps, past this supervisor.)
 """
 
+import codecs
 import contextlib
 import os
 import signal
@@ -46,8 +47,15 @@ from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from launch.processes.unheard import go_on_unheard
 from launch.roles.command_line import IN_JOB, Rendezvous, role_command
-from launch.roles.start import config_of, environment, existing_run
-from launch.slurm.job import Job, count_failed_start, is_finished, pause_s, recorded_job, running_elsewhere
+from launch.roles.start import PACKAGE_ROOT, config_of, environment, existing_run
+from launch.slurm.job import (
+    ASKED_OF_SLURM,
+    Job,
+    count_failed_start,
+    is_finished,
+    pause_s,
+    running_elsewhere,
+)
 from trainer.file_system import SHARED_FOLDER_S
 
 ECHO_EVERY_S = 0.5
@@ -72,6 +80,9 @@ def run_job(run: Path) -> int:
         job = Job.of_environment()
     except RuntimeError as error:
         raise RoleFailed(str(error)) from error
+    for name in ASKED_OF_SLURM:
+        os.environ.pop(f"SLURM_{name}", None)
+    os.environ.pop("SRUN_CPUS_PER_TASK", None)
     if is_finished(folder, config, note=_print_message):
         print(f"{folder.path} is finished; nothing is left to do", flush=True)
         return 0
@@ -122,7 +133,7 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     if other is not None:
         fix = f"wait for it, or end it with `scancel {other}`"
         raise BadInput(f"RUN: {folder.path} is being run by job {other}; {fix}")
-    _claim(folder, may_be_our_own=job.restart > 0 and recorded_job(folder) in job.names)
+    _claim(folder, may_be_our_own=job.restart > 0 and job.is_recorded(folder))
 
 
 def _claim(folder: RunFolder, *, may_be_our_own: bool) -> None:
@@ -166,7 +177,7 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
 
 def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
     """Every role of the run as a step of the job."""
-    nodes, env, gpus = config.launch.nodes, environment(config) | {IN_JOB: "1"}, gpus_of_node(config)
+    nodes, env, gpus = config.launch.nodes, _environment(config), gpus_of_node(config)
     # On one node all three share its GPUs, of which the learner has the first.
     learners = job.nodes if nodes is None else job.nodes[: nodes.learner]
     servers = job.nodes if nodes is None else job.nodes[nodes.learner :]
@@ -186,6 +197,15 @@ def job_steps(folder: RunFolder, config: RunConfig, job: Job) -> list[Role]:
         for i, (host, command) in enumerate(zip(learners, _torchruns(folder, config, job), strict=True))
     ]
     return [*serve, sample, *learn]
+
+
+def _environment(config: RunConfig) -> dict[str, str]:
+    env = environment(config) | {IN_JOB: "1"}
+    is_checkout = (PACKAGE_ROOT / "setup.py").is_file()
+    if config.launch.slurm.container_python is not None and not is_checkout:
+        # An installed Tandem lies among the host's packages, which would come before the image's: its torch, too.
+        env["PYTHONPATH"] = ""
+    return env
 
 
 def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]]:
@@ -212,7 +232,7 @@ def _address(host: str) -> str | None:
 
 def _srun(name: str, host: str, config: RunConfig, *, gpus: int) -> list[str]:
     """The srun of a step on one node, with ``--overlap`` and all CPUs: by default a step has one CPU, and waits
-    until others leave it some."""
+    until others leave it some. Its environment must have nothing of ASKED_OF_SLURM."""
     slurm = config.launch.slurm
     options = {
         "nodes": "1",
@@ -309,7 +329,13 @@ def _requeue(folder: RunFolder, job: Job) -> None:
     except RuntimeError as error:
         _print_message(f"{error}; {way_on(folder)}")
     else:
-        _print_message(f"job {job.id} is requeued, and goes on from the newest checkpoint")
+        next_start = "goes on from the newest checkpoint"
+        if folder.newest_checkpoint() is None:
+            damage = folder.why_no_checkpoint()
+            next_start = (
+                f"finds no whole checkpoint{damage}" if damage else "begins anew, without a checkpoint"
+            )
+        _print_message(f"job {job.id} is requeued, and {next_start}")
 
 
 def _print_message(text: str) -> None:
@@ -343,14 +369,14 @@ def echoed(path: Path) -> Iterator[None]:
     over = threading.Event()
 
     def follow(position: int) -> None:
-        last = False
+        decoder, last = codecs.getincrementaldecoder("utf-8")(errors="replace"), False
         while not last:
-            last = over.wait(ECHO_EVERY_S)  # one more look for the last lines
-            with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            last, new = over.wait(ECHO_EVERY_S), b""  # one more look for the last lines
+            with contextlib.suppress(OSError), path.open("rb") as file:  # not there yet, or not for a moment
                 file.seek(position)
-                text = file.read()
-                position += len(text)
-                print(text.decode(errors="replace"), end="", flush=True)
+                new = file.read()
+            position += len(new)
+            print(decoder.decode(new, final=last), end="", flush=True)  # a read may end within a character
 
     size = path.stat().st_size if path.exists() else 0
     thread = threading.Thread(target=follow, args=(size,), name="echo", daemon=True)

@@ -1,10 +1,11 @@
-"""A Slurm job, seen from inside and from outside: ``RUN/job.json`` {job_id, nodes, restart}, and
+"""A Slurm job, seen from inside and from outside: ``RUN/job.json`` {job_id, cluster, nodes, restart}, and
 ``RUN/restarts.json``."""
 
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from configs.schema import RunConfig
@@ -20,6 +21,19 @@ OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
 }  # fmt: skip
 """States of a job that has ended and will not run again."""
+ASKED_OF_SLURM = (
+    "GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "GPU_FREQ", "CPUS_PER_GPU", "CPUS_PER_TASK",
+    "MEM_PER_GPU", "NTASKS_PER_GPU", "NTASKS_PER_TRES", "TRES_PER_TASK", "TRES_BIND", "CORE_SPEC", "THREADS_PER_CORE", "HINT",
+    "EXACT", "WORKING_DIR", "REMOTE_CWD",
+)  # fmt: skip
+"""Requests that Slurm's commands take from the environment, as SLURM_NAME (srun) and SBATCH_NAME (sbatch).
+
+An allocation exports its own for the sruns inside it. A job that is submitted from there, by ``salloc`` or in a notebook's job,
+inherits them, although it asked for other things, and each srun that does not contradict them fails."""
+
+
+class OtherCluster(RuntimeError):
+    """The job is of another cluster than the one whose Slurm is asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +45,7 @@ class Job:
     """All names of the job: an element of an array has a number of its own, and ARRAY_ELEMENT."""
     nodes: tuple[str, ...]
     restart: int
+    cluster: str | None = None
 
     @classmethod
     def of_environment(cls) -> "Job":
@@ -47,13 +62,17 @@ class Job:
             names=frozenset(names),
             nodes=tuple(ask_slurm("scontrol", "show", "hostnames", env["SLURM_JOB_NODELIST"]).split()),
             restart=int(env.get("SLURM_RESTART_COUNT", 0)),
+            cluster=env.get("SLURM_CLUSTER_NAME"),
         )
 
     def record(self, folder: RunFolder) -> None:
         """An element of an array is recorded as ARRAY_ELEMENT, as ``tandem slurm`` does: its log has this name."""
         name = next(iter(self.names - {self.id}), self.id)
-        content = {"job_id": name, "nodes": list(self.nodes), "restart": self.restart}
-        write_json(folder.job, content, flush=True)
+        write_json(folder.job, record(name, self.cluster, nodes=self.nodes, restart=self.restart), flush=True)
+
+    def is_recorded(self, folder: RunFolder) -> bool:
+        """Whether this job ran the folder last."""
+        return recorded_job(folder) in self.names and not _differ(_cluster_of(folder), self.cluster)
 
     def requeue(self) -> None:
         """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses."""
@@ -65,10 +84,38 @@ class Job:
                 raise
 
 
+def record(job: str, cluster: str | None, *, nodes: Sequence[str] = (), restart: int = 0) -> dict:
+    """The content of job.json. A job's number says which one it is within its cluster alone, and two clusters may have one
+    file system."""
+    return {"job_id": job, "cluster": cluster, "nodes": list(nodes), "restart": restart}
+
+
 def recorded_job(folder: RunFolder) -> str | None:
     """The job that last ran this folder, or was submitted to run it."""
     job = read_file(folder.job, {"job_id": (str, int)}, [])
     return None if job is None else str(job["job_id"])
+
+
+def _cluster_of(folder: RunFolder) -> str | None:
+    """The cluster of ``recorded_job``; None where that is not known, as in files of earlier versions."""
+    job = read_file(folder.job, {"cluster": str}, [])
+    return None if job is None else job["cluster"]
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    return one is not None and other is not None and one.casefold() != other.casefold()
+
+
+def cluster_here(timeout_s: float = TIMEOUT_S) -> str | None:
+    """The name of the cluster that this host's commands ask; None where Slurm does not say."""
+    if name := os.environ.get("SLURM_CLUSTER_NAME"):
+        return name
+    try:
+        config = ask_slurm("scontrol", "show", "config", timeout_s=timeout_s)
+    except RuntimeError:
+        return None
+    found = re.search(r"^ClusterName\s*=\s*(\S+)", config, re.MULTILINE)
+    return found[1] if found else None
 
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
@@ -77,14 +124,17 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
 
     The lock of ``RunFolder.claim`` is not enough: on some shared file systems one host alone sees it.
     """
-    other = recorded_job(folder)
-    if other is None or (job is not None and other in job.names) or shutil.which("squeue") is None:
+    other, cluster = recorded_job(folder), _cluster_of(folder)
+    if other is None or (job is not None and job.is_recorded(folder)) or shutil.which("squeue") is None:
         return None
     try:
-        states = ask_squeue(other, "%T").split()
+        states = ask_squeue(other, "%T", cluster=cluster).split()
     except RuntimeError as error:
         what = f"job {other} had {folder.path} last, and Slurm does not say whether it still runs ({error})"
-        fix = f"try again where `squeue --jobs={other}` answers, or remove {folder.job} if the job has ended"
+        where = (
+            f"on {cluster}" if isinstance(error, OtherCluster) else f"where `squeue --jobs={other}` answers"
+        )
+        fix = f"try again {where}, or remove {folder.job} if the job has ended"
         raise RuntimeError(f"{what}; {fix}") from error
     return other if set(states) - OVER else None
 
@@ -137,9 +187,13 @@ def _newest(folder: RunFolder) -> str | None:
     return newest.name if newest is not None else None
 
 
-def ask_squeue(job: str, form: str, *, timeout_s: float = TIMEOUT_S) -> str:
+def ask_squeue(job: str, form: str, *, cluster: str | None = None, timeout_s: float = TIMEOUT_S) -> str:
     """squeue's line of a job in the format ``form``; "" for a job that Slurm has forgotten. Raises RuntimeError where
-    squeue fails in another way: that says nothing of the job."""
+    squeue fails in another way, or knows another job by this number: that says nothing of the job.
+
+    cluster: the one that the job is of; None: not known."""
+    if isinstance(cluster, str) and _differ(cluster, here := cluster_here(timeout_s)):
+        raise OtherCluster(f"it is of the cluster {cluster}, and this one is {here}")
     try:
         return ask_slurm(
             "squeue", "--noheader", f"--jobs={job}", f"--format={form}", "--states=all", timeout_s=timeout_s

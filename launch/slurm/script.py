@@ -8,6 +8,7 @@ Everything is checked before anything is written: every element's config, and th
 before a submission, by ``sbatch --test-only``.
 """
 
+import os
 import re
 import shlex
 import shutil
@@ -21,6 +22,7 @@ from configs.schema import RunConfig
 from launch.grid import combinations
 from launch.processes.placement import check_gpus_of_job, gpus_of_node, num_nodes
 from launch.roles.start import PACKAGE_ROOT
+from launch.slurm.job import ASKED_OF_SLURM
 
 TEMPLATE = Path(__file__).parent / "train.sbatch"
 SIGNAL_SLACK_S = 60
@@ -33,6 +35,9 @@ DECIDED = {
     "gres": "launch.nodes.gpus_per_node or launch.slurm.gpus",
     "gpus": "launch.nodes.gpus_per_node or launch.slurm.gpus",
     "gpus-per-node": "launch.nodes.gpus_per_node or launch.slurm.gpus",
+    "gpus-per-task": "launch.nodes.gpus_per_node or launch.slurm.gpus",
+    "gpus-per-socket": "launch.nodes.gpus_per_node or launch.slurm.gpus",
+    "ntasks-per-gpu": "launch.nodes",
     "cpus-per-task": "launch.slurm.cpus_per_node",
     "mem": "launch.slurm.memory_per_node",
     "time": "launch.slurm.time",
@@ -194,18 +199,25 @@ def require_sbatch() -> None:
         raise ValueError(f"--submit: there is no `sbatch` here; {fix}")
 
 
-def submit(script: Path) -> str:
-    """Submit the script. Returns the number of the new job. Raises ValueError with the error of ``sbatch``."""
+def submit(script: Path) -> tuple[str, str | None]:
+    """Submit the script. Returns the number of the new job and, where Slurm has chosen among several, its cluster. Raises
+    ValueError with the error of ``sbatch``."""
     done = _run_command(["sbatch", "--parsable", str(script)])
     if done.returncode:
         error = f"sbatch refuses {script}: {' '.join(done.stderr.split())}"
         raise ValueError(f"{error}; the script is kept, to be submitted later")
-    return done.stdout.strip().split(";")[0]
+    job, _, cluster = done.stdout.strip().partition(";")
+    return job, cluster or None
 
 
 def _run_command(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess:
+    """The command without requests of the environment, which sbatch would put above those of the script."""
+    asked = {f"{prefix}_{name}" for prefix in ("SLURM", "SBATCH") for name in ASKED_OF_SLURM}
+    env = {name: value for name, value in os.environ.items() if name not in asked}
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, input=text)
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=SBATCH_TIMEOUT_S, input=text, env=env
+        )
     except subprocess.TimeoutExpired:
         error = f"`{command[0]}` has not answered for {SBATCH_TIMEOUT_S} s"
         look = "see whether Slurm's controller is up (`scontrol ping`), and whether it accepted a job (`squeue --me`)"

@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,6 +97,17 @@ def hidden_folder(final: Path) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
 
 
+def share_as_new(hidden: Path) -> None:
+    """Give a folder of ``hidden_folder``, which its owner alone can read, the mode of any new folder in its place. A new
+    folder tells it: the umask belongs to all threads and cannot be read without a change, and a group's folder hands on
+    more than it."""
+    fresh = hidden / ".mode"
+    fresh.mkdir()
+    mode = stat.S_IMODE(fresh.stat().st_mode)
+    fresh.rmdir()
+    os.chmod(hidden, mode)
+
+
 class ShardWriter:
     """Collects tensors and writes a shard whenever the next one would not fit. ``number`` is the writer's."""
 
@@ -132,7 +144,7 @@ def finish_folder(
         if (source / name).is_file():
             shutil.copyfile(source / name, temporary / name)
     _amend_config(temporary / "config.json", dtype)
-    os.chmod(temporary, 0o755)
+    share_as_new(temporary)
     replace_folder(temporary, final)
 
 

@@ -6,7 +6,6 @@ computes, and merged it is W + lora_alpha / r B A, what servers get. The names a
 """
 
 import json
-import os
 import shutil
 from collections.abc import Sequence
 from functools import partial
@@ -21,7 +20,7 @@ from configs.schema.learner import LoraConfig
 from parallel.megatron.groups import groups_of_this_process
 from parallel.megatron.model import PackedGPTModel
 from parallel.weights.hf_conversion import export_adapters, from_first_rank, try_call
-from parallel.weights.hf_files import hidden_folder, replace_folder
+from parallel.weights.hf_files import hidden_folder, replace_folder, share_as_new
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -73,7 +72,7 @@ def _write(tensors: dict[str, Tensor], lora: LoraConfig, base: Path, folder: Pat
         modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
         content = json.dumps(adapter_config(lora, base, sorted(modules)), indent=2)
         (temporary / CONFIG).write_text(content + "\n")
-        os.chmod(temporary, 0o755)
+        share_as_new(temporary)
         replace_folder(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

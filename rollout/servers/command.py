@@ -12,6 +12,7 @@ import random
 import re
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ default each block is new pages, which cost half the time of receiving into them
 KEEP_IDLE_S = 120
 """Servers keep idle connections much longer than clients reuse them (``REUSE_S``): a connection that a server
 closed during a cut of the network would lose the next request."""
+LONGEST_FOLDER_OF_SOCKETS = 95
+"""Bytes of a folder's path: Linux takes 107 for a socket's, of which SGLang's names have 12 (``/tmp`` and eight of
+``tempfile``)."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
 NUMERICS = Path(__file__).parents[2]
@@ -246,6 +250,15 @@ def cpu_binding(cpus: list[int], *, place: int, num_ranks: int, threads: int) ->
         ",".join(str(cpus[(rank * threads + i) % len(cpus)]) for i in range(min(threads, len(cpus))))
         for rank in ranks
     )
+
+
+def check_temporary_folder() -> None:
+    """Raise ValueError where files in this machine's folder for temporary ones have names too long for sockets."""
+    folder = tempfile.gettempdir()
+    length = len(os.fsencode(folder))
+    if length > LONGEST_FOLDER_OF_SOCKETS:
+        error = f"TMPDIR={folder} has {length} characters, and sockets of SGLang's processes lie in it, whose paths Linux limits"
+        raise ValueError(f"{error}; set TMPDIR to a folder with at most {LONGEST_FOLDER_OF_SOCKETS}")
 
 
 def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LOOPBACK) -> list[Ports]:

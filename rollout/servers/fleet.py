@@ -23,6 +23,7 @@ from rollout.servers.command import (
     ServerSpec,
     check_has_kernels,
     check_server_args,
+    check_temporary_folder,
     choose_ports,
     server_command,
     server_environment,
@@ -117,13 +118,14 @@ class ServerFleet:
         """Start every share and return at once.
 
         Raises:
-            ValueError: too few GPUs, a taken port, or a missing model folder; nothing was started.
+            ValueError: too few GPUs, a taken port, a long TMPDIR, or a missing model folder; nothing was started.
         """
         if self._replicas:
             raise RuntimeError("the servers were started already")
         model = self._spec.config.model.path.resolve()
         if not (model / "config.json").is_file():
             raise ValueError(f"{model} has no config.json; give the folder of a Hugging Face model")
+        check_temporary_folder()
         if self._spec.cuda:
             check_gpus_of(self._shares, available=visible_gpus())
         first_port = self._spec.config.rollout.first_port

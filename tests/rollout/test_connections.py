@@ -19,7 +19,7 @@ from aiohttp import web
 
 from rollout import connections
 from rollout.client import GenerationError
-from rollout.connections import PeerLost, Requester, connect, watch
+from rollout.connections import PeerLost, Requester, connect, require_own, watch
 from rollout.run_key import run_key
 from rollout.sampling.messages import SamplingError
 from rollout.sampling.remote import RemoteSampler
@@ -120,6 +120,33 @@ def test_another_users_process_controls_no_learner_and_is_no_healthy_server(stra
         line.ask("GET", "/model_info", None).result()
     assert told() == "got b''\n"
     assert fleet._get(replace(server_spec(tmp_path), key=key), port, "/model_info", 5.0) is None
+
+
+class Connected(socket.socket):
+    """Says that it is connected to a port of another host."""
+
+    port = 0
+
+    def getsockname(self) -> tuple[str, int]:
+        return "198.51.100.1", 40000
+
+    def getpeername(self) -> tuple[str, int]:
+        return "198.51.100.2", self.port
+
+
+def test_who_listens_at_a_port_here_says_nothing_of_the_port_of_another_host(monkeypatch):
+    """The kernel would name the local process for both."""
+    monkeypatch.setattr(connections, "ROOT", -1)
+    monkeypatch.setattr(connections.os, "geteuid", lambda: 12345)  # so that this process is another user's
+    with closing(socket.create_server(("0.0.0.0", 0))) as server, Connected() as elsewhere:
+        Connected.port = server.getsockname()[1]
+        for address in ("127.0.0.1", "127.0.0.2"):
+            with (
+                closing(socket.create_connection((address, Connected.port))) as here,
+                pytest.raises(PermissionError, match="another user"),
+            ):
+                require_own(here)
+        require_own(elsewhere)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from launch.processes.run_folder import write_json
+from launch.processes.run_folder import locked, write_json
 from trainer import file_system
 from trainer.file_system import read_file, write_whole
 
@@ -37,3 +37,19 @@ def test_a_file_that_must_outlast_a_loss_of_power_is_on_the_disk_before_it_repla
 def test_what_is_written_many_times_does_not_wait_for_the_disk(tmp_path, flushed):
     write_json(tmp_path / "file", {"since": 1.0})
     assert not flushed and read_file(tmp_path / "file", {"since": float}, []) == {"since": 1.0}
+
+
+def test_a_lock_neither_empties_a_file_nor_follows_a_link(tmp_path):
+    precious, link = tmp_path / "precious", tmp_path / "lock"
+    precious.write_text("all that I have")
+    link.symlink_to(precious)
+    with pytest.raises(ValueError, match="lock is a link, and a lock must be a file; remove the link"):
+        locked(link)
+    with locked(precious), pytest.raises(BlockingIOError):
+        locked(precious)
+    assert precious.read_text() == "all that I have"
+    link.unlink()
+    link.symlink_to(tmp_path / "missing")
+    with pytest.raises(ValueError, match="is a link"):
+        locked(link)
+    assert not (tmp_path / "missing").exists()

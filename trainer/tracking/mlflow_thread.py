@@ -25,7 +25,7 @@ from typing import Any, Literal
 
 from configs.schema import RunConfig
 from configs.schema.base import without_credentials
-from trainer.file_system import mount_of
+from trainer.file_system import mount_of, open_lock
 from trainer.tracking.provenance import provenance
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 COMPLETE_UNTIL = "tandem.complete_until"
 """Tag of a run that was closed in order: it has every metric up to this step, and none of a later one."""
-STORE = "mlflow.db"
+STORE, ARTIFACTS = "mlflow.db", "mlartifacts"
 LOCAL_FILE_SYSTEMS = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs"})
 """File systems with the kernel's own locks; no other is trusted."""
 QUEUE_SIZE = 2000
@@ -59,13 +59,19 @@ def store_file(run_dir: Path) -> Path:
     """The sqlite store: ``mlflow.db`` in the folder of the run folders, shared by all runs there.
 
     Runs write to it at the same time under sqlite's lock, which waits 20 s. The run has a store of its own if
-    it has one already (from an earlier version), if the folder above is not writable, and on network file
-    systems, whose locks sqlite cannot trust.
+    it has one already, if the folder above or what is there of another user's store is not writable, and on network
+    file systems, whose locks sqlite cannot trust.
     """
     run_dir = run_dir.resolve()
     own, shared = run_dir / STORE, run_dir.parent / STORE
-    safe = file_system_of(run_dir.parent) in LOCAL_FILE_SYSTEMS and os.access(run_dir.parent, os.W_OK)
-    return shared if safe and not own.exists() else own
+    lock = _lock_of(shared)
+    parts = (run_dir.parent, *filter(os.path.lexists, (shared, lock, shared.with_name(ARTIFACTS))))
+    safe = file_system_of(run_dir.parent) in LOCAL_FILE_SYSTEMS and not lock.is_symlink()
+    return shared if safe and not own.exists() and all(os.access(part, os.W_OK) for part in parts) else own
+
+
+def _lock_of(store: Path) -> Path:
+    return store.with_suffix(".lock")
 
 
 def file_system_of(folder: Path) -> str:
@@ -281,7 +287,7 @@ class MlflowThread(threading.Thread):
         if self._uri != f"sqlite:///{store_file(self._run_dir)}":
             yield
             return
-        with store_file(self._run_dir).with_suffix(".lock").open("w") as lock:
+        with open_lock(_lock_of(store_file(self._run_dir))) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
@@ -293,7 +299,7 @@ class MlflowThread(threading.Thread):
             return experiment.experiment_id
         location = None  # a server has its own
         if self._uri.startswith("sqlite:///"):  # beside the database, not in the current folder
-            location = (Path(self._uri.removeprefix("sqlite:///")).resolve().parent / "mlartifacts").as_uri()
+            location = (Path(self._uri.removeprefix("sqlite:///")).resolve().parent / ARTIFACTS).as_uri()
         try:
             return self._client.create_experiment(name, artifact_location=location)
         except MlflowException:

@@ -7,6 +7,7 @@ Each case breaks one thing of a sound run; the problem names the field, what is 
 import gzip
 import json
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,6 +74,14 @@ def problems(*overrides: str, config: str = "run.yaml") -> list[Problem]:
     except ConfigError as error:
         return list(error.problems)
     return []
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_told_of_a_run_on_this_machine(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/t".ljust(96, "x"))
+    parsed = parse_config("run.yaml", [])
+    with pytest.raises(ConfigError, match="set TMPDIR to a folder with at most 95"):
+        checks.load_checked(parsed, RunConfig, runs=checks.EVALUATION)
+    checks.load_checked(parsed, RunConfig, runs=checks.EVALUATION, in_job=True)
 
 
 def in_model(name: str, content: str | bytes | dict) -> Damage:

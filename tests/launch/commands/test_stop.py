@@ -263,6 +263,24 @@ def test_a_job_of_which_slurm_does_not_say_may_be_running(folder, monkeypatch, t
     assert "unknown: Slurm does not say whether the job runs" in told and "Unable to contact" in told
 
 
+def test_a_job_of_another_cluster_is_left_alone_whatever_this_one_calls_by_its_number(
+    folder, monkeypatch, tmp_path
+):
+    log = be_in_slurm(folder, monkeypatch, tmp_path, "RUNNING")
+    write_json(folder.job, {"job_id": "77", "cluster": "far", "nodes": [], "restart": 0})
+    scontrol = tmp_path / "programs" / "scontrol"
+    scontrol.write_text("#!/bin/sh\nprintf 'ClusterName             = near\\n'\n")
+    scontrol.chmod(0o755)
+    monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
+    done = tandem("stop", "run", "--now", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "it is of the cluster far, and this one is near" in done.stderr and not log.exists()
+    told = tandem("status", "run", cwd=tmp_path).stdout
+    assert "it is of the cluster far, and this one is near" in told and not log.exists()
+    monkeypatch.setenv("SLURM_CLUSTER_NAME", "far")
+    assert "RUNNING" in tandem("status", "run", cwd=tmp_path).stdout
+
+
 @pytest.mark.parametrize(
     ("state", "options", "asked"),
     [

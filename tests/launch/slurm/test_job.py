@@ -3,6 +3,7 @@ in place of the role, and a ``scontrol`` that writes down what it is asked. What
 test_slurm.py."""
 
 import errno
+import io
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,6 +26,7 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.processes.run_folder import RunFolder, write_json
+from launch.roles import start
 from launch.slurm import inside_job as supervision
 from launch.slurm import job as jobs
 from launch.slurm.job import Job
@@ -43,6 +46,7 @@ FAKES = {
         here = Path(__file__).parent
         name = next(a for a in sys.argv if a.startswith("--job-name=")).removeprefix("--job-name=")
         (here / f"{name}.argv").write_text(json.dumps(sys.argv[1:]))
+        (here / f"{name}.env").write_text(json.dumps(dict(os.environ)))
         (here / f"{name}.fresh").write_text(str(os.getpid()))
         (here / f"{name}.fresh").rename(here / f"{name}.pid")
         os.execv(sys.executable, [sys.executable, str(here / (re.sub("-[0-9]+", "", name) + ".py")), os.environ["FAKE_RUN"], name])
@@ -142,7 +146,7 @@ class Stage:
     def start(self, nodes: str = "n1,n2", *, output: int | IO = subprocess.PIPE) -> None:
         env = os.environ | {
             "PYTHONPATH": str(ROOT), "PATH": f"{self.bin}:{os.environ['PATH']}", "FAKE_RUN": str(self.folder.path),
-            "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": nodes,
+            "SLURM_JOB_ID": "17", "SLURM_JOB_NODELIST": nodes, "SLURM_CLUSTER_NAME": "a",
         } | self.env  # fmt: skip
         command = [sys.executable, "-m", "launch", "job", str(self.folder.path)]
         self.process = subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT, text=True)
@@ -244,6 +248,21 @@ def test_steps_of_pyxis_may_have_the_images_interpreter(tmp_path):
         assert sys.executable not in command
 
 
+@pytest.mark.parametrize("python", [None, PYTHON])
+@pytest.mark.parametrize("installed", [False, True], ids=["checkout", "installed"])
+def test_the_hosts_packages_do_not_come_before_the_images(tmp_path, monkeypatch, python, installed):
+    monkeypatch.setenv("PYTHONPATH", "/host/packages")  # as the batch script sets it
+    if installed:
+        for module in (start, supervision):
+            monkeypatch.setattr(module, "PACKAGE_ROOT", Path("/host/packages"))
+    slurm = {"container": "/images/tandem.sif", "container_python": python}
+    steps = supervision.job_steps(RunFolder(tmp_path), config_with(slurm=slurm), JOB)
+    (path,) = {step.env["PYTHONPATH"] for step in steps}
+    first = "/host/packages" if installed else str(ROOT)
+    # An empty one is to Python as none at all.
+    assert path == ("" if installed and python else f"{first}:/host/packages")
+
+
 @pytest.mark.parametrize("name, value", [("container_python", PYTHON), ("container_mounts", "/data:/data")])
 def test_a_container_without_an_image_is_refused(name, value):
     with pytest.raises(
@@ -326,6 +345,23 @@ def test_a_restart_does_not_meet_what_is_left_of_the_last_start(tmp_path):
     assert label[0] != label[1]
 
 
+def test_steps_ask_for_nothing_that_an_outer_job_asked_for(stage):
+    """As in a job that was submitted from the shell of an ``salloc``: sbatch hands its variables on."""
+    of_outer = {
+        "GPUS", "GPUS_PER_NODE", "GPUS_PER_TASK", "GPUS_PER_SOCKET", "CPUS_PER_GPU", "NTASKS_PER_GPU", "NTASKS_PER_TRES",
+        "TRES_PER_TASK", "MEM_PER_GPU", "GPU_BIND", "HINT", "EXACT", "WORKING_DIR",
+    }  # fmt: skip
+    stage.env |= {f"SLURM_{name}": "1" for name in of_outer} | {"SRUN_CPUS_PER_TASK": "1"}
+    stage.env |= {"SLURM_MPI_TYPE": "none"}
+    stage.role("learn", FINISHES)
+    code, output = stage.run()
+    assert code == 0, output
+    step = json.loads((stage.bin / "learn-0.env").read_text())
+    left = [name for name in step if name.removeprefix("SLURM_") in of_outer or name.startswith("SRUN_")]
+    assert left == []
+    assert (step["SLURM_JOB_ID"], step["SLURM_MPI_TYPE"]) == ("17", "none")
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # how it ends
 
@@ -338,7 +374,30 @@ def test_a_run_that_finishes_ends_well_and_takes_the_servers_along(stage):
     assert stage.asked() == []
     assert output.count("the last line") == 1 and "of an earlier start" not in output
     assert "75.0% after 2 steps" in output
-    assert json.loads(stage.folder.job.read_text()) == {"job_id": "17", "nodes": ["n1", "n2"], "restart": 0}
+    recorded = {"job_id": "17", "cluster": "a", "nodes": ["n1", "n2"], "restart": 0}
+    assert json.loads(stage.folder.job.read_text()) == recorded
+
+
+def test_what_is_echoed_outlasts_errors_of_the_file_system_and_reads_within_a_character(
+    tmp_path, monkeypatch, capsys
+):
+    looks = iter([errno.ENOENT, errno.ESTALE, errno.EIO, b"caf\xc3", b"caf\xc3\xa9\n"])
+    seen = threading.Event()
+
+    def look(path: Path, mode: str) -> IO[bytes]:
+        found = next(looks, None)
+        if found is None:
+            seen.set()
+        if isinstance(found, int):
+            raise OSError(found, os.strerror(found))
+        return io.BytesIO("café\nthe end\n".encode() if found is None else found)
+
+    monkeypatch.setattr(supervision, "ECHO_EVERY_S", 0.01)
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", look)
+        with supervision.echoed(tmp_path / "console.log"):
+            assert seen.wait(DEADLINE_S)
+    assert capsys.readouterr().out == "café\nthe end\n"
 
 
 @pytest.mark.parametrize(("learner", "code", "requeued"), [(FINISHES, 0, []), (FAILS, 1, ["requeue 17"])])
@@ -380,6 +439,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint(stage, number, requeued):
     code, output = stage.end()
     assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == requeued
+    assert ("job 17 is requeued, and goes on from the newest checkpoint" in output) == bool(requeued)
     assert f"stopped after step 1 on request ({number.name})" in output
     assert stage.folder.newest_checkpoint().name == "step_000001"
 
@@ -405,6 +465,15 @@ def test_the_notice_during_the_start_ends_everything_and_requeues(stage):
     code, output = stage.end()
     assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == ["requeue 17"]
+    assert "job 17 is requeued, and begins anew, without a checkpoint" in output
+
+
+def test_a_requeue_over_a_damaged_checkpoint_promises_nothing(stage):
+    (stage.folder.checkpoints / "step_000001").mkdir(parents=True)
+    stage.role("learn", FAILS)
+    code, output = stage.run()
+    assert (code, stage.asked()) == (1, ["requeue 17"])
+    assert "job 17 is requeued, and finds no whole checkpoint (step_000001: " in output
 
 
 def test_notices_that_are_too_short_for_a_checkpoint_are_not_repeated_for_ever(stage):
@@ -627,6 +696,18 @@ def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code)
     assert found == code, output
     told = "Slurm does not say whether it still runs" if state == "DOWN" else "is being run by job 9"
     assert (told in output) == bool(code)
+
+
+@pytest.mark.parametrize(("job", "cluster", "code"), [("17", "b", 1), ("9", "b", 1), ("17", "A", 0)])
+def test_a_job_of_another_cluster_is_another_one_whatever_its_number(stage, job, cluster, code):
+    stage.role("learn", FINISHES)
+    write_json(stage.folder.job, {"job_id": job, "cluster": cluster, "nodes": [], "restart": 0})
+    stage.env |= {"FAKE_STATE": "COMPLETED"}
+    found, output = stage.run()
+    assert found == code, output
+    told = f"(it is of the cluster {cluster}, and this one is a); try again on {cluster}, or remove"
+    assert (told in output) == bool(code)
+    assert bool(stage.steps()) == (code == 0)
 
 
 def test_a_role_goes_on_where_its_log_is_on_a_full_disk(stage):

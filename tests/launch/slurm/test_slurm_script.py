@@ -275,6 +275,15 @@ def test_a_run_folder_of_an_array_has_a_name_that_slurm_and_file_systems_know(va
         (config_with(time="00:04:00", notice_s=180), "use a longer time, or a shorter notice"),
         (config_with(options=["--nodes=3"]), "--nodes is decided by launch.nodes"),
         (config_with(options=["--time=1"]), "--time is decided by launch.slurm.time"),
+        (
+            config_with(options=["--gpus-per-task=1"]),
+            "--gpus-per-task is decided by launch.nodes.gpus_per_node",
+        ),
+        (
+            config_with(options=["--gpus-per-socket=1"]),
+            "--gpus-per-socket is decided by launch.nodes.gpus_per_node",
+        ),
+        (config_with(options=["--ntasks-per-gpu=1"]), "--ntasks-per-gpu is decided by launch.nodes"),
     ],
 )
 def test_what_cannot_work_is_named_with_a_fix(config, says):
@@ -310,7 +319,10 @@ FAKES = {
     "sbatch": """#!/bin/sh
         case "$1" in --test-only) cat > tested; exit ${FAKE_TEST:-0};; esac
         [ -z "$FAKE_REFUSAL" ] || { echo "sbatch: error: $FAKE_REFUSAL" >&2; exit 1; }
-        cp "$2" submitted; echo 4711
+        cp "$2" submitted; env > environment; echo 4711
+    """,
+    "scontrol": """#!/bin/sh
+        printf 'ClusterIdX = 1\\nClusterName             = here\\n'
     """,
     "squeue": """#!/bin/sh
         [ "$FAKE_STATE" = DOWN ] && { echo "Unable to contact slurm controller" >&2; exit 1; }
@@ -405,7 +417,17 @@ def test_submitting_prints_the_job_and_how_to_watch_it(config_file, fake_slurm):
     assert (config_file.parent / "submitted").read_text() == (run / "train.sbatch").read_text()
     for line in ("4711", f"tandem status {run}", f"tandem logs {run}", "squeue --jobs=4711", "scancel 4711"):
         assert line in done.stdout
-    assert json.loads((run / "job.json").read_text()) == {"job_id": "4711", "nodes": [], "restart": 0}
+    recorded = {"job_id": "4711", "cluster": "here", "nodes": [], "restart": 0}
+    assert json.loads((run / "job.json").read_text()) == recorded
+
+
+def test_the_shell_of_another_job_asks_for_nothing_in_the_script_s_place(config_file, fake_slurm):
+    outer = {"SBATCH_GPUS_PER_NODE": "1", "SLURM_GPUS_PER_NODE": "1", "SBATCH_QOS": "mine"}
+    done = tandem_slurm(config_file, "--submit", PATH=fake_slurm, **outer)
+    assert done.returncode == 0, done.stderr
+    environment = (config_file.parent / "environment").read_text().splitlines()
+    assert "SBATCH_QOS=mine" in environment
+    assert not [line for line in environment if "GPUS_PER_NODE" in line]
 
 
 def nothing_written(config_file: Path) -> bool:

@@ -1,15 +1,19 @@
 """Broken weights are named by their headers alone, before a process starts; what the headers allow is what
-the learner loads."""
+the learner loads. What is written may be read by whom the umask and the folder above let."""
 
 import json
+import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from parallel.planning.architecture import architecture_of, read_architecture
+from parallel.weights.hf_files import ShardWriter, finish_folder, hidden_folder
 from parallel.weights.hf_headers import INDEX, SINGLE, weight_problems
 from parallel.weights.hf_names import hf_shapes
 from rollout.tiny_model import FAMILIES, make_tiny_countdown_model
@@ -169,3 +173,23 @@ def test_a_real_file_with_float16_is_read(tmp_path):
     weights = {name: tensor.half() for name, tensor in load_file(tmp_path / "m" / SINGLE).items()}
     save_file(weights, tmp_path / "m" / SINGLE)
     assert problems(tmp_path / "m") == []
+
+
+@pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])
+@pytest.mark.parametrize("above", [0o755, 0o2775], ids=oct)
+def test_a_written_folder_has_the_mode_of_any_new_one(folder, tmp_path, mask, above):
+    parent, before = tmp_path / "of a group", os.umask(mask)
+    try:
+        parent.mkdir()
+        parent.chmod(above)
+        (parent / "new").mkdir()
+        hidden = hidden_folder(parent / "hf")
+        assert stat.S_IMODE(hidden.stat().st_mode) & 0o077 == 0
+        writer = ShardWriter(hidden, number=0, max_shard_bytes=1 << 20)
+        writer.add("a", torch.zeros(4))
+        writer.flush()
+        finish_folder(hidden, parent / "hf", writer.shards, source=folder, dtype=torch.float32)
+    finally:
+        os.umask(before)
+    assert (parent / "hf").stat().st_mode == (parent / "new").stat().st_mode
+    assert not [path for path in (parent / "hf").iterdir() if path.is_dir()]

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import socket
+import tempfile
 from contextlib import closing
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import zmq
 
 from configs.schema.learner import LearnerConfig
 from configs.schema.rollout import RolloutConfig
@@ -20,6 +22,7 @@ from rollout.servers.command import (
     check_dtype_is_served,
     check_quantization,
     check_server_args,
+    check_temporary_folder,
     check_windows_are_served,
     choose_ports,
     cpu_binding,
@@ -47,6 +50,30 @@ def test_a_taken_port_is_named_with_the_fix_and_nothing_is_started(tmp_path):
             fleet.start()
         assert fleet.urls == []
         assert not (tmp_path / "logs").exists()
+
+
+def test_a_temporary_folder_that_is_too_long_for_sockets_is_refused_and_nothing_is_started(
+    tmp_path, monkeypatch
+):
+    (tmp_path / "config.json").write_text("{}")
+    fleet = ServerFleet(server_spec(tmp_path), tmp_path / "logs")
+    with (
+        tempfile.TemporaryDirectory() as short,
+        zmq.Context() as context,
+        context.socket(zmq.PULL) as longest,
+    ):
+        folder = Path(f"{short}/".ljust(95, "x"))
+        folder.mkdir()
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        check_temporary_folder()
+        with tempfile.NamedTemporaryFile() as file:
+            name = file.name
+        longest.bind(f"ipc://{name}")
+    monkeypatch.setattr(tempfile, "tempdir", f"{folder}x")
+    says = "has 96 characters, and sockets of SGLang's .* set TMPDIR to a folder with at most 95"
+    with pytest.raises(ValueError, match=says):
+        fleet.start()
+    assert fleet.urls == [] and not (tmp_path / "logs").exists()
 
 
 def test_servers_return_experts_where_the_learner_replays_them(tmp_path):

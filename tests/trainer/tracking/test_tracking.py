@@ -222,6 +222,29 @@ def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch
     )
 
 
+@pytest.mark.parametrize("part", ["mlflow.db", "mlflow.lock", "mlartifacts"])
+def test_a_run_beside_another_user_s_store_has_its_own(tmp_path, monkeypatch, part):
+    above = tmp_path.parent
+    monkeypatch.setattr(mlflow_thread, "file_system_of", lambda folder: "ext4")
+    monkeypatch.setattr(mlflow_thread.os, "access", lambda path, mode: path != above / part)
+    if part != "mlflow.db":  # which is there
+        assert mlflow_thread.store_file(tmp_path) == above / "mlflow.db", "nobody's yet"
+        (above / part).touch()
+    assert mlflow_thread.store_file(tmp_path) == tmp_path / "mlflow.db"
+
+
+def test_a_link_in_place_of_the_lock_costs_its_target_nothing(tmp_path):
+    precious = tmp_path.parent / "precious"
+    precious.write_text("all that I have")
+    (tmp_path.parent / "mlflow.lock").symlink_to(precious)
+    assert mlflow_thread.store_file(tmp_path) == tmp_path / "mlflow.db"
+    thread = mlflow_thread.MlflowThread(make_config(), tmp_path, [], {})
+    (tmp_path / "mlflow.lock").symlink_to(precious)
+    with pytest.raises(ValueError, match="is a link"), thread._others_kept_out():
+        pass
+    assert precious.read_text() == "all that I have"
+
+
 def test_runs_that_start_together_stand_side_by_side_in_one_store(tmp_path):
     """In a process each: one makes the tables, and none loses a metric to another's lock."""
     (tmp_path.parent / mlflow_thread.STORE).unlink()
