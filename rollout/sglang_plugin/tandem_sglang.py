@@ -22,6 +22,8 @@ On CPU servers alone:
 - gpt-oss, which SGLang refuses there: ``tandem_gpt_oss.py``.
 - Equal prompts of one prefill are computed once: ``tandem_shared_prompts.py``.
 - With ``model.numerics: aligned`` the learner's operations: ``tandem_aligned.py``.
+- A server that starts without a warm-up asks itself to leave its objects out of garbage collections once it listens. SGLang's
+  asks at once, mostly in vain, with a traceback in the log.
 - A paused scheduler sleeps. SGLang's polls for requests on a whole core, which the learner needs to send weights.
 """
 
@@ -29,12 +31,16 @@ import gc
 import logging
 import multiprocessing
 import os
+import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 logger = logging.getLogger(__name__)
 FORKED = "tandem: processes of this server are forked, not spawned"
 BATCHED = "tandem: attention is batched over sequences"
+LISTENS_WITHIN_S = 30.0
 
 
 def register() -> None:
@@ -77,6 +83,11 @@ def register_for_cpu() -> None:
         sleep_until_a_request,
         HookType.AFTER,
     )
+    HookRegistry.register(
+        "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup",
+        when_it_listens,
+        HookType.AROUND,
+    )
 
 
 def batched_attention(runner):
@@ -111,6 +122,18 @@ def fork_processes(result: object, *args: object, **kwargs: object) -> object:
         multiprocessing.set_start_method("fork", force=True)
         logger.info(FORKED)
     return result
+
+
+def when_it_listens(freeze: Callable, server_args) -> None:
+    """In a thread of the server process, which begins before its HTTP server does."""
+    deadline = time.monotonic() + LISTENS_WITHIN_S
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection((server_args.host, server_args.port), timeout=1).close()
+            break
+        except OSError:
+            time.sleep(0.05)
+    freeze(server_args)
 
 
 def sleep_until_a_request(result: object, scheduler) -> None:

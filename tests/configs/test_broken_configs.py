@@ -421,7 +421,8 @@ TABLE = {
     "a mask of parts of a sequence beside geometric means": Broken(
         options="objective.type=gmpo correction.weight.level=segment correction.weight.bound=mask",
         field="correction.weight.bound, correction.reject", value="correction.weight.bound: mask (command line)",
-        error="one weight of zero would drop the whole sequence", fix="set correction.weight.bound=truncate and correction.weight.lower=null",
+        error="one weight of zero would drop the whole sequence",
+        fix="set correction.weight.bound=truncate and correction.weight.lower=null",
     ),
     "a last learning rate without a decay": Broken(
         options="learner.optimizer.min_lr=1e-9", field="learner.optimizer.min_lr, learner.optimizer.schedule",
