@@ -45,8 +45,6 @@ PARENTS = {"none": 0, "namespaces": 1, "bubblewrap": 2}
 """Processes of ours and of bubblewrap above a program."""
 NOBODY = 65534
 CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
-NOT_STARTED = b"tandem: the program cannot be started: "
-BWRAP_FAILED = b"bwrap: "
 OWNER = 0
 """Descriptor of the pipe from our parent."""
 
@@ -110,29 +108,52 @@ def run_test(job, test, folder):
         file.write(source)
     stdin, errors = os.memfd_create("input"), os.memfd_create("errors")
     output, output_writer = os.pipe()
+    status, status_writer = (
+        os.pipe()
+    )  # the program has none of its ends: it cannot say that it was not started
     try:
         write_all(stdin, test.get("input", "").encode(errors="replace"))
         pid = os.fork()
         if pid == 0:
-            become_program(job, folder, stdin, output_writer, errors)
+            become_program(job, folder, stdin, output_writer, errors, status_writer)
         os.close(output_writer)
-        output_writer = -1
+        os.close(status_writer)
+        output_writer = status_writer = -1
         try:
             outcome, printed = watch(pid, output, job, SPARE_OUTPUT + 2 * len(expected))
         finally:
             code = end_program(pid)
-        said = os.pread(errors, 2**12, 0)
+        os.set_blocking(status, False)
+        told, said = read_some(status), os.pread(errors, 2**12, 0)
     finally:
-        for descriptor in (stdin, errors, output, output_writer):
+        for descriptor in (stdin, errors, output, output_writer, status, status_writer):
             if descriptor >= 0:
                 os.close(descriptor)
-    if code != 0 and said.startswith((NOT_STARTED, BWRAP_FAILED)):
-        return None, said.decode(errors="replace").strip().splitlines()[0]
     if outcome is None:
+        error = why_not_started(job, code, told, said)
+        if error is not None:
+            return None, error
         text = printed.decode(errors="replace")
         is_right = proof in text if is_assertions else lines_of(text) == lines_of(expected)
         outcome = "passed" if code == 0 and is_right else "failed"
     return outcome, None
+
+
+def why_not_started(job, code, told, said):
+    """Why a program that is said to have ended was never started; None where it was.
+
+    told: JSON lines of the forked process, {"error": ...}, and of bubblewrap, whose "exit-code" is that of a program which
+    it has started. said: the error output, which is bubblewrap's own before the program is started.
+    """
+    lines = [json.loads(line) for line in told.splitlines()]
+    for line in lines:
+        if "error" in line:
+            return line["error"]
+    # Above 128 it was killed from outside the sandbox, whose processes cannot reach it.
+    if job["sandbox"] == "bubblewrap" and 0 < code < 128 and not any("exit-code" in line for line in lines):
+        words = said.decode(errors="replace").strip().splitlines()
+        return words[0] if words else f"{job['bwrap']} ended with exit code {code}"
+    return None
 
 
 def lines_of(text):
@@ -215,8 +236,9 @@ def end_program(pid):
 # in the forked process
 
 
-def become_program(job, folder, stdin, output, errors):
-    """Limits, then the program in place of this process. It does not return."""
+def become_program(job, folder, stdin, output, errors, status):
+    """Limits, then the program in place of this process. It does not return. An error is written to ``status``, which the
+    start of the program closes."""
     try:
         os.setsid()
         set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -228,13 +250,14 @@ def become_program(job, folder, stdin, output, errors):
         if job["sandbox"] == "namespaces":
             enter_namespaces(job["max_processes"])
         elif job["sandbox"] == "bubblewrap":
-            command = bubblewrap(job["bwrap"], job["python_folders"], folder) + command
+            os.set_inheritable(status, True)  # bubblewrap closes it in the sandbox
+            command = bubblewrap(job["bwrap"], job["python_folders"], folder, status) + command
         set_limits(job)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
         os.execve(command[0], command, variables(inside))
     except BaseException as error:
-        os.write(2, NOT_STARTED + str(error).encode(errors="replace"))
+        os.write(status, json.dumps({"error": f"the program cannot be started: {error}"}).encode())
     finally:
         os._exit(126)
 
@@ -297,12 +320,13 @@ def inside_bubblewrap(python_folders):
     return "/program" if is_taken else "/tmp"
 
 
-def bubblewrap(program, python_folders, folder):
+def bubblewrap(program, python_folders, folder, status):
     """The beginning of the command: what a program has of this machine."""
     inside = inside_bubblewrap(python_folders)
     options = [
         "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--die-with-parent", "--bind", folder, inside,
+        "--json-status-fd", str(status),
     ]  # fmt: skip
     for path in ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", *python_folders):
         options += ["--ro-bind-try", path, path]

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -367,6 +368,36 @@ def test_bubblewrap_is_refused_where_it_does_not_work(monkeypatch, tmp_path):
         ValueError, match=r"does not work here: bwrap: Creating new namespace failed; install"
     ):
         check_reward(config)
+
+
+@EACH
+@pytest.mark.parametrize(
+    "words", ["bwrap: no", "tandem: the program cannot be started: no", '{"error": "no"}']
+)
+def test_a_program_cannot_say_that_it_was_not_started(sandbox, words):
+    """It would count as a failed reward, and not as a wrong answer, and its words would go to the console."""
+    say = f"import os, sys\nsys.stderr.write({words!r})\n"
+    tell = f"for fd in range(3, 64):\n    try:\n        os.write(fd, {words.encode()!r})\n    except OSError:\n        pass\n"
+    assert outcomes(sandbox, f"{say}{tell}sys.exit(1)") == ["failed"]
+
+
+def test_bubblewrap_that_cannot_run_the_interpreter_says_so(tmp_path):
+    """The folder of the test lies outside of what a program sees."""
+    if reason := works("bubblewrap"):
+        pytest.skip(reason)
+    job = {
+        "program": "", "tests": parse_tests("assert True"), "sandbox": "bubblewrap", "bwrap": shutil.which("bwrap"),
+        "python": str(tmp_path / "python"), "python_folders": [], "stop_at_failure": True, "timeout_s": AMPLE_S,
+        "memory_mib": 256, "max_processes": 1,
+    }  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-I", str(code.RUNNER)], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as runner:  # its input stays open: the end of it would end the program
+        assert runner.stdin is not None and runner.stdout is not None
+        runner.stdin.write(json.dumps(job).encode() + b"\n")
+        runner.stdin.flush()
+        answer = json.loads(runner.stdout.readline())
+    assert answer == {"error": f"bwrap: execvp {tmp_path}/python: No such file or directory"}
 
 
 # --- the reward

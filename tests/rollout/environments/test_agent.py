@@ -257,6 +257,7 @@ def test_what_an_agent_may_do_wrong_is_no_score(tmp_path):
     """One kind of fault per seed of the problem, all at the same time."""
     faults = [
         ("raise KeyError('x')", Status.FAILED, r"ended with exit code 1; its error output ends with: .*KeyError: 'x'$"),
+        ("sys.exit('\x1b[2J\\nowned')", Status.FAILED, r"its error output ends with: ␛\[2J owned$"),
         ("os.kill(os.getpid(), 9)", Status.FAILED, "the agent was killed by SIGKILL; it wrote no error output"),
         ("ask(); os.kill(os.getppid(), 15); time.sleep(1000)", Status.FAILED, "the agent was killed by SIGTERM; it wrote"),
         ("ask(); sys.exit(3)", Status.FAILED, "ended with exit code 3; it wrote no error output"),
