@@ -38,13 +38,19 @@ SPARE_OUTPUT = 2**20
 """Bytes that a program may print beyond what is expected."""
 LARGEST_FILE = 64 * 2**20
 """Bytes of a file that a program writes."""
+SHARED_MEMORY = 64 * 2**20
+"""Bytes of a program's /dev/shm, or its memory, if that is less."""
 OPEN_FILES = 128
 LOOK_EVERY_S = 0.05
 """Between two counts of a program's processes."""
 PARENTS = {"none": 0, "namespaces": 1, "bubblewrap": 2}
 """Processes of ours and of bubblewrap above a program."""
 NOBODY = 65534
-CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+SIZE_SINCE, NO_NAMESPACES_SINCE = [0, 7], [0, 8]
+"""Versions of bubblewrap that take --size and --disable-userns."""
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 16384, 1 << 18
 OWNER = 0
 """Descriptor of the pipe from our parent."""
 
@@ -248,10 +254,10 @@ def become_program(job, folder, stdin, output, errors, status):
         inside = inside_bubblewrap(job["python_folders"]) if job["sandbox"] == "bubblewrap" else folder
         command = [job["python"], "-I", "-B", "-X", "utf8", os.path.join(inside, "program.py")]
         if job["sandbox"] == "namespaces":
-            enter_namespaces(job["max_processes"])
+            enter_namespaces(job)
         elif job["sandbox"] == "bubblewrap":
             os.set_inheritable(status, True)  # bubblewrap closes it in the sandbox
-            command = bubblewrap(job["bwrap"], job["python_folders"], folder, status) + command
+            command = bubblewrap(job, folder, status) + command
         set_limits(job)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
@@ -290,11 +296,16 @@ def set_limits(job):
         resource.setrlimit(kind, (limit, limit))
 
 
-def enter_namespaces(max_processes):
-    """Go on as nobody in namespaces of our own: no network, and no process but the program's. The kernel ends all of
-    them with the first."""
-    uid, gid = os.getuid(), os.getgid()
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC):
+def shared_memory_of(job):
+    return min(SHARED_MEMORY, job["memory_mib"] * 2**20)
+
+
+def enter_namespaces(job):
+    """Go on as nobody in namespaces of our own: no network, no process but the program's, and a /dev/shm that ends with it.
+    The kernel ends all of them with the first."""
+    uid, gid, max_processes = os.getuid(), os.getgid(), job["max_processes"]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS):
         number = ctypes.get_errno()
         raise OSError(number, f"unshare: {os.strerror(number)}")
     for name, content in (
@@ -304,6 +315,13 @@ def enter_namespaces(max_processes):
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(content)
+    # Its files are in memory, which no limit of a process counts. Where it cannot be mounted, the rest still holds.
+    options = f"size={shared_memory_of(job)},mode=1777".encode()
+    if not libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
+        libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    # A program that may make namespaces may mount more of it.
+    with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")
     # The kernel counts processes per namespace since Linux 5.14; before, the limit would be of all of the user's.
     if tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit()) >= (5, 14):
         resource.setrlimit(resource.RLIMIT_NPROC, (max_processes + 1, max_processes + 1))
@@ -320,9 +338,14 @@ def inside_bubblewrap(python_folders):
     return "/program" if is_taken else "/tmp"
 
 
-def bubblewrap(program, python_folders, folder, status):
-    """The beginning of the command: what a program has of this machine."""
+def bubblewrap(job, folder, status):
+    """The beginning of the command: what a program has of this machine. Files of a tmpfs are in memory, which no limit of a
+    process counts: /dev/shm has a limit of its own, or, with a bubblewrap that knows none, takes no files."""
+    python_folders, version = job["python_folders"], job["bwrap_version"]
     inside = inside_bubblewrap(python_folders)
+    shared_memory = (
+        ["--size", str(shared_memory_of(job)), "--tmpfs", "/dev/shm"] if version >= SIZE_SINCE else []
+    )
     options = [
         "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--die-with-parent", "--bind", folder, inside,
@@ -330,8 +353,20 @@ def bubblewrap(program, python_folders, folder, status):
     ]  # fmt: skip
     for path in ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", *python_folders):
         options += ["--ro-bind-try", path, path]
-    options += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/", "--chdir", inside, "--"]
-    return [program, *options]
+    options += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        *shared_memory,
+        "--remount-ro",
+        "/dev",
+        "--remount-ro",
+        "/",
+    ]
+    # A program that may make namespaces may mount more memory.
+    options += ["--disable-userns"] if version >= NO_NAMESPACES_SINCE else []
+    return [job["bwrap"], *options, "--chdir", inside, "--"]
 
 
 if __name__ == "__main__":
