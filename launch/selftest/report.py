@@ -111,10 +111,10 @@ def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
 
 def print_outcomes(outcomes: Sequence[Outcome], *, width: int) -> None:
     """The table, on the console. width: that of the output where it is no terminal."""
-    from rich.markup import escape
+    from rich.text import Text
 
     rows = [
-        (one.check.name, f"[{MARKS[one.result]}]{one.result}[/]", f"{one.seconds:4.0f}", escape(one.text))
+        (one.check.name, Text(str(one.result), MARKS[one.result]), f"{one.seconds:4.0f}", one.text)
         for one in outcomes
     ]
     print_table(TITLES, rows, width=width)
