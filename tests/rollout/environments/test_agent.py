@@ -339,7 +339,7 @@ def test_an_agent_that_is_cancelled_at_its_start_leaves_nothing(tmp_path):
 
     async def play():
         async def start():
-            async with running(NewProcesses(command), {}):
+            async with running(NewProcesses(command, dict), {}):
                 raise AssertionError("it was cancelled")
 
         children = psutil.Process().children
@@ -424,7 +424,7 @@ def test_an_agent_that_is_cancelled_while_its_folder_is_made_leaves_none(monkeyp
 
     async def play():
         async def start():
-            async with running(NewProcesses(["true"]), {}):
+            async with running(NewProcesses(["true"], dict), {}):
                 raise AssertionError("it was cancelled")
 
         starting = asyncio.ensure_future(start())
