@@ -55,7 +55,7 @@ def main() -> None:
 def run_layout(cp: int, tokens: int, folder: Path) -> dict[str, Any]:
     from configs.schema.layout import LayoutConfig
     from parallel.planning.activations import activation_bytes
-    from parallel.planning.architecture import read_architecture, read_hf_config
+    from parallel.planning.architecture import architecture_of
     from parallel.planning.work import Work
     from tests.support.megatron_workers import make_hf_model, run_ranks
 
@@ -65,7 +65,7 @@ def run_layout(cp: int, tokens: int, folder: Path) -> dict[str, Any]:
         device="cpu", dtype="float32", token_budget=tokens, chunk_tokens=CHUNK_TOKENS, recompute="none",
         distributed_optimizer=True, num_microbatches=1,
     )  # fmt: skip
-    architecture = read_architecture(read_hf_config(model))
+    architecture = architecture_of(model)
     return {
         "planned": activation_bytes(architecture, LayoutConfig(cp=cp, dp=1), work, 0),
         "held": [rank["held"] for rank in ranks],

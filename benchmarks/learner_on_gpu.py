@@ -170,14 +170,14 @@ def beside(config: "RunConfig", case: Case, gpu: str, measured: dict) -> dict:
     """What a plan says of the same passes, and the shares of the peak that were attained."""
     from configs.reading.hardware import read_hardware
     from parallel.megatron import platform
-    from parallel.planning.architecture import read_architecture, read_hf_config
+    from parallel.planning.architecture import architecture_of
     from parallel.planning.flops import Load, forward_flops, update_flops
     from parallel.planning.machine import Machine
     from parallel.planning.memory import learner_memory
     from parallel.planning.training_time import optimizer_seconds
     from parallel.planning.work import work_of
 
-    architecture, layout = read_architecture(read_hf_config(config.model.path)), config.layout
+    architecture, layout = architecture_of(config.model.path), config.layout
     machine = Machine(hardware=read_hardware(gpu), gpus_per_node=8)
     load = Load(
         tokens=case.tokens,

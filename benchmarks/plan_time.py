@@ -38,7 +38,7 @@ from configs.loader import load_config  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.hardware import HardwareConfig, Overheads  # noqa: E402
 from configs.schema.layout import as_overrides, parse_layout  # noqa: E402
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config  # noqa: E402
+from parallel.planning.architecture import Architecture, architecture_of  # noqa: E402
 from parallel.planning.decoding import Lengths  # noqa: E402
 from parallel.planning.machine import Machine  # noqa: E402
 from parallel.planning.memory import GIB  # noqa: E402
@@ -171,7 +171,7 @@ def measure(shape: Shape, model: Path, folder: Path, steps: int) -> Measured:
     found = Measured(
         shape=shape,
         config=config,
-        architecture=read_architecture(read_hf_config(model)),
+        architecture=architecture_of(model),
         lengths=lengths_of(shape, prompt_tokens(config), rows),
         parts=measured_parts(rows, is_scored=config.scores_old),
     )

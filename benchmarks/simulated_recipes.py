@@ -22,14 +22,13 @@ from configs.loader import load_config  # noqa: E402
 from configs.reading.hardware import read_hardware  # noqa: E402
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import layout_text  # noqa: E402
-from launch.checks.device_memory import critic_architecture  # noqa: E402
 from launch.commands.plan import PlanOptions, timing_of  # noqa: E402
 from launch.commands.simulate import planned  # noqa: E402
 from launch.studies.simulate import ranks_of_stages, simulate_ranks  # noqa: E402
-from parallel.planning.architecture import read_architecture, read_hf_config  # noqa: E402
+from parallel.planning.architecture import architecture_of  # noqa: E402
 from parallel.planning.memory import GIB, size_text  # noqa: E402
-from parallel.planning.planner import static_share  # noqa: E402
-from parallel.planning.server_memory import rollout_memory  # noqa: E402
+from parallel.planning.other_models import critic_architecture  # noqa: E402
+from parallel.planning.server_memory import rollout_memory, static_share  # noqa: E402
 from parallel.planning.time import Estimator, seconds_text  # noqa: E402
 
 RECIPES = ROOT / "configs/recipes"
@@ -90,7 +89,7 @@ def main() -> None:
         if given.only not in name:
             continue
         config = read_recipe(name)
-        architecture = read_architecture(read_hf_config(config.model.path))
+        architecture = architecture_of(config.model.path)
         for rank in sorted(
             simulate_ranks(config, ranks_of_stages(config.layout)), key=lambda rank: rank.rank
         ):
@@ -122,7 +121,7 @@ def print_times(names: list[str]) -> None:
     print(table_head(TIME_TITLES))
     for name in names:
         config = read_recipe(name)
-        architecture = read_architecture(read_hf_config(config.model.path))
+        architecture = architecture_of(config.model.path)
         for gpu in GPUS:
             hardware = read_hardware(gpu)
             options = PlanOptions(num_gpus=config.layout.world_size, gpu=gpu)

@@ -128,12 +128,12 @@ runpy.run_module("launch.roles.rendezvous", run_name="__main__")
 
 def warm_start(model: Path, folder: Path, *, forked: bool) -> dict[str, float]:
     from configs.loader import load_config
-    from launch.roles import start, table
+    from launch.roles import command_line, start
 
     settings = [f"model.path={model}", f"launch.runs_dir={folder}", f"output={folder / 'warm'}"]
     config = load_config(SFT, [*settings, "steps=1", "data.examples=128"])
     run = start.new_run(config, config.name)
-    command = table.role_command("sft-rank", run, ranks=2)
+    command = command_line.role_command("sft-rank", run, ranks=2)
     if not forked:
         place = command.index("-m")
         command[place : place + 2] = ["-c", COMMANDS_FOR_RANKS]

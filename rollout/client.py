@@ -1,6 +1,7 @@
 """The interface between the sample role and an inference engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,6 +16,10 @@ class GenerationError(RuntimeError):
     """Completions could not be obtained: retries used up, deadline passed, or the server refused the request."""
 
 
+class PromptTooLongError(GenerationError):
+    """The server has no room for this prompt and an answer. No fault of the servers: other prompts are answered."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientStats:
     """Counts since the client was made; they never fall."""
@@ -22,8 +27,7 @@ class ClientStats:
     requests: int = 0
     """Completions requested; retries of a completion do not count."""
     retries: int = 0
-    """Attempts that failed in transport and were repeated. One attempt covers all samples of a request."""
-
+    """Completions requested again, since an attempt failed in transport: all those of the attempt."""
     idle_s: float = 0.0
     """Seconds in which no sample was at the servers."""
 
@@ -41,6 +45,8 @@ class Session:
 
     server: object = None
     """The client's own note."""
+    waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while a request waits for a place, for the end of a drain, or for a server that is started again."""
 
 
 class GenerationClient(Protocol):
@@ -72,7 +78,9 @@ class GenerationClient(Protocol):
         sampler is truncated, over each token's kept ids, which come with it. A seed fixes its
         sample on engines that run deterministically; other engines ignore it.
 
-        Raises GenerationError: retries or time ran out before all completions came, or the request was refused.
+        Raises:
+            PromptTooLongError: the server has no room for the prompt.
+            GenerationError: retries or time ran out before all completions came, or the request was refused.
         """
         ...
 

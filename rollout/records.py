@@ -51,10 +51,9 @@ class Status(StrEnum):
 
     OK = "ok"
     REWARD_FAILED = "reward_failed"
-    """The reward function raised or ran out of time. A single turn is scored 0, counted in the metrics, and still
-    trained on; an episode of an environment is not scored."""
+    """The reward function raised or ran out of time. The sample is not scored, and counted in the metrics."""
     TOKEN_LIMIT = "token_limit"
-    """The environment asked for more tokens than a sequence may have."""
+    """The environment asked for more tokens than a sequence may have, or the servers have no room for a prompt."""
     TURN_LIMIT = "turn_limit"
     """The environment asked for more turns than an episode may have."""
     TIME_LIMIT = "time_limit"
@@ -131,7 +130,7 @@ class Score:
     correct: bool = False
     """Whether the response counts as right in an evaluation. ``Scorer`` sets it; single rewards do not."""
     error: str | None = None
-    """Why scoring failed; a failed score counts 0."""
+    """Why scoring failed. The sample is not scored then, whatever ``value`` is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

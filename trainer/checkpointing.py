@@ -25,14 +25,12 @@ from parallel.checkpoints.files import (
     step_folders,
     valid_checkpoints,
 )
-from trainer.file_system import write_whole
+from trainer.file_system import SHARED_FOLDER_S, write_whole
 from trainer.learner import Learner
 from trainer.ranks.objects import from_first_rank
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
 
-SEEN_TIMEOUT_S = 60.0
-"""Wait for another node's checkpoint to appear: NFS clients cache a missing file for up to this long."""
 POLL_S = 0.2
 
 
@@ -68,8 +66,16 @@ class Checkpointer:
     every complete policy checkpoint has one.
     """
 
-    def __init__(self, folder: Path, config: CheckpointConfig, turns: OwnDevices | None = None):
-        self._turns = turns or OwnDevices()
+    def __init__(
+        self,
+        folder: Path,
+        config: CheckpointConfig,
+        turns: OwnDevices | None = None,
+        *,
+        max_failed: float | None = None,
+    ):
+        """max_failed: an evaluation of which a larger share of the rewards failed is not the best; None: any may be."""
+        self._turns, self._max_failed = turns or OwnDevices(), max_failed
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
         self.complete, self._saved = 0, 0
         self._position: dict | None = None
@@ -116,7 +122,9 @@ class Checkpointer:
         metric = self._config.keep_best
         if metric is None:
             return False
-        found = from_first_rank(evaluated.get(metric))
+        failed = evaluated.get(f"{metric.rpartition('/')[0]}/failed_fraction", 0.0)
+        is_sound = self._max_failed is None or failed <= self._max_failed
+        found = from_first_rank(evaluated.get(metric) if is_sound else None)
         before = -math.inf if self._best is None or self._best.metric != metric else self._best.value
         if found is None or not found > before:
             return False
@@ -232,7 +240,7 @@ class Checkpointer:
 def _seen_by_this_node(folders: Sequence[Path], in_full: Sequence[Path]) -> Sequence[Path]:
     """``folders``, as soon as this node sees complete what rank 0 does, or after a deadline: its view of a
     shared folder may lag."""
-    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    deadline = time.monotonic() + SHARED_FOLDER_S
     while not all(map(is_valid, in_full)) and time.monotonic() < deadline:
         time.sleep(POLL_S)
     return folders

@@ -8,7 +8,7 @@ from configs.schema import RunConfig
 from parallel.engine import ValueEngine
 from parallel.engine_base import UpdateResult
 from parallel.packing import PackedBatch
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.planning.layout import check_other_vocabulary
 from trainer.algorithm.value_loss import value_loss
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
@@ -23,9 +23,7 @@ class Critic:
     def __init__(self, config: RunConfig):
         assert config.critic is not None
         model = config.critic.model or config.model
-        check_other_vocabulary(
-            "critic.model", *(read_architecture(read_hf_config(of.path)) for of in (model, config.model))
-        )
+        check_other_vocabulary("critic.model", *(architecture_of(of.path) for of in (model, config.model)))
         self._value_clip = config.critic.value_clip
         self.engine = ValueEngine(
             model,

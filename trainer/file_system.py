@@ -10,6 +10,9 @@ from pathlib import Path
 
 import yaml
 
+SHARED_FOLDER_S = 60.0
+"""Delay of files of another node: NFS clients may show an old file, or miss a new one, for this long."""
+
 
 def write_whole(path: Path, content: bytes, *, flush: bool = False) -> None:
     """Write or replace a file, and make its folder: a reader sees the old file or the new one, also after a failure

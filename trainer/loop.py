@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from configs.schema import RunConfig
+from rollout.sampling.messages import EvaluationResult
 from tracing import span
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
@@ -125,8 +126,10 @@ def train(run: Run) -> None:
         with clock.time("sync"):
             sync = postponed.attempt(run.weight_sync.publish, in_any_case=True)  # the weights have moved
         clock.end_step()
-        with clock.time("evaluation"):
-            evaluation = postponed.attempt(sampler.evaluate) if is_evaluation_step(step, config) else None
+        evaluation, evaluation_is_due = None, config.evaluation.is_due(step, config.steps)
+        if evaluation_is_due:
+            with clock.time("evaluation"):
+                evaluation = postponed.attempt(partial(evaluate, run, step))
         with span("metrics"):
             metrics = step_metrics(
                 sampled=sampled,
@@ -144,8 +147,8 @@ def train(run: Run) -> None:
             if run.ledger is not None and sampled.stats is not None:
                 run.ledger.enter(step, sampled.stats)
             run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
-        with clock.time("checkpoint"):
-            evaluation_owed = postponed.interruption is not None and is_evaluation_step(step, config)
+        with clock.time("checkpoint", of_next_step=True):
+            evaluation_owed = postponed.interruption is not None and evaluation_is_due
             problem = run.checkpointer.after_step(
                 step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
             )
@@ -173,6 +176,17 @@ def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
         run.tracker.warn_once("failed rewards", f"step {step}: {failed}; the first, of {stats.first_failure}")
 
 
+def evaluate(run: Run, step: int) -> EvaluationResult | None:
+    """Evaluate on the held-out problems, and say on the console, once a run, why rewards failed there."""
+    result = run.sampler.evaluate()
+    if run.tracker is not None and result is not None and result.first_failure is not None:
+        what = f"step {step}: rewards of the evaluation failed, and these answers count as wrong"
+        run.tracker.warn_once(
+            "failed rewards of an evaluation", f"{what}; the first, of {result.first_failure}"
+        )
+    return result
+
+
 def evaluate_before(run: Run) -> None:
     """Record the held-out accuracy before the first step: of a fresh run's model (step 0), or of a resumed
     run's last step if an interruption came before its evaluation."""
@@ -181,10 +195,11 @@ def evaluate_before(run: Run) -> None:
         return
     clock = StepClock(run.doing)
     with clock.time("evaluation"):
-        evaluation = run.sampler.evaluate()
+        evaluation = evaluate(run, run.first_step - 1)
     evaluated = {} if evaluation is None else evaluation_metrics(evaluation)
     if run.tracker is not None and evaluated:
-        run.tracker.log(run.first_step - 1, evaluated | {"time/evaluation": clock.seconds["evaluation"]})
+        recorded = evaluated | {"time/evaluation": clock.seconds["evaluation"]}
+        run.tracker.log(run.first_step - 1, recorded, check_alarms(evaluated, run.config.alarms))
     if run.first_step > 1:  # it has a checkpoint, from which the run was resumed
         tell_once(run, "best checkpoint", run.checkpointer.after_owed_evaluation(run.learner, evaluated))
 
@@ -198,8 +213,3 @@ def saved_where_interrupted(run: Run) -> Iterator[None]:
         with suppress(*INTERRUPTIONS):  # the servers that should make room may be gone
             tell_once(run, "best checkpoint", run.checkpointer.save_last(run.learner))
         raise
-
-
-def is_evaluation_step(step: int, config: RunConfig) -> bool:
-    every, at_ends = config.evaluation.every, config.evaluation.at_ends
-    return bool(every and step % every == 0) or (at_ends and step == config.steps)

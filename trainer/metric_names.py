@@ -5,10 +5,10 @@ against it when they are imported. The site's page of metrics is made from it.
 
 Symbols are those of docs/notation.md: ρ = π_train / π_rollout of a token, d = log ρ, Δp = |p_rollout − p_train|.
 d, or its sum over a response, is bounded to ±20 before exp. log_ppl is minus the mean log-prob of a response's
-tokens. Responses without valid tokens are left out.
+tokens. Responses without valid tokens are left out. Under mismatch/* each sequence of an episode that forked is a response.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -64,31 +64,45 @@ def _bucket(name: str, about: str) -> Iterator[Entry]:
 
 def _evaluation(name: str, of: str, count: str) -> Iterator[Entry]:
     for quantity, unit, words in (
-        ("accuracy", "share of answers", f"right answers to {of}"),
+        ("accuracy", "share of answers", f"right answers to {of}; a failed one is wrong"),
         ("accuracy_error", "share of answers", "standard error of the accuracy, from problem to problem"),
-        ("reward_mean", "reward", f"mean reward on {of}"),
+        ("reward_mean", "reward", f"mean reward on {of}; that of a failed answer is 0"),
+        (
+            "failed_fraction",
+            "share of answers",
+            "answers whose reward or episode failed: accuracy and mean reward are too low by them",
+        ),
         ("count", "responses", count),
-        ("length_mean", "tokens", "mean length of these samples, the end token included"),
-        ("truncated_fraction", "share of responses", "samples that max_new_tokens cut off"),
+        ("length_mean", "tokens", "mean length of these samples, as response/length_mean"),
+        (
+            "truncated_fraction",
+            "share of responses",
+            "samples that max_new_tokens cut off, as response/truncated_fraction",
+        ),
     ):
         yield Entry(f"{name}{quantity}", None, unit, words)
 
 
 # fmt: off
 METRICS = {entry.name: entry for entry in (
-    Entry("reward/mean", None, "reward", "mean reward of the responses, as sampled"),
+    Entry("reward/mean", None, "reward", "mean reward of the step's responses; with dynamic sampling, of those that it selects"),
+    Entry("reward/before_selection", None, "reward",
+          "mean reward of all responses that were scored for the step, before dynamic sampling leaves groups out: that of the policy"),
     Entry("reward/std", None, "reward", "standard deviation of the rewards, divided by their count"),
     Entry("reward/part/*", None, "reward", "mean of a part of the reward over the responses that have it; a failed reward has no parts"),
-    Entry("reward/failed", None, "responses", "samples whose reward or episode failed; a single turn counts as 0, an episode is left out"),
+    Entry("reward/failed", None, "responses", "samples whose reward or episode failed; they are not scored"),
     Entry("reward/failed_fraction", None, "share of responses", "share of failed rewards"),
-    Entry("reward/as_sampled", "mean", "reward", "mean R over the responses: an estimate of E_rollout[R]"),
+    Entry("reward/as_sampled", "mean", "reward",
+          "mean R over the step's responses: an estimate of E_rollout[R], unless dynamic sampling selects them"),
     Entry("reward/importance_weighted", "mean", "reward",
-               "Σ w R / Σ w with w = Π ρ of a response: an estimate of E_train[R], biased by O(1 / responses)"),
+               "Σ w R / Σ w with w = Π ρ of a response: an estimate of E_train[R], biased by O(1 / responses), and by dynamic sampling"),
     Entry("reward/importance_ess", "ess", "share", "ESS of these weights; near 1 / responses one response makes the estimate"),
-    Entry("response/length_mean", None, "tokens", "mean length of the responses"),
-    Entry("response/length_max", None, "tokens", "greatest length of a response"),
-    Entry("response/tokens", None, "tokens", "response tokens of the step"),
-    Entry("response/truncated_fraction", None, "share of responses", "responses that ended at the length limit"),
+    Entry("response/length_mean", None, "tokens",
+          "mean length of a sample with a turn: tokens that the policy sampled, in all turns and sequences of an episode"),
+    Entry("response/length_max", None, "tokens", "greatest such length"),
+    Entry("response/tokens", None, "tokens", "response tokens of the step, which it trains on"),
+    Entry("response/tokens_before_selection", None, "tokens", "those and the tokens of groups that dynamic sampling leaves out"),
+    Entry("response/truncated_fraction", None, "share of responses", "samples with a turn whose first sequence ended at the length limit"),
     Entry("episode/sequences_mean", None, "sequences", "mean number of sequences of a sample; 1 where no episode forks"),
     Entry("episode/turns_mean", None, "turns", "mean number of the policy's turns in a sample; 1 without an environment"),
     Entry("episode/turns_max", None, "turns", "greatest number of turns"),
@@ -104,7 +118,10 @@ METRICS = {entry.name: entry for entry in (
     Entry("episode/cached_fraction", None, "share of prompt tokens", "of turns after the first: what the server had in its prefix cache"),
     Entry("episode/not_scored_fraction", None, "share of samples",
           "samples without a reward, which are neither trained on nor part of a baseline"),
-    Entry("groups/no_signal_fraction", None, "share of groups", "groups whose siblings all have the same reward"),
+    Entry("episode/lone_fraction", None, "share of samples",
+          "samples with a reward whose siblings have none: they are not trained on either where the advantage compares siblings"),
+    Entry("groups/no_signal_fraction", None, "share of groups", "the step's groups whose siblings all have the same reward"),
+    Entry("groups/no_signal_before_selection", None, "share of groups", "the same of all groups that were sampled for the step"),
     *_spread("advantage/", "reward", "the advantages of response tokens"),
 
     Entry("policy/skipped_fraction", "mean", "share of tokens",
@@ -219,8 +236,8 @@ METRICS = {entry.name: entry for entry in (
     Entry("sampling/ready_groups", None, "groups", "groups of later steps that are finished when the step's groups are handed out"),
     Entry("sampling/running_groups", None, "groups", "groups of later steps that are being sampled then"),
     Entry("sampling/idle_s", None, "s", "seconds since the step before without a sample at the servers"),
-    Entry("sampling/requests", None, "requests", "requests to the servers"),
-    Entry("sampling/retries", None, "requests", "requests that failed in transport and were repeated"),
+    Entry("sampling/requests", None, "completions", "completions requested of the servers: a sample has one for each turn"),
+    Entry("sampling/retries", None, "completions", "completions requested again, since an attempt failed in transport"),
     Entry("sampling/reward_retries", None, "requests", "requests to reward models and judges that were repeated"),
     Entry("sampling/resampled_groups", None, "groups", "groups sampled in place of groups without signal (dynamic sampling)"),
     Entry("sampling/filled_groups", None, "groups", "groups without signal that were taken after the last round of dynamic sampling"),
@@ -239,15 +256,28 @@ METRICS = {entry.name: entry for entry in (
     Entry("sync/bytes", None, "bytes", "bytes of weights that were sent"),
     Entry("sync/servers", None, "servers", "servers that have the step's weights; fewer than rollout.replicas where one has ended"),
     Entry("sync/max_logprob_gap", None, "nats", "greatest log-prob difference of learner and servers on the probe prompt"),
-    Entry("time/step", None, "s", "seconds of the step, without its evaluation"),
+    Entry("time/step", None, "s", "seconds of the step, without its evaluation and the checkpoint after it"),
     Entry("time/sampling", None, "s", "seconds in which the learner waits for samples, rollout.drain_s included"),
-    Entry("time/logprobs", None, "s", "seconds of the forward passes before the update"),
+    Entry("time/logprobs", None, "s", "seconds of the forward passes before the update; colocated, of making room for the learner too"),
     Entry("time/update", None, "s", "seconds of the updates"),
-    Entry("time/sync", None, "s", "seconds of sending and verifying the weights"),
-    Entry("time/evaluation", None, "s", "seconds of the evaluation"),
-    Entry("throughput/tokens_per_s", None, "tokens/s", "response tokens per second of time/step"),
+    Entry("time/sync", None, "s", "seconds of sending and verifying the weights; colocated, of making room for the servers too"),
+    Entry("time/evaluation", None, "s", "seconds of the evaluation after the step, which is no part of time/step"),
+    Entry("time/checkpoint", None, "s",
+          "seconds of the checkpoint before the step, which is no part of time/step; that after the last step is in no line"),
+    Entry("throughput/tokens_per_s", None, "tokens/s",
+          "response tokens per second of time/step, without those that dynamic sampling leaves out"),
 )}
 # fmt: on
 _STARRED = [name for name in METRICS if "*" in name]
-TIME_PARTS = ("sampling", "logprobs", "update", "sync", "evaluation")
-"""Parts of a run's time, ``time/*``, that do not overlap."""
+STEP_PARTS = ("sampling", "logprobs", "update", "sync")
+"""Parts of ``time/step``, ``time/*``, that do not overlap."""
+TIME_PARTS = (*STEP_PARTS, "evaluation", "checkpoint")
+"""These, and the parts of a run's time between its steps."""
+WITHOUT_SELECTION = {"reward/before_selection": "reward/mean"}
+"""What stands for a metric in a run without dynamic sampling, which trains on all that it samples."""
+
+
+def value_of(row: Mapping[str, float | None], name: str) -> float | None:
+    """A step's value of the metric or, without dynamic sampling, of what stands for it; None where it has none."""
+    value = row.get(name)
+    return row.get(WITHOUT_SELECTION.get(name, name)) if value is None else value

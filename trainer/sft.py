@@ -15,7 +15,7 @@ from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
 from parallel.engine import MegatronEngine
 from parallel.packing import PackedBatch
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import (
@@ -108,7 +108,7 @@ def load_examples(config: SftConfig) -> list[Example]:
     else:
         template = data.apply_chat_template
         pairs = read_pairs(data)
-    max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
+    max_positions = architecture_of(config.model.path).max_positions
     examples = []
     for where, prompt, answer in pairs:
         try:

@@ -4,8 +4,9 @@ Parts are named in ``loop.py`` alone. What is inside of a part, such as a micro-
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MappingProxyType
 
 from tracing import at_step, span
 from tracing.reading import STEP
@@ -14,18 +15,21 @@ from tracing.reading import STEP
 class StepClock:
     """Seconds per part of a step, and from its begin to ``end_step``."""
 
-    def __init__(self, doing: Callable[[str], None]):
-        """doing: called with each part as it begins."""
+    def __init__(self, doing: Callable[[str], None], before: Mapping[str, float] = MappingProxyType({})):
+        """doing: called with each part as it begins. before: ``of_next_step`` of the step before."""
         self._doing, self._began = doing, time.perf_counter()
-        self.seconds: dict[str, float] = {}
+        self.seconds: dict[str, float] = {**before}
+        self.of_next_step: dict[str, float] = {}
+        """Of parts that come when the step has been recorded."""
 
     @contextmanager
-    def time(self, part: str) -> Iterator[None]:
+    def time(self, part: str, *, of_next_step: bool = False) -> Iterator[None]:
         started = time.perf_counter()
         self._doing(part)
         with span(part):
             yield
-        self.seconds[part] = self.seconds.get(part, 0.0) + time.perf_counter() - started
+        seconds = self.of_next_step if of_next_step else self.seconds
+        seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started
 
     def end_step(self) -> None:
         """What follows, such as an evaluation, is no part of ``time/step``."""
@@ -40,6 +44,8 @@ def clocked(
     """Each step with its clock. The body of the loop over them is a span of the trace.
 
     profiled: gives what each traced step runs in."""
+    clock = StepClock(doing)
     for step in steps:
         with profiled(step) if at_step(step) else nullcontext(), span(STEP, step=step):
-            yield step, StepClock(doing)
+            clock = StepClock(doing, clock.of_next_step)
+            yield step, clock

@@ -3,6 +3,7 @@
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 from typing import Literal
 
@@ -110,25 +111,28 @@ def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
 
 
 def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and responses, as sampled. A part of the reward is averaged over the samples that have it."""
+    """Rewards and responses of the groups that the step trains on. A part of the reward is averaged over the samples that
+    have it."""
     sequences = [t for g in groups for t in g.trajectories]
     samples = [t for t in sequences if t.branch == 0]
     rewards = [t.reward for t in samples if t.reward is not None]
     rewards_of_groups = [{t.reward for t in g.trajectories if t.reward is not None} for g in groups]
-    responses = [t for t in sequences if t.turns]  # an episode may have failed before its first turn
-    lengths = [int(t.response_mask.sum()) for t in responses]
+    lengths = Counter[tuple[int, int]]()  # without episodes that failed before their first turn
+    for t in filter(attrgetter("turns"), sequences):
+        lengths[t.group_id, t.sibling_id] += int(t.response_mask.sum())
     parts: dict[str, list[float]] = defaultdict(list)
     for name, value in (part for t in samples for part in t.reward_parts.items()):
         parts[name].append(value)
     numbers = {f"reward/part/{name}": fmean(scores) for name, scores in parts.items()} | {
-        "response/tokens": sum(lengths),
+        "response/tokens": lengths.total(),
         "groups/no_signal_fraction": fmean(len(scores) < 2 for scores in rewards_of_groups),
     }
-    if responses:
+    if lengths:
+        truncated = sum(t.finish_reason == FinishReason.LENGTH for t in samples)
         numbers |= {
-            "response/length_mean": fmean(lengths),
-            "response/length_max": max(lengths),
-            "response/truncated_fraction": fmean(t.finish_reason == FinishReason.LENGTH for t in responses),
+            "response/length_mean": fmean(lengths.values()),
+            "response/length_max": max(lengths.values()),
+            "response/truncated_fraction": truncated / len(lengths),
         }
     if rewards:
         std = torch.tensor(rewards, dtype=torch.float64).std(correction=0).item()
@@ -150,6 +154,11 @@ def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
         f"episode/{status}_fraction": fmean(t.status == status for t in samples)
         for status in (Status.TOKEN_LIMIT, Status.TURN_LIMIT, Status.TIME_LIMIT, Status.FAILED)
     }
+    siblings, scored = (
+        Counter(t.group_id for t in samples if not is_scored or t.reward is not None)
+        for is_scored in (False, True)
+    )
+    lone = sum(scored[group] == 1 < count for group, count in siblings.items())
     continued = [turn for t in sequences for turn in t.turns[1:]]
     if continued:
         cached = sum(turn.cached_tokens for turn in continued) / sum(turn.start for turn in continued)
@@ -162,11 +171,18 @@ def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
         "episode/retracted_turns": sum(turn.num_retractions > 0 for t in sequences for turn in t.turns),
         "episode/observed_tokens": sum(observed),
         "episode/not_scored_fraction": fmean(t.reward is None for t in samples),
+        "episode/lone_fraction": lone / len(samples),
     }
 
 
 def sampling_metrics(stats: SamplingStats) -> dict[str, float]:
-    return {
+    before = stats.before_selection
+    selected = {} if before is None else {
+        "reward/before_selection": before.reward_mean,
+        "groups/no_signal_before_selection": before.no_signal_fraction,
+        "response/tokens_before_selection": before.tokens,
+    }  # fmt: skip
+    return selected | {
         "reward/failed": stats.failed_rewards,
         "reward/failed_fraction": stats.failed_rewards / max(stats.scored, 1),
         "sampling/requests": stats.requests,
@@ -189,6 +205,7 @@ def evaluation_metrics(result: EvaluationResult, prefix: str = "eval") -> dict[s
         f"{prefix}/count": result.count,
         f"{prefix}/length_mean": result.length_mean,
         f"{prefix}/truncated_fraction": result.truncated_fraction,
+        f"{prefix}/failed_fraction": result.failed / result.count,
     }
     numbers |= {f"{prefix}/pass_at/{k}": share for k, share in result.pass_at.items()}
     if result.accuracy_error is not None:

@@ -59,6 +59,7 @@ from tracing import span
 from trainer.algorithm.mismatch import SampledGap
 from trainer.batch.farthest_token import Measure
 from trainer.engine_agreement import EngineAgreement
+from trainer.file_system import SHARED_FOLDER_S
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
 from trainer.ranks.objects import from_all_ranks, from_first_rank
@@ -73,8 +74,6 @@ LOOK_S = 0.1
 """Interval of looks at what the serve roles announce."""
 LOST_SERVER_S = 20.0
 """Time after a failure in which the serve role reports a server that has ended."""
-SHARED_FOLDER_S = 60.0
-"""Further time for a report from another node: its file may show late."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -394,6 +393,11 @@ class WeightSync:
     def check_samples(self, gap: SampledGap | None, farthest: Callable[[Measure], str]) -> None:
         """As ``EngineAgreement.check_samples``, of the samples of the version before this one."""
         self._agreement.check_samples(gap, farthest, version=self._learner.version - 1)
+
+    @property
+    def checks_gap(self) -> bool:
+        """Whether a difference of the two engines above their rounding is an error."""
+        return self._agreement.allowed is not None
 
     def prove(self, temperature: float) -> float:
         """``probe`` weights that no sample has used yet. Servers that have ended since their update get them again."""

@@ -50,7 +50,7 @@ class Grid:
         folder = self._sweep.run_folder(name)
         if folder is None or not folder.has_final_model():
             return None
-        return read_metrics(folder.path / "metrics.jsonl")
+        return read_metrics(folder.metrics)
 
     def run_folder(self, name: str) -> Path:
         """Of a cell's newest run."""

@@ -91,7 +91,7 @@ def peak_of(way: str, dtype: str) -> dict[str, Any]:
 
     from configs.schema.layout import LayoutConfig
     from configs.schema.learner import LoraConfig
-    from parallel.planning.architecture import read_architecture, read_hf_config
+    from parallel.planning.architecture import architecture_of
     from parallel.planning.memory import describe, learner_memory
     from parallel.planning.work import Work
     from tests.support.megatron_workers import make_batch, make_engine, make_hf_model, weighted_loss
@@ -126,7 +126,7 @@ def peak_of(way: str, dtype: str) -> dict[str, Any]:
             device="cpu", dtype=dtype, token_budget=batch.num_tokens, chunk_tokens=CHUNK_TOKENS, recompute="none",
             distributed_optimizer=True, num_microbatches=1, lora=lora,
         )  # fmt: skip
-        planned = learner_memory(read_architecture(read_hf_config(model)), LayoutConfig(dp=1), work, 0)
+        planned = learner_memory(architecture_of(model), LayoutConfig(dp=1), work, 0)
     return {"peak": peak - before, "planned": planned.total, "items": describe(planned)}
 
 

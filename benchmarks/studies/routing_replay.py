@@ -31,7 +31,7 @@ from configs.schema.learner import LearnerConfig, OptimizerConfig  # noqa: E402
 from configs.schema.model import ModelConfig  # noqa: E402
 from parallel.engine import MegatronEngine  # noqa: E402
 from parallel.packing import PackedBatch  # noqa: E402
-from parallel.planning.architecture import read_architecture, read_hf_config  # noqa: E402
+from parallel.planning.architecture import architecture_of  # noqa: E402
 from rollout.tiny_model import make_tiny_countdown_model  # noqa: E402
 from tests.support.megatron_workers import run_ranks  # noqa: E402
 from trainer.studies.layout_statistics import pair_statistics  # noqa: E402
@@ -55,7 +55,7 @@ def sample_with_experts(folder: Path, logs: Path, *, tensor_parallel: int, promp
         rollout=rollout,
         learner=LearnerConfig(routing="rollout"),
     )
-    experts = read_architecture(read_hf_config(folder)).experts
+    experts = architecture_of(folder).experts
     limits = {"new_tokens": NEW_TOKENS, "temperature": TEMPERATURE, "end": END}
     (samples,) = sample(config, logs, prompts=prompts, **limits, clients=[{"experts": experts}])
     batch, experts_TLK = packed(samples), torch.cat([torch.from_numpy(c.experts) for _, c in samples])

@@ -28,7 +28,7 @@ from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.model import ModelConfig  # noqa: E402
 from parallel.engine import MegatronEngine  # noqa: E402
 from parallel.packing import PackedBatch  # noqa: E402
-from parallel.planning.architecture import read_architecture, read_hf_config  # noqa: E402
+from parallel.planning.architecture import architecture_of  # noqa: E402
 from rollout.servers.kept_sets import Truncation  # noqa: E402
 from rollout.tiny_model import make_tiny_countdown_model  # noqa: E402
 from tests.support.megatron_workers import run_ranks  # noqa: E402
@@ -62,7 +62,7 @@ def sample_truncated(folder: Path, logs: Path, dtype: str, prompts: int) -> Iter
     """A batch per truncation, of one server."""
     rollout = {"dtype": dtype, "max_total_tokens": 8192}
     config = RunConfig(model=ModelConfig(path=folder), task={"type": "countdown"}, rollout=rollout)
-    vocab_size = read_architecture(read_hf_config(folder)).vocab_size
+    vocab_size = architecture_of(folder).vocab_size
     clients = [{"truncation": Truncation(**limits, vocab_size=vocab_size)} for limits in TRUNCATIONS]
     limits = {"new_tokens": NEW_TOKENS, "temperature": TEMPERATURE, "end": END}
     for samples in sample(config, logs, prompts=prompts, **limits, clients=clients):

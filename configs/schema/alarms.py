@@ -34,8 +34,9 @@ class AlarmsConfig(Schema):
     """Largest share of the response tokens, and of the responses, that all rules together reject."""
 
     reward_failed_max: UnitFraction | None = 0.05
-    """Largest share of samples whose reward raised, ran out of time or returned no number. Such a reward
-    counts as 0. Where all samples fail, the run ends."""
+    """Largest share of samples whose reward raised, ran out of time or returned no number, of a step and of an
+    evaluation. In training such a sample is left out; in an evaluation it counts as wrong. Where all samples fail, the
+    run ends. An evaluation above it is not taken as the best (``checkpoint.keep_best``)."""
 
     @model_validator(mode="after")
     def _weight_means_in_order(self):

@@ -115,7 +115,7 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
             "reward",
             "use credit=episode, or an environment of type tokens, chat or openenv",
         )
-    if config.credits_turns and config.advantage.type == "grpo" and config.kl.place == "reward":
+    if config.credits_turns and config.advantage.type == "grpo" and config.kl.in_reward:
         yield Contradiction(
             ("advantage.credit", "kl.place"),
             "advantage.credit=turn with grpo compares the rewards of turns, which kl.place=reward would take a KL per token from",
@@ -191,7 +191,7 @@ def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
             f"each rank has {sequences // ranks} sequences of a minibatch",
             f"use a multiple of {stages}, or layout.vpp=1",
         )
-    if config.rollout.max_staleness and config.launch.placement == "colocated":
+    if config.rollout.max_staleness and config.launch.takes_turns:
         yield Contradiction(
             ("rollout.max_staleness", "launch.placement"),
             f"rollout.max_staleness={config.rollout.max_staleness} samples while the learner trains, but with launch.placement=colocated "

@@ -31,11 +31,11 @@ class EnvironmentLimits(Schema):
     """Most turns of the policy in an episode. One more ends it (``turn_limit``)."""
     max_tokens: Tokens | None = None
     """Most tokens of an episode's sequence, the prompt and all observations included. What does not fit ends the
-    episode before a request (``token_limit``). None: as many as learner.token_budget, the model's positions and
-    rollout.max_total_tokens allow."""
+    episode before a request (``token_limit``). None: as many as learner.token_budget and the servers allow; these take 2
+    tokens less than the model's positions and rollout.max_total_tokens, and 7 less in front of a turn."""
     timeout_s: Seconds = 600.0
-    """Deadline of an episode, its waiting for servers included. A later one is cancelled and not scored
-    (``time_limit``)."""
+    """Deadline of an episode. A later one is cancelled and not scored (``time_limit``). Time in which a turn waits for a
+    place at the servers, or for a server that is started again, does not count."""
     max_concurrency: Count = 512
     """Episodes under way at the same time."""
     reward_at_limit: FiniteFloat | None = 0.0
@@ -175,7 +175,7 @@ class OpenEnvironment(MessageEnvironment):
     start_timeout_s: Seconds = 60.0
     """Time for a server to answer before the first step."""
     reset_timeout_s: Seconds = 60.0
-    """Time to connect, to get a free place, and for ``reset``."""
+    """Time to connect, also while no server can be reached, to get a free place, and for ``reset``."""
     step_timeout_s: Seconds = 60.0
     """Time for a step."""
 

@@ -154,13 +154,18 @@ class LaunchConfig(Schema):
 
     @model_validator(mode="after")
     def _colocated_on_the_same_nodes(self):
-        if self.placement == "colocated" and self.nodes is not None:
+        if self.takes_turns and self.nodes is not None:
             raise Contradiction(
                 ("placement",),
                 "placement=colocated shares the GPUs of one machine, but nodes gives learner and servers nodes of their own",
                 "remove one",
             )
         return self
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether learner and servers share GPUs. auto is decided where the run starts, by the GPUs that are there."""
+        return self.placement == "colocated"
 
     @property
     def patience_s(self) -> float:
@@ -234,9 +239,9 @@ class TrackingConfig(Schema):
 
 
 class EvaluationConfig(Schema):
-    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses with a reward of
-    at least 1 (of a weighted reward: of its deciding part). ``eval/reward_mean`` is for rewards other than 0 and
-    1."""
+    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses that are right: with a
+    reward of at least 1 (of a weighted reward: of its deciding part), or by an environment's own account.
+    ``eval/reward_mean`` is for rewards other than 0 and 1."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
@@ -251,6 +256,16 @@ class EvaluationConfig(Schema):
     """Whether each problem also gets one answer at temperature 0, recorded apart as ``eval/greedy/accuracy``."""
     temperature: Temperature = 1.0
     """Temperature of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Whether an evaluation follows this one of ``steps`` steps."""
+        return bool(self.every and step % self.every == 0) or (self.at_ends and step == steps)
+
+    def number_after(self, step: int, steps: int) -> int:
+        """The evaluations that follow later steps."""
+        periodic = steps // self.every - step // self.every if self.every else 0
+        is_last_apart = self.at_ends and step < steps and not (self.every and steps % self.every == 0)
+        return max(periodic, 0) + is_last_apart
 
 
 class RecordEvery(Schema):

@@ -280,6 +280,14 @@ class KLConfig(Schema):
             )
         return self
 
+    @property
+    def in_loss(self) -> bool:
+        return self.place == "loss" and self.coefficient > 0
+
+    @property
+    def in_reward(self) -> bool:
+        return self.place == "reward" and self.coefficient > 0
+
 
 class EntropyConfig(Schema):
     """A bonus for entropy."""

@@ -2,7 +2,7 @@
 several blocks."""
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -168,16 +168,16 @@ class RunConfig(Schema):
             return False
         weight = self.correction.weight
         normalises = isinstance(weight, ImportanceWeight) and weight.normalise
-        kl_in_reward = self.kl.place == "reward" and self.kl.coefficient > 0
-        is_needed = self.learner.minibatches > 1 or normalises or kl_in_reward
+        is_needed = self.learner.minibatches > 1 or normalises or self.kl.in_reward
         return is_needed or self.learner.old_logprobs == "always"
 
     @property
     def skips_zero_gradients(self) -> bool:
         """Whether zero advantages make the whole gradient of the policy zero, and its backward pass is left out; see
         ``learner.skip_zero_gradients``. In a pipeline a pass of its own would cost more bubbles."""
-        kl_in_loss = self.kl.place == "loss" and self.kl.coefficient > 0
-        other_terms = kl_in_loss or self.entropy.coefficient > 0 or self.policy_objective.type == "function"
+        other_terms = (
+            self.kl.in_loss or self.entropy.coefficient > 0 or self.policy_objective.type == "function"
+        )
         return self.learner.skip_zero_gradients and self.layout.pp == 1 and not other_terms
 
     @property
@@ -186,7 +186,7 @@ class RunConfig(Schema):
         Whitening moves their advantages from zero, and KL in the reward or rewards of turns tell their samples apart."""
         is_whitened = self.advantage.type == "reinforce_pp_baseline"
         has_zeros = self.advantage.type in WITHIN_GROUPS and not is_whitened and not self.credits_turns
-        return self.skips_zero_gradients and has_zeros and self.kl.place != "reward"
+        return self.skips_zero_gradients and has_zeros and not self.kl.in_reward
 
     @property
     def compares_samples(self) -> bool:
@@ -197,8 +197,8 @@ class RunConfig(Schema):
     @property
     def servers_may_restart(self) -> bool:
         """Whether a server that ends is started again, and the run goes on."""
-        separate = self.launch.placement != "colocated"
-        return self.rollout.max_server_restarts > 0 and self.rollout.router is None and separate
+        has_own_gpus = not self.launch.takes_turns
+        return self.rollout.max_server_restarts > 0 and self.rollout.router is None and has_own_gpus
 
     @property
     def critic_warmup_steps(self) -> int:
@@ -377,3 +377,9 @@ class SftConfig(Schema):
 
 
 AnyConfig = Annotated[RunConfig | SftConfig, Field(discriminator="kind")]
+
+
+def kind_of(config_class: type[RunConfig | SftConfig]) -> str:
+    """The ``kind`` that a file of this class has."""
+    (kind,) = get_args(config_class.model_fields["kind"].annotation)
+    return kind

@@ -7,16 +7,17 @@ only a valid config is compared with the rest.
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.loader import Finding, ParsedConfig
-from configs.schema import RunConfig, SftConfig
+from configs.schema import RunConfig, SftConfig, kind_of
 from configs.schema.correction import ImportanceWeight
 from configs.schema.launch import NodesConfig
 from configs.schema.rollout import RolloutConfig
 from configs.schema.task import TaskConfig
 from launch.checks.arguments import BadInput, check_new_folder
-from launch.checks.device_memory import Device, device_of, gpus_here, memory_problems
+from launch.checks.device_memory import memory_problems
+from launch.checks.devices import Device, device_of, gpus_here
 from launch.checks.disk_space import disk_problems
 from launch.checks.findings import finding_of
 from launch.checks.inputs import input_findings
@@ -24,7 +25,7 @@ from launch.checks.resuming import resume_problems
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import check_can_be_made
 from parallel.planning.adapters import check_lora
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, architecture_of, read_architecture, read_hf_config
 from parallel.planning.layout import (
     check_aligned_servers,
     check_numerics,
@@ -35,7 +36,7 @@ from parallel.planning.layout import (
     layout_problems,
     validate_rollout_layout,
 )
-from parallel.planning.planner import static_share
+from parallel.planning.server_memory import static_share
 from rollout.sampling.prompt_room import prompt_room, sequence_limits
 from rollout.servers.command import (
     check_dtype_is_served,
@@ -90,9 +91,8 @@ def load_checked(
     """
     config = parsed.validated()
     if not isinstance(config, kind):
-        (own_kind,) = get_args(kind.model_fields["kind"].annotation)
         raise BadInput(
-            f"{parsed.path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {own_kind}"
+            f"{parsed.path}: kind: {config.kind} is a config for `tandem {config.kind}`; this command takes kind: {kind_of(kind)}"
         )
     is_here = gpu_memory is None and not in_job and config.launch.nodes is None
     notes: list[str] = []
@@ -211,7 +211,7 @@ def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> i
         return nodes.learner * nodes.gpus_per_node
     available, size = gpus_here(), config.layout.smallest().world_size
     free = available
-    if isinstance(config, RunConfig) and config.launch.placement != "colocated":
+    if isinstance(config, RunConfig) and not config.launch.takes_turns:
         free -= config.rollout.replicas * config.rollout.tp
     return max(free - free % size, size) if available else 0
 
@@ -244,43 +244,52 @@ def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fi
     yield from (("layout", error) for error in layout_errors)
     if trains:
         yield from finding_of("model.dtype", check_trainable, architecture, config.model.dtype)
-    if isinstance(config, RunConfig):
-        rollout, positions = config.rollout, architecture.max_positions
-        yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
-        if config.numerics_pieces is not None:
-            yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
-            yield from finding_of("rollout.tp", check_aligned_servers, rollout.tp, architecture)
-        yield from finding_of("rollout.server_args", static_share, config)
-        yield from finding_of("rollout.quantization", check_quantization, rollout, architecture.model_type)
-        if config.learner.routing != "own" and architecture.experts is None:
-            dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
-            yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
-        saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
-        if architecture.has_sinks and saved not in (None, rollout.dtype):
-            yield (
-                "rollout.dtype",
-                f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {architecture.model_type} in the dtype of config.json, "
-                f"{saved}, and fails at its first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
-            )
-        if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
-            yield (
-                "rollout.precision",
-                f"rollout.precision={rollout.precision}: the experts of a {architecture.model_type} are one tensor of all of a layer, "
-                "which is not rounded to a grid; use bf16 or fp16, or leave it out",
-            )
-        if architecture.scales_embeddings and not rollout.sglang_plugin and rollout.dtype != "float32":
-            yield (
-                "rollout.sglang_plugin",
-                f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a "
-                f"{architecture.model_type} to {rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's",
-            )
-        if config.learner.lora is not None:
-            yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
-        room = partial(prompt_room, config, "training", max_positions=positions)
-        yield from finding_of("rollout.max_new_tokens", room)
-        if trains:
-            for field in config.other_models:
-                yield from _check_other_model(config, field, architecture, reported=layout_errors)
+    if not isinstance(config, RunConfig):
+        return
+    if config.numerics_pieces is not None:
+        yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
+    if config.learner.routing != "own" and architecture.experts is None:
+        dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
+        yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
+    if config.learner.lora is not None:
+        yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
+    yield from _check_served_model(config, architecture, hf_config)
+    room = partial(prompt_room, config, "training", max_positions=architecture.max_positions)
+    yield from finding_of("rollout.max_new_tokens", room)
+    if trains:
+        for field in config.other_models:
+            yield from _check_other_model(config, field, architecture, reported=layout_errors)
+
+
+def _check_served_model(
+    config: RunConfig, architecture: Architecture, hf_config: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Whether SGLang serves the model with these settings, and computes what the learner does."""
+    rollout, kind = config.rollout, architecture.model_type
+    yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
+    if config.numerics_pieces is not None:
+        yield from finding_of("rollout.tp", check_aligned_servers, rollout.tp, architecture)
+    yield from finding_of("rollout.server_args", static_share, config)
+    yield from finding_of("rollout.quantization", check_quantization, rollout, kind)
+    saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if architecture.has_sinks and saved not in (None, rollout.dtype):
+        yield (
+            "rollout.dtype",
+            f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {kind} in the dtype of config.json, {saved}, and fails at its "
+            f"first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
+        )
+    if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
+        yield (
+            "rollout.precision",
+            f"rollout.precision={rollout.precision}: the experts of a {kind} are one tensor of all of a layer, which is not rounded to "
+            "a grid; use bf16 or fp16, or leave it out",
+        )
+    if architecture.scales_embeddings and not rollout.sglang_plugin and rollout.dtype != "float32":
+        yield (
+            "rollout.sglang_plugin",
+            f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a {kind} to "
+            f"{rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's",
+        )
 
 
 def _check_other_model(
@@ -291,7 +300,7 @@ def _check_other_model(
     if not (model.path / "config.json").is_file():
         return
     try:
-        other = read_architecture(read_hf_config(model.path))
+        other = architecture_of(model.path)
         layout_errors = layout_problems(other, config.layout)
     except ValueError as error:
         yield f"{field}.path", str(error)
@@ -301,7 +310,8 @@ def _check_other_model(
         yield from finding_of(f"{field}.dtype", check_trainable, other, model.dtype)
     yield from finding_of(f"{field}.path", check_other_vocabulary, field, other, policy)
     yield from finding_of(f"{field}.path", check_same_tokens, field, config.model.path, model.path)
-    longest = min(sequence_limits(config, "training", max_positions=policy.max_positions).values())
+    limits = sequence_limits(config, "training", max_positions=policy.max_positions)
+    longest = min(limit.sequence for limit in limits)
     yield from finding_of(f"{field}.path", check_other_positions, field, other, longest)
 
 
@@ -433,7 +443,7 @@ def _check_devices(
     if fits_model and _has_model_configs(config):
         yield from memory_problems(config, device, runs)
         if isinstance(config, RunConfig) and "serve" in runs:
-            architecture = read_architecture(read_hf_config(config.model.path))
+            architecture = architecture_of(config.model.path)
             if not is_cuda:
                 has_plugin = config.rollout.sglang_plugin
                 yield from finding_of("rollout.sglang_plugin", check_served_on_cpu, architecture, has_plugin)
@@ -448,7 +458,7 @@ def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[
     available, ranks = gpus_here(), config.layout.world_size
     if not available:
         return
-    shares = config.launch.placement == "colocated" and "learn" in runs
+    shares = config.launch.takes_turns and "learn" in runs
     if "serve" not in runs or shares:
         yield from finding_of("layout", check_learner_gpus, ranks, available)
     if isinstance(config, RunConfig) and "serve" in runs:

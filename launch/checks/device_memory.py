@@ -6,50 +6,22 @@ that cannot fit is refused. A need above ``USABLE_SHARE`` of a GPU is only calle
 items that are not listed there is unknown.
 """
 
-import csv
-import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import psutil
 
 from configs.errors import counted
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
-from launch.processes.placement import gpus_of_node
+from launch.checks.devices import Device
 from launch.tables import aligned
 from parallel.planning import memory
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
-from parallel.planning.planner import both_bytes, static_share
-from parallel.planning.server_memory import RolloutMemory, rollout_memory
-from parallel.planning.work import Device as DeviceKind
+from parallel.planning.architecture import Architecture, architecture_of
+from parallel.planning.other_models import critic_architecture, reference_architecture
+from parallel.planning.server_memory import RolloutMemory, both_bytes, rollout_memory, static_share
 from parallel.planning.work import work_of
 
 CPU_CACHE_TOKENS = 65536
 """Cache of a server on CPU without ``rollout.max_total_tokens``."""
-NVIDIA_SMI = (
-    "nvidia-smi",
-    "--query-gpu=name,memory.total,memory.used,driver_version",
-    "--format=csv,noheader,nounits",
-)
-NVIDIA_SMI_TIMEOUT_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
-    """The device of a rank."""
-
-    kind: DeviceKind
-    bytes: int | None
-    """Memory of one GPU; without GPUs, of the whole machine, which all processes share. None: unknown here."""
-    name: str
-    host: str = "this machine"
-    """The host of a run without ``launch.nodes``."""
-
-    @property
-    def text(self) -> str:
-        return self.name if self.bytes is None else f"{memory.size_text(self.bytes)} of {self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,70 +38,19 @@ class Need:
     """Bytes of a server rank's cache on CPU, where the cache does not get the rest of a device."""
 
     @property
+    def server_rank_bytes(self) -> int:
+        """Bytes of a server rank on CPU; 0 without servers."""
+        return self.server.weights + self.server.states + self.cpu_cache if self.server else 0
+
+    @property
     def on_one_machine(self) -> int:
         """Bytes of all processes, where they share the memory of one machine without GPUs."""
-        server_rank = self.server.weights + self.server.states + self.cpu_cache if self.server else 0
-        return self.learner_total + self.num_server_ranks * server_rank
-
-
-def device_of(config: RunConfig | SftConfig, gpu_memory: float | None, *, in_job: bool = False) -> Device:
-    """The device of the run's ranks.
-
-    gpu_memory: GiB of each GPU of the machines that the run is planned for; None: it runs here, on
-    ``launch.nodes``, or in a job. in_job: it runs on the nodes of a Slurm job: ``launch.nodes``, or else one.
-    """
-    host = "the job's node" if in_job else "this machine"
-    if gpu_memory is not None:
-        return Device(kind="cuda", bytes=int(gpu_memory * memory.GIB), name="a GPU (--gpu-memory)", host=host)
-    if isinstance(config, RunConfig) and (in_job or config.launch.nodes is not None):
-        if gpus_of_node(config):
-            name = "a GPU of the nodes, whose size is not known here (give --gpu-memory GIB)"
-            return Device(kind="cuda", bytes=None, name=name, host=host)
-        return Device(kind="cpu", bytes=None, name="the nodes", host=host)
-    if gpus_here():
-        return Device(kind="cuda", bytes=_smallest_gpu(), name="a GPU here")
-    return Device(kind="cpu", bytes=psutil.virtual_memory().total, name="this machine")
-
-
-ON_GPUS = ("model.dtype=bfloat16", "rollout.dtype=bfloat16")
-"""Settings of the runs that Tandem makes by itself: SGLang's attention on GPUs takes no float32."""
-
-
-def gpus_here() -> int:
-    """GPUs that this process may use; 0 means that everything runs on CPU."""
-    if not any(Path("/dev").glob("nvidia[0-9]*")):
-        return 0  # saves the seconds that importing torch takes
-    from rollout.servers.fleet import visible_gpus
-
-    return visible_gpus()
-
-
-def ask_gpus() -> list[dict[str, str]]:
-    """name, memory and used (MiB) and driver of each GPU, by nvidia-smi; empty where it does not answer."""
-    names = ("name", "memory", "used", "driver")
-    try:
-        answer = subprocess.run(
-            NVIDIA_SMI, capture_output=True, text=True, check=True, timeout=NVIDIA_SMI_TIMEOUT_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [
-        dict(zip(names, (cell.strip() for cell in row), strict=True))
-        for row in csv.reader(answer.stdout.splitlines())
-    ]
-
-
-def _smallest_gpu() -> int | None:
-    """Bytes; None where nvidia-smi does not tell."""
-    try:
-        return min(int(gpu["memory"]) for gpu in ask_gpus()) * 2**20
-    except ValueError:
-        return None
+        return self.learner_total + self.num_server_ranks * self.server_rank_bytes
 
 
 def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Need:
     """``runs``: the roles that the command starts. Raises ValueError for an unusable model or static share."""
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     has_learner = "learn" in runs or "sft-rank" in runs
     stages = _stages(config, device, architecture) if has_learner else []
     layout, server, num_server_ranks, cpu_cache = config.layout, None, 0, 0
@@ -168,19 +89,6 @@ def _stages(
     ]
 
 
-def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
-    if not isinstance(config, RunConfig) or config.critic is None:
-        return None
-    model = config.critic.model
-    return policy if model is None else read_architecture(read_hf_config(model.path))
-
-
-def reference_architecture(config: RunConfig | SftConfig) -> Architecture | None:
-    """None where the reference is no model of its own."""
-    model = config.kl.model if isinstance(config, RunConfig) else None
-    return None if model is None else read_architecture(read_hf_config(model.path))
-
-
 def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) -> Iterator[Finding]:
     """The processes that cannot fit; none where the device's size is unknown. The layouts must fit the models."""
     if device.bytes is None:
@@ -195,7 +103,7 @@ def memory_problems(config: RunConfig | SftConfig, device: Device, runs: Sequenc
         yield "layout", f"{error}; {_learner_fix(config, device)}"
     if need.server is not None and isinstance(config, RunConfig):
         yield from _server_findings(config, device, need.server)
-        if need.learner is not None and config.launch.placement == "colocated":
+        if need.learner is not None and config.launch.takes_turns:
             yield from _shared_gpu_findings(device, device.bytes, need.learner, need.server)
 
 
@@ -206,8 +114,7 @@ def _machine_finding(
     if need.learner:
         parts.append(f"{_ranks_text(config.layout.world_size, 'learner')} {size(need.learner_total)}")
     if need.server:
-        each = size(need.server.weights + need.server.states + need.cpu_cache)
-        parts.append(f"{_ranks_text(need.num_server_ranks, 'server')} {each} each")
+        parts.append(f"{_ranks_text(need.num_server_ranks, 'server')} {size(need.server_rank_bytes)} each")
     field = _most_saving_field(config, device, need, runs)
     error = f"the processes need {size(need.on_one_machine)} ({', '.join(parts)}), more than the {device.text}, which has no GPU"
     smaller = "model" if field == "model.path" else field
@@ -231,7 +138,7 @@ def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need
         saved[field] = need.learner_total - least_need.learner_total
     if need.server is not None and isinstance(config, RunConfig):
         replicas = config.rollout.replicas
-        all_servers = need.num_server_ranks * (need.server.weights + need.server.states + need.cpu_cache)
+        all_servers = need.num_server_ranks * need.server_rank_bytes
         saved["rollout.replicas"] = all_servers * (replicas - 1) // replicas
         saved["rollout.max_total_tokens"] = need.num_server_ranks * need.cpu_cache
     return max(saved, key=lambda field: saved[field])
@@ -247,7 +154,7 @@ def _learner_need_text(config: RunConfig | SftConfig, learner: memory.LearnerMem
 
 
 def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     layout = "a layout that splits the model further (`tandem plan` lists those that fit)"
     for text, changed in _smaller_configs(config):
         if not _is_tight(max(stage.total for stage in _stages(changed, device, architecture)), device):
@@ -318,7 +225,7 @@ def memory_lines(config: RunConfig | SftConfig, device: Device, runs: Sequence[s
             either = "the transfer, and activations, logits and pipeline together"
             lines.append(f"  {either}, are never in memory at the same time: the larger of the two counts")
     if need.server is not None:
-        lines += _server_lines(need.server, need.cpu_cache, device)
+        lines += _server_lines(need, need.server, device)
     if device.kind == "cpu" and device.bytes is not None:
         size = memory.size_text(need.on_one_machine)
         lines.append(f"memory of all processes, without the programs themselves: {size} of the {device.text}")
@@ -339,11 +246,11 @@ def _is_tight(size: int, device: Device) -> bool:
     return device.kind == "cuda" and device.bytes is not None and size > memory.USABLE_SHARE * device.bytes
 
 
-def _server_lines(server: RolloutMemory, cpu_cache: int, device: Device) -> list[str]:
+def _server_lines(need: Need, server: RolloutMemory, device: Device) -> list[str]:
     items = [("weights", server.weights)]
     if device.kind == "cpu":
-        items.append((f"cache for {cpu_cache // server.kv_bytes_per_token:,} tokens", cpu_cache))
-        title = f": {memory.size_text(server.weights + server.states + cpu_cache)}"
+        items.append((f"cache for {need.cpu_cache // server.kv_bytes_per_token:,} tokens", need.cpu_cache))
+        title = f": {memory.size_text(need.server_rank_bytes)}"
     elif device.bytes is None:
         title = f", beside its cache, of {device.name}"
     else:

@@ -20,7 +20,7 @@ from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from parallel.checkpoints.files import stored_bytes
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.memory import size_text, stage_parameters
 from parallel.planning.work import BYTES
 
@@ -56,7 +56,7 @@ class DiskNeed:
 
 def disk_need(config: RunConfig | SftConfig) -> DiskNeed:
     """Raises ValueError for a model that cannot be used."""
-    policy = read_architecture(read_hf_config(config.model.path))
+    policy = architecture_of(config.model.path)
     model = _parameters(policy) * BYTES[config.model.dtype]
     if isinstance(config, SftConfig):
         return DiskNeed(checkpoint=0, checkpoints=0, model=model, there=0)
@@ -67,7 +67,7 @@ def disk_need(config: RunConfig | SftConfig) -> DiskNeed:
     checkpoint = _checkpoint_bytes(trained, config.model.dtype, config.learner.optimizer)
     if config.critic is not None:
         backbone = config.critic.model or config.model
-        parameters = _parameters(read_architecture(read_hf_config(backbone.path)), output=False)
+        parameters = _parameters(architecture_of(backbone.path), output=False)
         checkpoint += _checkpoint_bytes(parameters, backbone.dtype, config.critic.optimizer)
     settings = config.checkpoint
     at_once = min(settings.keep + 1, -(-config.steps // settings.every)) if settings.every else 0

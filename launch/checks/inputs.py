@@ -29,7 +29,7 @@ from configs.schema.task import (
 from launch.checks.conversations import check_conversations, token_counts
 from launch.checks.findings import finding_of
 from launch.checks.model_files import check_tokenizer, check_weights, open_tokenizer, reward_tokenizers
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_length, prompt_room
 from rollout.tasks.records import Progress
 
@@ -190,7 +190,7 @@ def survey_of(task: Gsm8kTask | JsonlTask, path: Path) -> "Survey":
 def _prompt_room(config: RunConfig, which: PromptsOf) -> PromptRoom | None:
     """None where there is no room at all, or config.json is broken: both are reported elsewhere."""
     try:
-        max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
+        max_positions = architecture_of(config.model.path).max_positions
         return prompt_room(config, which, max_positions=max_positions)
     except ValueError:
         return None
@@ -303,7 +303,7 @@ def _check_example_lengths(
     config: SftConfig, data: JsonlSftData, survey: "Survey", tokenizer: "Tokenizer", ends: Sequence[int]
 ) -> None:
     try:
-        max_positions = read_architecture(read_hf_config(config.model.path)).max_positions
+        max_positions = architecture_of(config.model.path).max_positions
         room = min(config.token_budget, max_positions)
         counts = token_counts(survey.longest, tokenizer, data, config.model.chat_template_kwargs, room, ends)
     except ValueError:  # of config.json or the template, which are reported elsewhere

@@ -11,7 +11,7 @@ from configs.schema import RunConfig, SftConfig
 from configs.schema.run import CountdownSftData, SftData
 from configs.schema.task import CountdownTask, ModelReward, TaskConfig, rewards_in
 from launch.checks.findings import finding_of
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.weights.hf_headers import weight_problems
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def check_weights(config: RunConfig | SftConfig) -> Iterator[Finding]:
     for field, folder in folders.items():
         if missing_weights(folder) is None:
             with contextlib.suppress(ValueError):  # of a broken config.json, which is reported elsewhere
-                errors = weight_problems(folder, read_architecture(read_hf_config(folder)))
+                errors = weight_problems(folder, architecture_of(folder))
                 yield from ((field, error) for error in errors)
 
 
@@ -49,7 +49,7 @@ def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> It
 
     folder = config.model.path
     with contextlib.suppress(ValueError):  # of a broken config.json, which is reported elsewhere
-        vocab_size = read_architecture(read_hf_config(folder)).vocab_size
+        vocab_size = architecture_of(folder).vocab_size
         num_ids = tokenizer.num_ids if isinstance(tokenizer, TokenizerFiles) else len(tokenizer)
         yield from finding_of("model.path", check_vocabulary_size, num_ids, vocab_size, folder)
     if not getattr(tokenizer, "may_have_defaults", False):

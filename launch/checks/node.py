@@ -18,7 +18,7 @@ from pathlib import Path
 
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import NodesConfig
-from launch.checks.device_memory import ask_gpus
+from launch.checks.devices import ask_gpus
 from launch.processes.addresses import own_address
 from launch.processes.placement import gpus_of_node
 

@@ -64,7 +64,7 @@ def sockets_of(folder: RunFolder) -> Iterator[Finding]:
 
 
 def _processes(folder: RunFolder) -> Iterator[tuple[str, psutil.Process]]:
-    for file in sorted((folder.path / "roles").glob("*.json")):
+    for file in sorted(folder.roles.glob("*.json")):
         announced = json.loads(file.read_text())
         if announced.get("host") != socket.gethostname():
             continue
@@ -89,7 +89,7 @@ def _open_ports(process: psutil.Process) -> list[tuple[str, int]]:
 def _ports_with_key(folder: RunFolder) -> dict[int, tuple[str, str]]:
     """Pairs (what, protection) by port."""
     ports = {}
-    for file in (folder.path / "roles").glob("*.json"):
+    for file in folder.roles.glob("*.json"):
         announced = json.loads(file.read_text())
         ports |= {urlsplit(url).port: ("SGLang, HTTP", BY_KEY) for url in announced.get("urls", ())}
         if file.stem == "sample":

@@ -152,9 +152,9 @@ def _held(run: RunFolder, *, apply: bool) -> Iterator[LeftAlone | None]:
     with contextlib.ExitStack() as locks:
         why_not = None
         try:
-            (run.path / "roles").mkdir(exist_ok=True)
-            for name in ("lock", "export-lock"):
-                locks.enter_context(locked(run.path / "roles" / name))
+            run.roles.mkdir(exist_ok=True)
+            for lock in (run.lock, run.export_lock):
+                locks.enter_context(locked(lock))
         except BlockingIOError:
             why_not = LeftAlone(run.path, "it is being run, or exported")
         except (OSError, ValueError) as error:
@@ -172,7 +172,7 @@ def _may_be_written(run: RunFolder) -> str | None:
     except RuntimeError as error:
         return str(error)
     written = [time for _, time in read_beats(run)]
-    files = [run.path / "metrics.jsonl", *(_inside(run.logs))]
+    files = [run.metrics, *(_inside(run.logs))]
     written += [file.stat().st_mtime for file in files if file.exists()]
     ago = time.time() - max(written, default=0.0)
     if ago < RECENT_S and not status(run).state.startswith(("finished", "stopped", "failed")):

@@ -22,15 +22,16 @@ from configs.schema.environment import (
 from configs.schema.launch import NodesConfig
 from configs.schema.layout import LayoutConfig
 from configs.schema.task import CountdownTask
-from launch.checks.device_memory import Device, device_of, memory_lines
+from launch.checks.device_memory import memory_lines
+from launch.checks.devices import Device, device_of
 from launch.checks.disk_space import disk_lines
 from launch.checks.inputs import survey_of
 from launch.processes import placement
 from launch.processes.run_folder import RunFolder
-from launch.roles.table import MEGATRON_ROLES, Rendezvous, role_command
+from launch.roles.command_line import MEGATRON_ROLES, Rendezvous, role_command
 from launch.tables import aligned
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.planning.memory import size_text, stage_parameters
 from parallel.planning.traffic import bytes_to_send
 from rollout.servers import kept_sets
@@ -260,7 +261,7 @@ def _rollout_lines(config: RunConfig) -> Iterator[str]:
 
 def _learner_lines(config: RunConfig) -> Iterator[str]:
     rollout, lora, routing = config.rollout, config.learner.lora, config.learner.routing
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     tokens = rollout.prompts_per_step * rollout.group_size * rollout.max_new_tokens
     if lora is not None:
         one = LayoutConfig()
@@ -340,7 +341,7 @@ def _longest_prompt(config: RunConfig) -> tuple[int, str]:
 
 
 def _transfer_lines(config: RunConfig) -> Iterator[str]:
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     layout: LayoutConfig = config.layout
     stages = bytes_to_send(architecture, config.rollout, layout)
     servers = config.rollout.replicas * config.rollout.tp

@@ -9,7 +9,7 @@ import yaml
 
 from configs.reading.named_files import MODEL_TO_CHOOSE, fix_model_path
 from launch.checks.arguments import BadInput, as_bad_input, check_new_folder
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from rollout.tokenizer_files import TokenizerFiles
 
 CONFIG = "experiment.yaml"
@@ -37,7 +37,7 @@ task:
 reward:                              # left out, the reward of jsonl is math_verify: 1 for the reference's number or formula, else 0
   type: function
   function: my_reward:score          # my_reward.py, in this folder
-  timeout_s: 10                      # of one call; what is later counts 0
+  timeout_s: 10                      # of one call; what is later is not scored
 # Several rewards, each with a factor:
 #   type: weighted
 #   parts:
@@ -110,7 +110,7 @@ def _template(model: Path) -> str:
 def _new_tokens(model: Path) -> str:
     """The value of ``max_new_tokens`` that leaves room for prompts, and why where it is not the usual one."""
     with contextlib.suppress(ValueError):
-        context = read_architecture(read_hf_config(model)).max_positions
+        context = architecture_of(model).max_positions
         if context < 2 * NEW_TOKENS:
             return f"{context // 2:<18} # half of the model's context of {context} tokens; the rest is for prompts"
     return str(NEW_TOKENS)

@@ -10,10 +10,10 @@ from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.file_system import read_file
-from trainer.metric_names import known
+from trainer.metric_names import known, value_of
 from trainer.tracking.tracker import duration, rows_from_the_end
 
-ACCURACY, REWARD = known("eval/accuracy"), known("reward/mean")
+ACCURACY, REWARD = known("eval/accuracy"), known("reward/before_selection")
 TITLES = ("run", "state", "step", "held out", "reward", "last written")
 
 
@@ -23,43 +23,44 @@ def run_table(runs_dir: Path, *, now: float | None = None) -> str:
     if not runs_dir.is_dir():
         raise BadInput(f"RUNS: {runs_dir} is not a folder; name that of launch.runs_dir, usually runs")
     now = time.time() if now is None else now
-    folders = [path for path in runs_dir.iterdir() if not path.is_symlink()]
-    folders = [path for path in folders if (path / "config.yaml").is_file()]
+    folders = [RunFolder(path) for path in runs_dir.iterdir() if not path.is_symlink()]
+    folders = [folder for folder in folders if folder.config.is_file()]
     if not folders:
         raise BadInput(f"RUNS: {runs_dir} holds no runs; `tandem train CONFIG` makes one in launch.runs_dir")
-    files = ("config.yaml", "metrics.jsonl", "summary.json")
     written = {
-        path: max(file.stat().st_mtime for name in files if (file := path / name).exists())
-        for path in folders
+        folder: max(
+            file.stat().st_mtime for file in (folder.config, folder.metrics, folder.summary) if file.exists()
+        )
+        for folder in folders
     }
     rows = [
-        (*_row(path), f"{duration(max(now - written[path], 0))} ago")
-        for path in sorted(folders, key=lambda path: -written[path])
+        (*_row(folder), f"{duration(max(now - written[folder], 0))} ago")
+        for folder in sorted(folders, key=lambda folder: -written[folder])
     ]
     return "\n".join(aligned([TITLES, *rows]))
 
 
-def _row(path: Path) -> tuple[str, str, str, str, str]:
+def _row(folder: RunFolder) -> tuple[str, str, str, str, str]:
     """Name, state, step, held-out accuracy and reward; a dash for an unknown value."""
     try:
-        config = yaml.safe_load((path / "config.yaml").read_text())
+        config = yaml.safe_load(folder.config.read_text())
         kind, steps = config.get("kind", "train"), config.get("steps")
     except (OSError, ValueError, AttributeError, yaml.YAMLError, RecursionError):
-        return path.name, "config.yaml is not readable", "-", "-", "-"
+        return folder.path.name, "config.yaml is not readable", "-", "-", "-"
     if kind != "train":
-        return path.name, f"({kind})", "-", "-", "-"
-    summary = read_file(path / "summary.json", {}, []) or {}
-    request = read_file(path / "request.json", {}, [])
+        return folder.path.name, f"({kind})", "-", "-", "-"
+    summary = read_file(folder.summary, {}, []) or {}
+    request = read_file(folder.request, {}, [])
     if request is not None or "accuracy" in summary:
         what = f"({(request or {}).get('study', 'evaluation')})"
         accuracy = summary.get("accuracy")
         held_out = f"{accuracy:.1%}" if isinstance(accuracy, float) else "-"
-        return path.name, what if summary else f"{brief_state(RunFolder(path))} {what}", "-", held_out, "-"
-    accuracy, last = _last_metrics(path / "metrics.jsonl")
-    reward = last.get(REWARD)
+        return folder.path.name, what if summary else f"{brief_state(folder)} {what}", "-", held_out, "-"
+    accuracy, last = _last_metrics(folder.metrics)
+    reward = value_of(last, REWARD)
     step = f"{last.get('step', 0)}/{steps}"
     held_out = "-" if accuracy is None else f"{accuracy:.1%}"
-    return path.name, brief_state(RunFolder(path)), step, held_out, "-" if reward is None else f"{reward:.3f}"
+    return folder.path.name, brief_state(folder), step, held_out, "-" if reward is None else f"{reward:.3f}"
 
 
 def _last_metrics(file: Path) -> tuple[float | None, dict]:

@@ -13,25 +13,16 @@ from configs.schema import RunConfig
 from configs.schema.hardware import HardwareConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
 from launch.checks.arguments import BadInput, as_bad_input, check_new_page
-from launch.checks.device_memory import reference_architecture
 from launch.tables import print_table
 from parallel.planning import memory
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.decoding import SPREAD, Lengths
 from parallel.planning.machine import Machine
-from parallel.planning.planner import (
-    NO_TABLE,
-    Cluster,
-    Measured,
-    Plan,
-    Timing,
-    both_bytes,
-    plan,
-    read_measured,
-    reasons,
-    takes_turns,
-)
-from parallel.planning.server_memory import RolloutMemory
+from parallel.planning.measured import NO_TABLE, Measured, read_measured
+from parallel.planning.other_models import critic_architecture, reference_architecture
+from parallel.planning.planner import Cluster, Plan, Timing, plan
+from parallel.planning.reasons import reasons
+from parallel.planning.server_memory import RolloutMemory, both_bytes
 from parallel.planning.time import PROMPT_TOKENS, assumptions, seconds_text
 
 WIDTH = 170
@@ -57,6 +48,21 @@ class PlanOptions:
     report: Path | None = None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """The pairs that fit, and what they were found for."""
+
+    config: RunConfig
+    cluster: Cluster
+    architecture: Architecture
+    critic: Architecture | None
+    reference: Architecture | None
+    measured: Measured
+    timing: Timing | None
+    plans: Sequence[Plan]
+    """The best first."""
+
+
 def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -> None:
     """The best pairs with their reasons, then the best as YAML. Raises BadInput where nothing fits."""
     # The config's own layout is replaced: it may not even fit, such as a dp that does not divide the minibatches.
@@ -67,50 +73,46 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         )
     hardware = _hardware(options)
     cluster = _cluster(config, options, hardware)
-    critic = config.critic.model if config.critic is not None else None
     with as_bad_input():
         if options.report is not None:
             check_new_page("--report", options.report)
         table = read_measured(options.measured) if options.measured is not None else NO_TABLE
     with as_bad_input(f"{config_path}: "):
-        critic_hf_config = read_hf_config(critic.path) if critic is not None else None
-        hf_config = read_hf_config(config.model.path)
-        architecture, reference = read_architecture(hf_config), reference_architecture(config)
+        architecture = architecture_of(config.model.path)
+        critic, reference = critic_architecture(config, architecture), reference_architecture(config)
         timing = timing_of(config, architecture, options, hardware)
         plans = plan(
-            hf_config,
+            architecture,
             config,
             cluster,
-            critic=critic_hf_config,
+            critic=critic,
             reference=reference,
             measured=table,
             timing=timing,
         )
+    found = Found(
+        config=config,
+        cluster=cluster,
+        architecture=architecture,
+        critic=critic,
+        reference=reference,
+        measured=table,
+        timing=timing,
+        plans=plans,
+    )
     _print_table(plans, options.count)
-    _print_best(plans, config, table, timing, cluster)
+    _print_best(found)
     if options.report is not None and timing is not None:
         from launch.commands.plan_page import write_page  # matplotlib takes a second to import
 
         options.report.parent.mkdir(parents=True, exist_ok=True)
-        critic_architecture = None if critic_hf_config is None else read_architecture(critic_hf_config)
-        write_page(
-            options.report,
-            config_path,
-            config,
-            architecture,
-            plans,
-            cluster,
-            timing,
-            critic_architecture,
-            reference,
-        )
+        write_page(options.report, config_path, found)
         print(f"# pictures: {options.report}")
 
 
-def _print_best(
-    plans: Sequence[Plan], config: RunConfig, table: Measured, timing: Timing | None, cluster: Cluster
-) -> None:
+def _print_best(found: Found) -> None:
     """Where the figures of the table come from, and the first pair as YAML."""
+    config, table, timing, best = found.config, found.measured, found.timing, found.plans[0]
     if table.values:
         least = "the least measured value of all pairs that the rule ranks equal or worse"
         print(f"\n# a pair that was not measured is expected to have {least}")
@@ -122,18 +124,18 @@ def _print_best(
     else:
         print("\n# seconds are estimated, from:")
         print("\n".join(f"#   {line}" for line in assumptions(config, timing.lengths, timing.machine)))
-        print(f"# a step of the first, in seconds: {parts_text(plans[0])}")
-    held = memory.describe(plans[0].learner_memory)
-    print(f"\n# the first of {len(plans)}; its fullest learner rank holds {held}")
-    print(f"# each server rank: {server_text(plans[0].rollout_memory)}")
-    if placement_line := _placement_text(plans[0], config, cluster):
+        print(f"# a step of the first, in seconds: {parts_text(best)}")
+    held = memory.describe(best.learner_memory)
+    print(f"\n# the first of {len(found.plans)}; its fullest learner rank holds {held}")
+    print(f"# each server rank: {server_text(best.rollout_memory)}")
+    if placement_line := _placement_text(best, config, found.cluster):
         print(f"# {placement_line}")
-    print(to_yaml(plans[0], config), end="")
+    print(to_yaml(best, config), end="")
 
 
 def _placement_text(best: Plan, config: RunConfig, cluster: Cluster) -> str | None:
     """What both sides hold on GPUs that they share, or how to plan such turns; None where the run can have none."""
-    if takes_turns(config):
+    if config.launch.takes_turns:
         both = memory.size_text(both_bytes(best.learner_memory, best.rollout_memory))
         size = memory.size_text(cluster.gpu_bytes)
         turns = "learner and servers take turns on the same GPUs (launch.placement=colocated)"
@@ -157,7 +159,7 @@ def _hardware(options: PlanOptions) -> HardwareConfig | None:
 
 
 def _cluster(config: RunConfig, options: PlanOptions, hardware: HardwareConfig | None) -> Cluster:
-    nodes, is_shared = options.gpus_per_node, takes_turns(config)
+    nodes, is_shared = options.gpus_per_node, config.launch.takes_turns
     if is_shared and options.num_gpus > nodes:
         raise BadInput(
             f"launch.placement=colocated shares the GPUs of one machine, but --gpus {options.num_gpus} are more than --gpus-per-node "
@@ -254,7 +256,7 @@ def to_yaml(best: Plan, config: RunConfig) -> str:
         "rollout": {"tp": best.rollout_tp, "replicas": best.replicas},
         "learner": {name: getattr(config.learner, name) for name in kept},
     }
-    if takes_turns(config):  # both sides' layouts take all GPUs: separate ones would be twice as many
+    if config.launch.takes_turns:  # both sides' layouts take all GPUs: separate ones would be twice as many
         blocks["launch"] = {"placement": "colocated"}
     return yaml.safe_dump(blocks, sort_keys=False, default_flow_style=None)
 

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from configs.schema import RunConfig
 from configs.schema.layout import layout_text
-from parallel.planning.architecture import Architecture
+from launch.commands.plan import Found
+from parallel.planning.measured import by_rule
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
-from parallel.planning.planner import Cluster, Plan, Timing, by_rule, reasons
+from parallel.planning.planner import Cluster, Plan
+from parallel.planning.reasons import reasons
 from parallel.planning.time import StepTime, assumptions, seconds_text
 from parallel.planning.work import work_of
 from trainer.report.drawing import COLORS, LEGEND, new_figure
@@ -53,22 +54,13 @@ class Block:
     seconds: float
 
 
-def write_page(
-    path: Path,
-    config_path: Path,
-    config: RunConfig,
-    architecture: Architecture,
-    plans: Sequence[Plan],
-    cluster: Cluster,
-    timing: Timing,
-    critic: Architecture | None,
-    reference: Architecture | None,
-) -> None:
-    """Write the page of these plans, the best first, all with an estimate of time."""
+def write_page(path: Path, config_path: Path, found: Found) -> None:
+    """Write the page of these plans, all with an estimate of time."""
+    config, cluster, timing, plans = found.config, found.cluster, found.timing, found.plans
     best = plans[0]
-    assert best.time is not None
-    work = work_of(config, "cuda", critic or (architecture if config.critic is not None else None), reference)
-    stages = [learner_memory(architecture, best.learner, work, s) for s in range(best.learner.pp)]
+    assert timing is not None and best.time is not None
+    work = work_of(config, "cuda", found.critic, found.reference)
+    stages = [learner_memory(found.architecture, best.learner, work, s) for s in range(best.learner.pp)]
     figures = [
         shown(
             "Memory",

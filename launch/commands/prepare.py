@@ -14,8 +14,8 @@ from launch.checks.config import TRAINING, load_checked
 from launch.processes.addresses import free_port, own_address
 from launch.processes.placement import learner_ranks_per_node, serve_roles
 from launch.processes.run_folder import RunFolder
+from launch.roles.command_line import Rendezvous, role_command
 from launch.roles.start import environment, folder_of
-from launch.roles.table import Rendezvous, role_command
 
 
 def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = None) -> RunFolder:

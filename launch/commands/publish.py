@@ -50,7 +50,7 @@ def publish_run(
     if service != "wandb" and (project or entity):
         raise BadInput(f"--project and --entity are of W&B; leave them out with --to {service}")
     config = load_config(folder.config, [])
-    metrics = folder.path / "metrics.jsonl"
+    metrics = folder.metrics
     if not isinstance(config, RunConfig) or folder.request.exists():
         raise BadInput(f"RUN: {folder.path} is no training run, and has no metrics to copy")
     if not (metrics.exists() or follow or until_told):

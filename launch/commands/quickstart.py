@@ -6,7 +6,7 @@ import time
 from datetime import datetime
 from pathlib import Path
 
-from launch.checks.device_memory import ON_GPUS, gpus_here
+from launch.checks.devices import ON_GPUS, gpus_here
 from launch.commands.results import report
 from launch.commands.train import evaluate, sft, train
 from launch.processes import run_folder

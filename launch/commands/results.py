@@ -41,8 +41,8 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
 def _exporting_alone(folder: RunFolder) -> Iterator[None]:
     """Two exports of one run would take each other's files."""
     try:
-        (folder.path / "roles").mkdir(exist_ok=True)
-        lock = locked(folder.path / "roles" / "export-lock")
+        folder.roles.mkdir(exist_ok=True)
+        lock = locked(folder.export_lock)
     except BlockingIOError:
         error = f"RUN: {folder.path} is being exported by another process"
         raise BadInput(f"{error}; wait for it, or stop it first") from None

@@ -8,12 +8,12 @@ from pathlib import Path
 from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
-from launch.checks.device_memory import critic_architecture, reference_architecture
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from launch.tables import aligned, print_table
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.layout import validate_layout
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
+from parallel.planning.other_models import critic_architecture, reference_architecture
 from parallel.planning.simulated import START, Part, SimulatedRank
 from parallel.planning.work import work_of
 

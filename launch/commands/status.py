@@ -16,10 +16,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
 from configs.errors import counted
+from configs.schema.launch import EvaluationConfig
 from launch.checks.arguments import BadInput
 from launch.processes.going_on import next_command
 from launch.processes.heartbeat import read_beats
@@ -29,7 +32,7 @@ from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
 from rollout.terminal_text import visible
 from trainer.file_system import mount_of, read_file
-from trainer.metric_names import known
+from trainer.metric_names import known, value_of
 from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.tracker import duration, read_metrics
 
@@ -51,12 +54,13 @@ OWN_RESULT = {"model": str}
 SILENT = "Slurm does not say"
 QUEUED = ("PENDING", "REQUEUED", "CONFIGURING", "SUSPENDED")
 RESULTS = (
-    ("reward", known("reward/mean"), ".3f"),
+    ("reward", known("reward/before_selection"), ".3f"),
     ("|Δp| max", known("mismatch/abs_prob_max"), ".1e"),
     ("ESS", known("mismatch/ess"), ".3f"),
 )
 """(title, metric, format); Δp is p_rollout - p_old."""
 ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
+EVALUATION_SECONDS = known("time/evaluation")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +97,7 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
         file = folder.path / "metrics.jsonl"
         rows = (read_metrics(file) if file.exists() else []) if rows is None else rows
         ago = now - file.stat().st_mtime if running and rows else None
-        lines += _progress_lines(rows, steps, ago)
+        lines += _progress_lines(rows, steps, ago, _evaluation_of(config or {}))
         if folder.ledger.exists():
             lines.append(("data", summary(read_ledger(folder.ledger))))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
@@ -147,6 +151,8 @@ def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
     result = read_file(folder.summary, OWN_RESULT, []) or {}
     study = (read_file(folder.request, {}, []) or {}).get("study")
     accuracy = f"{result['accuracy']:.1%}" if isinstance(result.get("accuracy"), float) else None
+    if accuracy and result.get("failed"):
+        accuracy += f" ({result['failed']} of {result.get('count')} rewards failed, and count as wrong)"
     lines = [
         ("study", study),
         ("model", result.get("model")),
@@ -156,7 +162,16 @@ def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
     return [(title, str(text)) for title, text in lines if text]
 
 
-def _progress_lines(rows: Sequence[dict], steps: int | None, ago: float | None) -> list[tuple[str, str]]:
+def _evaluation_of(config: Mapping[str, Any]) -> EvaluationConfig:
+    try:
+        return EvaluationConfig.model_validate(config.get("evaluation", {}))
+    except ValidationError:  # of a file that was edited
+        return EvaluationConfig()
+
+
+def _progress_lines(
+    rows: Sequence[dict], steps: int | None, ago: float | None, evaluation: EvaluationConfig
+) -> list[tuple[str, str]]:
     """Step, pace and results.
 
     steps: of the whole run; None where unknown. ago: seconds since the last step of a run that goes on; adds the time
@@ -170,11 +185,13 @@ def _progress_lines(rows: Sequence[dict], steps: int | None, ago: float | None) 
     share = "" if steps is None else f" of {steps} ({step / max(steps, 1):.0%})"
     text = f"{step}{share}, {pace:.1f} s a step"
     if ago is not None and steps is not None and step < steps:
+        evaluations_s = [row.get(EVALUATION_SECONDS) or 0.0 for row in rows if row.get(ACCURACY) is not None]
         left = (steps - step) * _full_pace(trained, pace)
+        left += evaluation.number_after(step, steps) * (evaluations_s or [0.0])[-1]
         text += f", about {duration(left)} left; the last one {duration(max(ago, 0))} ago"
     heldout = {row["step"]: row[ACCURACY] for row in rows if row.get(ACCURACY) is not None}
     means = [
-        (title, _means_text([row[metric] for row in trained if row.get(metric) is not None], show))
+        (title, _means_text([v for row in trained if (v := value_of(row, metric)) is not None], show))
         for title, metric, show in RESULTS
     ]
     return [
@@ -198,12 +215,14 @@ def _accuracies_text(accuracies: Mapping[int, float]) -> str:
 
 
 def _full_pace(trained: Sequence[dict], pace: float) -> float:
-    """Seconds from one step to the next, evaluations and checkpoints included; ``pace`` where two steps are not
+    """Seconds from one step to the next, with checkpoints and without evaluations; ``pace`` where two steps are not
     known."""
-    first, last = trained[-PACE_STEPS - 1 :][0], trained[-1]
+    first, *others = trained[-PACE_STEPS - 1 :]
+    last = others[-1] if others else first
     if last["step"] == first["step"] or None in (first.get("elapsed_s"), last.get("elapsed_s")):
         return pace
-    return (last["elapsed_s"] - first["elapsed_s"]) / (last["step"] - first["step"])
+    evaluations_s = sum(row.get(EVALUATION_SECONDS) or 0.0 for row in others)
+    return (last["elapsed_s"] - first["elapsed_s"] - evaluations_s) / (last["step"] - first["step"])
 
 
 def _means_text(values: Sequence[float], form: str) -> str:

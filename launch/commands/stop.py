@@ -24,11 +24,12 @@ from configs.schema.launch import LaunchConfig
 from launch.commands.status import lock_holders, read_file, status
 from launch.processes import stopping
 from launch.processes.going_on import way_on
-from launch.processes.heartbeat import BEAT_S, MISSED, SHARED_FOLDER_S, read_beats
+from launch.processes.heartbeat import BEAT_S, MISSED, read_beats
 from launch.processes.run_folder import RunFolder
 from launch.roles.start import progress_printer
 from launch.slurm.job import ask_slurm, running_elsewhere
 from parallel.checkpoints.files import step_of
+from trainer.file_system import SHARED_FOLDER_S
 
 HEARD_OF_S = SHARED_FOLDER_S + MISSED * BEAT_S
 """A role that was heard of this long ago may still be running on another host."""
@@ -78,7 +79,7 @@ def _stop(folder: RunFolder, *, now: bool) -> int:
 def _why_not(folder: RunFolder, pid: int, number: signal.Signals) -> str | None:
     """Why the process is not to get the signal; None where it is the run's supervisor, and takes it."""
     who = f"pid {pid}, which runs {folder.path}"
-    lock, process = (folder.path / "roles" / "lock").stat(), Path(f"/proc/{pid}")
+    lock, process = folder.lock.stat(), Path(f"/proc/{pid}")
     try:
         caught = next(line for line in (process / "status").read_text().splitlines() if "SigCgt" in line)
         files = [

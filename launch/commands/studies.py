@@ -8,7 +8,7 @@ from configs.loader import ConfigError, load_config, parse_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.checks.config import LoadWith, check_served_as_saved, load_checked
-from launch.checks.device_memory import gpus_here
+from launch.checks.devices import gpus_here
 from launch.processes.supervisor import Supervisor
 
 if TYPE_CHECKING:

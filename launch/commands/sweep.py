@@ -16,7 +16,8 @@ from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.checks.config import TRAINING, load_checked
-from launch.checks.device_memory import device_of, gpus_here, need_of
+from launch.checks.device_memory import need_of
+from launch.checks.devices import device_of, gpus_here
 from launch.commands.results import print_comparison
 from launch.grid import combinations
 from launch.processes.placement import ranks_of_machine

@@ -230,18 +230,28 @@ def _trained_model(folder: RunFolder, overrides: list[str]) -> tuple[Path, list[
 def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[str, Any], str]:
     """(for the file of the summary, in words)."""
     summary: dict[str, Any] = {"accuracy": result.accuracy, "count": result.count, "model": str(model)}
-    text = f"accuracy {result.accuracy:.4f} on {result.count} held-out samples"
+    summary["failed"] = result.failed
+    text = f"accuracy {result.accuracy:.4f} on {result.count} held-out samples{_failed_text(result)}"
     if result.pass_at:
         summary["pass_at"] = result.pass_at
         text += "".join(f", pass@{k} {share:.4f}" for k, share in result.pass_at.items())
     if result.greedy:
-        summary["greedy_accuracy"] = result.greedy.accuracy
-        text += f", at temperature 0 {result.greedy.accuracy:.4f}"
+        summary |= {"greedy_accuracy": result.greedy.accuracy, "greedy_failed": result.greedy.failed}
+        text += f", at temperature 0 {result.greedy.accuracy:.4f}{_failed_text(result.greedy)}"
     for kind, results in (("sets", result.sets), ("sources", result.sources)):
         if results:
             summary[kind] = {name: one.accuracy for name, one in results.items()}
-            text += "".join(f", {name} {accuracy:.4f}" for name, accuracy in summary[kind].items())
+            summary[f"{kind}_failed"] = {name: one.failed for name, one in results.items()}
+            text += "".join(
+                f", {name} {one.accuracy:.4f}{_failed_text(one)}" for name, one in results.items()
+            )
+    if result.first_failure is not None:
+        text += f"; a failed reward counts as wrong; the first, of {result.first_failure}"
     return summary, text
+
+
+def _failed_text(result: "EvaluationResult") -> str:
+    return f" ({result.failed} of {result.count} rewards failed)" if result.failed else ""
 
 
 def _refuse_other_machines(gpu_memory: float | None) -> None:
@@ -266,7 +276,7 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
             f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"
         )
     uri = without_credentials(tracking_uri(config, folder.path))
-    page, model = folder.path / "report.html", folder.hf
+    page, model = folder.report, folder.hf
     tandem = _command_text("tandem")
     anew = f"not written; {tandem} report {shlex.quote(str(folder.path))} writes it"
     print(f"report:      {f'{page} (open it in a browser)' if page.is_file() else anew}")

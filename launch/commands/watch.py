@@ -25,7 +25,7 @@ from launch.commands.samples import model_path, transcript
 from launch.commands.status import status
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
-from trainer.metric_names import TIME_PARTS, known
+from trainer.metric_names import STEP_PARTS, TIME_PARTS, known, value_of
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
 from trainer.tracking.tracker import read_metrics
 from trainer.tracking.transcripts import Decode, find_decode
@@ -33,7 +33,7 @@ from trainer.tracking.transcripts import Decode, find_decode
 CURVES = tuple(
     (title, known(name), form)
     for title, name, form in (
-        ("reward", "reward/mean", ".3f"),
+        ("reward", "reward/before_selection", ".3f"),
         ("held out", "eval/accuracy", ".1%"),
         ("|Δp| max", "mismatch/abs_prob_max", ".1e"),
         ("ESS", "mismatch/ess", ".3f"),
@@ -71,7 +71,7 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
 
 def _parts(folder: RunFolder, decode: Callable[[], Decode]) -> list[tuple[str, RenderableType]]:
     """(title, content) of the panels."""
-    file = folder.path / "metrics.jsonl"
+    file = folder.metrics
     rows = read_metrics(file, is_written=True) if file.exists() else []
     found = status(folder, rows=rows)
     lines = aligned([("state", found.state), *found.lines])
@@ -99,7 +99,7 @@ def curves(rows: Sequence[dict]) -> RenderableType:
     """A curve over the steps for each quantity that was recorded, with its last, least and greatest value."""
     table = Table.grid(padding=(0, 2))
     for title, metric, form in CURVES:
-        values = [row[metric] for row in rows if row.get(metric) is not None]
+        values = [value for row in rows if (value := value_of(row, metric)) is not None]
         if values:
             bounds = f"{min(values):{form}} to {max(values):{form}}"
             table.add_row(title, Text(sparkline(values), style="cyan"), f"{values[-1]:{form}}", bounds)
@@ -125,7 +125,7 @@ def last_step(rows: Sequence[dict]) -> RenderableType:
         return Text("no step yet")
     row = trained[-1]
     parts = {part: row.get(f"time/{part}") or 0.0 for part in TIME_PARTS}
-    parts["other"] = max(row["time/step"] - sum(parts.values()) + parts["evaluation"], 0.0)
+    parts["other"] = max(row["time/step"] - sum(parts[part] for part in STEP_PARTS), 0.0)
     whole = sum(parts.values()) or 1.0
     table = Table.grid(padding=(0, 2))
     for part, seconds in parts.items():

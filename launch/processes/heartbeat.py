@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from launch.processes.run_folder import RunFolder, write_json
+from trainer.file_system import SHARED_FOLDER_S
 
 BEAT_S = 10.0
 MISSED = 3
@@ -41,8 +42,6 @@ WAITING = ("serving", "waiting for the learner")
 """Activities without a limit."""
 LINES = 3
 """Most lines of one look: where all ranks are slow, a few of them are enough."""
-SHARED_FOLDER_S = 60.0
-"""Delay of files of another node: NFS clients may show an old file for this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +67,12 @@ class Beat:
 
 
 def beat_file(folder: RunFolder, name: str) -> Path:
-    return folder.path / "roles" / f"{name}.beat"
+    return folder.roles / f"{name}.beat"
 
 
 def stopped_note(folder: RunFolder, name: str) -> Path:
     """The file in which a role's guard notes that the role was stopped, and is killed."""
-    return folder.path / "roles" / f"{name}.stopped"
+    return folder.roles / f"{name}.stopped"
 
 
 def role_text(name: str) -> str:
@@ -84,7 +83,7 @@ def role_text(name: str) -> str:
 def read_beats(folder: RunFolder) -> list[tuple[Beat, float]]:
     """Pairs (beat, time of its file), without beats that cannot be read."""
     beats = []
-    for file in sorted((folder.path / "roles").glob("*.beat")):
+    for file in sorted(folder.roles.glob("*.beat")):
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
             beats.append((Beat(**json.loads(file.read_text())), file.stat().st_mtime))
     return beats
@@ -228,7 +227,7 @@ class Watch:
     def ended(self) -> list[str]:
         """A line for each process that was stopped and has been killed, by this watch, a role or a guard. These
         are the causes of later failures."""
-        notes = sorted((self._folder.path / "roles").glob("*.stopped"))
+        notes = sorted(self._folder.roles.glob("*.stopped"))
         guard_lines = [f"{role_text(note.stem)} {note.read_text()}" for note in notes]
         role_lines = [line for beat, _ in read_beats(self._folder) for line in beat.ended]
         return [*self._ended, *guard_lines, *role_lines]

@@ -23,7 +23,7 @@ def servers(config: RunConfig) -> list[ServerShare]:
     """Every replica's share on every node it takes, by replica. Raises ValueError where they do not fit; see
     ``check_placement``."""
     rollout, nodes = config.rollout, config.launch.nodes or NodesConfig()
-    beside_learner = config.launch.nodes is None and config.launch.placement != "colocated"
+    beside_learner = config.launch.nodes is None and not config.launch.takes_turns
     gpu, replicas = config.layout.world_size if beside_learner else 0, range(rollout.replicas)
     if nodes.rollout > rollout.replicas:
         n = _split_evenly(nodes.rollout, rollout.replicas, "launch.nodes.rollout", "rollout.replicas")

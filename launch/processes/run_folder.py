@@ -61,6 +61,14 @@ class RunFolder:
         self.path = path
         self.config = path / "config.yaml"
         self.logs = path / "logs"
+        self.metrics = path / "metrics.jsonl"
+        self.console = path / "console.log"
+        self.report = path / "report.html"
+        self.roles = path / "roles"
+        self.lock = self.roles / "lock"
+        """Held by the process that runs the folder."""
+        self.export_lock = self.roles / "export-lock"
+        """Held by the command that exports from it."""
         self.checkpoints = path / "checkpoints"
         self.critic_checkpoints = self.checkpoints / "critic"
         self.ledger = path / "ledger.jsonl"
@@ -91,10 +99,10 @@ class RunFolder:
         return run_key(self.path / KEY)
 
     def address(self, role: str) -> Path:
-        return self.path / "roles" / f"{role}.json"
+        return self.roles / f"{role}.json"
 
     def error(self, role: str) -> Path:
-        return self.path / "roles" / f"{role}.error"
+        return self.roles / f"{role}.error"
 
     def report_error(self, role: str, error: BaseException) -> None:
         """Record the error that ended ``role``, for the supervisor to show. The first of several ranks counts: it
@@ -169,9 +177,9 @@ class RunFolder:
         attempt are put aside. Raises BlockingIOError where another process runs the folder, and ValueError on a
         file system without locks.
         """
-        (self.path / "roles").mkdir(parents=True, exist_ok=True)
-        self._held.append(locked(self.path / "roles" / "lock"))
-        for file in (self.path / "roles").glob("*.*"):
+        self.roles.mkdir(parents=True, exist_ok=True)
+        self._held.append(locked(self.lock))
+        for file in self.roles.glob("*.*"):
             file.unlink()
         # Each start has a key of its own, so that an old log tells nothing about the next start.
         (self.path / KEY).unlink(missing_ok=True)
@@ -181,9 +189,8 @@ class RunFolder:
 
     def put_metrics_aside(self) -> None:
         """Rename the metrics of an attempt that ended before its first checkpoint."""
-        metrics = self.path / "metrics.jsonl"
-        if metrics.exists():
-            metrics.replace(self.path / "metrics.lost.jsonl")
+        if self.metrics.exists():
+            self.metrics.replace(self.path / "metrics.lost.jsonl")
 
     def release(self) -> Path:
         """Let another process claim the folder. Returns its path."""

@@ -70,7 +70,7 @@ class RunStopped(RuntimeError):
 
 
 def ending(folder: RunFolder) -> Path:
-    return folder.path / "roles" / "ending.now"
+    return folder.roles / "ending.now"
 
 
 def time_of_end(folder: RunFolder) -> int | None:

@@ -248,7 +248,7 @@ class _Progress:
     def _step(self, cell: Cell) -> int:
         """The newest step of the run's folder."""
         folder = self._sweep.run_folder(cell.name)
-        metrics = None if folder is None else folder.path / "metrics.jsonl"
+        metrics = None if folder is None else folder.metrics
         if metrics is None or not metrics.is_file():
             return 0
         return next((row["step"] for row in rows_from_the_end(metrics)), 0)

@@ -118,15 +118,15 @@ def build_run(
     from trainer.weight_sync import WeightSync
 
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    colocated = config.launch.placement == "colocated"
-    if colocated:
+    takes_turns = config.launch.takes_turns
+    if takes_turns:
         wait_for_rollout(folder, config)
         remote, control = _connect_and_make_room(folder, config)
     learner = Learner(config)
-    if not colocated:
+    if not takes_turns:
         wait_for_rollout(folder, config)
         remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
-    turns = SharedDevices(learner, control) if colocated else OwnDevices()
+    turns = SharedDevices(learner, control) if takes_turns else OwnDevices()
     address, key = own_address(config.launch.nodes), folder.run_key()
     agreement = EngineAgreement.of(
         config.rollout, learner.engine.dtype, is_aligned=config.model.numerics == "aligned", compares_samples=config.compares_samples
@@ -143,7 +143,9 @@ def build_run(
         role_start_s=min(config.launch.start_timeout_s, config.launch.patience_s),
         say=partial(print, flush=True),
     )
-    checkpointer = Checkpointer(folder.checkpoints, config.checkpoint, turns)
+    checkpointer = Checkpointer(
+        folder.checkpoints, config.checkpoint, turns, max_failed=config.alarms.reward_failed_max
+    )
     progress = checkpointer.restore(learner, sampler)
     resumed_from = progress.step if progress else None
     recorder = Recorder(folder.batches, config.record_batches, config.correction)
@@ -209,8 +211,12 @@ def compare_engines(run: "Run") -> None:
     if run.tracker is not None:
         probe = f"a probe prompt, sampled at its own temperature of {START_PROBE_TEMPERATURE}"
         text = f"log-probs of {probe}, differ by {gap:.1e} nats at most"
-        is_rounded = run.config.rollout.precision is not None
-        how = "differ, as the servers' weights are rounded" if is_rounded else "agree"
+        if run.weight_sync.checks_gap:
+            how = "agree"
+        elif run.config.rollout.precision is not None:
+            how = "differ, as the servers' weights are rounded"
+        else:
+            how = "differ, as they do not both compute in float32, and no limit is checked"
         run.tracker.say(f"before the first step, learner and servers {how}: {text}")
 
 

@@ -35,7 +35,7 @@ def serve(
     for replica in led_replicas:  # before the slow imports: their other nodes may read the files already
         folder.forget(replica)
 
-    from launch.checks.device_memory import gpus_here
+    from launch.checks.devices import gpus_here
     from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 

@@ -8,21 +8,25 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from configs.errors import counted
-from configs.loader import resolved_yaml
-from configs.schema import RunConfig, SftConfig
+from configs.loader import load_config, resolved_yaml
+from configs.schema import RunConfig, SftConfig, kind_of
 from launch.checks.arguments import BadInput
 from launch.processes import run_folder
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Role, Supervisor
-from launch.roles import table
+from launch.roles.command_line import role_command
 
+Config = TypeVar("Config", RunConfig, SftConfig)
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_role(name: str, run: Path, node: int | None = None) -> None:
+    from launch.roles import table
+
     quiet_end()
     try:
         table.run_role(name, existing_run(run), node)
@@ -47,6 +51,16 @@ def existing_run(run: Path) -> RunFolder:
             f"RUN: {run} is not a run folder (it has no config.yaml); `tandem list` names those of runs/"
         )
     return RunFolder(run.resolve())
+
+
+def config_of(folder: RunFolder, kind: type[Config]) -> Config:
+    """The config of a run. Raises ValueError for a run of another kind."""
+    config = load_config(folder.config, [])
+    if not isinstance(config, kind):
+        raise ValueError(
+            f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {kind_of(kind)}"
+        )
+    return config
 
 
 def new_run(config: RunConfig | SftConfig, name: str, *, needs_lock: bool = False) -> RunFolder:
@@ -107,7 +121,7 @@ def folder_of(config: RunConfig) -> RunFolder:
 def role(
     name: str, folder: RunFolder, config: RunConfig | SftConfig, *, ranks: int = 1, show_stdout: bool = False
 ) -> Role:
-    command, env = table.role_command(name, folder, ranks=ranks), environment(config)
+    command, env = role_command(name, folder, ranks=ranks), environment(config)
     log, error = folder.logs / f"{name}.log", folder.error(name)
     return Role(name=name, command=command, log=log, error=error, env=env, show_stdout=show_stdout)
 

@@ -13,7 +13,7 @@ ACCURACY = known("eval/accuracy")
 def write_summary(folder: RunFolder, *, seconds: Mapping[str, float]) -> dict:
     """Write accuracy at step 0 and at the last evaluation with its step (None without one), steps, and seconds per
     part."""
-    steps = read_metrics(folder.path / "metrics.jsonl")
+    steps = read_metrics(folder.metrics)
     measured = {s["step"]: s[ACCURACY] for s in steps if s.get(ACCURACY) is not None}
     last = max(measured, default=0)
     spent: dict[str, float] = defaultdict(float)

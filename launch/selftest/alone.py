@@ -21,7 +21,7 @@ from launch.selftest.check import REPORT, CheckFailed, Found
 from parallel.held_memory import KeptBytes, lasting_bytes
 from parallel.megatron import platform
 from parallel.packing import PackedBatch
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, read_hf_config
 from parallel.planning.memory import learner_memory, size_text
 from parallel.planning.work import work_of
 from parallel.weights.hf_files import HuggingFaceWeights
@@ -44,7 +44,7 @@ PLAN_TOLERANCE = 0.05
 def model(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
     path = config.model.path
     make_tiny_countdown_model(path, seed=config.seed, initializer_range=SPREAD)
-    weights, names = HuggingFaceWeights(path), all_hf_names(read_architecture(read_hf_config(path)))
+    weights, names = HuggingFaceWeights(path), all_hf_names(architecture_of(path))
     if missing := sorted(names - weights.names):
         raise CheckFailed(f"the files of {path} lack {', '.join(missing[:3])}", REPORT)
     again = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
@@ -176,9 +176,7 @@ def memory(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     batch, _ = random_batch(config)
     kind = "cuda" if platform.has_cuda() else "cpu"
     work = replace(work_of(config, kind), token_budget=batch.num_tokens, num_microbatches=1)
-    planned = learner_memory(
-        read_architecture(read_hf_config(config.model.path)), config.layout, work, stage=0
-    )
+    planned = learner_memory(architecture_of(config.model.path), config.layout, work, stage=0)
     learner = Learner.of_policy_alone(config)
     kept = KeptBytes(p for chunk in learner.engine.chunks for p in chunk.parameters())
     with kept.watch():

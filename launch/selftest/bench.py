@@ -12,7 +12,7 @@ from typing import Any
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
-from launch.checks.device_memory import ON_GPUS
+from launch.checks.devices import ON_GPUS
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import POLL_S, Role, RoleFailed, Supervisor
@@ -158,7 +158,7 @@ class Bench:
         name = f"selftest-{self.check.name}"
         arguments = ["train", str(CONFIG), *self.overrides, f"name={name}", *more]
         command = [sys.executable, "-m", "launch", *arguments]
-        log = self.folder.path / "console.log"
+        log = self.folder.console
         self.run(Role(name="train", command=command, log=log, env=environment(self.config)))
         (metrics,) = (self.out / "runs").glob(f"{name}-*/metrics.jsonl")
         return [json.loads(line) for line in metrics.read_text().splitlines()]

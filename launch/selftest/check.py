@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from launch.checks.device_memory import gpus_here
+from launch.checks.devices import gpus_here
 from launch.processes.supervisor import Interrupted, RoleFailed
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 
 from configs.schema.base import looks_secret, without_credentials
-from launch.checks.device_memory import ask_gpus
+from launch.checks.devices import ask_gpus
 from launch.processes.run_folder import KEY, write_json
 from launch.selftest.check import Outcome, Result
 from launch.tables import aligned, print_table

@@ -55,7 +55,7 @@ class Joined:
 def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
     """On one GPU learner and server take turns, as in a colocated run, and the server gets the learner's weights first."""
     control, key = _control(config, request)
-    is_shared = config.launch.placement == "colocated"
+    is_shared = config.launch.takes_turns
     with control:
         if is_shared:
             make_room(control, CACHE, WEIGHTS)

@@ -18,7 +18,7 @@
 
 SIGTERM to an ``srun`` kills its step at once; servers are ended in this way. When Slurm itself ends a job, it
 sends SIGTERM to every process of every step, and SIGKILL after its KillWait (30 s by default). Until then the
-roles ignore SIGTERM (``table.IN_JOB``), and the learner writes its checkpoint.
+roles ignore SIGTERM (``command_line.IN_JOB``), and the learner writes its checkpoint.
 
 By hand: ``scancel --batch --signal=USR1 JOB`` stops and requeues, ``scancel JOB`` stops for good. (Without
 ``--batch`` a signal goes to the steps, past this supervisor.)
@@ -45,17 +45,16 @@ from launch.processes.placement import gpus_of_node, learner_ranks_per_node, num
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
 from launch.processes.unheard import go_on_unheard
-from launch.roles.start import environment, existing_run
-from launch.roles.table import IN_JOB, Rendezvous, config_of, role_command
+from launch.roles.command_line import IN_JOB, Rendezvous, role_command
+from launch.roles.start import config_of, environment, existing_run
 from launch.slurm.job import Job, count_failed_start, is_finished, pause_s, recorded_job, running_elsewhere
+from trainer.file_system import SHARED_FOLDER_S
 
 ECHO_EVERY_S = 0.5
 STEP_TIMEOUT_S = 120
 """Time for Slurm to begin a step; by default an ``srun`` waits for ever."""
 LOCK_TIMEOUT_S = 120.0
 """Time for the file system to release the lock of a dead node."""
-SEEN_TIMEOUT_S = 60.0
-"""Delay of files of another node: NFS clients cache a missing file for up to this long."""
 END_MARGIN_S = 30.0
 """The part of the notice that is for ending every process and for the requeue."""
 
@@ -98,7 +97,7 @@ def run_job(run: Path) -> int:
 def _wait_for_outcome(folder: RunFolder, config: RunConfig) -> stopping.Outcome | RoleFailed:
     """The outcome of a learner that has ended well: finished, or stopped. Its last message may come from another
     node, with a delay."""
-    deadline = time.monotonic() + SEEN_TIMEOUT_S
+    deadline = time.monotonic() + SHARED_FOLDER_S
     while time.monotonic() < deadline:
         if (stopped := stopping.read_stopped(folder)) is not None:
             return stopped
@@ -155,7 +154,7 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
             time.sleep(pause)  # a signal ends it
         for role in steps:
             supervisor.start(role)
-        with echoed(folder.path / "console.log"), adding_causes(folder, config, supervisor):
+        with echoed(folder.console), adding_causes(folder, config, supervisor):
             return stopping.wait_for_learner(
                 supervisor,
                 signals,

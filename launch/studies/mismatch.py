@@ -24,7 +24,7 @@ from launch.processes.run_folder import RunFolder, wait_for_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.studies.mismatch_result import evaluate, write
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, read_hf_config
 
 
 def run(plan: Plan, start: StartRole) -> Path:
@@ -171,7 +171,7 @@ async def _sample(
         "short": (SHORT_PER_PROMPT, shortened(config, SHORT_PER_PROMPT)),
     }
     replays = config.learner.routing == "rollout"
-    experts = read_architecture(read_hf_config(config.model.path)).experts if replays else None
+    experts = architecture_of(config.model.path).experts if replays else None
     async with SGLangClient(
         urls, key=folder.run_key(), max_concurrency=settings.max_concurrency, experts=experts,
         timeout_s=settings.request_timeout_s, max_retries=settings.max_retries,

@@ -11,7 +11,7 @@ from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layou
 from configs.schema.task import CountdownTask, TaskConfig
 from launch.checks.config import LoadWith, check_learner_gpus
 from launch.processes.run_folder import RunFolder
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 
 SHORT_PER_PROMPT = 4
 """Short responses to a prompt, each of at most this part of max_new_tokens, beside the long one."""
@@ -83,7 +83,7 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
         )
     parts += [_learner_part("learner", text, load, request.prompts, gpus) for text in request.learners]
     skipped = [] if gpus else [NO_MODES_ON_CPU]
-    if request.why and read_architecture(read_hf_config(parts[0].config.model.path)).experts is not None:
+    if request.why and architecture_of(parts[0].config.model.path).experts is not None:
         try:
             parts[0] = _rollout_part("rollout", request.rollouts[0], load, gpus, ["learner.routing=rollout"])
         except ValueError as error:

@@ -31,7 +31,7 @@ from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
 from launch.studies.mismatch_plan import learner_layout
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
 
 if TYPE_CHECKING:
@@ -272,7 +272,7 @@ def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
     exported, given = HuggingFaceWeights(export), PerturbedWeights(config.model.path)
     dtype = getattr(torch, config.model.dtype)
     # The names of the architecture: the model's folder may repeat a tied embedding, or keep unused buffers.
-    names = all_hf_names(read_architecture(read_hf_config(config.model.path)))
+    names = all_hf_names(architecture_of(config.model.path))
     both = exported.names & names
 
     def wanted(name: str) -> torch.Tensor:

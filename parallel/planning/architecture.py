@@ -190,6 +190,11 @@ def read_hf_config(folder: Path) -> dict[str, Any]:
     return loaded
 
 
+def architecture_of(folder: Path) -> Architecture:
+    """The architecture of a Hugging Face folder. Raises ValueError as ``read_hf_config`` and ``read_architecture`` do."""
+    return read_architecture(read_hf_config(folder))
+
+
 def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
     """The architecture in config.json. Raises ValueError for a model or variant that this learner does not
     compute exactly, and for missing or impossible sizes."""

@@ -1,9 +1,12 @@
-"""Memory per rank of a rollout server in bytes, by SGLang's own rules. A learner's: ``memory``."""
+"""Memory per rank of a rollout server in bytes, by SGLang's own rules, alone and beside a learner's (``memory``)."""
 
+import math
 from dataclasses import dataclass
 
 from configs.schema.rollout import Quantization
+from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture, padded_vocab_size
+from parallel.planning.memory import LearnerMemory
 from parallel.planning.work import BYTES
 
 STATES_SHARE = 0.9 / 1.9
@@ -79,6 +82,29 @@ def rollout_memory(
         states=states,
         state_bytes_per_response=of_response,
     )
+
+
+def static_share(config: RunConfig) -> float | None:
+    """The share of a GPU that the config gives to the servers, if it does."""
+    for name, value in config.rollout.server_args.items():
+        if name.replace("_", "-") != "mem-fraction-static":
+            continue
+        try:
+            share = float(value)
+        except (TypeError, ValueError):
+            share = math.nan
+        if not 0 < share < 1:
+            raise ValueError(
+                f"rollout.server_args.{name}={value!r} is no share of a GPU; give a number between 0 and 1, or leave it out"
+            )
+        return share
+    return None
+
+
+def both_bytes(learner: LearnerMemory, server: RolloutMemory) -> int:
+    """Bytes on a GPU that learner and servers share, while weights are sent: nothing is sampled and nothing is trained, so
+    that neither cache nor activations are there (``trainer/turns.py``)."""
+    return learner.lasting + learner.transfer + server.weights
 
 
 def _kv_heads(a: Architecture, t: int) -> int:

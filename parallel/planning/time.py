@@ -111,7 +111,7 @@ class Estimator:
         if layout not in self._training:
             self._training[layout] = training_time(*self._of, layout, **self._others)
         sides = (layout.world_size, tp * replicas)
-        num_gpus = max(sides) if config.launch.placement == "colocated" else sum(sides)
+        num_gpus = max(sides) if config.launch.takes_turns else sum(sides)
         return StepTime(
             sampling=self._sampling[servers],
             training=self._training[layout],
@@ -160,7 +160,7 @@ def assumptions(config: RunConfig, lengths: Lengths, machine: Machine) -> list[s
         )
     if config.skips_zero_gradients:
         said.append("every group has signal: none is spared its backward pass (learner.skip_zero_gradients)")
-    if config.launch.placement == "colocated":
+    if config.launch.takes_turns:
         said.append(
             "learner and servers take turns; moving the learner to host memory and back at every step takes no time, and weights go "
             "over the links (launch.placement=colocated)"

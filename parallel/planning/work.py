@@ -8,7 +8,7 @@ from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.architecture import Architecture
 
-Device = Literal["cpu", "cuda"]
+DeviceKind = Literal["cpu", "cuda"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -16,7 +16,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Work:
     """The settings that decide a learner rank's memory, beside model and layout."""
 
-    device: Device
+    device: DeviceKind
     dtype: str
     token_budget: int
     chunk_tokens: int
@@ -55,7 +55,7 @@ class Work:
 
 def work_of(
     config: RunConfig | SftConfig,
-    device: Device,
+    device: DeviceKind,
     critic: Architecture | None = None,
     reference: Architecture | None = None,
 ) -> Work:

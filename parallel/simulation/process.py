@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map_only
 
 from parallel.megatron import platform
 from parallel.megatron.groups import destroy_groups
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.simulation.device import META, SimulatedDevice
 from parallel.simulation.kernels import fused
 from parallel.simulation.ranks import Collectives
@@ -78,7 +78,7 @@ class WeightsWithoutNumbers(HuggingFaceWeights):
 
     def __init__(self, folder: Path):
         self.folder = Path(folder)
-        architecture = read_architecture(read_hf_config(folder))
+        architecture = architecture_of(folder)
         self._names, self._shapes = all_hf_names(architecture), hf_shapes(architecture)
 
     @property

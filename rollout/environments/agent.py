@@ -61,7 +61,7 @@ class AgentEpisodes:
         told = self._told(problem)
         async with self._gateway.session(context, self._conversation) as session:
             async with running(self._starter, self._variables(session, told)) as process:
-                code = await self._end_of(process, session)
+                code = await self._end_of(process, session, context)
         if code != 0:
             raise session.limit or EpisodeFailed(
                 Status.FAILED, f"the agent {how_it_ended(code)}{_why(process, session)}"
@@ -75,11 +75,11 @@ class AgentEpisodes:
         # An agent that ends in order after a limit is scored, and the metrics count the limit.
         return outcome if session.limit is None else replace(outcome, status=session.limit.status)
 
-    async def _end_of(self, process: AgentProcess, session: GatewaySession) -> int:
+    async def _end_of(self, process: AgentProcess, session: GatewaySession, context: Context) -> int:
         """The agent's exit code. Raises the session's failure, if that comes first."""
         ended = asyncio.ensure_future(process.ended())
         try:
-            async with asyncio.timeout(self._config.timeout_s):
+            async with context.deadline(self._config.timeout_s):
                 await asyncio.wait({ended, session.failure}, return_when=asyncio.FIRST_COMPLETED)
         except TimeoutError:
             raise EpisodeFailed(

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -10,7 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rollout.byte_level import Decode, decoder_of
-from rollout.client import GenerationClient, Session
+from rollout.client import GenerationClient, PromptTooLongError, Session
+from rollout.environments.clock import EpisodeClock
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
 from rollout.records import Completion, FinishReason, Prompt, Score, Status
@@ -28,6 +30,8 @@ class EpisodeLimits:
     """Of a whole sequence."""
     max_new_tokens: int
     """Of one turn."""
+    max_prompt_tokens: int = 2**31 - 1
+    """Of the tokens that a turn continues: servers take no longer ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +42,7 @@ class Texts:
     end_token_ids: frozenset[int]
     """Tokens that end a response; they are no part of its text."""
     vocab_size: int
-    """Token ids are below it."""
+    """Of the model: token ids are below it."""
     _text_of: Decode = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,6 +67,7 @@ class _Episode:
     requests: set[asyncio.Future] = field(default_factory=set)
     """Under way."""
     is_over: bool = False
+    clock: EpisodeClock = field(default_factory=EpisodeClock)
 
 
 ScoreText = Callable[..., Awaitable[Score]]
@@ -83,9 +88,9 @@ class EpisodeContext:
         texts: Texts,
         score: ScoreText,
     ) -> None:
-        self.sequence, self._session = TokenSequence(), Session()
-        self._forks: list[EpisodeContext] = []
         self._episode, self._is_acting = _Episode(), False
+        self.sequence, self._session = TokenSequence(), Session(waiting=self._episode.clock.stopped)
+        self._forks: list[EpisodeContext] = []
         self._client, self._problem, self._seed = client, problem, seed
         self._temperature, self._limits, self._texts, self._score = temperature, limits, texts, score
 
@@ -96,6 +101,9 @@ class EpisodeContext:
     def sequences(self) -> list[TokenSequence]:
         """Of the episode, which this context began: its own, and behind it each fork with the forks of that."""
         return [self.sequence, *(one for fork in self._forks for one in fork.sequences())]
+
+    def deadline(self, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+        return self._episode.clock.deadline(seconds)
 
     async def end(self) -> None:
         """End the requests of all contexts of the episode. They can do nothing from now on."""
@@ -145,6 +153,11 @@ class EpisodeContext:
                 Status.TOKEN_LIMIT,
                 f"turn {turn + 1} follows {length} tokens, but environment.max_tokens={self._limits.max_tokens}",
             )
+        if length > self._limits.max_prompt_tokens:
+            raise EpisodeEnded(
+                Status.TOKEN_LIMIT,
+                f"turn {turn + 1} follows {length} tokens, but the servers continue at most {self._limits.max_prompt_tokens}",
+            )
         self._episode.turns += 1  # before the answer: forks may act at the same time
         request = asyncio.ensure_future(
             self._client.generate_group(
@@ -163,6 +176,11 @@ class EpisodeContext:
         self._is_acting = True
         try:
             (completion,) = await request
+        except PromptTooLongError as error:
+            self._episode.turns -= 1
+            raise EpisodeEnded(
+                Status.TOKEN_LIMIT, f"turn {turn + 1} follows {length} tokens: {error}"
+            ) from error
         finally:
             self._is_acting = False
             self._episode.requests.discard(request)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from configs.schema.environment import EnvironmentLimits
-from rollout.client import GenerationClient, GenerationError
+from rollout.client import GenerationClient, GenerationError, PromptTooLongError
 from rollout.environments.context import EpisodeContext, EpisodeLimits, ScoreText, Texts
 from rollout.environments.protocol import Environment, EpisodeEnded, EpisodeFailed, Outcome
 from rollout.environments.sequence import TokenSequence
@@ -86,13 +86,16 @@ class SingleTurns:
     async def sample(
         self, client: GenerationClient, prompt: Prompt, seeds: Sequence[int], *, temperature: float
     ) -> list[Sample]:
-        completions = await client.generate_group(
-            prompt.token_ids,
-            max_new_tokens=self._max_new_tokens,
-            temperature=temperature,
-            stop_token_ids=self._stop_token_ids,
-            seeds=seeds,
-        )
+        try:
+            completions = await client.generate_group(
+                prompt.token_ids,
+                max_new_tokens=self._max_new_tokens,
+                temperature=temperature,
+                stop_token_ids=self._stop_token_ids,
+                seeds=seeds,
+            )
+        except PromptTooLongError as error:
+            return [_unanswered(prompt, Status.TOKEN_LIMIT, str(error)) for _ in seeds]
         scores = await all_or_first_error(
             self._score(
                 prompt,
@@ -108,11 +111,17 @@ class SingleTurns:
         ]
 
 
+def _unanswered(prompt: Prompt, status: Status, error: str) -> Sample:
+    sequence = _with_something_to_pack(TokenSequence(), prompt)
+    return Sample(sequences=[sequence], reward=None, parts={}, correct=False, status=status, error=error)
+
+
 def single_turn(sequence: TokenSequence, score: Score) -> Sample:
+    """A reward that failed says nothing about the response, which is not scored then."""
     return Sample(
         sequences=[sequence],
-        reward=score.value,
-        parts=score.parts,
+        reward=score.value if score.error is None else None,
+        parts=score.parts if score.error is None else {},
         correct=score.correct,
         status=Status.OK if score.error is None else Status.REWARD_FAILED,
         error=score.error,
@@ -168,7 +177,7 @@ class Episodes:
 
     async def _outcome(self, prompt: Prompt, context: EpisodeContext) -> Outcome:
         try:
-            async with asyncio.timeout(self._config.timeout_s) as deadline:
+            async with context.deadline(self._config.timeout_s) as deadline:
                 outcome = checked(await self._run(prompt, context))
         except EpisodeEnded as end:
             outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)

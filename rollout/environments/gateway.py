@@ -80,7 +80,7 @@ class Strangers:
 class Gateway:
     """The server, inside ``async with``. ``host`` is the address on which it listens, at a free port.
 
-    vocab_size: token ids of a request must be below. None: any are taken.
+    vocab_size: of the model; token ids of a request must be below. None: any are taken.
     """
 
     def __init__(

@@ -53,18 +53,24 @@ async def sample_makers(
     tokenizer: "PreTrainedTokenizerBase",
     stop_token_ids: list[int],
     max_positions: int | None,
+    vocab_size: int | None,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[Callable[[PromptsOf], SampleMaker]]:
     """Makes what samples training or held-out problems; each has places of its own. Leaving it ends all processes of
     environments.
 
+    vocab_size: of the model, which may have more ids than its tokenizer and sample them. None: that of the tokenizer.
     host: the address on which agents reach the policy.
 
     Raises:
         ValueError: the environment cannot be made, or nothing limits the tokens of its episodes.
         EnvironmentStartError: its process cannot be started.
     """
-    texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset(stop_token_ids), vocab_size=len(tokenizer))
+    texts = Texts(
+        tokenizer=tokenizer,
+        end_token_ids=frozenset(stop_token_ids),
+        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
+    )
     block, max_new_tokens = config.environment, config.rollout.max_new_tokens
     if block.type == "single_turn":
         maker = SingleTurns(
@@ -72,14 +78,15 @@ async def sample_makers(
         )
         yield lambda which: maker
         return
-    async with _environments(config, block, tokenizer, host) as environments:
+    async with _environments(config, block, texts, host) as environments:
 
         def episodes(which: PromptsOf) -> Episodes:
             most = sequence_limits(config, which, max_positions=max_positions)
-            most |= {} if block.max_tokens is None else {"environment.max_tokens": block.max_tokens}
+            own = [] if block.max_tokens is None else [block.max_tokens]
             limits = EpisodeLimits(
                 max_turns=block.max_turns,
-                max_tokens=min(most.values(), default=_NO_LIMIT),
+                max_tokens=min([*own, *(limit.sequence for limit in most)], default=_NO_LIMIT),
+                max_prompt_tokens=min((limit.prompt for limit in most), default=_NO_LIMIT),
                 max_new_tokens=max_new_tokens,
             )
             around = limits_around(block)
@@ -92,7 +99,7 @@ async def sample_makers(
 
 @asynccontextmanager
 async def _environments(
-    config: RunConfig, block: _Block, tokenizer: "PreTrainedTokenizerBase", host: str
+    config: RunConfig, block: _Block, texts: Texts, host: str
 ) -> AsyncIterator[Mapping[PromptsOf, Environment]]:
     """What plays the problems of each kind."""
     if isinstance(block, TokenEnvironment):
@@ -102,12 +109,12 @@ async def _environments(
         parse = await exits.enter_async_context(call_parser(block))
         system_prompt = getattr(config.task, "system_prompt", None)
         talk: dict[str, Any] = {
-            "renderer_of": renderer_maker(block, tokenizer, config.model.chat_template_kwargs),
+            "renderer_of": renderer_maker(block, texts.tokenizer, config.model.chat_template_kwargs),
             "parse": parse,
             "system_prompt": system_prompt,
         }
         if isinstance(block, AgentEnvironment):
-            gateway = Gateway(host=host, model=config.model.path.name, vocab_size=len(tokenizer))
+            gateway = Gateway(host=host, model=config.model.path.name, vocab_size=texts.vocab_size)
             await exits.enter_async_context(gateway)
             starter = await exits.enter_async_context(agent_starter(block, config.key_variables))
             agents = AgentEpisodes(gateway, starter, block, **talk)

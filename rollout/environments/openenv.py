@@ -24,10 +24,12 @@ import aiohttp
 from configs.schema.environment import OpenEnvironment
 from rollout.environments.processes import (
     LARGEST_ANSWER,
-    MOST_FAILED_STARTS,
+    MOST_AWAY_S,
+    RETRY_S,
     EnvironmentStartError,
     Message,
     Opened,
+    Outage,
     Ready,
     Stepped,
     check_parser_names,
@@ -43,8 +45,6 @@ from rollout.rewards.served import key_of
 ANSWER = "{answer}"
 NO_ROOM = "CAPACITY_REACHED"
 NO_ROOM_FIX = ": all places of the servers are taken; raise their max_concurrent_envs, or lower environment.max_concurrency"
-WAIT_FOR_ROOM_S = (0.05, 1.0)
-"""The first wait for a free place, which doubles, and the longest."""
 PING_S = 20.0
 """A server that does not answer a ping within half of it is gone."""
 T = TypeVar("T")
@@ -67,7 +67,7 @@ class OpenEnvServers:
         self._config = config
         self._servers = [Replica(_websocket_url(url)) for url in config.urls]
         self._client: aiohttp.ClientSession | None = None
-        self._failed_in_a_row = 0
+        self._outage = Outage()
         self._key = key_of(config.api_key_variable, "environment")
 
     async def __aenter__(self) -> "OpenEnvServers":
@@ -100,43 +100,49 @@ class OpenEnvServers:
 
         Raises:
             EpisodeFailed: there is no free place in time, or no connection.
-            EnvironmentStartError: many episodes in a row could not connect.
+            EnvironmentStartError: there was no connection to any server for ``MOST_AWAY_S``.
         """
         session = self._session(self._servers)
         try:
             yield session
         except _Unreachable as error:
-            self._failed_in_a_row += 1
-            if self._failed_in_a_row >= MOST_FAILED_STARTS:
+            if (away_s := self._outage.seconds) >= MOST_AWAY_S:
                 raise EnvironmentStartError(
-                    f"environment.urls: {MOST_FAILED_STARTS} episodes in a row could not connect, the last to {error}; start "
-                    "the servers, and resume the run"
+                    f"environment.urls: no server could be reached for {away_s:.0f} s, the last was {error}; start the servers, "
+                    "and resume the run"
                 ) from error
-            raise EpisodeFailed(Status.FAILED, f"no connection to {error}") from error
+            raise EpisodeFailed(
+                Status.FAILED,
+                f"no connection within environment.reset_timeout_s={self._config.reset_timeout_s:g} s to {error}",
+            ) from error
         finally:
-            if session.has_connected:
-                self._failed_in_a_row = 0
             await finished(session.close())
 
     def _session(self, servers: Sequence[Replica]) -> "OpenEnvSession":
         assert self._client is not None, "use it inside async with"
-        return OpenEnvSession(self._client, servers, self._config)
+        return OpenEnvSession(self._client, servers, self._config, self._outage)
 
 
 class OpenEnvSession:
     """One episode, on the server with the fewest. See ``processes.EnvironmentProcess``."""
 
     def __init__(
-        self, client: aiohttp.ClientSession, servers: Sequence[Replica], config: OpenEnvironment
+        self,
+        client: aiohttp.ClientSession,
+        servers: Sequence[Replica],
+        config: OpenEnvironment,
+        outage: Outage,
     ) -> None:
-        self._client, self._servers, self._config = client, servers, config
+        """outage: of all servers of the config."""
+        self._client, self._servers, self._config, self._outage = client, servers, config, outage
         self._server: Replica | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._waits_for_room = False
-        self.has_connected = False
+        self._unreachable: _Unreachable | None = None
+        """Why it waits for a server, while none can be connected to."""
 
     async def reset(self, problem: Mapping[str, Any]) -> Opened:
-        """Waits for a free place."""
+        """Waits for a server and for a free place. Raises _Unreachable: none could be connected to in time."""
         return await self._within("reset", self._config.reset_timeout_s, self._reset(problem))
 
     async def look(self) -> list[JSON]:
@@ -168,6 +174,8 @@ class OpenEnvSession:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
+            if self._unreachable is not None:
+                raise self._unreachable from error
             why = NO_ROOM_FIX if self._waits_for_room else ""
             raise EpisodeFailed(
                 Status.TIME_LIMIT,
@@ -191,39 +199,44 @@ class OpenEnvSession:
 
     async def _placed(self, arguments: JSON | None) -> JSON:
         """The answer to reset, or to a question for the state, of the first server that has room. Before a wait for room
-        each server is asked, but one that has just been unreachable. Raises _Unreachable where none can be connected
-        to."""
-        wait_s, unreachable, full = WAIT_FOR_ROOM_S[0], set[Replica](), set[Replica]()
+        each server is asked, but one that has just been unreachable. Where none can be connected to, it waits and asks all
+        again; a question for the state raises _Unreachable then."""
+        wait_s, unreachable, full = RETRY_S[0], set[Replica](), set[Replica]()
         while True:
             server = choose([one for one in self._servers if one not in unreachable | full])
             server.in_flight += 1
             self._server = server
             try:
                 data = await self._open(server.url, arguments)
-            except _Unreachable:
+            except _Unreachable as error:
                 server.is_lost = True
                 unreachable.add(server)
                 await self.close()
                 if len(unreachable) == len(self._servers):
-                    raise
+                    self._outage.note_failure()
+                    self._unreachable, self._waits_for_room = error, False
+                    if arguments is None:
+                        raise
             except _NoRoom:
-                self._waits_for_room = self.has_connected = True
+                self._unreachable, self._waits_for_room = None, True
                 full.add(server)
                 await self.close()
             else:
-                server.is_lost, self._waits_for_room, self.has_connected = False, False, True
+                server.is_lost, self._unreachable, self._waits_for_room = False, None, False
                 return data
             if len(unreachable) + len(full) == len(self._servers):
                 await asyncio.sleep(wait_s)
-                wait_s = min(2 * wait_s, WAIT_FOR_ROOM_S[1])
+                wait_s = min(2 * wait_s, RETRY_S[1])
+                unreachable = {one for one in unreachable if one.is_lost} if full else set()
                 full.clear()
-                unreachable = {one for one in unreachable if one.is_lost}
 
     async def _open(self, url: str, arguments: JSON | None) -> JSON:
         try:
             self._socket = await self._client.ws_connect(url, max_msg_size=LARGEST_ANSWER, heartbeat=PING_S)
         except (aiohttp.ClientError, OSError) as error:
             raise _Unreachable(f"{url}: {str(error) or type(error).__name__}") from error
+        self._unreachable = None
+        self._outage.end()
         return await self._ask("state") if arguments is None else await self._ask("reset", arguments)
 
     async def _step(self, message: Message) -> Stepped:

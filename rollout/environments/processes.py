@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -41,8 +42,10 @@ PACKAGES = Path(__file__).resolve().parents[2]
 """The folder of Tandem's packages, which the roles have on PYTHONPATH."""
 LARGEST_ANSWER = 4 * 2**20
 """Bytes of a line from a process: a million tokens of text."""
-MOST_FAILED_STARTS = 8
-"""In a row, after which the run ends; before the first start that succeeds, one is enough."""
+MOST_AWAY_S = 300.0
+"""The run ends after so many seconds in which no episode had a process, or no server could be connected to."""
+RETRY_S = (0.05, 1.0)
+"""The first wait before another try, which doubles, and the longest."""
 PER_CORE = 16
 """Default of processes: most of the time they wait for the policy."""
 
@@ -54,6 +57,23 @@ T = TypeVar("T")
 
 class EnvironmentStartError(WorkerStartError):
     """No process of the environment can be started. It ends the run."""
+
+
+class Outage:
+    """The time since the first of the tries that have all failed."""
+
+    def __init__(self) -> None:
+        self._since: float | None = None
+
+    def note_failure(self) -> None:
+        self._since = time.monotonic() if self._since is None else self._since
+
+    def end(self) -> None:
+        self._since = None
+
+    @property
+    def seconds(self) -> float:
+        return 0.0 if self._since is None else time.monotonic() - self._since
 
 
 class Ready(msgspec.Struct):
@@ -317,7 +337,7 @@ class ProcessPool:
         self._starts = asyncio.Semaphore(max(1, cores() // 2))
         self._idle: list[EnvironmentProcess] = []
         self._all: set[EnvironmentProcess] = set()
-        self._has_started, self._failed_starts = False, 0
+        self._has_started, self._has_told, self._outage = False, False, Outage()
 
     async def __aenter__(self) -> "ProcessPool":
         return self
@@ -350,25 +370,46 @@ class ProcessPool:
                 await finished(self._give_back(process))
 
     async def _take(self) -> EnvironmentProcess:
+        """An idle process, or a new one. What fails once may not fail again: a disk or memory is not there for a moment,
+        or another episode ends meanwhile."""
+        wait_s, deadline = RETRY_S[0], time.monotonic() + self._config.start_timeout_s
+        while True:
+            if (process := await self._take_idle()) is not None:
+                self._outage.end()
+                return process
+            try:
+                process, _ = await self._start()
+            except EnvironmentStartError as error:
+                if not self._has_started or self._outage.seconds >= MOST_AWAY_S:
+                    raise
+                if not self._has_told:
+                    self._has_told = True
+                    logger.warning(
+                        "episodes wait for a process, since one more does not start: %s; further ones are not reported",
+                        error,
+                    )
+                self._outage.note_failure()
+                if time.monotonic() + wait_s > deadline:
+                    raise EpisodeFailed(Status.FAILED, str(error)) from error
+            else:
+                return process
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, RETRY_S[1])
+
+    async def _take_idle(self) -> EnvironmentProcess | None:
         while self._idle:
             process = self._idle.pop()
             if process.is_clean:
                 return process
             await self._drop(process)  # it ended by itself
-        try:
-            process, _ = await self._start()
-        except EnvironmentStartError as error:
-            self._failed_starts += 1
-            if not self._has_started or self._failed_starts >= MOST_FAILED_STARTS:
-                raise
-            raise EpisodeFailed(Status.FAILED, str(error)) from error
-        return process
+        return None
 
     async def _start(self) -> tuple[EnvironmentProcess, Ready]:
         async with self._starts:
             process, ready = await EnvironmentProcess.start(self._config, self._keys)
         self._all.add(process)
-        self._has_started, self._failed_starts = True, 0
+        self._has_started = True
+        self._outage.end()
         return process, ready
 
     async def _give_back(self, process: EnvironmentProcess) -> None:

@@ -6,7 +6,9 @@ nothing is tokenised twice: the prompt of a turn begins, token by token, with th
 turn before.
 """
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -113,6 +115,11 @@ class Context(Protocol):
         Raises:
             ValueError: this sequence has fewer tokens.
         """
+        ...
+
+    def deadline(self, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
+        """``asyncio.timeout`` for parts of the episode. Time in which a turn waits for servers, or for a place there, does
+        not count, as with ``environment.timeout_s``."""
         ...
 
     def encode(self, text: str) -> list[int]:

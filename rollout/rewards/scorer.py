@@ -230,8 +230,8 @@ class Scorer:
         """The sum of the parts, each times its weight. ``num_tokens`` of the response include its end token.
 
         ``parts`` of a single reward are its own. A weighted reward has each part's unweighted value under the
-        part's name, and the part's own parts as ``name/own``. A failed part counts 0, and ``error`` names
-        the reason and the prompt. ``correct`` is True if the deciding part (see ``WeightedReward``) was
+        part's name, and the part's own parts as ``name/own``. A failed part counts 0 in ``value``, and ``error`` names
+        the reason and the prompt: the sample is not scored. ``correct`` is True if the deciding part (see ``WeightedReward``) was
         scored with at least 1.
 
         Raises:
@@ -274,7 +274,7 @@ class Scorer:
         self._num_errors += 1
         if self._num_errors <= MAX_LOGGED_ERRORS:
             last = " (further failures are only counted)" if self._num_errors == MAX_LOGGED_ERRORS else ""
-            logger.warning("%s; scored 0%s", score.error, last)
+            logger.warning("%s; not scored%s", score.error, last)
         return score
 
 

@@ -11,6 +11,8 @@ Groups have their numbers per token behind the msgpack, as plain bytes (``rollou
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from statistics import fmean
+from typing import Self
 
 import msgspec
 import numpy as np
@@ -29,16 +31,39 @@ class SampleRoleLost(SamplingError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BeforeSelection:
+    """Of all groups that a step uses up, before dynamic sampling leaves some of them out."""
+
+    reward_mean: float
+    """Of the samples that were scored."""
+    no_signal_fraction: float
+    """Share of the groups whose siblings all have the same reward."""
+    tokens: int
+    """Response tokens."""
+
+    @classmethod
+    def of(cls, groups: Sequence[Group]) -> Self:
+        trajectories = [t for group in groups for t in group.trajectories]
+        rewards = [{t.reward for t in group.trajectories if t.reward is not None} for group in groups]
+        return cls(
+            reward_mean=fmean(t.reward for t in trajectories if t.branch == 0 and t.reward is not None),
+            no_signal_fraction=fmean(len(of_group) < 2 for of_group in rewards),
+            tokens=sum(int(t.response_mask.sum()) for t in trajectories),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingStats:
     """Cost of one reply. Requests and retries count since the reply before, as some are for later steps."""
 
     seconds: float
     """From the question to the answer."""
     requests: int
+    """Completions requested."""
     retries: int
-    """Attempts that failed in transport and were repeated."""
+    """Completions requested again, since an attempt failed in transport."""
     failed_rewards: int
-    """Samples whose reward raised or ran out of time (scored 0)."""
+    """Samples whose reward raised or ran out of time; they are not scored."""
     reward_retries: int = 0
     """Requests to reward models and judges that were repeated."""
     resampled_groups: int = 0
@@ -55,6 +80,8 @@ class SamplingStats:
     """The prompt of each group that it uses up, in order."""
     without_signal: list[int] = field(default_factory=list)
     """Numbers of those that are not handed out, for lack of signal."""
+    before_selection: BeforeSelection | None = None
+    """None without dynamic sampling, which would hand out the same groups."""
     idle_s: float = 0.0
     """Seconds since the reply before in which no training sample was at the servers."""
     running_groups: int = 0
@@ -74,9 +101,13 @@ class EvaluationResult:
     count: int
     """Samples: problems times samples_per_prompt."""
     length_mean: float
-    """Response tokens, the end token included."""
+    """Tokens that the policy sampled, end tokens included, in a sample in which it had a turn."""
     truncated_fraction: float
-    """Share of the samples that ``max_new_tokens`` cut off."""
+    """Share of these samples that ``max_new_tokens`` cut off, in the last turn of their first sequence."""
+    failed: int = 0
+    """Samples whose reward or episode failed. They count as wrong, with a reward of 0."""
+    first_failure: str | None = None
+    """Prompt and error of the first of them, further sets and greedy answers included; in the whole result alone."""
     accuracy_error: float | None = None
     """Standard error of the accuracy over problems, since samples of one problem are not independent. None for
     a single problem."""

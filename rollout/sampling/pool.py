@@ -28,7 +28,7 @@ class ScoredGroup:
     failures: list[str]
     """Prompt and error of each sample whose reward or episode failed."""
     num_usable: int = 0
-    """Samples whose reward says something: scored, and by a reward that did not fail."""
+    """Samples that are scored."""
 
 
 def step_end(start: int, count: int, max_rounds: int, lacks_signal: Sequence[bool]) -> int:

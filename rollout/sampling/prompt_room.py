@@ -1,12 +1,36 @@
-"""Room for a prompt beside ``rollout.max_new_tokens``, computed without a tokenizer before a start."""
+"""Room for a prompt beside ``rollout.max_new_tokens``, computed without a tokenizer before a start.
 
+SGLang 0.5.23 takes less than the positions of the model and the size of its KV pool. With L the smaller one of the two it
+refuses a prompt of L - 6 tokens or more, and it cuts a sequence off at L - 2 (``max_req_len`` and ``max_req_input_len`` in
+managers/tp_worker.py, ``init_req_max_new_tokens`` in managers/scheduler.py). Of a pool in pages of P tokens it keeps back
+two pages, one of them for a prompt's last page (``max_new_tokens_for_memory`` in mem_cache/allocator/base.py); a request
+that needs the last page waits forever.
+"""
+
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from configs.schema import RunConfig
+from configs.schema.rollout import RolloutConfig
 from configs.schema.task import FileTask
 
 PromptsOf = Literal["training", "held-out"]
+
+BEHIND_SEQUENCE = 2
+"""Places that a server keeps free behind a whole sequence."""
+BEHIND_PROMPT = 7
+"""Places that a server keeps free behind a prompt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceLimit:
+    name: str
+    value: int
+    sequence: int
+    """Most tokens of a whole sequence."""
+    prompt: int
+    """Most tokens that a turn may continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,30 +63,60 @@ def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int | Non
     limits = sequence_limits(config, which, max_positions=max_positions)
     if not limits:
         return None
-    max_new, smallest = config.rollout.max_new_tokens, min(limits.values())
-    within = ", ".join(f"{name}={limit}" for name, limit in limits.items())
-    raises = [f"raise {name}" for name, limit in limits.items() if limit == smallest and "." in name]
+    max_new = config.rollout.max_new_tokens
+    rooms = {limit.name: min(limit.sequence - max_new, limit.prompt) for limit in limits}
+    room = min(rooms.values())
+    within = ", ".join(_in_words(limit) for limit in limits)
+    raises = [f"raise {name}" for name, left in rooms.items() if left == room and "." in name]
     fixes = " or ".join(["lower rollout.max_new_tokens", *raises])
-    if smallest - max_new < 1:
+    if room < 1:
         raise ValueError(
             f"rollout.max_new_tokens={max_new} leaves no room for a {which} prompt within {within}; {fixes}"
         )
     leave_out = (
         "have them left out (task.too_long_prompts=leave_out), " if isinstance(config.task, FileTask) else ""
     )
-    return PromptRoom(
-        tokens=smallest - max_new, within=within, fixes=f"{leave_out}{fixes}", max_new_tokens=max_new
+    return PromptRoom(tokens=room, within=within, fixes=f"{leave_out}{fixes}", max_new_tokens=max_new)
+
+
+def _in_words(limit: SequenceLimit) -> str:
+    if limit.sequence == limit.value:
+        return f"{limit.name}={limit.value}"
+    return f"{limit.name}={limit.value} (SGLang takes sequences of {limit.sequence} and prompts of {limit.prompt})"
+
+
+def sequence_limits(config: RunConfig, which: PromptsOf, *, max_positions: int | None) -> list[SequenceLimit]:
+    """The limits of the tokens of a sequence."""
+    budget = config.learner.token_budget
+    of_learner = SequenceLimit(name="learner.token_budget", value=budget, sequence=budget, prompt=budget - 1)
+    return [*([of_learner] if which == "training" else []), *_server_limits(config.rollout, max_positions)]
+
+
+def _server_limits(rollout: RolloutConfig, max_positions: int | None) -> Iterator[SequenceLimit]:
+    flags = {name.replace("_", "-"): value for name, value in rollout.server_args.items()}
+    if max_positions is not None:
+        yield server_limit("max_position_embeddings", max_positions)
+    if (length := _whole(flags.get("context-length"))) is not None:
+        yield server_limit("rollout.server_args.context-length", length)
+    if rollout.max_total_tokens is not None:
+        page = _whole(flags.get("page-size")) or 1
+        yield server_limit("rollout.max_total_tokens", rollout.max_total_tokens, page=page)
+
+
+def server_limit(name: str, value: int, *, page: int = 1) -> SequenceLimit:
+    """What a server takes of ``value`` places, in pages of ``page``."""
+    sequence = value // page * page - BEHIND_SEQUENCE * page
+    return SequenceLimit(
+        name=name, value=value, sequence=sequence, prompt=min(value - BEHIND_PROMPT, sequence - 1)
     )
 
 
-def sequence_limits(config: RunConfig, which: PromptsOf, *, max_positions: int | None) -> dict[str, int]:
-    """The limits of the tokens of a sequence, by their names."""
-    limits = {"learner.token_budget": config.learner.token_budget} if which == "training" else {}
-    limits |= {
-        "max_position_embeddings": max_positions,
-        "rollout.max_total_tokens": config.rollout.max_total_tokens,
-    }
-    return {name: limit for name, limit in limits.items() if limit is not None}
+def _whole(flag: object) -> int | None:
+    """The number of a flag; None where it is none, which SGLang refuses at its start."""
+    try:
+        return int(str(flag))
+    except ValueError:
+        return None
 
 
 def check_example_length(where: str, length: int, *, token_budget: int, max_positions: int) -> None:

@@ -115,6 +115,7 @@ async def run_sample_role(
             tokenizer=tokenizer,
             stop_token_ids=end_token_ids(tokenizer, config.model.path),
             max_positions=_max_positions(config),
+            vocab_size=_vocab_size(config.model.path),
             host=host,
         ) as samples_of,
     ):
@@ -198,8 +199,11 @@ def task_that_fits(task: Task, config: RunConfig, *, max_positions: int | None) 
 
 def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
     """See ``tokenization.check_vocabulary_size``."""
-    vocab_size = _read_json(Path(model_dir) / "config.json").get("vocab_size")
-    check_vocabulary_size(len(tokenizer), vocab_size, model_dir)
+    check_vocabulary_size(len(tokenizer), _vocab_size(model_dir), model_dir)
+
+
+def _vocab_size(model_dir: Path) -> int | None:
+    return _read_json(Path(model_dir) / "config.json").get("vocab_size")
 
 
 def _read_json(path: Path) -> dict:

@@ -25,7 +25,13 @@ from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
 from rollout.records import Group, Prompt
 from rollout.rewards.by_field import AnyScorer
-from rollout.sampling.messages import EvaluationResult, SamplerState, SamplingError, SamplingStats
+from rollout.sampling.messages import (
+    BeforeSelection,
+    EvaluationResult,
+    SamplerState,
+    SamplingError,
+    SamplingStats,
+)
 from rollout.sampling.order import Order, epoch_order
 from rollout.sampling.pool import GroupPool, ScoredGroup
 from rollout.tasks import Task, digest_of
@@ -140,7 +146,7 @@ class GroupSampler:
         has_signal = [s.has_signal for s in scored]
         if num_filled := count - sum(has_signal):
             logger.warning(
-                "only %d of %d groups have differing rewards after %d prompts; %d without signal are trained on too",
+                "only %d of %d groups have siblings that differ after %d prompts; %d without signal are trained on too",
                 sum(has_signal), count, len(scored), num_filled,
             )  # fmt: skip
         chosen = choose_groups(has_signal, count)
@@ -159,12 +165,16 @@ class GroupSampler:
             first_group=first,
             prompts=[s.group.prompt_id for s in scored],
             without_signal=sorted(first + place for place in {*range(len(scored))} - {*chosen}),
+            before_selection=self._before_selection([s.group for s in scored]),
             idle_s=requested.idle_s,
             running_groups=self._pool.running,
             ready_groups=self._pool.ready,
             left_out_prompts=self._task.num_left_out,
         )
         return [scored[i].group for i in chosen], stats
+
+    def _before_selection(self, groups: Sequence[Group]) -> BeforeSelection | None:
+        return None if self._dynamic.type == "none" else BeforeSelection.of(groups)
 
     async def drain(self, within_s: float) -> None:
         """See ``GenerationClient.drain``."""
@@ -213,7 +223,8 @@ class GroupSampler:
             sampled, *greedy = (_summarise_samples(list(islice(answered, len(prompts)))) for _ in ways)
             results.append(replace(sampled, greedy=next(iter(greedy), None)))
         first, *others = results
-        return replace(first, sets=dict(zip(self._task.heldout_sets, others, strict=True)), sources=sources)
+        by_set = dict(zip(self._task.heldout_sets, others, strict=True))
+        return replace(first, sets=by_set, sources=sources, first_failure=next(iter(failures), None))
 
     def _summarise_sources(
         self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Sample]]
@@ -236,7 +247,7 @@ class GroupSampler:
             group=_make_group(number, prompt, samples),
             has_signal=_has_signal(samples, self._dynamic),
             failures=_failed_rewards(prompt, samples),
-            num_usable=sum(sample.reward is not None and sample.error is None for sample in samples),
+            num_usable=sum(sample.reward is not None for sample in samples),
         )
 
     def _sample_seeds(self, prompt: Prompt, count: int, *, attempt: int) -> list[int]:
@@ -293,8 +304,7 @@ def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Gro
 def _failed_rewards(prompt: Prompt, samples: Sequence[Sample]) -> list[str]:
     """A line each, for a terminal: an error may hold what a model has written."""
     return [
-        f"prompt {on_one_visible_line(prompt.prompt_id)}, sibling {sibling_id}, {'not scored' if sample.reward is None else 'scored 0'}: "
-        f"{on_one_visible_line(sample.error)}"
+        f"prompt {on_one_visible_line(prompt.prompt_id)}, sibling {sibling_id}, not scored: {on_one_visible_line(sample.error)}"
         for sibling_id, sample in enumerate(samples)
         if sample.error is not None
     ]
@@ -353,9 +363,12 @@ def _pass_at(right: Sequence[Sequence[bool]]) -> dict[int, float]:
 
 
 def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
-    """A sample that was not scored is wrong, with a reward of 0."""
+    """A sample that was not scored has a reward of 0. It is wrong, unless a part failed that does not decide."""
     samples = [sample for samples in sampled for sample in samples]
     truncated = sum(sample.is_truncated for sample in samples)
+    lengths = [
+        sample.num_sampled for sample in samples if sample.num_sampled
+    ]  # an episode may fail before a turn
     right = [[sample.correct for sample in samples] for samples in sampled]
     return EvaluationResult(
         accuracy=sum(sample.correct for sample in samples) / len(samples),
@@ -363,6 +376,7 @@ def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
         count=len(samples),
         accuracy_error=accuracy_error(right),
         pass_at=_pass_at(right),
-        length_mean=sum(sample.num_sampled for sample in samples) / len(samples),
-        truncated_fraction=truncated / len(samples),
+        length_mean=sum(lengths) / max(len(lengths), 1),
+        truncated_fraction=truncated / max(len(lengths), 1),
+        failed=sum(sample.error is not None for sample in samples),
     )

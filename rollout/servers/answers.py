@@ -93,6 +93,14 @@ def _refuse_aborted(replies: Sequence[Mapping]) -> None:
             raise AttemptFailed(f"aborted: {finish.get('message') or 'no reason given'}")
 
 
+_TOO_LONG = (
+    "exceeds the maximum allowed length",
+    "longer than the model's context length",
+    "exceeds the model's maximum context length",
+    "exceeds the KV memory budget",
+)
+"""Of its messages: in managers/utils.py, managers/tokenizer_manager.py and managers/scheduler.py of 0.5.23."""
+
 _LOGPROB, _TOKEN = itemgetter(0), itemgetter(1)
 """Of SGLang's triples (log-prob, id, text)."""
 
@@ -195,6 +203,11 @@ def server_message(content: bytes) -> str:
         inner = reply.get("error", reply.get("message", reply.get("detail", reply)))
         return str(inner.get("message", inner) if isinstance(inner, dict) else inner)
     return str(reply)
+
+
+def is_too_long(message: str) -> bool:
+    """Whether SGLang refuses a prompt with this message because it has no room for it and its answer."""
+    return any(words in message for words in _TOO_LONG)
 
 
 def error_code(content: bytes) -> object:

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +13,7 @@ from functools import partial
 import aiohttp
 import orjson
 
-from rollout.client import ClientStats, GenerationError, Session
+from rollout.client import ClientStats, GenerationError, PromptTooLongError, Session
 from rollout.connections import PEER_TIMEOUT_S, REUSE_S, is_unreachable
 from rollout.gathering import all_or_first_error
 from rollout.http_replicas import (
@@ -31,6 +31,7 @@ from rollout.servers.answers import (
     Sent,
     collection_paused,
     error_code,
+    is_too_long,
     neutral_sampling_params,
     read_answer,
     server_message,
@@ -253,11 +254,12 @@ class SGLangClient:
         if sent.truncation is not None:
             request |= kept_sets.REQUEST
         body = orjson.dumps(request)
+        waiting = nullcontext if session is None else session.waiting
         async with AsyncExitStack() as stack:
             stack.enter_context(
                 span("request", family="requests", samples=count, prompt_tokens=len(prompt_ids))
             )
-            with span("wait for admission"):
+            with waiting(), span("wait for admission"):
                 await stack.enter_async_context(self._places.take(count))
                 await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
@@ -267,8 +269,9 @@ class SGLangClient:
                         with self._in_flight.counted(count):
                             return await self._request_with_retries(body, count, sent, session)
                 except _AllLost:
-                    await self._some_server()
-                    await self._is_open.wait()  # a drain may have begun meanwhile
+                    with waiting():
+                        await self._some_server()
+                        await self._is_open.wait()  # a drain may have begun meanwhile
                 except TimeoutError as error:
                     raise GenerationError(
                         f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} "
@@ -285,7 +288,7 @@ class SGLangClient:
             nonlocal num_counted
             is_cut = patience.covers(error)
             if self._servers_restart and self._are_all_lost() and not is_cut:
-                self._stats = replace(self._stats, retries=self._stats.retries + 1)
+                self._stats = replace(self._stats, retries=self._stats.retries + count)
                 raise _AllLost
             num_counted += not is_cut
             if num_counted > self._max_retries:
@@ -293,7 +296,7 @@ class SGLangClient:
                 raise GenerationError(
                     f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}"
                 )
-            self._stats = replace(self._stats, retries=self._stats.retries + 1)
+            self._stats = replace(self._stats, retries=self._stats.retries + count)
 
         attempt = partial(self._attempt, body=body, count=count, sent=sent)
         return await request_with_retries(
@@ -315,11 +318,15 @@ class SGLangClient:
                 failure = _ServerUnreached if error_code(content) in UNREACHED_CODES else AttemptFailed
                 raise failure(f"HTTP {response.status}: {server_message(content)}")
             if response.status != 200:
-                raise GenerationError(
-                    f"{url} refused a request with HTTP {response.status}: {server_message(content)}"
-                )
+                message = server_message(content)
+                refusal = PromptTooLongError if is_too_long(message) else GenerationError
+                raise refusal(f"{url} refused a request with HTTP {response.status}: {message}")
         with collection_paused():
             completions = read_answer(content, count, url, sent)
+        if not all(len(completion.token_ids) for completion in completions):
+            raise PromptTooLongError(
+                f"{url} had no room for a token behind a prompt of {sent.num_tokens} tokens"
+            )
         if any((completion.token_versions[:1] == NO_WEIGHT_VERSION).any() for completion in completions):
             raise ReplicaLost(f"{url} was started again, and has no weights of the learner yet")
         return completions

@@ -171,7 +171,7 @@ def _cuda_flags(spec: ServerSpec, share: ServerShare) -> Flags:
     if has_recurrent_layers(spec.config.model.path):
         # Otherwise a shared expert is one more among the experts that are captured.
         flags["disable-shared-experts-fusion"] = True
-    if spec.config.launch.placement == "colocated":  # the server then lends its GPUs' memory on request
+    if spec.config.launch.takes_turns:  # the server then lends its GPUs' memory on request
         flags["enable-memory-saver"] = True
     if spec.config.rollout.dtype == "float32":
         flags["attention-backend"] = ATTENTION_OF_FLOAT32

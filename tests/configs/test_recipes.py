@@ -26,8 +26,9 @@ from launch.checks import config as checks
 from launch.cli import app
 from launch.commands import train as training
 from launch.processes.placement import check_placement
-from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
+from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, stage_parameters, worst_stage
+from parallel.planning.other_models import critic_architecture
 from parallel.planning.planner import Cluster, plan
 from parallel.planning.server_memory import RolloutMemory, rollout_memory
 from parallel.planning.work import work_of
@@ -128,8 +129,8 @@ def inside(tree, monkeypatch) -> None:
     monkeypatch.setattr(checks, "gpus_here", lambda: 0)
 
 
-def architecture_of(config: RunConfig) -> Architecture:
-    return read_architecture(read_hf_config(MODEL_CONFIGS / config.model.path.name))
+def recipe_architecture(config: RunConfig) -> Architecture:
+    return architecture_of(MODEL_CONFIGS / config.model.path.name)
 
 
 def gpus_of(config: RunConfig) -> int:
@@ -137,8 +138,8 @@ def gpus_of(config: RunConfig) -> int:
 
 
 def memory_of(config: RunConfig, gpu_bytes: int) -> tuple[LearnerMemory, RolloutMemory]:
-    architecture, rollout = architecture_of(config), config.rollout
-    work = work_of(config, "cuda", architecture if config.critic is not None else None)
+    architecture, rollout = recipe_architecture(config), config.rollout
+    work = work_of(config, "cuda", critic_architecture(config, architecture))
     server = rollout_memory(
         architecture, rollout.tp, rollout.dtype, gpu_bytes, quantization=rollout.quantization
     )
@@ -179,13 +180,14 @@ def test_a_recipe_is_valid_fits_its_gpus_and_is_planned(case):
     assert (
         config.rollout.max_new_tokens + LONGEST_PROMPT
         <= config.learner.token_budget
-        <= architecture_of(config).max_positions
+        <= recipe_architecture(config).max_positions
     )
     learner, server = memory_of(config, case.gpu_gib * GIB)
     assert learner.total <= USABLE_SHARE * case.gpu_gib * GIB
     assert server.tokens >= SERVED_AT_ONCE * config.rollout.max_new_tokens
     cluster = Cluster(num_gpus=gpus_of(config), gpu_bytes=case.gpu_gib * GIB)
-    plans = plan(read_hf_config(config.model.path), config, cluster)
+    architecture = architecture_of(config.model.path)
+    plans = plan(architecture, config, cluster, critic=critic_architecture(config, architecture))
     pair = (config.layout, config.rollout.tp, config.rollout.replicas)
     assert pair in [(each.learner, each.rollout_tp, each.replicas) for each in plans]
 
@@ -209,7 +211,7 @@ def test_every_size_of_the_list_has_a_recipe_and_its_card_s_size():
         == sorted(path.name for path in MODEL_CONFIGS.iterdir())
     )
     for config in configs:
-        parameters = sum(stage_parameters(architecture_of(config), LayoutConfig(), 0))
+        parameters = sum(stage_parameters(recipe_architecture(config), LayoutConfig(), 0))
         name = config.model.path.name
         assert parameters == pytest.approx(BILLIONS[name] * 1e9, rel=0.012), name
 
@@ -259,7 +261,7 @@ def test_dapo_warms_up_and_punishes_as_the_paper_does():
 def test_corrections_fit_the_kind_of_model():
     for recipe in OF_MODELS:
         config = load_config(RECIPES / f"{recipe}.yaml")
-        expected = "decoupled_token_icepop" if architecture_of(config).experts else "decoupled_token_is"
+        expected = "decoupled_token_icepop" if recipe_architecture(config).experts else "decoupled_token_is"
         assert preset_name(config.correction) == expected, recipe
 
 

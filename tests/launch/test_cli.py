@@ -451,7 +451,14 @@ def test_the_summary_adds_up_the_steps_and_ignores_a_torn_line(tmp_path):
     steps = [
         {"step": 0, "eval/accuracy": 0.25, "time/evaluation": 2.0},
         {"step": 1, "time/sampling": 1.5, "time/update": 0.5},
-        {"step": 2, "time/sampling": 1.0, "time/update": 0.25, "eval/accuracy": 0.5, "time/evaluation": 1.0},
+        {
+            "step": 2,
+            "time/sampling": 1.0,
+            "time/update": 0.25,
+            "time/checkpoint": 0.5,
+            "eval/accuracy": 0.5,
+            "time/evaluation": 1.0,
+        },
     ]
     lines = [json.dumps(s) for s in steps] + ['{"step": 3, "time/sam']
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
@@ -463,6 +470,7 @@ def test_the_summary_adds_up_the_steps_and_ignores_a_torn_line(tmp_path):
         "update": 0.75,
         "sync": 0,
         "evaluation": 3.0,
+        "checkpoint": 0.5,
         "start_up": 3.0,
     }
     assert json.loads((tmp_path / "summary.json").read_text()) == summary

@@ -238,7 +238,7 @@ def test_the_list_of_runs(tmp_path):
     rows = [
         {"step": 0, "eval/accuracy": 0.25},
         {"step": 1, "reward/mean": 0.5},
-        {"step": 2, "reward/mean": 0.75},
+        {"step": 2, "reward/mean": 0.75, "reward/before_selection": 0.113},
     ]
     stopped = make_run(tmp_path / "runs" / "a-1", rows=rows)
     damaged = '{"step": 3, "reward/mean": "high"}\n{"step": 3, "rew'  # edited, and torn by a crash
@@ -266,7 +266,7 @@ def test_the_list_of_runs(tmp_path):
     assert cells == [
         ["run", "state", "step", "held out", "reward", "last written"],
         ["a-2", "running", "0/10", "-", "-", cells[1][-1]],  # claiming it puts the empty metrics aside
-        ["a-1", "stopped after step 2", "2/10", "25.0%", "0.750", "2m40s ago"],
+        ["a-1", "stopped after step 2", "2/10", "25.0%", "0.113", "2m40s ago"],
         ["warm", "(sft)", "-", "-", "-", "4m20s ago"],
         ["a-eval", "(evaluation)", "-", "50.0%", "-", "6m00s ago"],
         ["a-edited", "(evaluation)", "-", "-", "-", "7m40s ago"],

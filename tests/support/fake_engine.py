@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollout.client import ClientStats, GenerationError, Session
+from rollout.client import ClientStats, GenerationError, PromptTooLongError, Session
 from rollout.environments.context import Texts
 from rollout.environments.episodes import SingleTurns
 from rollout.records import Completion, FinishReason
@@ -43,6 +43,7 @@ class FakeEngine:
     version: int = 0
     vocab_size: int = 20
     fail: Callable[[Sequence[int], int], bool] = lambda prompt_ids, seed: False
+    longest_prompt: int = 2**31
     stats: ClientStats = field(default_factory=ClientStats)
     calls: list[tuple[tuple[int, ...], int, float]] = field(default_factory=list)
     """(prompt, seed, temperature) of every sample, in the order they were asked for."""
@@ -61,6 +62,8 @@ class FakeEngine:
         self.calls += [(tuple(prompt_ids), seed, temperature) for seed in seeds]
         for _ in range(seeds[0] % 5):  # groups finish in another order than they started in
             await asyncio.sleep(0)
+        if len(prompt_ids) > self.longest_prompt:
+            raise PromptTooLongError(f"asked to refuse {len(prompt_ids)} tokens")
         if any(self.fail(prompt_ids, seed) for seed in seeds):
             raise GenerationError(f"asked to fail for {list(prompt_ids)}")
         (stop, *_) = stop_token_ids

@@ -425,6 +425,15 @@ def test_what_is_no_better_or_no_number_is_not_the_best(tmp_path):
     assert not without.is_best(6, {"eval/accuracy": 1.0})
 
 
+@pytest.mark.parametrize(("max_failed", "best"), [(0.05, False), (0.5, True), (None, True)])
+def test_an_evaluation_of_failed_rewards_is_not_the_best(tmp_path, max_failed, best):
+    config = CheckpointConfig(keep_best="eval/greedy/reward_mean")
+    checkpointer = Checkpointer(tmp_path, config, max_failed=max_failed)
+    evaluated = {"eval/greedy/reward_mean": 0.5, "eval/greedy/failed_fraction": 0.5}
+    assert checkpointer.is_best(1, evaluated) == best
+    assert checkpointer.is_best(2, evaluated | {"eval/greedy/failed_fraction": 0.05}) != best
+
+
 def work_best(root: Path) -> list[bool]:
     """What each rank thinks of evaluations that rank 0 alone knows."""
     checkpointer = Checkpointer(root, CheckpointConfig(keep_best="eval/accuracy"))

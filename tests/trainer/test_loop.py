@@ -1,6 +1,7 @@
 """What the step hands to its parts, and when. The parts are stand-ins that take down their calls; interrupted runs with the
 real ones are in tests/launch/processes/test_stop.py, numbers of real steps in tests/end_to_end."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from configs.loader import load_config
+from configs.schema.alarms import AlarmsConfig
 from configs.schema.objective import KLConfig
+from rollout.sampling.messages import EvaluationResult
 from tests.support.packed_batches import random_batch
 from trainer import loop, step_clock
 from trainer.algorithm.kl_reward import KLInReward
@@ -17,6 +20,7 @@ from trainer.loop import Run, train
 from trainer.ranks.metrics import values
 from trainer.ranks.totals import alone
 from trainer.sampling import Sampled
+from trainer.tracking.alarms import check_alarms
 
 RECIPE = Path(__file__).resolve().parents[2] / "configs/recipes/countdown_tiny.yaml"
 TAKES_S = {
@@ -27,6 +31,7 @@ TAKES_S = {
     "publish": 10_000,
     "evaluate": 100_000,
 }
+EVALUATED = EvaluationResult(accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0)
 
 
 @pytest.fixture
@@ -71,10 +76,21 @@ def stepped(monkeypatch):
         owner = {"publish": calls.weight_sync, "score": learner, "update": learner}.get(name, calls.sampler)
         takes(getattr(owner, name), name)
 
-    def run(*overrides: str, full: str | None = None, kl: KLInReward | None = None) -> Mock:
+    def run(
+        *overrides: str,
+        full: str | None = None,
+        kl: KLInReward | None = None,
+        evaluated: EvaluationResult = EVALUATED,
+        checkpoint_s: float = 0.0,
+    ) -> Mock:
+        def save(*unused, **named):
+            now[0] += checkpoint_s
+            return full
+
         if kl is not None:
             learner.kl_in_reward, learner.total, batch.packed = kl, alone, random_batch([4, 3], seed=3)
-        calls.checkpointer.after_step.return_value = full
+        calls.checkpointer.after_step.side_effect = save
+        calls.sampler.evaluate.return_value = evaluated
         parts = {
             name: getattr(calls, name)
             for name in (
@@ -129,6 +145,23 @@ def test_a_best_step_that_could_not_be_named_is_told_of():
     run.tracker.warn_once.assert_called_once_with("best checkpoint", "no space")
 
 
+def test_failed_rewards_of_an_evaluation_are_told_before_and_within_the_steps(stepped, monkeypatch):
+    failing = replace(EVALUATED, failed=2, first_failure="prompt h0")
+    run = Mock(first_step=1)
+    run.sampler.evaluate.return_value = failing
+    run.config.alarms = AlarmsConfig()
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "check_alarms", check_alarms)
+        loop.evaluate_before(run)
+    about, told = run.tracker.warn_once.call_args.args
+    assert told.startswith("step 0: rewards of the evaluation failed") and told.endswith("of prompt h0")
+    step, recorded, (alarm,) = run.tracker.log.call_args.args
+    assert (step, recorded["eval/failed_fraction"], alarm.name) == (0, 0.5, "reward_failed_max")
+    calls = stepped("steps=2", "evaluation={every: 2, at_ends: false}", evaluated=failing)
+    told = [call.args for call in calls.tracker.warn_once.call_args_list if call.args[0] == about]
+    assert [text.partition(":")[0] for _, text in told] == ["step 2"]
+
+
 def test_every_part_hears_of_the_same_step_and_sampling_ends_with_the_run(stepped):
     calls = stepped("steps=5", "rollout.max_staleness=2", "evaluation={every: 2, at_ends: true}")
     for part in (
@@ -169,8 +202,22 @@ def test_time_of_the_parts_and_of_the_step(stepped):
     """A drain is a wait for samples; an evaluation is no part of the step."""
     seconds = stepped("steps=1", "evaluation={every: 1}").step_metrics.call_args.kwargs["seconds"]
     parts = {"sampling": 1001, "logprobs": 10, "update": 200, "sync": 10_000}
-    # The clock is handed over while it runs, so the checkpoint's time is there by now.
-    assert seconds == parts | {"step": sum(parts.values()), "evaluation": 100_000, "checkpoint": 0}
+    assert seconds == parts | {"step": sum(parts.values()), "evaluation": 100_000}
+
+
+def test_a_checkpoint_is_in_the_line_of_the_next_step_which_it_is_no_part_of(stepped):
+    """The line of its own step is on disk before it is written."""
+    calls = stepped("steps=3", checkpoint_s=1_000_000)
+    seconds = [call.kwargs["seconds"] for call in calls.step_metrics.call_args_list]
+    assert [times.get("checkpoint") for times in seconds] == [None, 1_000_000, 1_000_000]
+    assert len({times["step"] for times in seconds}) == 1
+
+
+def test_the_clock_of_evaluations_runs_where_one_is_due_alone(stepped):
+    """A time of 1e-5 would pass for that of an evaluation."""
+    calls = stepped("steps=5", "evaluation={every: 2, at_ends: true}")
+    seconds = [call.kwargs["seconds"] for call in calls.step_metrics.call_args_list]
+    assert [times.get("evaluation") for times in seconds] == [None, 100_000, None, 100_000, 100_000]
 
 
 def test_metrics_and_checks_get_what_was_measured(stepped):

@@ -17,7 +17,7 @@ from configs.schema.objective import (
 )
 from parallel.engine_base import UpdateResult
 from rollout.records import FinishReason, Group
-from rollout.sampling.messages import EvaluationResult, SamplingStats
+from rollout.sampling.messages import BeforeSelection, EvaluationResult, SamplingStats
 from tests.support.packed_batches import random_batch
 from tests.support.records import trajectory
 from trainer.algorithm.advantages import compute_advantages
@@ -97,6 +97,8 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
         "objective": ClippedObjective(dual_clip=3.0),
         "kl": KLConfig(coefficient=0.1),
         "entropy": EntropyConfig(),
+        "correction": CorrectionConfig(),
+        "aggregation": "token_mean",
     }
     result = UpdateResult(grad_norm=1.0, lr=1e-3, skipped=False, outputs=[])
     updates = []
@@ -132,7 +134,14 @@ def whole_step(**changes) -> StepMetrics:
     evaluated = replace(EVALUATION, pass_at={2: 0.7}, greedy=EVALUATION)
     step_of = {
         "sampled": Sampled(
-            groups=[group], stats=SamplingStats(seconds=1.0, requests=1, retries=0, failed_rewards=0)
+            groups=[group],
+            stats=SamplingStats(
+                seconds=1.0,
+                requests=1,
+                retries=0,
+                failed_rewards=0,
+                before_selection=BeforeSelection.of([group]),
+            ),
         ),
         "batch": step,
         "measured": measured,
@@ -204,13 +213,24 @@ def test_what_the_sampler_and_an_evaluation_say_is_recorded_under_its_name():
     found = sampling_metrics(stats)
     for name in (n.removeprefix("sampling/") for n in found if n.startswith("sampling/")):
         assert found[f"sampling/{name}"] == getattr(stats, name)
-    assert found["reward/failed"] == stats.failed_rewards
+    assert found["reward/failed"] == stats.failed_rewards and "reward/before_selection" not in found
+    before = BeforeSelection(reward_mean=0.125, no_signal_fraction=0.75, tokens=9)
+    assert (
+        found.items()
+        < sampling_metrics(replace(stats, before_selection=before)).items()
+        >= {
+            ("reward/before_selection", 0.125),
+            ("groups/no_signal_before_selection", 0.75),
+            ("response/tokens_before_selection", 9),
+        }
+    )
     assert found["reward/failed_fraction"] == stats.failed_rewards / stats.scored
     result = EvaluationResult(accuracy=0.1, reward_mean=0.2, count=3, length_mean=4.0, truncated_fraction=0.5)
     found = evaluation_metrics(replace(result, greedy=replace(result, accuracy=0.6)))
     for name in ("accuracy", "reward_mean", "count", "length_mean", "truncated_fraction"):
         assert found[f"eval/{name}"] == getattr(result, name)
-    assert found["eval/greedy/accuracy"] == 0.6
+    assert found["eval/greedy/accuracy"] == 0.6 and found["eval/failed_fraction"] == 0
+    assert evaluation_metrics(replace(result, failed=1))["eval/failed_fraction"] == 1 / 3
 
 
 def test_what_came_along_is_counted_on_response_tokens_alone():

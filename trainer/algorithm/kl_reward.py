@@ -54,7 +54,7 @@ class KLInReward:
 
     def __init__(self, config: KLConfig):
         self._config = config
-        self.coefficient = config.coefficient if config.place == "reward" else 0.0
+        self.coefficient = config.coefficient if config.in_reward else 0.0
         """Applied to the next step."""
 
     @property

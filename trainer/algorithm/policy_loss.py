@@ -100,8 +100,7 @@ def policy_loss(
     token, and the sequence of a response token whose advantage, weight or log-prob in ``batch`` is not
     finite, or whose log-prob there is above 0.
     """
-    kl_in_loss = kl.place == "loss" and kl.coefficient > 0
-    _require(batch, current_logprobs_T, entropy_T, mode=correction.mode, with_ref=kl_in_loss)
+    _require(batch, current_logprobs_T, entropy_T, mode=correction.mode, with_ref=kl.in_loss)
     mask_T = batch.response_mask_T
     # Replaced before any arithmetic: NaN times a zero weight would still be NaN, in the gradient too.
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
@@ -130,7 +129,7 @@ def policy_loss(
     if batch.ref_logprobs_T is not None:
         kl_T = ESTIMATORS[kl.estimator](current_T, _on_mask(batch, "ref_logprobs_T"))
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
-        if kl_in_loss:
+        if kl.in_loss:
             terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)

@@ -6,7 +6,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
-from trainer.metric_names import known
+from trainer.metric_names import WITHOUT_SELECTION, known
 from trainer.report.drawing import ALONE, FEW_RUNS, Recorded, Series, draw_legend, draw_lines, new_figure
 from trainer.report.pictures import ROUNDING, Lines
 from trainer.tracking.tracker import flatten
@@ -23,7 +23,7 @@ PANELS = tuple(
         title=title, metrics={known(metric): title}, sparse=metric.startswith("eval/"), log=log, noise=noise
     )
     for title, metric, log, noise in (
-        ("Reward, as sampled", "reward/mean", False, 0.0),
+        ("Reward, as sampled", "reward/before_selection", False, 0.0),
         ("Reward, importance-weighted", "reward/importance_weighted", False, 0.0),
         ("Held-out accuracy", "eval/accuracy", False, 0.0),
         ("Entropy of the policy", "policy/entropy", False, 0.0),
@@ -40,14 +40,15 @@ LAST_STEPS = 10
 """Steps at the end of a run whose mean stands in the table of results."""
 ACCURACY, SECONDS = known("eval/accuracy"), known("time/step")
 MEANS = (
-    ("reward", known("reward/mean"), ".3f"),
+    ("reward", known("reward/before_selection"), ".3f"),
     ("k3", known("mismatch/k3"), ".1e"),
     ("ESS", known("mismatch/ess"), ".3f"),
 )
 GREATEST = known("mismatch/abs_prob_max")
 RESULTS_TITLE = "Results of the compared runs"
 RESULTS_ABOUT = (
-    f"Reward, k3 and ESS: means of the last {LAST_STEPS} steps. Seconds of a step: their median. |Δp| max: the greatest gap of a token's "
+    f"Reward (before dynamic sampling selects groups), k3 and ESS: means of the last {LAST_STEPS} steps. "
+    "Seconds of a step: their median. |Δp| max: the greatest gap of a token's "
     "probability between the two engines, in the whole run."
 )
 SETTINGS_TITLE = "Settings in which the compared runs differ"
@@ -90,9 +91,13 @@ def draw(runs: Mapping[str, Recorded], config: RunConfig) -> "tuple[Figure | Non
 def _lines_of(panel: Lines, runs: Mapping[str, Recorded]) -> list[tuple[str, Series]]:
     """(label of the run, its series) of the panel's metric; none where there is nothing but rounding."""
     (metric,) = panel.metrics
-    lines = [(label, series) for label, recorded in runs.items() if len(series := recorded.get(metric))]
+    lines = [(label, series) for label, recorded in runs.items() if len(series := _series(recorded, metric))]
     is_rounding = all(abs(value) < panel.noise for _, series in lines for value in series.values)
     return [] if is_rounding else lines
+
+
+def _series(recorded: Recorded, metric: str) -> Series:
+    return recorded.get(metric) or recorded.get(WITHOUT_SELECTION.get(metric, metric))
 
 
 def labels_of(configs: Sequence[tuple[str, RunConfig]]) -> list[str]:
@@ -120,7 +125,7 @@ def _results_of(recorded: Recorded, config: RunConfig) -> list[str]:
     accuracy, seconds, greatest = map(recorded.get, (ACCURACY, SECONDS, GREATEST))
     measured = [(value, step) for step, value in zip(accuracy.steps, accuracy.values, strict=True)]
     best = max(measured, key=lambda pair: (pair[0], -pair[1]), default=None)
-    means = [(recorded.get(metric).values[-LAST_STEPS:], form) for _, metric, form in MEANS]
+    means = [(_series(recorded, metric).values[-LAST_STEPS:], form) for _, metric, form in MEANS]
     return [
         f"{max(recorded.steps, default=0)} of {config.steps}",
         *(

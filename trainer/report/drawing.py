@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any, assert_never
 
 from configs.schema import RunConfig
+from trainer.metric_names import find_entry
 from trainer.report.pictures import MAX, MEAN, Buckets, Lines, Panel, Picture, Shares
 
 if TYPE_CHECKING:
@@ -43,6 +44,10 @@ class Series:
     def __len__(self) -> int:
         return len(self.steps)
 
+    @property
+    def by_step(self) -> dict[int, float]:
+        return dict(zip(self.steps, self.values, strict=True))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
@@ -58,15 +63,21 @@ class Recorded:
         return series if base == metric else Series(series.steps, [1 - value for value in series.values])
 
     def labelled(self, metrics: Mapping[str, str]) -> dict[str, str]:
-        """The recorded ones of these metrics, name to label, with stars resolved."""
+        """The recorded ones of these metrics, name to label. A star stands for all names that have its entry in the table of
+        metrics."""
         labels = {}
         for name, label in metrics.items():
             if "*" not in name:
                 labels |= {name: label} if len(self.get(name)) else {}
                 continue
-            pattern = re.compile(re.escape(name).replace(r"\*", "([^/]+)"))
+            starred = name.removeprefix("1 - ")
+            pattern = re.compile(re.escape(starred).replace(r"\*", "(.+)"))
             matches = filter(None, map(pattern.fullmatch, sorted(self.series)))
-            labels |= {match[0]: label.replace("*", match[1]) for match in matches}
+            labels |= {
+                name.replace(starred, match[0]): label.replace("*", match[1])
+                for match in matches
+                if find_entry(match[0]) is find_entry(starred)
+            }
         return labels
 
     def edges(self, prefix: str) -> dict[str, str]:
@@ -387,7 +398,7 @@ def _smoothing_width(series: Series) -> int:
 
 def _with_gaps(series: Series) -> tuple[list[int], list[float]]:
     """Every step from first to last. Missing values are NaN, so that lines break there."""
-    by_step = dict(zip(series.steps, series.values, strict=True))
+    by_step = series.by_step
     steps = list(range(series.steps[0], series.steps[-1] + 1))
     return steps, [by_step.get(step, math.nan) for step in steps]
 
@@ -462,7 +473,7 @@ def _draw_shares(axes: "Axes", panel: Shares, recorded: Recorded) -> None:
     steps = sorted({step for series in by_label.values() for step in series.steps})
     parts = {}
     for label, series in by_label.items():
-        by_step = dict(zip(series.steps, series.values, strict=True))
+        by_step = series.by_step
         parts[label] = [by_step.get(step, 0.0) for step in steps]
     shades = [colormaps["cividis_r"](place / max(len(parts) - 1, 1)) for place in range(len(parts))]
     draw_stack(axes, steps, parts, shades, title=panel.title)

@@ -19,7 +19,7 @@ from configs.errors import counted
 from configs.presets import DESCRIPTIONS, preset_name
 from configs.schema import RunConfig
 from configs.schema.model import ModelConfig
-from trainer.metric_names import TIME_PARTS
+from trainer.metric_names import STEP_PARTS, TIME_PARTS
 from trainer.report import comparison, timeline
 from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, new_figure
 from trainer.report.pictures import PICTURES
@@ -140,7 +140,10 @@ def _draw_all(
     for picture in PICTURES:
         panels = draw_alone(picture, run.recorded, run.config)
         yield picture.name, picture.title, picture.about, draw(picture, run.recorded, run.config), panels
-    about = "Seconds of each part of a step, stacked; other: what they leave of the whole step, which its evaluation comes after."
+    about = (
+        "Seconds of each part of a step, stacked; other: what they leave of the whole step. The evaluation comes after the step, and the "
+        "checkpoint is that of the step before."
+    )
     title = "Where the time of a step goes"
     whole, alone = _draw_step_time(run, title, None), _draw_step_time(run, "", ALONE)
     yield "step_time", title, about, whole, [] if alone is None else [alone]
@@ -193,20 +196,19 @@ def _draw_step_time(run: RecordedRun, title: str, size: tuple[float, float] | No
     if not steps:
         return None
     figure, (axes,) = new_figure(1, title, size=size)
-    draw_stack(axes, steps, parts, (*COLORS[:5], "#bdbdbd"), title="")
+    draw_stack(axes, steps, parts, (*COLORS[: len(TIME_PARTS)], "#bdbdbd"), title="")
     axes.set_ylabel("seconds")
     return figure
 
 
 def _step_times(run: RecordedRun) -> tuple[list[int], dict[str, list[float]]]:
-    """Seconds by part over the steps that have any; ``other`` is the rest of time/step, which excludes the
-    evaluation."""
+    """Seconds by part over the steps that have any; ``other`` is the rest of time/step."""
     series = {part: run.get(f"time/{part}") for part in (*TIME_PARTS, "step")}
-    seconds = {part: dict(zip(s.steps, s.values, strict=True)) for part, s in series.items()}
+    seconds = {part: s.by_step for part, s in series.items()}
     steps = sorted({step for by_step in seconds.values() for step in by_step})
     parts = {part: [by_step.get(step, 0.0) for step in steps] for part, by_step in seconds.items()}
     whole = parts.pop("step")
-    in_step = zip(*(parts[part] for part in TIME_PARTS if part != "evaluation"), strict=True)
+    in_step = zip(*(parts[part] for part in STEP_PARTS), strict=True)
     rest = [max(all_s - sum(part_s), 0.0) for all_s, part_s in zip(whole, in_step, strict=True)]
     return steps, {**parts, "other": rest}
 
@@ -240,16 +242,17 @@ def _sections(
 
 
 def _facts(run: RecordedRun) -> list[tuple[str, str]]:
-    accuracy = run.get("eval/accuracy")
-    before = run.summary.get("accuracy_before", accuracy.values[0] if accuracy else None)
-    after = run.summary.get("accuracy_after", accuracy.values[-1] if len(accuracy) > 1 else None)
-    errors = _standard_errors(run)
+    accuracy = run.get("eval/accuracy").by_step
+    last = max(accuracy, default=0)
+    before = run.summary.get("accuracy_before", accuracy.get(0))
+    after = run.summary.get("accuracy_after", accuracy[last] if last > 0 else None)
+    after_step = run.summary.get("accuracy_after_step") or last  # which an older summary lacks
     done = run.summary.get("steps", max(run.steps, default=0))
     return [
-        ("Accuracy before", _percent(before, errors[0])),
-        ("Accuracy after" if run.summary else "Accuracy so far", _percent(after, errors[1])),
+        ("Accuracy before", _accuracy_text(run, before, 0)),
+        ("Accuracy after" if run.summary else "Accuracy so far", _accuracy_text(run, after, after_step)),
         ("Steps", f"{done} of {run.config.steps}"),
-        ("Wall time, start to end" if run.summary else "Wall time so far", duration(_total_seconds(run))),
+        ("Running time" if run.summary else "Running time so far", duration(_total_seconds(run))),
     ]
 
 
@@ -274,34 +277,28 @@ def _one_line(block: Mapping[str, Any]) -> str:
 
 def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
     """(name, when and how bad, message of the worst step)"""
-    count, value = len(history.steps), history.worst.value
+    count, value = sum(step > 0 for step in history.steps), history.worst.value
     worst = "not finite" if math.isnan(value) else number_text(value)
-    when = (
-        f"{count} of {counted(num_steps, 'step')} ({count / num_steps:.0%}), first at step {history.steps[0]}"
-    )
+    when = f"{count} of {counted(num_steps, 'step')} ({count / max(num_steps, 1):.0%}), first at step {history.steps[0]}"
     return history.name, f"{when}; worst {worst} at step {history.worst_step}", history.worst.message
 
 
-def _standard_errors(run: RecordedRun) -> tuple[float | None, float | None]:
-    """Standard errors of the first and of the last accuracy, as recorded. For a run of an earlier version they are
-    computed as if all answers to a problem were alike."""
-    recorded, accuracy = run.get("eval/accuracy_error"), run.get("eval/accuracy")
-    counts = run.get("eval/count")
-    if not (accuracy and counts):
-        return None, None
-    problems = [count / run.config.evaluation.samples_per_prompt for count in counts.values]
-    shares = (accuracy.values[0], problems[0]), (accuracy.values[-1], problems[-1])
-    first, last = (
-        math.sqrt(share * (1 - share) / count) if count and 0 <= share <= 1 else None
-        for share, count in shares
+def _standard_error(run: RecordedRun, step: int) -> float | None:
+    """Standard error of the accuracy at this step, as recorded. For a run of an earlier version it is computed as if all
+    answers to a problem were alike."""
+    recorded, accuracy, counts = (
+        run.get(f"eval/{name}").by_step.get(step) for name in ("accuracy_error", "accuracy", "count")
     )
-    return (recorded.values[0], recorded.values[-1]) if recorded else (first, last)
+    if recorded is not None or accuracy is None or not counts or not 0 <= accuracy <= 1:
+        return recorded
+    return math.sqrt(accuracy * (1 - accuracy) / (counts / run.config.evaluation.samples_per_prompt))
 
 
-def _percent(share: Any, error: float | None) -> str:
-    if not isinstance(share, int | float):
+def _accuracy_text(run: RecordedRun, accuracy: Any, step: int) -> str:
+    if not isinstance(accuracy, int | float):
         return "not measured"
-    return f"{share:.1%}" + (f" ± {error:.1%}" if error is not None else "")
+    error = _standard_error(run, step)
+    return f"{accuracy:.1%}" + (f" ± {error:.1%}" if error is not None else "") + f" at step {step}"
 
 
 def _total_seconds(run: RecordedRun) -> float:

@@ -1,7 +1,7 @@
 """The report's pictures and their panels, as data. ``drawing.py`` draws them.
 
-A name with a star stands for all recorded metrics that match it. The star is one part of a name; a star in the
-label becomes that part. ``1 - NAME`` is one less the metric. Lines, panels and pictures without a recorded
+A name with a star stands for all recorded metrics of that entry of the table; a star in the label becomes their part of
+the name. ``1 - NAME`` is one less the metric. Lines, panels and pictures without a recorded
 metric are left out.
 """
 
@@ -35,6 +35,8 @@ class Lines:
     """The panel is left out if all values are this: nothing happened, and a note says so."""
     idle_of: Mapping[str, float] = field(default_factory=dict)
     """By name, the value in place of ``idle`` at which this metric rests."""
+    may_lack: tuple[str, ...] = ()
+    """Metrics that not every run has, so that their absence gets no note."""
     noise: float = 0.0
     """The panel is also left out if all values are nearer than this to ``idle`` (or to 0), which is rounding."""
 
@@ -105,11 +107,18 @@ PICTURES = (
     Picture(
         name="reward",
         title="Reward and held-out accuracy",
-        about="Mean reward of the sampled responses of each step, and the importance-weighted estimate of the learner's own reward. "
-        "Where they part, the first one misleads. Accuracy is on problems that are never trained on.",
+        about="Mean reward of the responses that each step trains on, and the importance-weighted estimate of the learner's own reward. "
+        "Where they part, the first one misleads. With dynamic sampling both are of selected groups, and the "
+        "mean before selection is the policy's own. Accuracy is on problems that are never trained on.",
         panels=(
             Lines(
-                "Reward", {"reward/mean": "as sampled", "reward/importance_weighted": "importance-weighted"}
+                "Reward",
+                {
+                    "reward/mean": "trained on",
+                    "reward/importance_weighted": "importance-weighted",
+                    "reward/before_selection": "before selection",
+                },
+                may_lack=("reward/before_selection",),
             ),
             Lines(
                 "Held-out accuracy",
@@ -126,7 +135,15 @@ PICTURES = (
         "no signal; and the groups that dynamic sampling sampled anew.",
         panels=(
             Lines("Parts of the reward", {"reward/part/*": "*"}),
-            Lines("Groups without signal", {"groups/no_signal_fraction": "no signal"}, bounds=(0, 1), idle=0),
+            Lines(
+                "Groups without signal",
+                {
+                    "groups/no_signal_fraction": "trained on",
+                    "groups/no_signal_before_selection": "before selection",
+                },
+                bounds=(0, 1),
+                idle=0,
+            ),
             Lines(
                 "Dynamic sampling",
                 {
@@ -389,8 +406,6 @@ PICTURES = (
 FLAT_MEANS = {
     (known(metric), value): meaning
     for metric, value, meaning in (
-        ("policy/clip_fraction", 0.0, "expected with one minibatch per step: the scored policy is updated"),
-        ("policy/ppo_kl", 0.0, "expected with one minibatch per step: current equals old exactly"),
         ("policy/dual_clip_fraction", 0.0, "dual clip acts on rare tokens only"),
         ("mismatch/kept_fraction", 1.0, "the correction rejects no token"),
         ("mismatch/kept_fraction", 0.0, "the correction rejects every token: nothing is learned"),
@@ -401,3 +416,11 @@ FLAT_MEANS = {
     )
 }
 """The meaning of a metric that has this value at all steps."""
+FLAT_MEANS_OF_ONE_MINIBATCH = {
+    (
+        known("policy/clip_fraction"),
+        0.0,
+    ): "expected with one minibatch per step: the scored policy is updated",
+    (known("policy/ppo_kl"), 0.0): "expected with one minibatch per step: current equals old exactly",
+}
+"""Likewise, with ``learner.minibatches: 1``."""

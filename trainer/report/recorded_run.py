@@ -14,7 +14,7 @@ from configs.schema.alarms import AlarmsConfig
 from trainer.file_system import read_file
 from trainer.metric_names import known
 from trainer.report.drawing import Recorded, Series, is_drawn
-from trainer.report.pictures import FLAT_MEANS, PICTURES, Buckets, Lines, Panel
+from trainer.report.pictures import FLAT_MEANS, FLAT_MEANS_OF_ONE_MINIBATCH, PICTURES, Buckets, Lines, Panel
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.tracker import read_metrics
@@ -22,6 +22,8 @@ from trainer.tracking.tracker import read_metrics
 FEWEST_FLAT = 5
 HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
 """Alarms of quantities whose healthy value is 1; that of the others is 0."""
+HEALTHY_WHEN_GREAT = ("advantage_std_min",)
+"""Alarms of quantities of which the least value is the worst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,13 +128,14 @@ def _by_metric(rows: Sequence[Mapping[str, Any]]) -> Recorded:
 def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> list[AlarmHistory]:
     """The alarms of a run's lines of metrics.jsonl, by the levels of its config, the most frequent first.
 
-    A null stands for a value that was not finite: an alarm, and the worst value. Step 0 only evaluates.
+    A null stands for a value that was not finite: an alarm, and the worst value. Step 0 is the evaluation before the first
+    step.
     """
     merged: dict[int, dict[str, float]] = defaultdict(dict)
     for row in rows:
         merged[row["step"]] |= {name: math.nan if value is None else value for name, value in row.items()}
     raised: dict[str, dict[int, Alarm]] = {}
-    for step in sorted(merged.keys() - {0}):
+    for step in sorted(merged):
         for alarm in check_alarms(merged[step], config):
             raised.setdefault(alarm.name, {})[step] = alarm
     histories = []
@@ -145,6 +148,7 @@ def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> 
 
 def _distance_from_healthy(alarm: Alarm) -> float:
     away = abs(alarm.value - (alarm.name in HEALTHY_AT_ONE))
+    away = -away if alarm.name in HEALTHY_WHEN_GREAT else away
     return math.inf if math.isnan(away) else away
 
 
@@ -160,9 +164,9 @@ def note_the_data(run: RecordedRun) -> None:
         if len(set(series.values)) > 1:
             rounding += [] if is_shown else [metric]
         elif not is_shown:
-            same.append(_rests(metric, series))
+            same.append(_rests(run.config, metric, series))
         elif len(series) >= FEWEST_FLAT:
-            run.notes.append(f"{_rests(metric, series, f' at all {len(series)} steps')}.")
+            run.notes.append(f"{_rests(run.config, metric, series, f' at all {len(series)} steps')}.")
     for panel in _panels():
         if isinstance(panel, Lines) or is_drawn(panel, run.recorded):
             continue
@@ -178,10 +182,11 @@ def note_the_data(run: RecordedRun) -> None:
         run.at_rest.append(f"The same at every step, so not drawn: {'; '.join(same)}.")
 
 
-def _rests(metric: str, series: Series, where: str = "") -> str:
+def _rests(config: RunConfig, metric: str, series: Series, where: str = "") -> str:
     """What a series that never changes is, and why if that is known."""
     value = series.values[0]
-    why = FLAT_MEANS.get((metric, value))
+    means = FLAT_MEANS | (FLAT_MEANS_OF_ONE_MINIBATCH if config.learner.minibatches == 1 else {})
+    why = means.get((metric, value))
     return f"{metric} is {number_text(value)}{where}" + (f" ({why})" if why else "")
 
 
@@ -194,7 +199,8 @@ def _missing_records(run: RecordedRun) -> Iterator[str]:
         more = " and more" if len(gaps) > 10 else ""
         yield f"Steps without a record: {listed}{more}. Lines are interrupted there."
     required = [panel for picture in PICTURES if not picture.optional for panel in picture.panels]
-    expected = [name for panel in required if isinstance(panel, Lines) for name in panel.metrics]
+    lines = [panel for panel in required if isinstance(panel, Lines)]
+    expected = [name for panel in lines for name in panel.metrics if name not in panel.may_lack]
     # Of names with a star there are as many as there are, perhaps none.
     absent = [name.removeprefix("1 - ") for name in expected if "*" not in name and not run.get(name)]
     if absent:

@@ -6,6 +6,7 @@ An alarm has the name of its level in ``AlarmsConfig``. trainer/README.md gives 
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from configs.schema.alarms import AlarmsConfig
 from trainer.metric_names import known
@@ -24,6 +25,7 @@ class Alarm:
 class _Rule:
     name: str
     metrics: tuple[str, ...]
+    """A star stands for any text, as in the table of metrics."""
     healthy: Callable[[float, float], bool]
     """(value, level); never true for NaN, so NaN is an alarm too."""
     wrong: str
@@ -135,10 +137,16 @@ _RULES = (
     ),
     _Rule(
         name="reward_failed_max",
-        metrics=("reward/failed_fraction",),
+        metrics=(
+            "reward/failed_fraction",
+            "eval/failed_fraction",
+            "eval/greedy/failed_fraction",
+            "eval/set/*/failed_fraction",
+            "eval/source/*/failed_fraction",
+        ),
         healthy=operator.le,
-        wrong="rewards could not be computed. Single turns count as if they had earned 0, so the run learns to avoid them; episodes of an "
-        "environment are left out, so the others are a biased choice",
+        wrong="rewards could not be computed. In training these samples are left out, so the others are a biased choice; in an evaluation "
+        "they count as wrong answers, so its accuracy is too low, and it is not taken as the best",
         cause="reward code that raises, runs out of time or returns no finite number for some responses, or an overloaded reward model",
         advice="read the first failures in the sample role's log (`tandem logs RUN --role sample`), which name the prompt and the line of "
         "code; raise reward.timeout_s where it is too short",
@@ -156,7 +164,8 @@ def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Ala
         level = getattr(config, rule.name)
         if level is None:
             continue
-        unhealthy = (n for n in rule.metrics if n in metrics and not rule.healthy(metrics[n], level))
+        names = (name for metric in rule.metrics for name in _recorded(metric, metrics))
+        unhealthy = (name for name in names if not rule.healthy(metrics[name], level))
         if name := next(unhealthy, None):
             message = (
                 f"{name} is {metrics[name]:.4g} (alarms.{rule.name}: {level:g}): {rule.wrong}. "
@@ -164,6 +173,12 @@ def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Ala
             )
             alarms.append(Alarm(name=rule.name, value=metrics[name], message=message))
     return alarms
+
+
+def _recorded(metric: str, metrics: Mapping[str, float]) -> list[str]:
+    if "*" in metric:
+        return [name for name in metrics if fnmatchcase(name, metric)]
+    return [metric] if metric in metrics else []
 
 
 def _share_of_staleness(metric: str, metrics: Mapping[str, float]) -> str:

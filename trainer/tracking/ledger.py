@@ -31,7 +31,7 @@ class LedgerLine(BaseModel):
     prompts: list[str]
     """The id of each group's prompt."""
     without_signal: list[int]
-    """Numbers of the groups that were left out, since their rewards are all the same."""
+    """Numbers of the groups that were left out, since their siblings do not differ in what dynamic sampling compares."""
     failed_rewards: int
     """Responses of these groups whose reward failed."""
 
@@ -105,7 +105,7 @@ def summary(lines: Sequence[LedgerLine]) -> str:
     trained, left_out = sum(line.trained for line in lines), sum(len(line.without_signal) for line in lines)
     failed = sum(line.failed_rewards for line in lines)
     text = f"{counted(trained, 'group')} trained on, each in one step"
-    text += f"; {left_out:,} left out, since their rewards are all the same" if left_out else ""
+    text += f"; {left_out:,} left out, since their siblings do not differ" if left_out else ""
     text += f"; {counted(failed, 'reward')} failed" if failed else ""
     wrong = imbalance(lines)
     return text if wrong is None else f"NOT BALANCED: {wrong}"

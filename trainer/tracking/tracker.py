@@ -23,7 +23,7 @@ from typing import Any, Self
 from configs.schema import RunConfig
 from rollout.terminal_text import visible
 from trainer.file_system import LineFile, write_whole
-from trainer.metric_names import find_entry, known
+from trainer.metric_names import find_entry, known, value_of
 from trainer.ranks.interruption import StopRequested
 from trainer.tracking.alarms import Alarm
 from trainer.tracking.mlflow_thread import Artifact, MlflowThread, Params, Row, Status
@@ -142,7 +142,7 @@ class Column:
 
 
 _COLUMNS = (
-    Column("reward", 7, "reward/mean", "{:.3f}".format),
+    Column("reward", 7, "reward/before_selection", "{:.3f}".format),
     Column("heldout", 8, "eval/accuracy", "{:.1%}".format),
     Column("length", 8, "response/length_mean", "{:.1f}".format),
     Column("loss", 10, "loss/total", "{:.2e}".format),
@@ -183,7 +183,7 @@ def row(
     columns: Sequence[Column] = _COLUMNS,
 ) -> str:
     """One step as a line under ``header``; a metric that was not measured, or is not finite, is a dash."""
-    values = [(metrics.get(column.metric), column) for column in columns]
+    values = [(value_of(metrics, column.metric), column) for column in columns]
     cells = (
         f" {'-' if value is None else column.show(value):>{column.width - 1}}" for value, column in values
     )
@@ -259,7 +259,7 @@ class Tracker:
         """Seconds of the attempts before a resume, up to the step that it goes on from."""
         self._started = time.monotonic()
         self._last_change: tuple[int, float] | None = None
-        self._ends_with_evaluation, self._evaluation_s = config.evaluation.at_ends, 0.0
+        self._evaluation, self._evaluation_s = config.evaluation, 0.0
         self._pace: deque[float] = deque(maxlen=_PACE_STEPS)
         self._warned: set[str] = set()
         self._named: set[str] = set()
@@ -320,8 +320,7 @@ class Tracker:
             )
         self._last_line = whole
         self._mlflow.put(_row_of(line))
-        self._evaluation_s = values.get("time/evaluation") or self._evaluation_s
-        self._console.step(step, values, self._left_s(step, now, values.get("time/step")))
+        self._console.step(step, values, self._left_s(step, now, values))
         for alarm in alarms:
             if alarm.name not in self._alarming:
                 self._console.line(f"  ! step {step}: {alarm.message}", style=ALARM)
@@ -402,18 +401,21 @@ class Tracker:
             log.warning("metric %s is %s; recorded as null (this is logged once)", name, value)
         return None
 
-    def _left_s(self, step: int, now: float, step_s: float | None) -> float | None:
-        """Seconds until the run ends: steps left times the mean seconds of the last steps (at first ``time/step``),
-        and the evaluation after the last one."""
+    def _left_s(self, step: int, now: float, values: Mapping[str, float | None]) -> float | None:
+        """Seconds until the run ends: steps left times the mean seconds of the last steps (at first ``time/step``), and
+        evaluations left times the seconds of the last one."""
+        evaluation_s, step_s = values.get("time/evaluation"), values.get("time/step")
+        self._evaluation_s = self._evaluation_s if evaluation_s is None else evaluation_s
         if self._last_change is not None and step > self._last_change[0]:
-            self._pace.append((now - self._last_change[1]) / (step - self._last_change[0]))
+            stepping_s = now - self._last_change[1] - (evaluation_s or 0.0)
+            self._pace.append(stepping_s / (step - self._last_change[0]))
         if self._last_change is None or step > self._last_change[0]:
             self._last_change = (step, now)
         pace = sum(self._pace) / len(self._pace) if self._pace else step_s
         if pace is None:
             return None
-        left = max(self._num_steps - step, 0)
-        return left * pace + (self._evaluation_s if left and self._ends_with_evaluation else 0.0)
+        evaluations_s = self._evaluation.number_after(step, self._num_steps) * self._evaluation_s
+        return max(self._num_steps - step, 0) * pace + evaluations_s
 
 
 def _row_of(line: Mapping[str, Any]) -> Row:

@@ -245,8 +245,8 @@ CASES = {
     # ---- lengths
     "a long prompt": Case(
         damage=train(GOOD + '{"prompt": "%s", "answer": "1"}\n' % ("1" * 230)), overrides=("task.apply_chat_template=false",),
-        field="task.train_path", error="the longest prompt, train.jsonl:line 2, has 230 tokens, but only 200 leave room for",
-        fix="remove prompts of more than 200 tokens",
+        field="task.train_path", error="the longest prompt, train.jsonl:line 2, has 230 tokens, but only 198 leave room for",
+        fix="remove prompts of more than 198 tokens",
     ),
     "prompts all too long": Case(
         damage=train('{"prompt": "%s", "answer": "1"}\n' % ("1" * 230) * 3), overrides=("task.apply_chat_template=false",),
@@ -261,7 +261,7 @@ CASES = {
     ),
     "a generated prompt without room": Case(
         overrides=("task={type: countdown}", "reward=null", "rollout.max_new_tokens=245"), field="rollout.max_new_tokens",
-        error="training prompt '20 20 20=60:' has 12 tokens, but only 11 leave room",
+        error="training prompt '20 20 20=60:' has 12 tokens, but only 9 leave room",
     ),
     "a long example of a warm start": Case(
         damage=lambda: write_jsonl("pairs.jsonl", {"prompt": "1", "response": "2"}, {"prompt": "1" * 200, "response": "2" * 60}),
@@ -471,11 +471,11 @@ def test_arguments_of_the_template_count_in_the_length_of_a_prompt():
         len(encode_prompt(TokenizerFiles(Path("model")), "1", system_prompt=None, apply_chat_template=True))
         - 1
     )
-    train('{"prompt": "%s", "answer": "1"}\n' % ("1" * (200 - around)))()
+    train('{"prompt": "%s", "answer": "1"}\n' % ("1" * (198 - around)))()
     assert problems("rollout.prompts_per_step=1") == []
     assert problems("model.chat_template_kwargs={enable_thinking: true}") == []
     (problem,) = problems("model.chat_template_kwargs={enable_thinking: false}")
-    assert problem.field.startswith("task.train_path") and "has 209 tokens" in problem.error
+    assert problem.field.startswith("task.train_path") and "has 207 tokens" in problem.error
 
 
 def test_everything_is_said_at_once():
@@ -506,7 +506,7 @@ def test_prompts_that_are_left_out_are_counted_before_a_start(capsys):
     leave_out = ("task.apply_chat_template=false", "task.too_long_prompts=leave_out")
     assert problems(*leave_out) == []
     assert (
-        "# task.train_path: at least 2 of 3 prompts have more than 200 tokens and are left out; the longest, "
+        "# task.train_path: at least 2 of 3 prompts have more than 198 tokens and are left out; the longest, "
         "train.jsonl:line 3, has 240"
     ) in capsys.readouterr().out
     write_jsonl("train.jsonl", long)

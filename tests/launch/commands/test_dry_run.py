@@ -25,14 +25,15 @@ from launch import cli
 from launch.checks import config as checks
 from launch.checks.arguments import BadInput
 from launch.checks.config import _gap_notes
-from launch.checks.device_memory import Device, _smallest_gpu, memory_lines, memory_problems, need_of
+from launch.checks.device_memory import memory_lines, memory_problems, need_of
+from launch.checks.devices import Device, _smallest_gpu
 from launch.commands import train as training
 from launch.commands.dry_run import batch_lines, dry_run_lines, most_microbatches
 from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Supervisor
 from parallel.checkpoints.files import write_manifest
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.planning.memory import GIB, size_text, worst_stage
 from parallel.planning.server_memory import rollout_memory
 from parallel.planning.traffic import bytes_to_send
@@ -412,7 +413,7 @@ def test_memory_is_that_of_the_fullest_ranks(folder):
         "rollout.tp=2",
         "learner.recompute=full",
     )
-    architecture = read_architecture(read_hf_config(asked.model.path))
+    architecture = architecture_of(asked.model.path)
     learner = worst_stage(architecture, asked.layout, work_of(asked, "cuda"))
     server = rollout_memory(architecture, 2, "bfloat16", 80 * GIB)
     lines = memory_lines(asked, gpu(80), checks.TRAINING)
@@ -439,7 +440,7 @@ def test_on_cpu_all_processes_share_the_machine(folder):
         "layout.pp=2", "layout.dp=2", "rollout.tp=2", "rollout.replicas=3", "rollout.max_total_tokens=1000"
     )
     need = need_of(asked, CPU, checks.TRAINING)
-    architecture = read_architecture(read_hf_config(asked.model.path))
+    architecture = architecture_of(asked.model.path)
     server = rollout_memory(architecture, 2, "bfloat16", 0)
     # Key and value, 4 layers, 1 of 2 heads, 16 numbers of 2 bytes.
     of_servers = 6 * (server.weights + 1000 * 2 * 4 * 1 * 16 * 2)
@@ -560,7 +561,7 @@ def tensor_bytes(file: Path) -> int:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_what_is_sent_is_the_whole_model_whatever_the_layout(tmp_path, family):
     make_tiny_countdown_model(tmp_path / "model", seed=0, family=family)
-    architecture = read_architecture(read_hf_config(tmp_path / "model"))
+    architecture = architecture_of(tmp_path / "model")
     whole = tensor_bytes(tmp_path / "model" / "model.safetensors")
     for sizes in ({}, {"tp": 2, "sp": True}, {"pp": 2}, {"pp": 2, "vpp": 2, "tp": 2, "sp": True}):
         layout = LayoutConfig(**sizes, dp=1)

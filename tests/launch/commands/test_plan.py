@@ -12,9 +12,10 @@ from configs.loader import load_config
 from configs.reading.hardware import FOLDER, hardware_names, read_hardware
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, as_overrides, layout_text
-from launch.checks.device_memory import device_of, memory_lines, memory_problems, need_of
+from launch.checks.device_memory import memory_lines, memory_problems, need_of
+from launch.checks.devices import device_of
 from launch.commands.plan_page import at_its_peak, lanes
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.planning.decoding import Lengths
 from parallel.planning.layout import fitting_layouts, rollout_sizes
 from parallel.planning.machine import Machine
@@ -49,7 +50,7 @@ def timed(config: Path, *overrides: str, gpus: int = 16, gpu: str = "h100"):
     lengths = Lengths(prompt=256, response=2048, longest=4096, spread=0.5)
     timing = Timing(machine=Machine(hardware=read_hardware(gpu), gpus_per_node=8), lengths=lengths)
     cluster = Cluster(num_gpus=gpus, gpu_bytes=80 * 2**30)
-    return plan(read_hf_config(MODEL), loaded, cluster, timing=timing), loaded
+    return plan(architecture_of(MODEL), loaded, cluster, timing=timing), loaded
 
 
 def test_the_table_has_seconds_and_the_assumptions_follow(config):
@@ -85,13 +86,13 @@ def test_the_first_without_seconds_is_hardly_slower_than_the_first_with_them(rec
     10 % longer than the fastest pair of the same mismatch. (By free memory first it were 41 %, 78 %, 43 % and 5 %.)"""
     config = load_config(ROOT / f"configs/recipes/{recipe}.yaml", as_overrides(ONE_PROCESS))
     assert isinstance(config, RunConfig)
-    hf_config = read_hf_config(ROOT / "tests/model_configs" / config.model.path.name)
+    architecture = architecture_of(ROOT / "tests/model_configs" / config.model.path.name)
     longest = config.rollout.max_new_tokens
     lengths = Lengths(prompt=256, response=longest // 2, longest=longest, spread=0.5)
     timing = Timing(machine=Machine(hardware=read_hardware("h100"), gpus_per_node=8), lengths=lengths)
     cluster = Cluster(num_gpus=gpus, gpu_bytes=80 * 2**30)
-    first = plan(hf_config, config, cluster)[0]
-    timed = plan(hf_config, config, cluster, timing=timing)
+    first = plan(architecture, config, cluster)[0]
+    timed = plan(architecture, config, cluster, timing=timing)
     seconds = {layouts_of(each): each.time.total for each in timed if each.time is not None}
     assert timed[0].mismatch_key == first.mismatch_key
     assert seconds[layouts_of(first)] <= 1.1 * seconds[layouts_of(timed[0])]
@@ -110,7 +111,7 @@ def test_turns_are_planned_exactly_where_the_dry_runs_check_accepts_them(config,
     nothing and calls nothing tight, and whose cache holds the longest sequence that the learner may get."""
     base = load_config(config, [COLOCATED, *as_overrides(ONE_PROCESS)])
     assert isinstance(base, RunConfig)
-    architecture = read_architecture(read_hf_config(MODEL))
+    architecture = architecture_of(MODEL)
     device, runs = device_of(base, gib), ("learn", "serve", "sample")
     wanted, fields = set(), set()
     for layout in fitting_layouts(architecture, gpus, context=CONTEXT_SIZES):
@@ -127,7 +128,7 @@ def test_turns_are_planned_exactly_where_the_dry_runs_check_accepts_them(config,
             elif not is_tight:
                 fields.update(findings)
     cluster = Cluster(num_gpus=gpus, gpu_bytes=int(gib * 2**30))
-    assert {layouts_of(each) for each in plan(read_hf_config(MODEL), base, cluster)} == wanted
+    assert {layouts_of(each) for each in plan(architecture_of(MODEL), base, cluster)} == wanted
     assert wanted
     if (gpus, gib) == (4, 78.9):
         assert fields == {"launch.placement"}, "the rule of both sides decides alone"
@@ -248,7 +249,7 @@ def test_time_moves_a_slow_pair_behind_a_fast_one_of_the_same_mismatch(config):
     plans, loaded = timed(config)
     alike = [p for p in plans if p.mismatch_key == plans[0].mismatch_key and not p.has_few]
     assert alike[0].shown_seconds == min(p.shown_seconds for p in alike)
-    bare = plan(read_hf_config(MODEL), loaded, Cluster(num_gpus=16, gpu_bytes=80 * 2**30))
+    bare = plan(architecture_of(MODEL), loaded, Cluster(num_gpus=16, gpu_bytes=80 * 2**30))
     assert {p.rank_key[5:] for p in bare} <= {p.rank_key[5:] for p in plans} and len(bare) == len(plans)
 
 
@@ -311,7 +312,7 @@ def test_every_lane_fills_the_step(config, staleness):
 
 def test_the_bars_of_memory_sum_to_the_plans_total(config):
     plans, loaded = timed(config)
-    architecture = read_architecture(read_hf_config(MODEL))
+    architecture = architecture_of(MODEL)
     for each in plans[:20]:
         for stage in range(each.learner.pp):
             held = learner_memory(architecture, each.learner, work_of(loaded, "cuda"), stage)

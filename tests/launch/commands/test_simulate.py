@@ -13,7 +13,7 @@ from launch.cli import app
 from launch.studies import simulate
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from parallel.megatron import cpu
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.planning.memory import stage_parameters
 from parallel.planning.simulated import made_step
 from tests.launch.studies.simulated import DENSE, small_config, small_model
@@ -46,7 +46,7 @@ def test_first_middle_and_last_stage_are_simulated(tmp_path, pp, ranks):
 
 def test_micro_batches_are_filled_with_the_longest_samples(tmp_path):
     folder = small_model(tmp_path / "model")
-    step = made_step(small_config(folder), read_architecture(read_hf_config(folder)))
+    step = made_step(small_config(folder), architecture_of(folder))
     # 64 of a response and 1024 of a prompt are above the budget of 256: one sample of 256
     assert (step.samples, step.places, step.response, step.microbatches) == (1, 256, 64, 2)
 
@@ -68,7 +68,7 @@ def test_a_table_the_details_and_a_file_are_written(folder, tmp_path):
     assert "fits: " in done.output
     ranks = json.loads(out.read_text())
     assert [(rank["rank"], rank["stage"]) for rank in ranks] == [(0, 0), (2, 1)]
-    architecture = read_architecture(read_hf_config(folder))
+    architecture = architecture_of(folder)
     for rank in ranks:
         layout = small_config(folder, tp=2, pp=2).layout
         assert rank["parameters"] == sum(stage_parameters(architecture, layout, rank["stage"]))

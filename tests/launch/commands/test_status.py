@@ -70,6 +70,12 @@ def test_a_running_run_tells_step_pace_time_left_and_results(folder):
     assert found["sample"] == "listens at tcp://10.0.0.1:7"
 
 
+def test_the_reward_is_that_before_dynamic_sampling_selects(folder):
+    rows = [{"step": n, "time/step": 2.0, "reward/mean": 0.9, "reward/before_selection": 0.1} for n in (1, 2)]
+    found = dict(status(folder, now=NOW, rows=rows).lines)
+    assert found["reward"] == "0.100 (mean of the last 2 steps)"
+
+
 @pytest.mark.parametrize(
     ("accuracies", "text"),
     [
@@ -107,6 +113,29 @@ def test_the_time_left_counts_what_is_between_steps(folder):
     checkpoint(folder, 20, ago_s=1.0)
     folder.claim()
     assert "25 of 40 (62%), 2.0 s a step, about 1m00s left;" in lines_of(folder)["step"]
+
+
+@pytest.mark.parametrize(
+    ("evaluation", "left"),
+    [
+        ("{every: 0, at_ends: true}", "10m30s"),
+        ("{every: 5, at_ends: true}", "30m30s"),
+        ("{every: 4, at_ends: false}", "40m30s"),
+        ("{every: 0, at_ends: false}", "30s"),
+        ("high", "10m30s"),
+    ],
+)
+def test_the_time_left_counts_the_evaluations_that_are_due(folder, evaluation, left):
+    """Evaluations of 10 minutes, of which the last one was after step 20; steps of 2 s."""
+    folder.config.write_text(f"name: tiny\nsteps: 40\nevaluation: {evaluation}\n")
+    lines = [{"step": 0, "eval/accuracy": 0.1, "time/evaluation": 1.0, "elapsed_s": 1.0}]
+    for n in range(1, 26):
+        lines.append({"step": n, "time/step": 2.0, "elapsed_s": 2.0 * n + 600.0 * (n >= 20)})
+        lines[-1] |= {"eval/accuracy": 0.2, "time/evaluation": 600.0} if n == 20 else {"time/evaluation": 0.0}
+    (folder.path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    checkpoint(folder, 20, ago_s=1.0)
+    folder.claim()
+    assert f"about {left} left;" in lines_of(folder)["step"]
 
 
 def test_a_model_of_earlier_steps_is_told_with_the_way_to_the_newest(folder):

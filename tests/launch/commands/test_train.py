@@ -1,10 +1,15 @@
-"""What ``tandem train`` tells at its start, and when it ends before its time: without roles, which only end it here."""
+"""What ``tandem train`` tells at its start, and when it ends before its time: without roles, which only end it here. And
+the result of ``tandem eval`` in words."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import yaml
 
 from launch.commands import train as training
 from launch.processes.supervisor import Interrupted, RoleFailed
+from rollout.sampling.messages import EvaluationResult
 
 
 @pytest.fixture
@@ -49,3 +54,21 @@ def test_a_run_that_saved_nothing_names_the_command_that_starts_it_again(train, 
     run = capsys.readouterr().out.splitlines()[0].removeprefix("run folder: ")
     assert "Nothing was saved (checkpoint.every is 0)" in str(ended.value)
     assert f"start again with `tandem train {run}/config.yaml`" in str(ended.value)
+
+
+def test_an_evaluation_tells_which_of_its_rewards_failed():
+    sound = EvaluationResult(
+        accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0, pass_at={2: 0.75}
+    )
+    summary, text = training._evaluation_summary(sound, Path("m"))
+    assert summary["failed"] == 0 and text == "accuracy 0.5000 on 4 held-out samples, pass@2 0.7500"
+    failing = replace(sound, failed=2, pass_at={})
+    result = replace(
+        failing, greedy=sound, sets={"hard": replace(failing, failed=1)}, first_failure="prompt h0: KeyError"
+    )
+    summary, text = training._evaluation_summary(result, Path("m"))
+    assert (summary["failed"], summary["greedy_failed"], summary["sets_failed"]) == (2, 0, {"hard": 1})
+    assert text == (
+        "accuracy 0.5000 on 4 held-out samples (2 of 4 rewards failed), at temperature 0 0.5000, "
+        "hard 0.5000 (1 of 4 rewards failed); a failed reward counts as wrong; the first, of prompt h0: KeyError"
+    )

@@ -50,7 +50,8 @@ def train(run: Path, steps: int) -> None:
                 "time/step": 4.0,
                 "time/sampling": 2.5,
                 "time/update": 1.0,
-                "time/evaluation": 1.0,
+                "time/evaluation": 0.75,
+                "time/checkpoint": 0.25,
             }
         )
     # Its last line is being written.
@@ -78,7 +79,8 @@ def test_one_picture_of_curves_parts_and_samples(run):
     assert shares == {
         "sampling": ["2.50", "s", "50%"],
         "update": ["1.00", "s", "20%"],
-        "evaluation": ["1.00", "s", "20%"],
+        "evaluation": ["0.75", "s", "15%"],
+        "checkpoint": ["0.25", "s", "5%"],
         "other": ["0.50", "s", "10%"],
     }
     assert "step 7, sampled for version 6" in text and "step 3" not in text

@@ -13,7 +13,7 @@ from torch import Tensor
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.packing import pack_sequences
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, read_architecture, read_hf_config
 from parallel.planning.model_parts import Recurrent
 from parallel.planning.traffic import bytes_to_send
 from parallel.weights.hf_headers import weight_problems
@@ -103,7 +103,7 @@ def test_what_predicts_further_tokens_is_left_out(tmp_path):
     weights = load_file(folder / "model.safetensors")
     further = {"mtp.fc.weight": torch.ones(32, 64), "mtp.layers.0.mlp.up_proj.weight": torch.ones(48, 32)}
     save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
-    assert weight_problems(folder, read_architecture(read_hf_config(folder))) == []
+    assert weight_problems(folder, architecture_of(folder)) == []
     engine = make_engine(folder, dtype="bfloat16")
     engine.save_hf(tmp_path / "out")
     for precision in (None, "int8"):  # of which steps and decays are not rounded

@@ -27,7 +27,7 @@ from parallel.megatron.attention import plan_packing
 from parallel.megatron.context_parallel import split_context
 from parallel.megatron.model import _recording
 from parallel.packing import PackedBatch, pack_sequences
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, read_architecture, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
 from parallel.planning.model_parts import Experts, Latent
 from parallel.planning.traffic import bytes_to_send
@@ -557,7 +557,7 @@ def test_round_trip_is_bit_identical(tmp_path, kind, changes):
 def test_layers_for_further_tokens_are_left_out_and_the_bias_stays_float32(tmp_path):
     """In bfloat16, of a folder as it is published: with a layer behind the last one."""
     folder = make_moe_model(tmp_path / "m", "glm4_moe", num_nextn_predict_layers=1)
-    assert read_architecture(read_hf_config(folder)).further_layers == 1
+    assert architecture_of(folder).further_layers == 1
     weights = load_file(folder / "model.safetensors")
     assert not any(name.startswith("model.layers.2.") for name in weights)
     further = {
@@ -565,7 +565,7 @@ def test_layers_for_further_tokens_are_left_out_and_the_bias_stays_float32(tmp_p
         "model.layers.2.mlp.gate.weight": torch.ones(3, 32),
     }
     save_file(weights | further, folder / "model.safetensors", metadata={"format": "pt"})
-    assert weight_problems(folder, read_architecture(read_hf_config(folder))) == []
+    assert weight_problems(folder, architecture_of(folder)) == []
     engine = make_engine(folder, dtype="bfloat16")
     engine.save_hf(tmp_path / "out")
     written = load_file(tmp_path / "out" / "model.safetensors")
@@ -862,7 +862,7 @@ def test_servers_of_all_kinds_of_layers_take_the_learners_weights_exactly(tmp_pa
                 if family == "deepseek_v3":
                     control.require_plugin()
                     control.resume()
-                    experts = read_architecture(read_hf_config(tmp_path / f"{family}0")).experts
+                    experts = architecture_of(tmp_path / f"{family}0").experts
                     check_an_interruption(control, fleets[family].urls, experts)
                 elif family == "mixtral":
                     with pytest.raises(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from configs.schema.layout import LayoutConfig
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, read_architecture, read_hf_config
 from parallel.planning.layout import check_numerics, validate_layout, validate_rollout_layout
 from tests.support.megatron_workers import make_hf_model
 
@@ -27,7 +27,7 @@ def without(name):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral", "phi3"])
 def test_what_transformers_writes_is_read(tmp_path, kind):
-    architecture = read_architecture(read_hf_config(make_hf_model(tmp_path / "m", kind, tied=True)))
+    architecture = architecture_of(make_hf_model(tmp_path / "m", kind, tied=True))
     assert (architecture.num_heads, architecture.num_kv_heads, architecture.num_layers) == (4, 2, 2)
     assert (architecture.head_dim, architecture.vocab_size, architecture.tied) == (
         16 if kind == "qwen3" else 8,

@@ -12,7 +12,7 @@ from configs.schema.learner import LoraConfig
 from configs.schema.run import RunConfig
 from parallel.planning.activations import activation_bytes, layer_activation_bytes, logits_bytes
 from parallel.planning.adapters import adapter_parameters
-from parallel.planning.architecture import last_stage_layers, read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, last_stage_layers, read_architecture
 from parallel.planning.memory import GIB, describe, learner_memory, size_text, stage_parameters, worst_stage
 from parallel.planning.server_memory import left_by_sglang, rollout_memory
 from parallel.planning.work import Work, in_flight, stage_layers, work_of
@@ -523,7 +523,7 @@ def test_sizes_in_words():
 
 def test_model_folders_are_read_like_everywhere(tmp_path):
     folder = make_hf_model(tmp_path / "m", "qwen2", **SIZES)
-    architecture = read_architecture(read_hf_config(folder))
+    architecture = architecture_of(folder)
     total = sum(tensor.numel() for tensor in _weights(folder))
     assert stage_parameters(architecture, LayoutConfig(dp=1), 0) == (total, 0)
 

@@ -22,20 +22,10 @@ from configs.schema.layout import LayoutConfig, layout_text
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import read_architecture, read_hf_config
 from parallel.planning.layout import fitting_layouts, validate_layout, validate_rollout_layout
+from parallel.planning.measured import NO_TABLE, Measured, by_rule, read_measured
 from parallel.planning.memory import GIB, USABLE_SHARE, worst_stage
-from parallel.planning.planner import (
-    AMPLE,
-    FEW,
-    NO_TABLE,
-    Cluster,
-    Measured,
-    NothingFits,
-    Plan,
-    by_rule,
-    plan,
-    read_measured,
-    reasons,
-)
+from parallel.planning.planner import AMPLE, FEW, Cluster, NothingFits, Plan, plan
+from parallel.planning.reasons import reasons
 from parallel.planning.traffic import traffic
 from parallel.planning.work import work_of
 from parallel.weights.hf_names import hf_shapes
@@ -76,6 +66,10 @@ def pair(each: Plan) -> str:
     return f"{layout_text(each.learner)} | tp={each.rollout_tp} x {each.replicas}"
 
 
+def ranked(hf_config: dict, config: RunConfig, on: Cluster, **options) -> list[Plan]:
+    return plan(read_architecture(hf_config), config, on, **options)
+
+
 def needs(hf_config: dict, **layout) -> int:
     """Bytes of the fullest rank of a layout that may not fit."""
     return worst_stage(
@@ -103,7 +97,7 @@ def test_qwen_7b_on_8_gpus():
       token: 2.9 GB. 75.5 GB fit into 77.3 GB, but hardly leave any free.
     - tp=1 pp=2 dp=2: half of the layers and one table on each stage, 3.808 e9: 22.8 + 22.8 = 45.7 GB fits.
     """
-    best = plan(QWEN_7B, run_config(), cluster(8))[0]
+    best = ranked(QWEN_7B, run_config(), cluster(8))[0]
     assert pair(best) == "pp=2,dp=2 | tp=1 x 4"
     memory = best.learner_memory
     assert (memory.parameters, memory.gradients, memory.optimizer) == (
@@ -118,7 +112,7 @@ def test_qwen_7b_on_8_gpus():
     assert needs(QWEN_7B, dp=4) == gigabytes(68.5 + 3.3 + 3.4 + 0.23)
     assert USABLE > needs(QWEN_7B, dp=4) > 0.97 * USABLE > needs(QWEN_7B, pp=2, dp=2)
     # 28 heads, 4 key/value heads: 8 does not divide the heads, and 7 does not go with 4
-    assert {each.learner.tp for each in plan(QWEN_7B, run_config(), cluster(8))} <= {1, 2, 4}
+    assert {each.learner.tp for each in ranked(QWEN_7B, run_config(), cluster(8))} <= {1, 2, 4}
 
 
 def test_qwen_32b_on_32_gpus():
@@ -132,7 +126,7 @@ def test_qwen_32b_on_32_gpus():
     - tp=8 pp=1 dp=2: 6 P / 8 = 24.6, 24.6, 64 inputs 10.7: 59.9 GB and more: fits, but under 30 % stay free.
     - tp=4 pp=1 dp=4: 6 P / 4 = 49.1, 24.6, 10.7: 84.4 GB do not fit. tp=4 needs pp=2: 24.6 + 24.6 + 10.7.
     """
-    plans = plan(QWEN_32B, run_config(), cluster(32))
+    plans = ranked(QWEN_32B, run_config(), cluster(32))
     assert pair(plans[0]) == "tp=8,pp=2 | tp=8 x 2"
     memory = plans[0].learner_memory
     assert (memory.parameters, memory.gradients, memory.optimizer) == (
@@ -160,7 +154,7 @@ def test_qwen_72b_on_64_gpus():
       5 * 16 * 0.27 = 21.5 GB, in sum 55.9 GB; three servers of tp=8 with 18.2 GB of weights per GPU have
       room too. More is free than above, but 40 GPUs to 24 is no even division, so this is later.
     """
-    plans = plan(QWEN_72B, run_config(), cluster(64))
+    plans = ranked(QWEN_72B, run_config(), cluster(64))
     assert pair(plans[0]) == "tp=8,pp=4 | tp=8 x 4"
     memory = plans[0].learner_memory
     (five,) = (each for each in plans if pair(each) == "tp=8,pp=5 | tp=8 x 3")
@@ -190,7 +184,7 @@ def test_qwen_235b_on_128_gpus():
     - pp=2 dp=4 ep=16: 7.097 e9 of experts on a rank: 6 * 7.62 = 45.7 and 12 * (0.13 + 7.097 / 2) = 44.1 GB:
       89.8 GB do not fit.
     """
-    plans = plan(QWEN_235B, run_config(), cluster(128))
+    plans = ranked(QWEN_235B, run_config(), cluster(128))
     assert pair(plans[0]) == "tp=8,pp=8,sp,ep=8 | tp=8 x 8"
     (best,) = (each for each in plans if pair(each) == "tp=8,pp=2,sp,ep=32,dp=4 | tp=8 x 8")
     assert {each.rollout_tp for each in plans} == {8}
@@ -223,7 +217,7 @@ def test_qwen_30b_on_32_gpus():
         {"token_budget": 24576, "recompute": "full"},
     )
     config = run_config(rollout=rollout, learner=learner)
-    plans = plan(QWEN_30B, config, cluster(32))
+    plans = ranked(QWEN_30B, config, cluster(32))
     few = [each.rollout_tp == 1 for each in plans]
     assert few == sorted(few) and set(few) == {False, True}
     first = few.index(True)
@@ -238,7 +232,7 @@ def test_qwen_30b_on_32_gpus():
 def test_a_cache_that_is_too_small_for_all_samples_is_said_to_hold_a_part_of_them():
     """Qwen2.5-7B on 3 GPUs, one of them a server's: of 0.978 M tokens (above), 238 responses of 4096, and 512
     are sampled at once."""
-    plans = plan(QWEN_7B, run_config(), cluster(3))
+    plans = ranked(QWEN_7B, run_config(), cluster(3))
     assert plans[0].replicas == plans[0].rollout_tp == 1
     assert "; a cache holds 238 responses at full length, 46% of the samples in flight; " in reasons(plans)[0]
 
@@ -246,7 +240,7 @@ def test_a_cache_that_is_too_small_for_all_samples_is_said_to_hold_a_part_of_the
 def test_the_fuller_side_is_named():
     """Qwen2.5-7B by the hand numbers above: with pp=2 dp=2 servers of tp=1 x 4 have less free, 30 %; with dp=4 the learner
     has, 1 - 75.5 / 85.9 = 12 %."""
-    plans = plan(QWEN_7B, run_config(), cluster(8))
+    plans = ranked(QWEN_7B, run_config(), cluster(8))
     (of_learner,) = (each for each in plans if pair(each) == "dp=4 | tp=1 x 4")
     assert "; 30% free on the servers' GPUs; collectives of " in reasons(plans)[0]
     assert "; 12% free on the learner's GPUs; collectives of " in reasons([of_learner])[0]
@@ -263,15 +257,15 @@ def test_turns_by_hand():
     beside a server's 15.2 GB: 84.8 GB or 79.0 GiB. That fits into 80 GiB, and not into 78.9, though its own turn does:
     90 % of 78.9 GiB are 76.2 GB.
     """
-    plans = plan(QWEN_7B, colocated(), cluster(4))
+    plans = ranked(QWEN_7B, colocated(), cluster(4))
     assert all(each.learner.world_size == each.rollout_gpus == 4 for each in plans)
     (found,) = (each for each in plans if pair(each) == "dp=4 | tp=1 x 4")
     assert found.both_free == pytest.approx(1 - (68.5 + 1.07 + 15.23) / 85.9, abs=0.002)
     assert found.rollout_free == pytest.approx(0.303, abs=0.005)
     assert "; 1% free while weights are sent; " in reasons([found])[0]
-    smaller = {pair(each) for each in plan(QWEN_7B, colocated(), cluster(4, 78.9))}
+    smaller = {pair(each) for each in ranked(QWEN_7B, colocated(), cluster(4, 78.9))}
     assert "dp=4 | tp=1 x 4" not in smaller and "dp=4 | tp=2 x 2" in smaller
-    assert "dp=4 | tp=1 x 4" in {pair(each) for each in plan(QWEN_7B, run_config(), cluster(8, 78.9))}
+    assert "dp=4 | tp=1 x 4" in {pair(each) for each in ranked(QWEN_7B, run_config(), cluster(8, 78.9))}
 
 
 def test_turns_that_do_not_fit_say_what_both_sides_hold():
@@ -279,14 +273,14 @@ def test_turns_that_do_not_fit_say_what_both_sides_hold():
     with pytest.raises(
         NothingFits, match="both hold at least 143 GiB of a GPU while weights are sent"
     ) as caught:
-        plan(QWEN_7B, colocated(), cluster(1))
+        ranked(QWEN_7B, colocated(), cluster(1))
     assert "nothing fits on 1 GPU of" in str(caught.value)
     assert "a server of rollout.tp=1 has" in str(caught.value), "none of more ranks than there are GPUs"
 
 
 def test_more_gpus_or_other_settings_are_named_where_nothing_fits():
     with pytest.raises(NothingFits) as caught:
-        plan(QWEN_32B, run_config(learner={"token_budget": 16384, "recompute": "none"}), cluster(16))
+        ranked(QWEN_32B, run_config(learner={"token_budget": 16384, "recompute": "none"}), cluster(16))
     said = str(caught.value)
     for part in (
         "nothing fits on 16 GPUs of 80.0 GiB",
@@ -308,7 +302,7 @@ def test_more_gpus_or_other_settings_are_named_where_nothing_fits():
             where = cluster(16, float(fix.split()[2]))
         else:
             where = cluster(int(fix.split()[0]))
-        assert plan(QWEN_32B, changed, where), fix
+        assert ranked(QWEN_32B, changed, where), fix
 
 
 SMALL = COMMON | {
@@ -330,7 +324,7 @@ tries = settings(max_examples=40, deadline=None)
 
 def plans_of(model: dict, num_gpus: int, gib: float, **changes) -> list[Plan]:
     try:
-        return plan(model, run_config(**changes), cluster(num_gpus, gib))
+        return ranked(model, run_config(**changes), cluster(num_gpus, gib))
     except NothingFits:
         return []
 
@@ -407,7 +401,7 @@ def read_table(folder: Path, *rows: tuple) -> Measured:
 
 def pairs_in_order(measured: Measured) -> list[tuple[int, bool, int]]:
     return list(
-        dict.fromkeys(each.pair for each in plan(QWEN_7B, run_config(), cluster(8), measured=measured))
+        dict.fromkeys(each.pair for each in ranked(QWEN_7B, run_config(), cluster(8), measured=measured))
     )
 
 
@@ -433,7 +427,7 @@ def test_measured_numbers_decide_between_measured_pairs(tmp_path):
         for pair in [(2, False, 2), (2, True, 2), (2, False, 1), (1, False, 1), (2, True, 1)]
     ]
     assert places == sorted(places)
-    plans = plan(QWEN_7B, run_config(), cluster(8), measured=measured)
+    plans = ranked(QWEN_7B, run_config(), cluster(8), measured=measured)
     assert any("measured mismatch 0.4" in text for text in reasons(plans))
     assert any("by rule (this is not in the measured table): TP sizes" in text for text in reasons(plans))
 
@@ -539,11 +533,11 @@ def test_long_responses_are_split():
     """
     config = long_responses(131072)
     hf_config = QWEN_7B | {"max_position_embeddings": 131072}
-    plans = plan(hf_config, config, cluster(16))
+    plans = ranked(hf_config, config, cluster(16))
     assert pair(plans[0]) == "pp=2,cp=2,dp=2 | tp=1 x 8"
     assert not any(each.learner.cp == each.learner.tp == 1 for each in plans)
     # Where there is room without it, cp sends more and comes later.
-    assert plan(QWEN_7B, run_config(), cluster(16))[0].learner.cp == 1
+    assert ranked(QWEN_7B, run_config(), cluster(16))[0].learner.cp == 1
 
 
 def test_traffic_of_experts_by_hand():
@@ -568,8 +562,10 @@ def test_the_busiest_stage_counts():
 def test_a_plan_fits_the_critic_too():
     """Of its 5 layers four stages would have 2, 2, 1 and none."""
     config = run_config(advantage={"type": "gae"}, critic={"model": {"path": "unused"}})
-    assert {p.learner.pp for p in plan(QWEN_7B, run_config(), cluster(16))} == {1, 2, 4}
-    with_critic = plan(QWEN_7B, config, cluster(16), critic=QWEN_7B | {"num_hidden_layers": 5})
+    assert {p.learner.pp for p in ranked(QWEN_7B, run_config(), cluster(16))} == {1, 2, 4}
+    with_critic = ranked(
+        QWEN_7B, config, cluster(16), critic=read_architecture(QWEN_7B | {"num_hidden_layers": 5})
+    )
     assert {p.learner.pp for p in with_critic} == {1, 2}
 
 
@@ -654,7 +650,7 @@ def test_the_configs_own_layout_does_not_matter(tmp_path):
 
 
 def test_equal_plans_are_said_to_be_equal():
-    first, *_ = plan(QWEN_7B, run_config(), cluster(8))
+    first, *_ = ranked(QWEN_7B, run_config(), cluster(8))
     assert reasons([first, first])[1] == "equal in all of this; ordered by name"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from configs.reading.hardware import hardware_names, read_hardware
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of
 from parallel.planning.decoding import Lengths
 from parallel.planning.machine import Machine, spanned
 from parallel.planning.memory import GIB, stage_parameters
@@ -190,7 +190,7 @@ def test_descriptions_are_of_plausible_gpus(name):
     found = read_hardware(name)
     assert found.name == name and "assumptions" in found.source
     machine = Machine(hardware=found, gpus_per_node=8)
-    qwen = read_architecture(read_hf_config(MODELS / "Qwen2.5-7B-Instruct"))
+    qwen = architecture_of(MODELS / "Qwen2.5-7B-Instruct")
     config = run_config(model={"dtype": "bfloat16"}, rollout={"dtype": "bfloat16"})
     memory = rollout_memory(qwen, 1, dtype="bfloat16", gpu_bytes=int(found.memory_gib * GIB))
     one = decoder_of(qwen, config, machine, 1, memory).seconds(1, 100)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from parallel.planning.architecture import read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, read_architecture
 from parallel.weights.hf_headers import INDEX, SINGLE, weight_problems
 from parallel.weights.hf_names import hf_shapes
 from rollout.tiny_model import FAMILIES, make_tiny_countdown_model
@@ -23,7 +23,7 @@ TINY = {
 
 
 def problems(folder: Path) -> list[str]:
-    return weight_problems(folder, read_architecture(read_hf_config(folder)))
+    return weight_problems(folder, architecture_of(folder))
 
 
 @pytest.fixture
@@ -36,13 +36,13 @@ def test_a_sound_model_has_no_problems_and_no_other_shapes(tmp_path, family):
     make_tiny_countdown_model(tmp_path / "m", seed=0, family=family)
     assert problems(tmp_path / "m") == []
     shapes = {name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "m" / SINGLE).items()}
-    assert hf_shapes(read_architecture(read_hf_config(tmp_path / "m"))) == shapes
+    assert hf_shapes(architecture_of(tmp_path / "m")) == shapes
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in MODEL_CONFIGS.iterdir()))
 def test_headers_of_published_models_are_as_large_as_their_cards_say(name):
     """The number of parameters is in the name of the model."""
-    shapes = hf_shapes(read_architecture(read_hf_config(MODEL_CONFIGS / name)))
+    shapes = hf_shapes(architecture_of(MODEL_CONFIGS / name))
     sizes = [part.removesuffix("B") for part in name.split("-") if part.endswith("B") and part[:1].isdigit()]
     parameters = sum(shape[0] * (shape[1] if len(shape) == 2 else 1) for shape in shapes.values()) / 1e9
     card = {"0.5": 0.49, "1.5": 1.54, "3": 3.09, "7": 7.62, "14": 14.8, "32": 32.8, "72": 72.7}.get(

@@ -4,6 +4,7 @@ import math
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import get_args
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -252,3 +253,24 @@ def test_servers_get_rounded_weights_before_they_sample_a_first_time(rollout, fi
         )
     )
     assert calls == ["restore" if sent else "take over", "prove"]
+
+
+@pytest.mark.parametrize(
+    ("rollout", "checks_gap", "how"),
+    [
+        ({}, True, "agree"),
+        (
+            {"dtype": "bfloat16"},
+            False,
+            "differ, as they do not both compute in float32, and no limit is checked",
+        ),
+        ({"precision": "int4"}, False, "differ, as the servers' weights are rounded"),
+    ],
+)
+def test_engines_are_said_to_agree_where_that_was_checked(rollout, checks_gap, how):
+    run = Mock(config=SimpleNamespace(rollout=RolloutConfig(**rollout)), first_step=1, devices=OwnDevices())
+    run.weight_sync.checks_gap, run.weight_sync.prove.return_value = checks_gap, 3.3e-2
+    compare_engines(run)
+    (text,) = run.tracker.say.call_args.args
+    assert text.startswith(f"before the first step, learner and servers {how}: log-probs of a probe prompt")
+    assert text.endswith("differ by 3.3e-02 nats at most")

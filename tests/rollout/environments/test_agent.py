@@ -28,6 +28,7 @@ from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.loading import sample_makers
 from rollout.environments.processes import PACKAGES
+from rollout.environments.protocol import EpisodeFailed
 from rollout.guarded_process import remove
 from rollout.records import Prompt, Status
 from tests.rollout.environments.test_episodes import (
@@ -35,12 +36,15 @@ from tests.rollout.environments.test_episodes import (
     TEXTS,
     VOCAB,
     Numbers,
+    WaitsForServers,
     group_of,
     pack,
     score_by_length,
 )
+from tests.rollout.environments.test_gateway import context_of
 from tests.support.chat_tokenizer import chat_tokenizer
 from tests.support.fake_engine import FakeEngine, fake_tokens
+from tests.support.jumping_loop import jump, run_jumping
 
 DEADLINE_S = 60.0
 ASK = """
@@ -170,7 +174,7 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
 
     async def samples() -> list[Sample]:
         async with asyncio.timeout(DEADLINE_S), sample_makers(
-            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256  # pyright: ignore
+            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256, vocab_size=None  # pyright: ignore
         ) as samples_of:  # fmt: skip
             return await samples_of("training").sample(FakeEngine(), PROBLEM, [11, 12], temperature=0.5)
 
@@ -181,6 +185,54 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
         assert (one.reward, one.status, one.error) == (len(text), Status.OK, None)
         assert one.parts == {"turns": 2.0, "forks": 0.0, "refused_requests": 0.0, "unread_calls": 0.0}
     pack([group_of(made)])
+
+
+TOKENS = """
+import json, os, urllib.request
+
+def sampled(ids):
+    request = urllib.request.Request(
+        os.environ["OPENAI_BASE_URL"] + "/generate", json.dumps({"token_ids": ids}).encode(),
+        {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return json.load(response)["choices"][0]["token_ids"]
+
+ids = json.loads(os.environ["TANDEM_PROBLEM"])["text"]
+ids = [int(word) for word in ids.split()]
+for observed in ([7], [8], []):
+    ids += [*sampled(ids), *observed]
+print(json.dumps({"reward": max(ids)}))
+"""
+
+
+def test_an_agent_gives_back_ids_that_the_tokenizer_does_not_have(tmp_path):
+    """The model has more rows than the tokenizer has tokens, and samples them."""
+    (tmp_path / "agent.py").write_text(TOKENS)
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "task": {"type": "countdown"},
+            "rollout": {"max_new_tokens": 6},
+            "environment": {
+                "type": "agent",
+                "command": [str(tmp_path / "agent.py")],
+                "template": "plain",
+                "reward": "agent",
+            },
+        }
+    )
+
+    async def samples() -> list[Sample]:
+        async with asyncio.timeout(DEADLINE_S), sample_makers(
+            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256,  # pyright: ignore
+            vocab_size=2 * VOCAB,
+        ) as samples_of:  # fmt: skip
+            engine = FakeEngine(vocab_size=2 * VOCAB)
+            return await samples_of("training").sample(engine, PROBLEM, [11, 12], temperature=0.5)
+
+    for one in asyncio.run(samples()):
+        assert (one.error, len(one.sequences), len(one.sequence.turns)) == (None, 1, 3)
+        assert one.reward is not None and VOCAB <= one.reward < 2 * VOCAB
 
 
 def test_an_environment_of_messages_takes_the_template_with_the_arguments_of_the_model():
@@ -195,7 +247,7 @@ def test_an_environment_of_messages_takes_the_template_with_the_arguments_of_the
     async def start() -> None:
         tokenizer = chat_tokenizer("qwen3")
         async with sample_makers(
-            config, scorer=SimpleNamespace(score=None), tokenizer=tokenizer, stop_token_ids=[0], max_positions=256  # pyright: ignore
+            config, scorer=SimpleNamespace(score=None), tokenizer=tokenizer, stop_token_ids=[0], max_positions=256, vocab_size=None  # pyright: ignore
         ):  # fmt: skip
             pass
 
@@ -296,6 +348,31 @@ exec({bodies!r}[number])
         left.remove(max(fits, key=lambda fault: len(fault[2] or "")))
         assert (one.reward is None) == (one.status is not Status.OK)
     assert left == []
+
+
+def test_waiting_for_servers_is_no_time_of_the_agent():
+    """An agent that asks and then hangs: its deadline of 30 s counts behind the wait for a server."""
+    config = AgentEnvironment.model_validate({"command": ["true"], "timeout_s": 30.0})
+    process = SimpleNamespace(ended=asyncio.Event().wait, errors="")
+
+    async def test():
+        agents = AgentEpisodes(
+            Gateway(), NewProcesses(config), config, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
+        )  # fmt: skip
+        context = context_of(engine=WaitsForServers(1000.0))
+        context.observe([3])
+        session = SimpleNamespace(failure=asyncio.get_running_loop().create_future(), last_refusal=None)
+        ended = asyncio.create_task(agents._end_of(process, session, context))  # pyright: ignore
+        await jump(0.0)
+        await jump(10.0)
+        await context.act()
+        await jump(19.0)
+        assert not ended.done()
+        await jump(2.0)
+        with pytest.raises(EpisodeFailed, match=r"the agent ran longer than environment\.timeout_s=30 s"):
+            await ended
+
+    run_jumping(test())
 
 
 def test_a_hanging_agent_is_killed_with_its_daemons(tmp_path):

@@ -5,21 +5,26 @@ import math
 import re
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from configs.schema import RunConfig
 from configs.schema.environment import TokenEnvironment
+from configs.schema.rollout import ResampleGroups
 from rollout.client import GenerationError
-from rollout.environments import Outcome
+from rollout.environments import Outcome, loading
 from rollout.environments.context import EpisodeLimits, Texts, turn_seed
 from rollout.environments.episodes import Episodes, SingleTurns
-from rollout.environments.loading import make_environment
+from rollout.environments.loading import make_environment, sample_makers
 from rollout.environments.sequence import TokenSequence
 from rollout.records import FinishReason, Group, Prompt, Score, Status
+from rollout.sampling.sampler import _has_signal
 from tests.support.fake_engine import FakeEngine, fake_tokens
+from tests.support.jumping_loop import jump, run_jumping
 from tests.support.records import completion
 from trainer.batch.exact_turns import TurnsDiffer
 from trainer.batch.sharing_out import split_groups
@@ -90,6 +95,34 @@ def test_one_turn_of_an_environment_is_a_single_turn():
     plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=score_by_length)
     seeds = range(20)
     assert group_of(sample(episodes(one_turn), seeds=seeds)) == group_of(sample(plain, seeds=seeds))
+
+
+async def fails_for_long_answers(prompt, text, num_tokens, finish_reason) -> Score:
+    failed = "the judge was late" if num_tokens > 3 else None
+    return Score(value=0.0 if failed else 1.0, parts={"a": 1.0}, correct=not failed, error=failed)
+
+
+def test_a_failed_reward_of_a_single_turn_is_no_score_like_that_of_an_episode():
+    """Beside right siblings a 0 would be a difference to learn from."""
+
+    async def one_turn(problem, context):
+        context.observe(problem.token_ids)
+        return Outcome.of(await context.score(context.decode(await context.act())))
+
+    plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=fails_for_long_answers)
+    played, seeds = episodes(one_turn), range(20)
+    played._score = fails_for_long_answers
+    of_episodes, of_single_turns = sample(played, seeds=seeds), sample(plain, seeds=seeds)
+    assert group_of(of_episodes) == group_of(of_single_turns)
+    for one in of_single_turns:
+        failed = one.num_sampled > 3
+        assert (one.reward, one.error) == ((None, "the judge was late") if failed else (1.0, None))
+    assert 3 < sum(one.reward is None for one in of_single_turns) < 17
+    for compare in ("reward", "correct"):
+        assert not _has_signal(of_single_turns, ResampleGroups(type="resample", compare=compare))
+    _, batch = pack([group_of(of_single_turns)])
+    learned = sum(one.num_sampled for one in of_single_turns if one.reward is not None)
+    assert int(batch.packed.response_mask_T.sum()) == learned
 
 
 @settings(max_examples=60)
@@ -432,6 +465,63 @@ def test_a_turn_gets_the_room_that_is_left():
     assert {len(one.sequence) for one in sample(episodes(run, limits=limits), seeds=range(30))} == {8}
 
 
+@pytest.mark.parametrize("refuses", ["the limit", "the server"])
+def test_a_turn_whose_prompt_the_servers_do_not_take_ends_its_episode_alone(refuses):
+    longest = 20
+    limits = EpisodeLimits(max_turns=99, max_tokens=200, max_new_tokens=2)
+    engine = FakeEngine()
+    if refuses == "the limit":
+        limits = replace(limits, max_prompt_tokens=longest)
+    else:
+        engine.longest_prompt = longest
+    for one in sample(episodes(never_ends, limits=limits), engine=engine, seeds=range(6)):
+        assert (one.status, one.reward, one.error) == (Status.TOKEN_LIMIT, 0.0, None)
+        assert max(turn.start for turn in one.sequence.turns) <= longest < len(one.sequence)
+    assert refuses == "the server" or max(len(ids) for ids, *_ in engine.calls) <= longest
+
+
+def test_a_prompt_that_the_servers_do_not_take_is_not_scored():
+    plain = SingleTurns(texts=TEXTS, stop_token_ids=[STOP], max_new_tokens=6, score=score_by_length)
+    made = sample(plain, engine=FakeEngine(longest_prompt=2))
+    for one in made:
+        assert (one.status, one.reward, one.sequence.turns) == (Status.TOKEN_LIMIT, None, [])
+        assert one.error == "asked to refuse 3 tokens"
+    pack([group_of([*made, *sample(plain)])])
+
+
+def test_episodes_have_the_limits_of_the_servers(monkeypatch):
+    """SGLang keeps 2 places free behind a sequence, and 7 behind a prompt."""
+
+    class NeverEnds:
+        async def run(self, problem, context):
+            await never_ends(problem, context)
+
+    config = RunConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "task": {"type": "countdown"},
+            "rollout": {"max_new_tokens": 2, "server_args": {"context_length": 50}},
+            "environment": {"type": "tokens", "environment": "m:C", "max_turns": 99},
+        }
+    )
+    monkeypatch.setattr(loading, "make_environment", lambda block: NeverEnds())
+
+    async def play(max_positions):
+        engine = FakeEngine()
+        async with sample_makers(
+            config, scorer=SimpleNamespace(score=None), tokenizer=Numbers(), stop_token_ids=[STOP],  # pyright: ignore
+            max_positions=max_positions, vocab_size=None,
+        ) as samples_of:  # fmt: skip
+            made = await samples_of("training").sample(engine, PROMPT, list(range(40)), temperature=0.5)
+        assert {one.status for one in made} == {Status.TOKEN_LIMIT}
+        longest_prompt = max(turn.start for one in made for turn in one.sequence.turns)
+        return longest_prompt, max(len(one.sequence) for one in made)
+
+    for max_positions, length in [(40, 40), (64, 50), (None, 50)]:
+        longest_prompt, longest = asyncio.run(play(max_positions))
+        assert longest_prompt == length - 7 and length - 7 < longest <= length - 2
+
+
 async def raises(problem, context):
     context.observe(problem.token_ids)
     await context.act()
@@ -446,6 +536,39 @@ async def hangs(problem, context):
     context.observe(problem.token_ids)
     await context.act()
     await asyncio.Event().wait()
+
+
+class WaitsForServers(FakeEngine):
+    """Each request waits for ``seconds`` until a server is there, and is answered at once."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.seconds = seconds
+
+    async def generate_group(self, *arguments, session=None, **named):
+        assert session is not None
+        with session.waiting():
+            await jump(self.seconds)
+        return await super().generate_group(*arguments, session=session, **named)
+
+
+@pytest.mark.parametrize(("thinks_s", "status"), [(0.0, Status.OK), (201.0, Status.TIME_LIMIT)])
+def test_waiting_for_servers_is_no_time_of_the_episode(thinks_s, status):
+    """Three turns, and the environment's own time between them."""
+
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        for _ in range(3):
+            await context.act()
+            await jump(thinks_s)
+        return Outcome(reward=1.0)
+
+    async def play():
+        maker = episodes(run, timeout_s=600.0)
+        (one,) = await maker.sample(WaitsForServers(1000.0), PROMPT, [11], temperature=0.5)
+        assert one.status is status, one.error
+
+    run_jumping(play())
 
 
 def returns(value):

@@ -7,6 +7,7 @@ import logging
 import tracemalloc
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 
 import aiohttp
 import openai
@@ -550,6 +551,25 @@ def test_requests_that_have_no_room_begin_no_further_forks():
             await one.ask([user("9")])
             await one.ask([*start, answer, user("2")], max_tokens=1)
             assert (one.session.limit, one.session.num_turns) == (None, 3)
+
+    run(test)
+
+
+@pytest.mark.parametrize("refuses", ["the limit", "the server"])
+def test_a_history_that_the_servers_do_not_take_is_refused_as_too_long(refuses):
+    async def test():
+        limits = EpisodeLimits(max_turns=9, max_tokens=64, max_new_tokens=6)
+        engine = FakeEngine()
+        if refuses == "the limit":
+            limits = replace(limits, max_prompt_tokens=20)
+        else:
+            engine.longest_prompt = 20
+        async with opened(conversation=APART, limits=limits, engine=engine) as (one,):
+            await one.refused("context_length_exceeded", [user("5 " * 21)])
+            assert one.session.limit is not None and one.session.limit.status is Status.TOKEN_LIMIT
+            for _ in range(9):
+                await one.ask([user("5 " * 20)])
+            assert one.session.limit is None and not one.session.failure.done()
 
     run(test)
 

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from configs.schema.environment import OpenEnvironment
+from rollout.environments import openenv
 from rollout.environments.chat import ChatEpisodes, PlainRenderer, problem_fields
 from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
@@ -30,14 +31,18 @@ TOOL = {"name": "add", "description": "Adds.", "input_schema": {"type": "object"
 class Server:
     """Counts the answers of an episode: the third is the last. A step's reward is its number."""
 
-    def __init__(self, *, places: int = 10**6, fault: str = "none") -> None:
-        self.places, self.fault = places, fault
+    def __init__(self, *, places: int = 10**6, fault: str = "none", away: int = 0) -> None:
+        """away: connections that are refused before the first one that is not."""
+        self.places, self.fault, self.away = places, fault, away
         self.now, self.most, self.sessions = 0, 0, 0
         self.received: list[dict] = []
         self.keys: set[str | None] = set()
         self.url = ""
 
     async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        if self.away:
+            self.away -= 1
+            raise web.HTTPServiceUnavailable
         socket = web.WebSocketResponse()
         await socket.prepare(request)
         self.keys.add(request.headers.get("Authorization"))
@@ -297,9 +302,22 @@ def test_a_server_that_was_lost_is_asked_before_an_episode_waits_for_room():
     asyncio.run(go())
 
 
-def test_no_connection_at_all_ends_the_run():
-    with pytest.raises(EnvironmentStartError, match=r"8 episodes in a row could not connect.*127.0.0.1:9"):
-        samples_of(seeds=range(9), urls=["http://127.0.0.1:9"])
+def test_episodes_wait_while_all_servers_are_away():
+    """As a server behind a proxy while it is started again."""
+    server = Server(away=40)
+    made = samples_of(server, seeds=range(16))
+    assert [(one.status, one.error) for one in made] == [(Status.OK, None)] * 16
+    assert server.away == 0
+
+
+def test_servers_that_stay_away_cost_their_episodes_and_in_the_end_the_run(monkeypatch):
+    away = {"urls": ["http://127.0.0.1:9"], "reset_timeout_s": 0.2}
+    for one in samples_of(seeds=range(16), **away):
+        assert (one.status, one.reward) == (Status.FAILED, None)
+        assert "no connection within environment.reset_timeout_s=0.2 s to ws://127.0.0.1:9/ws: " in one.error
+    monkeypatch.setattr(openenv, "MOST_AWAY_S", 0.1)
+    with pytest.raises(EnvironmentStartError, match=r"no server could be reached for 0 s.*127.0.0.1:9"):
+        samples_of(**away)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 baseline is theirs alone, and no process is left."""
 
 import asyncio
+import math
 import os
 import re
 import signal
@@ -17,10 +18,12 @@ import torch
 
 from configs.schema.environment import ChatEnvironment, TokenEnvironment
 from configs.schema.objective import GrpoAdvantage
+from rollout.environments import processes
 from rollout.environments.chat import ChatEpisodes, PlainRenderer
 from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.processes import (
+    EnvironmentProcess,
     EnvironmentStartError,
     ProcessPool,
     check_environment,
@@ -227,12 +230,12 @@ def test_a_fault_in_reset_fails_one_episode(fault, status, message, sound, tmp_p
     check_others(samples, sound, lambda one: one is failed)
 
 
-def test_a_start_that_fails_later_fails_its_episode_alone(sound, tmp_path):
+def test_episodes_take_turns_where_a_further_process_does_not_start(sound, tmp_path, caplog):
     """Two places, but only one process can be started."""
     samples = asyncio.run(samples_of(config_of("start_fails_later", tmp_path), seeds=SEEDS[:4]))
-    assert {one.status for one in samples} == {Status.OK, Status.FAILED}
-    (error,) = {one.error for one in samples if one.error}
-    assert "OSError: no licence left (chat_environments.py" in error and "environment.options" in error
+    check_others(samples, sound[:4], lambda one: False)
+    (warning,) = {record.getMessage() for record in caplog.records if record.levelname == "WARNING"}
+    assert "OSError: no licence left (chat_environments.py" in warning and "environment.options" in warning
 
 
 BROKEN = {
@@ -265,6 +268,53 @@ def test_an_environment_that_cannot_be_started_ends_the_run(name, tmp_path, monk
         asyncio.run(samples_of(config))
     with pytest.raises(ValueError, match=message):
         check_environment(config)
+
+
+class FailingStarts:
+    """The first start succeeds, and the next ``count`` fail."""
+
+    def __init__(self, count: float) -> None:
+        self.count, self.start, self.is_first = count, EnvironmentProcess.start, True
+
+    async def __call__(self, config):
+        if not self.is_first and self.count > 0:
+            self.count -= 1
+            raise EnvironmentStartError("no memory")
+        self.is_first = False
+        return await self.start(config.model_copy(update={"start_timeout_s": DEADLINE_S}))
+
+
+@pytest.mark.parametrize(
+    ("count", "limits", "status"),
+    [(12, {}, Status.OK), (math.inf, {"start_timeout_s": 0.2}, Status.FAILED)],
+)
+def test_a_start_that_fails_is_tried_again(monkeypatch, count, limits, status):
+    """One process is started, and then both episodes need another one."""
+    starts = FailingStarts(count)
+    monkeypatch.setattr(EnvironmentProcess, "start", starts)
+    monkeypatch.setattr(processes, "RETRY_S", (0.001, 0.01))
+
+    async def play() -> list[Sample]:
+        config = config_of(**limits)
+        async with ProcessPool(config.model_copy(update={"max_processes": 2})) as pool:
+            await pool.ready()
+            async with pool.episode():  # which keeps the first process
+                environment = ChatEpisodes(
+                    pool, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
+                )
+                most = EpisodeLimits(max_turns=9, max_tokens=400, max_new_tokens=6)
+                maker = Episodes(environment, config=config, limits=most, texts=TEXTS, score=score_by_length)
+                return await maker.sample(FakeEngine(), PROMPT, [1, 2], temperature=0.5)
+
+    for one in asyncio.run(play()):
+        assert one.status is status
+        assert one.error is None if status is Status.OK else "no memory" in str(one.error)
+    assert starts.count in (0, math.inf)
+    if starts.count:
+        monkeypatch.setattr(processes, "MOST_AWAY_S", 0.1)
+        starts.is_first = True
+        with pytest.raises(EnvironmentStartError, match="no memory"):
+            asyncio.run(play())
 
 
 def test_the_check_before_a_start(tmp_path, monkeypatch):

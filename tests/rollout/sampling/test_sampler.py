@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import statistics
 import threading
 import time
 import weakref
@@ -33,8 +34,10 @@ from rollout.rewards.worker import WorkerStartError
 from rollout.run_key import run_key
 from rollout.sampling import remote as remote_module
 from rollout.sampling.messages import (
+    BeforeSelection,
     Done,
     Evaluated,
+    Groups,
     SampleRoleLost,
     SamplerState,
     SamplingError,
@@ -43,6 +46,7 @@ from rollout.sampling.messages import (
 )
 from rollout.sampling.mixture import mixture_order
 from rollout.sampling.order import epoch_order
+from rollout.sampling.prompt_room import prompt_room
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
 from rollout.sampling.sampler import (
@@ -357,7 +361,7 @@ def test_a_failed_completion_fails_the_request_and_the_position_stays(tokenizer)
     assert sampler.state.position == 0
 
 
-def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, caplog):
+def test_a_failed_reward_is_no_score_is_counted_and_named_in_the_log(tokenizer, caplog):
     clean, _ = next_groups(make_sampler(tokenizer), 5)
     texts = {
         (g.prompt_id, t.sibling_id): tokenizer.decode(
@@ -379,12 +383,14 @@ def test_a_failed_reward_scores_zero_is_counted_and_named_in_the_log(tokenizer, 
     }
     assert failed == expected
     assert (stats.failed_rewards, stats.scored) == (len(expected), len(texts))
+    assert stats.before_selection is None, "nothing is left out"
     assert stats.first_failure in caplog.text
-    assert all(t.reward == 0.0 for g in groups for t in g.trajectories if t.status is Status.REWARD_FAILED)
+    for t in (t for g in groups for t in g.trajectories):
+        assert (t.reward is None) == (t.status is Status.REWARD_FAILED)
     prompt_id, sibling = next(
         iter(sorted(expected, key=lambda key: [g.prompt_id for g in groups].index(key[0])))
     )
-    assert f"prompt {prompt_id}, sibling {sibling}, scored 0: cannot stand {forbidden}" in caplog.text
+    assert f"prompt {prompt_id}, sibling {sibling}, not scored: cannot stand {forbidden}" in caplog.text
 
 
 @pytest.mark.parametrize("what", ["groups", "an evaluation", "a later round"])
@@ -395,7 +401,7 @@ def test_where_every_reward_fails_nothing_is_handed_out(tokenizer, what, caplog)
     sampler = make_sampler(tokenizer, scorer=LengthScorer(""), evaluation=twice, **dynamic)
     with pytest.raises(
         SamplingError,
-        match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, scored 0: cannot stand",
+        match=r"rewards of all \d+ samples failed.*first: prompt [ph]\d, sibling 0, not scored: cannot stand",
     ):
         asyncio.run(sampler.evaluate()) if what == "an evaluation" else next_groups(sampler, 4)
     assert sampler.state.position == 0
@@ -430,7 +436,32 @@ def test_samples_that_all_reached_a_limit_are_no_failed_rewards(tokenizer):
 
 def test_an_evaluation_of_which_a_reward_fails_counts_it_as_wrong(tokenizer):
     found = asyncio.run(make_sampler(tokenizer, scorer=OneFails()).evaluate())
-    assert found.count == asyncio.run(make_sampler(tokenizer).evaluate()).count
+    sound = asyncio.run(make_sampler(tokenizer).evaluate())
+    assert (found.count, found.failed) == (sound.count, 1)
+    assert (sound.failed, sound.first_failure) == (0, None)
+    assert found.first_failure.startswith("prompt h0, sibling 0, ") and found.first_failure.endswith(": lost")
+
+
+def test_failed_rewards_are_counted_where_they_are_in_sets_greedy_answers_and_sources(tokenizer):
+    class OneFailsInTwoSources(OneFails):
+        def source_name(self, prompt: Prompt) -> str:
+            return "even" if int(prompt.reference) % 2 == 0 else "odd"
+
+    evaluation = EvaluationConfig(samples_per_prompt=2, greedy=True)
+    sampler = make_sampler(
+        tokenizer,
+        scorer=OneFailsInTwoSources(),
+        evaluation=evaluation,
+        heldout_sets={"sound": make_prompts(2, "s"), "lost": make_prompts(1, "h")},
+    )
+    found = asyncio.run(sampler.evaluate())
+    assert (found.failed, found.greedy.failed) == (2, 1)
+    assert {name: (one.failed, one.greedy.failed) for name, one in found.sets.items()} == {
+        "sound": (0, 0),
+        "lost": (2, 1),
+    }
+    assert {name: one.failed for name, one in found.sources.items()} == {"even": 2, "odd": 0}
+    assert decode_reply(encode(Evaluated(found))) == Evaluated(found)
 
 
 # --- dynamic sampling
@@ -493,6 +524,15 @@ def test_dynamic_sampling_takes_the_plain_order_and_leaves_out_groups_without_si
         assert stats.requests == stats.scored == (used - before) * size and len(engine.calls) == used * size
         assert (stats.first_group, stats.prompts) == (before, [g.prompt_id for g in plain[before:used]])
         assert stats.without_signal == sorted({*range(before, used)} - {g.group_id for g in groups})
+        every = [t for g in plain[before:used] for t in g.trajectories]
+        assert stats.before_selection == BeforeSelection(
+            reward_mean=pytest.approx(statistics.fmean(t.reward for t in every)),
+            no_signal_fraction=statistics.fmean(not differs(g) for g in plain[before:used]),
+            tokens=sum(len(t.token_ids) - t.turns[0].start for t in every),
+        )
+        assert decode_reply(encode(Groups(groups, stats, sampler.state))) == Groups(
+            groups, stats, sampler.state
+        )
 
 
 class ByPrompt:
@@ -526,11 +566,22 @@ def test_a_sample_without_a_score_is_no_signal(compare):
 
 def test_an_evaluation_counts_a_sample_without_a_score_as_zero():
     right, unscored = (
-        SimpleNamespace(reward=reward, correct=bool(reward), is_truncated=False, num_sampled=2)
-        for reward in (1.0, None)
+        SimpleNamespace(reward=reward, correct=bool(reward), is_truncated=False, num_sampled=2, error=error)
+        for reward, error in ((1.0, None), (None, "the environment raised"))
     )
     found = _summarise_samples([[right, unscored]])
-    assert (found.accuracy, found.reward_mean, found.count) == (0.5, 0.5, 2)
+    assert (found.accuracy, found.reward_mean, found.count, found.failed) == (0.5, 0.5, 2, 1)
+
+
+def test_lengths_and_cuts_of_an_evaluation_are_those_of_samples_with_a_turn():
+    """As in training. An episode that failed before its first turn has neither."""
+    samples = [
+        SimpleNamespace(reward=0.0, correct=False, is_truncated=cut, num_sampled=tokens, error=None)
+        for tokens, cut in ((3, True), (5, False), (0, False))
+    ]
+    found = _summarise_samples([samples])
+    assert (found.length_mean, found.truncated_fraction, found.count) == (4.0, 0.5, 3)
+    assert _summarise_samples([samples[-1:]]).length_mean == 0
 
 
 def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
@@ -564,7 +615,7 @@ def test_rounds_and_the_bound_by_hand(tokenizer, caplog):
         2,
         1,
     )
-    assert "only 2 of 3 groups have differing rewards after 5 prompts" in caplog.text
+    assert "only 2 of 3 groups have siblings that differ after 5 prompts" in caplog.text
     assert step(max_rounds=2) == ([0, 1, 2], 6, 3, 3)
 
 
@@ -828,12 +879,34 @@ def task_of(*, train, heldout=()) -> Task:
 
 
 def test_prompts_that_fit_exactly_are_accepted():
-    task = task_of(train=[60, 3], heldout=[88])
+    task = task_of(train=[60, 3], heldout=[86])
     assert task_that_fits(task, run_config(), max_positions=128) == task
     task = task_of(train=[60], heldout=[9999])
     assert task_that_fits(task, run_config(), max_positions=None) == task
     task = task_of(train=[1])
-    assert task_that_fits(task, run_config(), max_positions=41) == task
+    assert task_that_fits(task, run_config(), max_positions=43) == task
+
+
+@pytest.mark.parametrize(
+    ("max_new_tokens", "rollout", "max_positions", "room"),
+    [
+        (40, {}, 128, 86),  # a sequence ends 2 tokens before the last position
+        (5, {}, 128, 121), (6, {}, 128, 120), (1, {}, 128, 121),  # no prompt of the last 6 is taken
+        (40, {"server_args": {"context-length": 100}}, 128, 58),
+        (40, {"server_args": {"context_length": "100"}}, None, 58),
+        (40, {"max_total_tokens": 100}, 128, 58),
+        (40, {"max_total_tokens": 100, "server_args": {"page-size": 1}}, 128, 58),
+        (40, {"max_total_tokens": 127, "server_args": {"page-size": 16}}, 128, 40),  # of 112 places, two pages stay free
+        (1, {"max_total_tokens": 127, "server_args": {"page-size": 16}}, 128, 79),
+        (40, {"server_args": {"page-size": 16}}, 128, 86),
+    ],
+)  # fmt: skip
+def test_the_room_for_a_prompt_is_what_the_servers_take(max_new_tokens, rollout, max_positions, room):
+    config = run_config(max_new_tokens=max_new_tokens, token_budget=999, **rollout)
+    for which in ("training", "held-out"):
+        found = prompt_room(config, which, max_positions=max_positions)
+        assert found is not None and found.tokens == room
+    assert "SGLang takes sequences of " in found.within
 
 
 @pytest.mark.parametrize(
@@ -842,12 +915,13 @@ def test_prompts_that_fit_exactly_are_accepted():
         (
             task_of(train=[7, 65, 61]), {},
             r"training prompt train65 has 65 tokens, but only 60 .*max_new_tokens=40 within learner.token_budget=100, "
-            r"max_position_embeddings=128; remove .*more than 60 tokens, lower .* or raise learner.token_budget",
+            r"max_position_embeddings=128 \(SGLang takes sequences of 126 and prompts of 121\); "
+            r"remove .*more than 60 tokens, lower .* or raise learner.token_budget",
         ),
-        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100; .*max_new_tokens$"),
-        (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 60 .*raise rollout.max_total_tokens$"),
-        (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 88 "),
-        (task_of(train=[1]), {"max_positions": 40}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=40"),
+        (task_of(train=[61]), {"token_budget": 999, "max_positions": 100}, r"train61 .*max_position_embeddings=100 .*max_new_tokens$"),
+        (task_of(train=[61]), {"token_budget": 999, "max_total_tokens": 100}, r"train61 .*only 58 .*raise rollout.max_total_tokens$"),
+        (task_of(train=[5], heldout=[90, 89]), {}, r"held-out prompt heldout90 has 90 tokens, but only 86 "),
+        (task_of(train=[1]), {"max_positions": 42}, r"max_new_tokens=40 leaves no room for a training prompt.*max_position_embeddings=42"),
     ],
 )  # fmt: skip
 def test_a_prompt_without_room_for_its_answer_is_named_with_the_limits_and_the_fix(task, limits, message):
@@ -866,14 +940,14 @@ LEAVES_OUT = {
 
 def test_too_long_prompts_are_left_out_and_counted_where_the_config_says_so():
     task = replace(
-        task_of(train=[7, 65, 60, 61], heldout=[90, 88]), heldout_sets={"b": task_of(train=[89, 3]).train}
+        task_of(train=[7, 65, 60, 61], heldout=[90, 86]), heldout_sets={"b": task_of(train=[89, 3]).train}
     )
     kept = task_that_fits(task, run_config(task=LEAVES_OUT), max_positions=128)
     ids = [
         [prompt.prompt_id for prompt in prompts]
         for prompts in (kept.train, kept.heldout, kept.heldout_sets["b"])
     ]
-    assert ids == [["train7", "train60"], ["heldout88"], ["train3"]]
+    assert ids == [["train7", "train60"], ["heldout86"], ["train3"]]
     assert kept.num_left_out == 2
 
 

@@ -186,7 +186,7 @@ def test_a_router_that_dies_is_named_with_its_log(fleet, folder, monkeypatch):
 
 
 def test_dry_run_lists_the_router(folder):
-    from launch.checks.device_memory import device_of
+    from launch.checks.devices import device_of
 
     config = load_config(RECIPE, [f"model.path={folder / 'model'}", "rollout.router={}"])
     found = [

@@ -32,8 +32,9 @@ from parallel.megatron.platform import init_distributed
 from parallel.weights.hf_files import PerturbedWeights
 from parallel.weights.precision import is_rounded, rounded
 from parallel.weights.transfer import Buffers, WeightBroadcaster, make_buckets, plan_transfer
-from rollout.client import GenerationError
+from rollout.client import GenerationError, PromptTooLongError
 from rollout.records import Completion, FinishReason
+from rollout.sampling.prompt_room import server_limit
 from rollout.servers.answers import Sent, neutral_sampling_params, parse_completion
 from rollout.servers.client import SGLangClient
 from rollout.servers.command import OWNED_FLAGS, check_flags_exist, choose_ports, flags_of_sglang
@@ -231,6 +232,34 @@ def test_an_oversized_request_is_refused_with_the_servers_words(fleet):
 
     with pytest.raises(GenerationError, match=r"HTTP 400: .*maximum context length of 256"):
         asyncio.run(sample())
+
+
+@pytest.mark.engines
+def test_a_server_takes_the_lengths_that_prompts_and_episodes_are_held_to(fleet):
+    positions = 256
+    limit = server_limit("max_position_embeddings", positions)
+
+    async def sample():
+        async with SGLangClient(fleet.urls, max_concurrency=4, timeout_s=60, max_retries=0) as client:
+
+            async def lengths(prompt, max_new_tokens):
+                made = await client.generate_group(
+                    [5] * prompt,
+                    max_new_tokens=max_new_tokens,
+                    temperature=1.0,
+                    stop_token_ids=[],
+                    seeds=[*range(16)],
+                )
+                return {prompt + len(one.token_ids) for one in made}
+
+            for prompt in (limit.prompt, limit.prompt - 20):
+                assert max(await lengths(prompt, positions - prompt)) == limit.sequence
+            with pytest.raises(PromptTooLongError, match="HTTP 400"):
+                await lengths(limit.prompt + 1, 1)
+            with pytest.raises(PromptTooLongError, match="HTTP 400"):
+                await lengths(positions, 1)
+
+    asyncio.run(sample())
 
 
 @pytest.mark.engines

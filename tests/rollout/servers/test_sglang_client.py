@@ -7,6 +7,7 @@ import errno
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import aiohttp
@@ -17,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.planning.model_parts import Experts
-from rollout.client import GenerationError, Session
+from rollout.client import GenerationError, PromptTooLongError, Session
 from rollout.http_replicas import AttemptFailed
 from rollout.records import Completion, FinishReason
 from rollout.servers import client as client_module
@@ -397,7 +398,7 @@ def test_a_lost_request_is_repeated_on_the_other_replica_and_counted(failure):
                 assert [completion.token_ids.tolist() for completion in completions] == [[5, 6], [5, 6]]
                 assert (len(broken.bodies), len(sound.bodies)) == (1, 1)
                 assert seeds_of(sound.bodies[0]) == seeds_of(broken.bodies[0]) == [1, 2]
-                assert (client.stats.requests, client.stats.retries) == (2, 1)
+                assert (client.stats.requests, client.stats.retries) == (2, 2)
 
     asyncio.run(scenario())
 
@@ -444,7 +445,27 @@ def test_a_refused_request_is_an_error_at_once_with_the_servers_words():
             LocalServer(lambda n: (400, {"error": {"message": "too many tokens"}})) as server,
             make_client(server) as client,
         ):
-            with pytest.raises(GenerationError, match="HTTP 400: too many tokens"):
+            with pytest.raises(GenerationError, match="HTTP 400: too many tokens") as caught:
+                await ask(client)
+            assert not isinstance(caught.value, PromptTooLongError)
+            assert (len(server.bodies), client.stats.retries) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    "behave",
+    [
+        (400, {"error": {"message": "Input length (250 tokens) exceeds the maximum allowed length (250 tokens). Use"}}),
+        (400, {"error": {"message": "The input (256 tokens) is longer than the model's context length (256 tokens)."}}),
+        (400, {"error": {"message": "Request prompt exceeds the KV memory budget: input_len=90."}}),
+        answer([], finish="length"),
+    ],
+)  # fmt: skip
+def test_a_prompt_without_room_is_an_error_of_its_own(behave):
+    async def scenario():
+        async with LocalServer(lambda n: behave) as server, make_client(server) as client:
+            with pytest.raises(PromptTooLongError):
                 await ask(client)
             assert (len(server.bodies), client.stats.retries) == (1, 0)
 
@@ -784,6 +805,59 @@ def test_a_request_that_waited_for_a_server_is_held_back_by_a_drain(monkeypatch)
             assert not draining.done()
             hold.set()
             await asyncio.gather(waiting, draining)
+
+    asyncio.run(scenario())
+
+
+class Waits:
+    """What a session is told of its waits."""
+
+    def __init__(self) -> None:
+        self.number, self.now = 0, 0
+
+    @contextmanager
+    def __call__(self):
+        self.number, self.now = self.number + 1, self.now + 1
+        try:
+            yield
+        finally:
+            self.now -= 1
+
+
+def test_a_session_knows_while_its_request_waits_for_others(monkeypatch):
+    """For a place, the end of a drain, and a server that is started again; but not while it is answered."""
+    monkeypatch.setattr(client_module, "LOOK_EVERY_S", 0.005)
+
+    async def scenario():
+        hold, waits = asyncio.Event(), Waits()
+        async with (
+            LocalServer(lambda n: None if n == 1 else answer(), hold=hold) as server,
+            make_client(server, servers_restart=True, max_retries=0, max_concurrency=1) as client,
+        ):
+            first = asyncio.create_task(ask(client))
+            await until(lambda: server.running == 1)
+            sampling = {"max_new_tokens": 4, "temperature": 1.0, "stop_token_ids": [6], "seeds": [1]}
+            asked = client.generate_group([1], session=Session(waiting=waits), **sampling)
+            waiting = asyncio.create_task(asked)
+            await until(lambda: waits.now == 1)  # for a place
+            draining = asyncio.create_task(client.drain(20))
+            hold.set()
+            await asyncio.gather(first, draining)
+            assert (waits.now, len(server.bodies)) == (1, 1)  # for the end of the drain
+            hold.clear()
+            client.reopen()
+            await until(lambda: server.running == 1)
+            assert waits.now == 0
+            server.version = "-1"
+            await client.see_version(4)
+            hold.set()  # the connection is lost
+            await until(lambda: waits.now == 1)
+            hold.clear()
+            server.version = "4"
+            await until(lambda: server.running == 1)
+            assert (waits.now, waits.number) == (0, 2)
+            hold.set()
+            await waiting
 
     asyncio.run(scenario())
 

@@ -800,15 +800,23 @@ def test_metrics_of_samples_by_hand():
     found = sample_metrics(
         [replace(group, trajectories=[replace(first, **parts), replace(fork, **parts), unscored, plain])]
     )
-    lengths = [int(t.response_mask.sum()) for t in (first, fork, plain)]
+    forked_length, plain_length = (
+        sum(int(t.response_mask.sum()) for t in sequences) for sequences in ((first, fork), (plain,))
+    )
     assert (found["reward/mean"], found["reward/std"]) == (0.625, 0.375)
     assert found["reward/part/a"] == 1.0 and found["groups/no_signal_fraction"] == 0.0
-    assert found["response/length_mean"] == pytest.approx(sum(lengths) / 3)
-    assert (found["response/tokens"], found["response/length_max"]) == (sum(lengths), max(lengths))
+    assert found["response/length_mean"] == pytest.approx((forked_length + plain_length) / 2)
+    assert found["response/tokens"] == forked_length + plain_length
+    assert found["response/length_max"] == max(forked_length, plain_length)
     assert found["episode/not_scored_fraction"] == pytest.approx(1 / 3)
-    assert found["response/truncated_fraction"] == pytest.approx(1 / 3)
+    assert found["response/truncated_fraction"] == pytest.approx(1 / 2)
     one_scored = sample_metrics([replace(group, trajectories=[first, unscored])])
     assert one_scored["groups/no_signal_fraction"] == 1.0
+    assert (one_scored["episode/not_scored_fraction"], one_scored["episode/lone_fraction"]) == (0.5, 0.5)
+    assert found["episode/lone_fraction"] == 0, "two siblings are scored"
+    assert sample_metrics([replace(group, trajectories=[first])])["episode/lone_fraction"] == 0, (
+        "none is left out"
+    )
     nothing = sample_metrics([replace(group, trajectories=[unscored])])
     assert not {"reward/mean", "response/length_mean"} & nothing.keys() and nothing["response/tokens"] == 0
     assert nothing["groups/no_signal_fraction"] == 1.0

@@ -125,6 +125,7 @@ def step_metrics(step: int) -> dict[str, float]:
         "time/logprobs": 0.5,
         "time/update": 1.5,
         "time/sync": 0.25,
+        "time/checkpoint": 1.0 if step % 4 == 1 else 0.0,
         "time/step": 5.5,
         **({"eval/accuracy": 0.2 + step / 100, "eval/count": 400.0} if step % 10 == 0 else {}),
     }
@@ -205,10 +206,12 @@ def test_page_holds_every_figure_and_refers_to_nothing_outside(full_page):
     assert not re.search(r"https?:|@import|url\(", source)
     assert not page.tags & {"script", "link", "iframe", "object"}
     for fact in (
-        "Accuracy before 20.5% ± 2.0%",
-        "Accuracy after 60.0% ± 2.4%",
+        "Accuracy before 20.5% ± 2.0% at step 0",
+        "Accuracy after 60.0% ± 2.4% at step 40",
         "Steps 40 of 40",
-        "Wall time, start to end 5m20s",
+        "Running time 5m20s",
+        "of a weighted reward the part that decides counts alone",
+        "sync 10.2 4% checkpoint 10.0 4% other",
     ):
         assert fact in page.text
     assert "no summary.json" not in page.text
@@ -227,19 +230,19 @@ def test_figures_have_ink(full_page):
 def test_unfinished_run_says_so_and_its_accuracy_is_so_far(tmp_path):
     page = Page(write_report(make_run(tmp_path / "run", range(15), metrics=some_metrics)))
     assert "The run has no summary.json" in page.text
-    assert "Accuracy so far 30.0%" in page.text
+    assert "Accuracy so far 30.0% ± 2.3% at step 10" in page.text
     assert "Steps 14 of 40" in page.text
-    assert "Wall time so far 1m24s" in page.text
+    assert "Running time so far 1m24s" in page.text
 
 
 @pytest.mark.parametrize(
     ("training", "said"), [(80.0, "4m00s"), (280.0, "5m00s")], ids=["earlier version", "this"]
 )
-def test_the_wall_time_of_a_resumed_run_is_of_all_attempts(tmp_path, training, said):
+def test_the_running_time_of_a_resumed_run_is_of_all_attempts(tmp_path, training, said):
     """Of 40 recorded steps of 6 seconds, whatever a summary of the last attempt alone says."""
     summary = {"steps": 40, "seconds": {"start_up": 20.0, "training": training}}
     folder = make_run(tmp_path / "run", range(1, 41), summary=summary, metrics=few_metrics)
-    assert f"Wall time, start to end {said}" in Page(write_report(folder)).text
+    assert f"Running time {said}" in Page(write_report(folder)).text
 
 
 @pytest.mark.parametrize("recorded", [20, 25])
@@ -250,7 +253,7 @@ def test_a_finished_run_that_goes_on_to_more_steps_is_not_finished(tmp_path, rec
     text = Page(write_report(folder)).text
     assert "summary.json is of step 20, before the run went on: it is not finished" in text
     assert f"Steps {recorded} of 40" in text and "Accuracy so far 40.0%" in text
-    assert f"Wall time so far {recorded // 10}m" in text and "Accuracy after" not in text
+    assert f"Running time so far {recorded // 10}m" in text and "Accuracy after" not in text
 
 
 @pytest.mark.parametrize("steps", [[0], [1], [0, 1]])
@@ -355,6 +358,18 @@ def test_what_never_happened_is_said_and_not_drawn(tmp_path):
     )
 
 
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_an_update_that_never_clips_is_explained_by_one_minibatch_where_there_is_one(tmp_path, minibatches):
+    config = make_config(learner={"minibatches": minibatches})
+    folder = make_run(
+        tmp_path / "run", range(1, 7), config, metrics=lambda step: {"policy/clip_fraction": 0.0}
+    )
+    text = Page(write_report(folder)).text
+    assert "policy/clip_fraction is 0" in text and ("expected with one minibatch" in text) == (
+        minibatches == 1
+    )
+
+
 def test_gaps_of_rounding_are_said_and_not_drawn_as_a_trend(tmp_path):
     gap = {
         "mismatch/k3": 1e-13,
@@ -391,7 +406,26 @@ def test_the_error_of_accuracy_goes_from_problem_to_problem(tmp_path):
         )
     )
     text = Page(path).text
-    assert "Accuracy before 50.0% ± 5.0%" in text and "Accuracy so far 50.0% ± 4.0%" in text
+    assert "Accuracy before 50.0% ± 5.0% at step 0" in text
+    assert "Accuracy so far 50.0% ± 4.0% at step 1" in text
+
+
+def test_an_accuracy_that_was_first_measured_after_some_steps_is_none_from_before(tmp_path):
+    """With ``evaluation: {every: 3, at_ends: false}``, and of a run whose last steps had no evaluation."""
+    accuracies = {3: 0.25, 6: 0.5}
+
+    def metrics(step):
+        return {"eval/accuracy": accuracies[step], "eval/count": 100.0} if step in accuracies else {}
+
+    folder = make_run(tmp_path / "run", range(1, 9), metrics=metrics)
+    text = Page(write_report(folder)).text
+    assert "Accuracy before not measured Accuracy so far 50.0% ± 5.0% at step 6 Steps 8 of 40" in text
+    summary = {
+        "accuracy_before": None, "accuracy_after": 0.5, "accuracy_after_step": 6, "steps": 40, "seconds": {},
+    }  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
+    text = Page(write_report(folder)).text
+    assert "Accuracy before not measured Accuracy after 50.0% ± 5.0% at step 6 Steps 40 of 40" in text
 
 
 def make_recorded(**series) -> Recorded:
@@ -405,17 +439,39 @@ def make_recorded(**series) -> Recorded:
 def test_stars_and_complements_in_names():
     recorded = make_recorded(
         **{
-            "a/x/tokens": {1: 0.5},
-            "a/y/tokens": {1: 0.25, 2: 1.0},
-            "a/y/z/tokens": {1: 0.0},
-            "a/x/others": {1: 0.0},
+            "mismatch/rejected/x/tokens": {1: 0.5},
+            "mismatch/rejected/y/tokens": {1: 0.25, 2: 1.0},
+            "mismatch/rejected/x/sequences": {1: 0.0},
+            "reward/mean": {1: 0.0},
+            "staleness/by_lag/le_0/kept_fraction": {1: 0.75},
         }
     )
-    assert recorded.labelled({"a/*/tokens": "rule *", "a/x/others": "o", "nowhere": "n"}) == {
-        "a/x/tokens": "rule x", "a/y/tokens": "rule y", "a/x/others": "o"
+    wanted = {"mismatch/rejected/*/tokens": "rule *", "reward/mean": "o", "nowhere": "n"}
+    assert recorded.labelled(wanted) == {
+        "mismatch/rejected/x/tokens": "rule x", "mismatch/rejected/y/tokens": "rule y", "reward/mean": "o"
     }  # fmt: skip
-    assert recorded.get("1 - a/y/tokens") == Series([1, 2], [0.75, 0.0])
+    kept = recorded.labelled({"1 - staleness/by_lag/*/kept_fraction": "*"})
+    assert kept == {"1 - staleness/by_lag/le_0/kept_fraction": "le_0"}
+    assert recorded.get(*kept) == Series([1], [0.25])
+    assert recorded.get("1 - mismatch/rejected/y/tokens") == Series([1, 2], [0.75, 0.0])
     assert not recorded.get("1 - nowhere")
+
+
+def test_sources_and_parts_with_a_slash_in_their_name_are_drawn():
+    """As data sets are called; what has an entry of its own is no source or set of that name."""
+    metrics = {
+        "eval/accuracy": 0.5,
+        "eval/set/hard/accuracy": 0.4,
+        "eval/set/hard/greedy/accuracy": 0.3,
+        "eval/set/a/b/accuracy": 0.2,
+        "eval/source/openai/gsm8k/accuracy": 0.1,
+        "reward/part/code/tests": 0.1,
+    }
+    axes = drawn("reward", lambda step: metrics, [1, 2])["Held-out accuracy"]
+    labels = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert labels == ["accuracy", "a/b", "hard", "openai/gsm8k"]
+    axes = drawn("reward_parts", lambda step: metrics, [1, 2])["Parts of the reward"]
+    assert [line.get_label() for line in axes.lines] == ["code/tests"]
 
 
 def test_bins_are_in_the_order_of_their_edges():
@@ -594,7 +650,7 @@ def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():
 
 def test_alarm_histories_by_hand():
     rows = [
-        {"step": 0, "mismatch/ess": 0.0},  # only evaluates
+        {"step": 0, "eval/accuracy": 0.1, "eval/failed_fraction": 0.5},  # only evaluates
         {"step": 1, "mismatch/ess": 0.29, "mismatch/k1": -0.3, "mismatch/k3": 0.01},
         {
             "step": 2,
@@ -615,7 +671,8 @@ def test_alarm_histories_by_hand():
     ]
     found = {h.name: (h.steps, h.worst_step) for h in alarm_histories(rows, AlarmsConfig())}
     assert found == {
-        "kl_max": ([1, 2, 4], 1), "ess_min": ([1, 4], 4), "first_ratio_tolerance": ([2, 4], 4), "chi2_token_max": ([5], 5)
+        "kl_max": ([1, 2, 4], 1), "ess_min": ([1, 4], 4), "first_ratio_tolerance": ([2, 4], 4), "chi2_token_max": ([5], 5),
+        "reward_failed_max": ([0], 0),
     }  # fmt: skip
     assert alarm_histories(rows, AlarmsConfig())[0].name == "kl_max"
     assert {h.name for h in alarm_histories(rows, AlarmsConfig(kl_max=None, ess_min=0.2))} == set(found) - {
@@ -630,6 +687,12 @@ def test_a_value_that_is_not_finite_is_the_worst():
     histories = {h.name: h for h in alarm_histories(rows, AlarmsConfig())}
     assert histories["weight_mean_max"].steps == [1, 2, 3] and histories["weight_mean_max"].worst_step == 2
     assert histories["weight_mean_min"].steps == [2]
+
+
+def test_the_worst_spread_of_advantages_is_the_least():
+    rows = [{"step": s, "advantage/std": value} for s, value in ((1, 9e-7), (2, 0.0), (3, 5e-7), (4, 0.5))]
+    (history,) = alarm_histories(rows, AlarmsConfig())
+    assert (history.name, history.steps, history.worst_step) == ("advantage_std_min", [1, 2, 3], 2)
 
 
 def test_the_page_tells_alarms_in_full(tmp_path):
@@ -955,6 +1018,22 @@ def test_the_table_of_results_by_hand():
     ]  # fmt: skip
     assert rows[0] == ["a", "4 of 40", "75.0% at 4", "75.0% at 2", "2.5", "7.500", "-", "-", "5.0e-01"]
     assert rows[1] == ["b", "0 of 40", *"-------"]
+    selecting = Recorded(
+        steps=full.steps, series=series | {"reward/before_selection": Series([1, 2], [0.25, 0.5])}
+    )
+    assert comparison.results_table({"a": (selecting, config)})[1][5] == "0.375"
+    (_, first), *_ = comparison._lines_of(comparison.PANELS[0], {"a": selecting, "b": full})
+    assert comparison.PANELS[0].title == "Reward, as sampled" and first.values == [0.25, 0.5]
+
+
+def test_the_reward_before_selection_is_a_line_and_its_absence_no_note(tmp_path):
+    def metrics(step):
+        return {"reward/mean": 0.2 + step / 100, "reward/before_selection": 0.1 + step / 100}
+
+    labels = [text.get_text() for text in drawn("reward", metrics, [1, 2])["Reward"].get_legend().get_texts()]
+    assert labels == ["trained on", "before selection"]
+    text = Page(write_report(make_run(tmp_path / "run", [1, 2], metrics=few_metrics))).text
+    assert "Not recorded, so not drawn: reward/importance_weighted, eval/accuracy" in text
 
 
 def test_settings_go_down_or_runs_where_these_are_more():

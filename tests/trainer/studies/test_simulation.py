@@ -9,7 +9,7 @@ import pytest
 
 from configs.schema import RunConfig
 from launch.commands.simulate import planned
-from parallel.planning.architecture import padded_vocab_size, read_architecture, read_hf_config
+from parallel.planning.architecture import architecture_of, padded_vocab_size
 from parallel.planning.flops import forward_flops, update_flops
 from parallel.planning.simulated import MadeStep, Part, SimulatedRank
 from parallel.planning.traffic import data_bytes, scored_passes, update_sent
@@ -129,7 +129,7 @@ def test_each_group_is_sent_what_real_ranks_send_it(name, rank, simulated, real)
 @pytest.mark.parametrize("number", [0, 4])
 def test_memory_of_what_stays_is_the_plans_and_the_peak_is_near(number, simulated, configs):
     config, rank = configs["large"], simulated["large", number]
-    plan = planned(config, read_architecture(read_hf_config(config.model.path)), rank)
+    plan = planned(config, architecture_of(config.model.path), rank)
     at_start = rank.parts["start"].at_peak
     for name in ("parameters", "gradients", "optimizer"):
         assert at_start[name] == pytest.approx(getattr(plan, name), rel=0.005, abs=2**17), name
@@ -224,7 +224,7 @@ def test_what_a_rank_sends_is_the_plans_and_a_little_more(name, group, above, si
     for (family, of), size in sent(rank.parts["update"]).items():
         if OF_PLAN.get(of) == group:
             found += size * {"allreduce": 1.0, "send": 1.0, "recv": 1.0}.get(family, 0.5)
-    architecture = read_architecture(read_hf_config(config.model.path))
+    architecture = architecture_of(config.model.path)
     if group == "data":
         plan = data_bytes(architecture, config, config.layout, rank.stage)
     else:
@@ -244,7 +244,7 @@ def test_samples_share_no_prompt_where_the_vocabulary_is_smaller_than_their_numb
 
 def planned_flops(config: RunConfig, rank: SimulatedRank) -> dict[str, int]:
     """Those of the passes before the update, and of the update."""
-    architecture, step = read_architecture(read_hf_config(config.model.path)), rank.step
+    architecture, step = architecture_of(config.model.path), rank.step
     load = whole_samples(step.samples, step.places, step.response)
     forward = forward_flops(architecture, config.layout, rank.stage, load)
     update = update_flops(architecture, config.layout, rank.stage, load, recompute=config.learner.recompute)

@@ -51,6 +51,9 @@ FIRING = [
     ("rejected_max", "mismatch/rejected/total/tokens", 0.51),
     ("rejected_max", "mismatch/rejected/total/sequences", 0.51),
     ("reward_failed_max", "reward/failed_fraction", 0.06),
+    ("reward_failed_max", "eval/failed_fraction", 0.06),
+    ("reward_failed_max", "eval/greedy/failed_fraction", 0.06),
+    ("reward_failed_max", "eval/set/hard/failed_fraction", 0.06),
 ]
 
 

@@ -38,7 +38,7 @@ def test_lines_of_steps_that_are_done_again_go_and_a_torn_one_does_too(tmp_path)
     ]
     assert lines[2].prompts == ["p3", "p4", "p0", "p1", "p2", "p3"]
     assert imbalance(lines) is None
-    told = "12 groups trained on, each in one step; 2 left out, since their rewards are all the same; 3 rewards failed"
+    told = "12 groups trained on, each in one step; 2 left out, since their siblings do not differ; 3 rewards failed"
     assert summary(lines) == told
     Ledger(path, keep_until=0)
     assert summary(read_ledger(path)) == "no group yet"

@@ -686,9 +686,45 @@ def test_the_time_left_has_the_last_evaluation_in_it(tmp_path, capsys):
     assert [line.split()[-1] for line in lines[2:]] == ["1h00m", "0s"]
 
 
+@pytest.mark.parametrize(
+    ("evaluation", "evaluations_left"),
+    [
+        ({"every": 2}, [3, 3, 2, 2, 1, 1, 0]),
+        ({"every": 4}, [2, 2, 2, 2, 1, 1, 0]),
+        ({"every": 4, "at_ends": False}, [1, 1, 1, 1, 0, 0, 0]),
+        ({"every": 0}, [1, 1, 1, 1, 1, 1, 0]),
+        ({"every": 0, "at_ends": False}, [0] * 7),
+    ],
+)
+def test_the_time_left_has_every_evaluation_that_is_due(
+    tmp_path, capsys, monkeypatch, evaluation, evaluations_left
+):
+    """Steps of 1 s and evaluations of 1000 s, which are no part of a step's pace."""
+    config, now = make_config(steps=6, evaluation=evaluation), [0.0]
+    monkeypatch.setattr(tracking.time, "monotonic", lambda: now[0])
+    with Tracker(config, tmp_path) as tracker:
+        tracker.log(0, {"eval/accuracy": 0.5, "time/evaluation": 1000.0})
+        for step in range(1, 7):
+            is_due = config.evaluation.is_due(step, 6)
+            now[0] += 1.0 + 1000.0 * is_due
+            tracker.log(step, {"time/step": 1.0} | ({"time/evaluation": 1000.0} if is_due else {}))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    found = [cells[-1] for cells in lines if cells[0] in {f"{step}/6" for step in range(1, 7)}]
+    assert found == [
+        tracking.duration((6 - step) * 1.0 + 1000.0 * count)
+        for step, count in enumerate(evaluations_left)
+        if step > 0
+    ]
+
+
 def test_row_by_hand():
     by_hand = "3/100 0.512 25.0% 10.2 -1.23e-02 1.234 1.5e-03 0.321 3.1e-02 0.998 0.75 1.000 123k 3.2s 0.4s 1.5s 0.2s 1h02m"
     assert row(3, 100, FULL, 3725.0).split() == by_hand.split()
+
+
+def test_the_reward_of_a_line_is_of_all_groups_that_were_sampled():
+    selected = FULL | {"reward/before_selection": 0.113}
+    assert row(3, 100, selected, 3725.0) == row(3, 100, FULL, 3725.0).replace("0.512", "0.113")
 
 
 @settings(deadline=None)
@@ -737,10 +773,10 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped(tmp
 def test_a_first_failed_reward_is_told_once(tmp_path, capsys):
     with Tracker(make_config(), tmp_path) as tracker:
         for step, failed in ((1, 0), (2, 3), (3, 4)):
-            first = "prompt p7, sibling 0, scored 0: KeyError: 'x' (mine.py:3 in score)" if failed else None
+            first = "prompt p7, sibling 0, not scored: KeyError: 'x' (mine.py:3 in score)" if failed else None
             stats = SimpleNamespace(failed_rewards=failed, scored=40, first_failure=first)
             tell_of_failed_rewards(SimpleNamespace(tracker=tracker), step, Sampled(groups=[], stats=stats))
-    told = "  ! step 2: 3 of 40 rewards failed; the first, of prompt p7, sibling 0, scored 0: KeyError: 'x' (mine.py:3 in score)\n"
+    told = "  ! step 2: 3 of 40 rewards failed; the first, of prompt p7, sibling 0, not scored: KeyError: 'x' (mine.py:3 in score)\n"
     assert capsys.readouterr().out == told
 
 

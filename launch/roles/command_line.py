@@ -1,0 +1,66 @@
+"""The command lines of the roles, for those who start them."""
+
+import math
+import sys
+from dataclasses import dataclass
+
+from launch.processes.run_folder import RunFolder
+
+MEGATRON_ROLES = (
+    "learn", "sft-rank", "export-rank", "replay-rank", "verify-rank", "score-rank", "selftest-rank",
+)  # fmt: skip
+IN_JOB = "TANDEM_JOB"
+"""An environment variable of every role of a Slurm job, set by ``launch/slurm/inside_job.py``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rendezvous:
+    """The meeting place of the torchrun agents, one on each of the learner's nodes."""
+
+    nodes: int
+    endpoint: str
+    """HOST:PORT of the learner's first node, whose agent listens there."""
+    is_host: bool
+    """Whether this agent is on the first node. It cannot find out by itself where the name of its host stands for
+    another address."""
+    address: str | None = None
+    """Address of this agent's node, at which its ranks are met if they are the first. None: the host's own name,
+    which may be localhost."""
+    id: str
+    """The same for all agents of one start of one run."""
+    timeout_s: float
+    """Time for all agents to come."""
+
+
+def role_command(
+    role: str,
+    folder: RunFolder,
+    *,
+    ranks: int = 1,
+    node: int | None = None,
+    rendezvous: Rendezvous | None = None,
+) -> list[str]:
+    """The command line that starts ``role``; Megatron roles run under torchrun.
+
+    ranks: of a Megatron role, on each node. node: number of the servers' node, where there are several.
+    rendezvous: of a Megatron role on several nodes; None: all ranks are on this node.
+    """
+    arguments = ["-m", "launch", role, str(folder.path), *([] if node is None else ["--node", str(node)])]
+    if role not in MEGATRON_ROLES:
+        return [sys.executable, *arguments]
+    torchrun = [sys.executable, "-m", "launch.roles.rendezvous", *_rendezvous_options(rendezvous)]
+    return [*torchrun, f"--nproc-per-node={ranks}", *arguments]
+
+
+def _rendezvous_options(rendezvous: Rendezvous | None) -> list[str]:
+    if rendezvous is None:
+        return ["--rdzv-backend=tandem"]
+    # No --node-rank: the host is node 0, and the others are numbered in the order in which they come.
+    return [
+        f"--nnodes={rendezvous.nodes}",
+        "--rdzv-backend=tandem",
+        f"--rdzv-endpoint={rendezvous.endpoint}",
+        f"--rdzv-id={rendezvous.id}",
+        f"--rdzv-conf=join_timeout={math.ceil(rendezvous.timeout_s)},is_host={str(rendezvous.is_host).lower()}",
+        *([] if rendezvous.address is None else [f"--local-addr={rendezvous.address}"]),
+    ]

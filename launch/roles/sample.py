@@ -1,0 +1,72 @@
+"""The sample role as its process runs it: groups for the learner, until it sends stop."""
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import Callable
+
+from configs.schema import RunConfig
+from launch.processes.addresses import own_address
+from launch.processes.placement import serve_roles
+from launch.processes.run_folder import RunFolder, wait_for_servers
+from parallel.planning.architecture import architecture_of
+from parallel.planning.model_parts import Experts
+from rollout.servers.kept_sets import Truncation
+
+
+def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
+    """Give groups to the learner until it sends stop."""
+    from rollout.guarded_process import remove_abandoned
+    from rollout.sampling.role import run_sample_role
+    from rollout.tokenization import import_transformers_without_torch
+
+    import_transformers_without_torch()
+    remove_abandoned()  # by now the guards have ended what a sample role that was killed has left running
+
+    def server_urls() -> list[str]:
+        return wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
+
+    def announce(address: str) -> None:
+        cancel_at_sigterm()  # not before: the start waits for servers outside of the event loop, which would not hear it
+        folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
+
+    try:
+        host, key, log_dir = own_address(config.launch.nodes), folder.run_key(), folder.logs
+        role = run_sample_role(
+            config, server_urls=server_urls, announce=announce, log_dir=log_dir, host=host, key=key, doing=doing,
+            experts=experts_to_replay(config), truncation=truncation_of(config),
+        )  # fmt: skip
+        asyncio.run(role)
+    finally:
+        folder.withdraw("sample")
+
+
+def cancel_at_sigterm() -> None:
+    """Have SIGTERM cancel the running task, for a role's main task: episodes under way have folders of their own, which
+    are removed as they end. A second one ends this process at once, and where it is ignored it stays so."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+
+    def cancel() -> None:
+        loop.remove_signal_handler(signal.SIGTERM)
+        task.cancel()
+
+    if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
+        loop.add_signal_handler(signal.SIGTERM, cancel)
+
+
+def experts_to_replay(config: RunConfig) -> Experts | None:
+    """Those of the policy; None where the learner needs none of the servers' experts."""
+    if config.learner.routing != "rollout":
+        return None
+    return architecture_of(config.model.path).experts
+
+
+def truncation_of(config: RunConfig) -> Truncation | None:
+    """None where samples to train on come from the full distribution."""
+    rollout = config.rollout
+    if not rollout.is_truncated:
+        return None
+    vocab_size = architecture_of(config.model.path).vocab_size
+    return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)

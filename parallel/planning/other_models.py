@@ -1,0 +1,18 @@
+"""The architectures of a run's other models: a critic, and a reference from a folder of its own."""
+
+from configs.schema.run import RunConfig, SftConfig
+from parallel.planning.architecture import Architecture, architecture_of
+
+
+def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
+    """The policy's where the critic has no model of its own. None: the run has no critic."""
+    if not isinstance(config, RunConfig) or config.critic is None:
+        return None
+    model = config.critic.model
+    return policy if model is None else architecture_of(model.path)
+
+
+def reference_architecture(config: RunConfig | SftConfig) -> Architecture | None:
+    """Of ``kl.model``. None where the reference is no model of its own."""
+    model = config.kl.model if isinstance(config, RunConfig) else None
+    return None if model is None else architecture_of(model.path)
