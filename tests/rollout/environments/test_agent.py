@@ -357,7 +357,7 @@ def test_waiting_for_servers_is_no_time_of_the_agent():
 
     async def test():
         agents = AgentEpisodes(
-            Gateway(), NewProcesses(config), config, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
+            Gateway(), NewProcesses(["true"], dict), config, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
         )  # fmt: skip
         context = context_of(engine=WaitsForServers(1000.0))
         context.observe([3])

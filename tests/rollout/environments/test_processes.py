@@ -276,12 +276,12 @@ class FailingStarts:
     def __init__(self, count: float) -> None:
         self.count, self.start, self.is_first = count, EnvironmentProcess.start, True
 
-    async def __call__(self, config):
+    async def __call__(self, config, keys):
         if not self.is_first and self.count > 0:
             self.count -= 1
             raise EnvironmentStartError("no memory")
         self.is_first = False
-        return await self.start(config.model_copy(update={"start_timeout_s": DEADLINE_S}))
+        return await self.start(config.model_copy(update={"start_timeout_s": DEADLINE_S}), keys)
 
 
 @pytest.mark.parametrize(
