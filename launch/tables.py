@@ -2,6 +2,12 @@
 
 import shutil
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rollout.terminal_text import visible
+
+if TYPE_CHECKING:
+    from rich.text import Text
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -18,18 +24,23 @@ def on_one_line(text: str, end: str = "") -> str:
 
 def print_table(
     titles: Sequence[str],
-    rows: Sequence[Sequence[str]],
+    rows: "Sequence[Sequence[str | Text]]",
     *,
     width: int | None = None,
     title: str | None = None,
 ) -> None:
-    """A table with borders. ``width``: that of the output where it is no terminal; None: as wide as the table is."""
-    from rich.console import Console
-    from rich.table import Table
+    """A table with borders. ``width``: that of the output where it is no terminal; None: as wide as the table is.
 
-    table = Table(*titles, title=title, title_justify="left")
+    A text is shown as it is, not read as rich's markup: a user's may hold ``[/INST]``.
+    """
+    from rich.console import Console
+    from rich.table import Column, Table
+    from rich.text import Text
+
+    columns = (Column(Text(visible(heading))) for heading in titles)
+    table = Table(*columns, title=None if title is None else Text(visible(title)), title_justify="left")
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*(cell if isinstance(cell, Text) else Text(visible(cell)) for cell in row))
     if width is None:
         width = 1 + sum(max(map(len, column)) + 3 for column in zip(titles, *rows, strict=True))
     console = Console()

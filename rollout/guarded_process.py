@@ -24,6 +24,8 @@ T = TypeVar("T")
 END_TIMEOUT_S = 10.0
 """Time to end what an episode left over, for ``close()``, and for the guard to kill and reap everything."""
 
+SHORT = "/tmp"
+"""For folders whose path must be short."""
 OWN_FOLDER = re.compile(r"tandem-[a-z]+-(?P<machine>\w+)-(?P<pid>\d+)-(?P<started>\d+)-\w+")
 """Name of a folder of ``own_folder``, with the process that removes it."""
 
@@ -63,8 +65,7 @@ async def guarded_process(
 @asynccontextmanager
 async def own_folder(prefix: str) -> AsyncIterator[str]:
     """An empty folder, which is removed with all in it. ``remove_abandoned`` does so where this process is killed."""
-    owner = f"{_machine()}-{os.getpid()}-{_start_of(os.getpid())}"
-    folder = os.path.join(tempfile.gettempdir(), f"{prefix}{owner}-{secrets.token_hex(8)}")
+    folder = os.path.join(tempfile.gettempdir(), own_name(prefix))
     try:
         await finished(asyncio.to_thread(os.mkdir, folder, 0o700))
         yield folder
@@ -72,10 +73,20 @@ async def own_folder(prefix: str) -> AsyncIterator[str]:
         await finished(asyncio.to_thread(remove, folder))
 
 
+def own_name(prefix: str) -> str:
+    """A new name for a folder that ``remove_abandoned`` removes where this process has not."""
+    return f"{prefix}{_machine()}-{os.getpid()}-{_start_of(os.getpid())}-{secrets.token_hex(8)}"
+
+
 def remove_abandoned() -> None:
     """Remove the folders of this user's processes that ended without doing so: they were killed, alone or with a whole
     job of Slurm. Other machines may share the temporary folder; what is theirs stays."""
-    with suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
+    for folder in {tempfile.gettempdir(), SHORT}:
+        _remove_abandoned_in(folder)
+
+
+def _remove_abandoned_in(folder: str) -> None:
+    with suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             owner = OWN_FOLDER.fullmatch(entry.name)
             if (

@@ -112,6 +112,27 @@ def _is_variable(name: str) -> str:
 
 KeyVariable = Annotated[str, AfterValidator(_is_variable)]
 
+
+def _is_name(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        raise ValueError(
+            "holds a text that is no name of an environment variable; name the variable, and not its value"
+        )
+    return name
+
+
+VariableName = Annotated[str, AfterValidator(_is_name)]
+SECRET = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
+"""In the name of an environment variable: its value may be a secret."""
+SHORTEST_SECRET = 8
+"""Characters; values like `1` are no secrets."""
+
+
+def looks_secret(name: str, value: str) -> bool:
+    """Whether an environment variable may hold a secret."""
+    return SECRET.search(name) is not None and len(value) >= SHORTEST_SECRET
+
+
 PositiveInt = Annotated[int, Field(ge=1, strict=True)]
 NonNegativeInt = Annotated[int, Field(ge=0, strict=True)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]

@@ -12,6 +12,7 @@ from configs.schema.base import (
     Schema,
     Seconds,
     Tokens,
+    VariableName,
     served_at,
 )
 from configs.schema.own_function import ModuleAndName
@@ -90,6 +91,10 @@ class ProcessEnvironment(MessageEnvironment):
     max_processes: Count | None = None
     """Processes at a time, of training episodes and of held-out ones each. None: max_concurrency, but at most 16 per
     core."""
+    pass_secrets: tuple[VariableName, ...] = ()
+    """Environment variables that its processes inherit although they may be secrets. A model has a say in what these
+    processes do, so they are started without the variables that an ``api_key_variable`` of the config names, and without
+    those of 8 characters or more whose names hold token, secret, passw, key or credential."""
 
 
 class ChatEnvironment(ProcessEnvironment):

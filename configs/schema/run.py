@@ -1,6 +1,7 @@
 """The roots ``RunConfig`` (kind: train) and ``SftConfig`` (kind: sft). ``contradictions.py`` has the checks that span
 several blocks."""
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
@@ -113,6 +114,21 @@ class RunConfig(Schema):
         """Models from other folders than the policy's, by field. They read the policy's tokens."""
         models = {"critic.model": self.critic and self.critic.model, "kl.model": self.kl.model}
         return {field: model for field, model in models.items() if model is not None}
+
+    @property
+    def key_variables(self) -> frozenset[str]:
+        """The environment variables that hold keys of servers."""
+
+        def named_in(block: Any) -> Iterator[str]:
+            if isinstance(block, Mapping):
+                if isinstance(variable := block.get("api_key_variable"), str):
+                    yield variable
+                block = tuple(block.values())
+            if isinstance(block, (list, tuple)):
+                for part in block:
+                    yield from named_in(part)
+
+        return frozenset(named_in(self.model_dump()))
 
     @property
     def policy_objective(self) -> ObjectiveConfig:

@@ -344,7 +344,7 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     if config.environment.type == "agent":
         from rollout.environments.agent_template import check_agent
 
-        yield from finding_of("environment.command", check_agent, config.environment)
+        yield from finding_of("environment.command", check_agent, config.environment, config.key_variables)
     elif config.environment.type == "openenv":
         from rollout.environments.openenv import check_openenv
 
@@ -353,7 +353,11 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         from rollout.environments.processes import check_environment
 
         yield from finding_of(
-            "environment.environment", check_environment, config.environment, _print_comment
+            "environment.environment",
+            check_environment,
+            config.environment,
+            _print_comment,
+            config.key_variables,
         )
     if config.resume is not None and config.resume.is_dir():
         yield from (("resume", error) for error in resume_problems(config, config.resume, _print_comment))

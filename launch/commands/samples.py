@@ -13,6 +13,7 @@ from rich.text import Text
 
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
+from rollout.terminal_text import visible
 from trainer.tracking.samples import Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (
     Decode,
@@ -22,7 +23,6 @@ from trainer.tracking.transcripts import (
     gap_labels,
     outcome,
     stretches,
-    visible,
 )
 
 OBSERVED, TITLE = "dim italic", "bold"

@@ -30,11 +30,11 @@ from launch.processes.run_folder import RunFolder
 from launch.slurm.job import ask_squeue
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
+from rollout.terminal_text import visible
 from trainer.file_system import mount_of, read_file
 from trainer.metric_names import known, value_of
 from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.tracker import duration, read_metrics
-from trainer.tracking.transcripts import visible
 
 PACE_STEPS = 20
 SMOOTHED_STEPS = 10
@@ -133,7 +133,7 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
     errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
-        lines = errors[0].read_text().strip().splitlines()
+        lines = visible(errors[0].read_text(errors="replace")).strip().splitlines()
         more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
     if in_slurm.startswith(SILENT):

@@ -45,6 +45,7 @@ from parallel.checkpoints.files import (
     valid_checkpoints,
 )
 from rollout.run_key import RunKey, run_key
+from rollout.terminal_text import visible
 from trainer.file_system import open_lock, read_file, write_whole
 
 WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
@@ -107,12 +108,12 @@ class RunFolder:
         """Record the error that ended ``role``, for the supervisor to show. The first of several ranks counts: it
         has the cause, and the others lost a peer.
 
-        A full disk keeps it from being written; the log has it too.
+        Control characters are made visible, as the text may hold a model's. A full disk keeps it from being written; the log has it too.
         """
         with contextlib.suppress(OSError):
             self.error(role).parent.mkdir(exist_ok=True)
             with self.error(role).open("x") as file:
-                file.write(f"{type(error).__name__}: {error}")
+                file.write(visible(f"{type(error).__name__}: {error}"))
 
     def forget(self, role: str) -> None:
         """Remove the address and error of an earlier life of ``role``, when it starts."""

@@ -29,6 +29,7 @@ import psutil
 
 from launch.processes.unheard import go_on_unheard
 from rollout.servers.watched_process import how_it_ended, log_tail, signal_group
+from rollout.terminal_text import visible
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
@@ -310,7 +311,7 @@ def _cause_text(running: _Running) -> str:
     }
     if error and deaths:
         error = f"another rank, which lost it, said: {error}"
-    return textwrap.indent("\n".join([*deaths, error or running.last_lines(LAST_LINES)]), "    ")
+    return textwrap.indent(visible("\n".join([*deaths, error or running.last_lines(LAST_LINES)])), "    ")
 
 
 def _wait_for_end(pid: int, deadline: float) -> None:

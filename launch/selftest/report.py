@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil
 
-from configs.schema.base import without_credentials
+from configs.schema.base import looks_secret, without_credentials
 from launch.checks.devices import ask_gpus
 from launch.processes.run_folder import KEY, write_json
 from launch.selftest.check import Outcome, Result
@@ -30,9 +30,6 @@ PACKAGES = (
     "tandem-rl", "torch", "megatron-core", "sglang", "transformers", "transformer-engine", "flash-attn",
     "flashinfer-python", "sgl-kernel", "triton", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "safetensors", "numpy", "mlflow",
 )  # fmt: skip
-SECRET = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
-SHORTEST_SECRET = 8
-"""Characters; values like `1` are no secrets, and would be taken out of every figure."""
 MARKS = {Result.PASS: "green", Result.FAIL: "bold red", Result.NOT_HERE: "dim", Result.NOT_RUN: "yellow"}
 WORDS = {Result.PASS: "passed", Result.FAIL: "failed", Result.NOT_RUN: "not run", Result.NOT_HERE: "not here"}
 TITLES = ("check", "result", "   s", "found")
@@ -73,9 +70,7 @@ def scrubber(folder: Path) -> Callable[[str], str]:
     """A function that takes out of a text what is nobody's business. folder: the selftest's own, whose keys are taken
     out too."""
     keys = [word for file in folder.rglob(KEY) for word in re.findall(r"[\w+/=-]{16,}", file.read_text())]
-    secrets = [
-        value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= SHORTEST_SECRET
-    ]
+    secrets = [value for name, value in os.environ.items() if looks_secret(name, value)]
     exact = dict.fromkeys([*keys, *secrets], "SECRET") | {str(folder): "FOLDER"}
     home = os.path.expanduser("~")
     exact |= {home: "HOME"} if home not in ("/", "~") else {}
@@ -111,10 +106,10 @@ def verdict(outcomes: Sequence[Outcome], planned: int, seconds: float) -> str:
 
 def print_outcomes(outcomes: Sequence[Outcome], *, width: int) -> None:
     """The table, on the console. width: that of the output where it is no terminal."""
-    from rich.markup import escape
+    from rich.text import Text
 
     rows = [
-        (one.check.name, f"[{MARKS[one.result]}]{one.result}[/]", f"{one.seconds:4.0f}", escape(one.text))
+        (one.check.name, Text(str(one.result), MARKS[one.result]), f"{one.seconds:4.0f}", one.text)
         for one in outcomes
     ]
     print_table(TITLES, rows, width=width)

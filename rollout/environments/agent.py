@@ -23,6 +23,7 @@ from rollout.environments.protocol import Context, EpisodeFailed, Outcome
 from rollout.environments.tool_calls import Tools
 from rollout.records import Prompt, Status
 from rollout.servers.watched_process import how_it_ended
+from rollout.terminal_text import on_one_visible_line
 
 LARGEST_PROBLEM = 2**17 - 2**10
 """Bytes of TANDEM_PROBLEM: Linux takes 128 KiB for one variable."""
@@ -132,9 +133,9 @@ class AgentEpisodes:
 
 
 def _why(process: AgentProcess, session: GatewaySession) -> str:
-    """The last request that was refused, and the end of the agent's error output."""
+    """The last request that was refused, and the end of the agent's error output, in which a model may have a say."""
     refusal = f"; a request was refused with {session.last_refusal}" if session.last_refusal else ""
-    errors = process.errors.strip()
+    errors = on_one_visible_line(process.errors)
     shown = errors if len(errors) <= LONGEST_TAIL else f"…{errors[-LONGEST_TAIL:]}"
     return refusal + (f"; its error output ends with: {shown}" if errors else "; it wrote no error output")
 

@@ -9,12 +9,12 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.processes import WORKER, users_variables
+from rollout.environments.processes import WORKER
 from rollout.environments.protocol import EpisodeFailed
 from rollout.guarded_process import Guard, end_guarded, finished, own_folder, start_guarded
 from rollout.records import Status
@@ -26,6 +26,9 @@ LARGEST_LINE = 2**16
 END_OF_OUTPUT_S = 2.0
 """Time for the end of the pipes after the end of the processes that have them."""
 PYTHON = "{python}"
+
+Inherited = Callable[[], Mapping[str, str]]
+"""The variables of this process that an agent gets, now."""
 
 
 def command_of(config: AgentEnvironment) -> list[str]:
@@ -61,21 +64,24 @@ class AgentStarter(Protocol):
 
 
 class NewProcesses:
-    """Starts each agent as a new process of ``command``."""
+    """Starts each agent as a new process of ``command``, with the variables that ``inherited`` gives."""
 
-    def __init__(self, command: Sequence[str]) -> None:
-        self._command = list(command)
+    def __init__(self, command: Sequence[str], inherited: Inherited) -> None:
+        self._command, self._inherited = list(command), inherited
 
     async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
         try:
-            command, env = [sys.executable, "-I", WORKER, *self._command], agent_variables(variables)
+            command, env = (
+                [sys.executable, "-I", WORKER, *self._command],
+                agent_variables(self._inherited, variables),
+            )
             return await start_guarded(*command, stderr=asyncio.subprocess.PIPE, cwd=folder, env=env)
         except OSError as error:  # too many processes, or a problem that is too large for a variable
             raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error
 
 
-def agent_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    return {**users_variables(), "PYTHONUNBUFFERED": "1", **variables}
+def agent_variables(inherited: Inherited, variables: Mapping[str, str]) -> dict[str, str]:
+    return {**inherited(), "PYTHONUNBUFFERED": "1", **variables}
 
 
 class AgentProcess:

@@ -10,12 +10,24 @@ import json
 import os
 import socket
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.agent_process import AgentStarter, NewProcesses, agent_variables, command_of
-from rollout.environments.processes import WORKER, EnvironmentStartError, check_parser_names
+from rollout.environments.agent_process import (
+    AgentStarter,
+    Inherited,
+    NewProcesses,
+    agent_variables,
+    command_of,
+)
+from rollout.environments.processes import (
+    WORKER,
+    EnvironmentStartError,
+    check_parser_names,
+    users_variables,
+)
 from rollout.environments.protocol import EpisodeFailed
 from rollout.guarded_process import END_TIMEOUT_S, Guard, finished
 from rollout.records import Status
@@ -27,26 +39,28 @@ KILLED = 128 + 9
 
 
 @asynccontextmanager
-async def agent_starter(config: AgentEnvironment) -> AsyncIterator[AgentStarter]:
-    """Raises ValueError where the command cannot be used."""
-    command = command_of(config)
+async def agent_starter(config: AgentEnvironment, keys: Collection[str] = ()) -> AsyncIterator[AgentStarter]:
+    """keys: see ``users_variables``. Raises ValueError where the command cannot be used."""
+    command, inherited = command_of(config), partial(users_variables, config, keys)
     if not config.preload:
-        yield NewProcesses(command)
+        yield NewProcesses(command, inherited)
         return
     if len(command) < 2 or not command[1].endswith(".py"):
         raise ValueError(
             f"environment.preload={list(config.preload)} needs a command that is a Python script, [agent.py, ...] or "
             f"[a Python, agent.py, ...], not {list(config.command)}; leave out preload"
         )
-    async with AgentTemplate(command, config.preload, start_timeout_s=config.start_timeout_s) as template:
+    async with AgentTemplate(
+        command, config.preload, inherited, start_timeout_s=config.start_timeout_s
+    ) as template:
         yield template
 
 
-def check_agent(config: AgentEnvironment) -> None:
-    """Raises ValueError where the command, a parser's name or a module of ``preload`` cannot be used."""
+def check_agent(config: AgentEnvironment, keys: Collection[str] = ()) -> None:
+    """keys: see ``users_variables``. Raises ValueError where the command, a parser's name or a module of ``preload`` cannot be used."""
 
     async def start_template() -> None:
-        async with agent_starter(config) as starter:
+        async with agent_starter(config, keys) as starter:
             if isinstance(starter, AgentTemplate):
                 await starter.ready()
 
@@ -63,12 +77,16 @@ class AgentTemplate:
     Args:
         command: a Python, its script, and the script's arguments.
         modules: imported before the first fork.
+        inherited: the variables that an agent gets of this process.
         start_timeout_s: time for that.
     """
 
-    def __init__(self, command: Sequence[str], modules: Sequence[str], *, start_timeout_s: float) -> None:
+    def __init__(
+        self, command: Sequence[str], modules: Sequence[str], inherited: Inherited, *, start_timeout_s: float
+    ) -> None:
         self._python, self._script, *self._arguments = command
         self._modules, self._start_timeout_s = list(modules), start_timeout_s
+        self._inherited = inherited
         self._one_at_a_time = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._socket: socket.socket | None = None
@@ -93,7 +111,7 @@ class AgentTemplate:
         """
         content = {
             "folder": folder,
-            "variables": agent_variables(variables),
+            "variables": agent_variables(self._inherited, variables),
             "arguments": self._arguments,
         }
         with ExitStack() as closing:
@@ -135,7 +153,7 @@ class AgentTemplate:
                     self._python, WORKER, *words,
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
-                    env=agent_variables({}), pass_fds=[theirs.fileno()], start_new_session=True,
+                    env=agent_variables(self._inherited, {}), pass_fds=[theirs.fileno()], start_new_session=True,
                 )  # fmt: skip
             except OSError as error:
                 await self._end()

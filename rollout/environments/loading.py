@@ -116,14 +116,15 @@ async def _environments(
         if isinstance(block, AgentEnvironment):
             gateway = Gateway(host=host, model=config.model.path.name, vocab_size=texts.vocab_size)
             await exits.enter_async_context(gateway)
-            starter = await exits.enter_async_context(agent_starter(block))
+            starter = await exits.enter_async_context(agent_starter(block, config.key_variables))
             agents = AgentEpisodes(gateway, starter, block, **talk)
             agents.check()
             yield dict.fromkeys(BOTH, agents)
             return
         chats = {}
         for which in BOTH:
-            source = OpenEnvServers(block) if isinstance(block, OpenEnvironment) else ProcessPool(block)
+            is_served = isinstance(block, OpenEnvironment)
+            source = OpenEnvServers(block) if is_served else ProcessPool(block, config.key_variables)
             chats[which] = ChatEpisodes(await exits.enter_async_context(source), **talk)
         await chats["training"].check()
         yield chats

@@ -12,7 +12,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import msgspec
 import psutil
 
+from configs.schema.base import looks_secret
 from configs.schema.environment import (
     ChatEnvironment,
     MessageEnvironment,
@@ -128,8 +129,8 @@ class EnvironmentProcess:
         return self._process.pid
 
     @classmethod
-    async def start(cls, config: InProcess) -> tuple["EnvironmentProcess", Ready]:
-        """Raises EnvironmentStartError."""
+    async def start(cls, config: InProcess, keys: Collection[str] = ()) -> tuple["EnvironmentProcess", Ready]:
+        """keys: see ``users_variables``. Raises EnvironmentStartError."""
         is_chat = isinstance(config, ChatEnvironment)
         python = config.python if is_chat else None  # None: Tandem's own, with its module search path
         trace = os.memfd_create("lines of an environment")
@@ -140,7 +141,7 @@ class EnvironmentProcess:
                 stderr=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
                 limit=LARGEST_ANSWER + 2**16,
                 pass_fds=[trace],
-                env=users_variables(),
+                env=users_variables(config, keys),
             )
         except BaseException as error:
             os.close(trace)
@@ -285,9 +286,20 @@ def _json_value(value: Any) -> Any:
     return msgspec.to_builtins(value, enc_hook=plain_value)
 
 
-def users_variables() -> dict[str, str]:
-    """The variables of this process for a user's program, without those by which Tandem finds its own modules."""
+def users_variables(config: ProcessEnvironment | TokenEnvironment, keys: Collection[str]) -> dict[str, str]:
+    """The variables of this process for a user's program, without those by which Tandem finds its own modules. Without
+    secrets too, but for those that ``pass_secrets`` names: agents and tools do what a model asks for. An environment of tokens
+    has them, as it plays in the role's own process.
+
+    keys: names of variables that are secrets, whatever their names look like.
+    """
     variables = dict(os.environ)
+    if isinstance(config, ProcessEnvironment):
+        variables = {
+            name: value
+            for name, value in variables.items()
+            if name in config.pass_secrets or not (name in keys or looks_secret(name, value))
+        }
     variables.pop("PYTHONSAFEPATH", None)  # a script must find the modules in its folder
     entries = variables.pop("PYTHONPATH", "").split(os.pathsep)
     if path := [entry for entry in entries if entry and Path(entry) != PACKAGES]:
@@ -317,8 +329,9 @@ def _failure(error: _Error) -> EpisodeFailed:
 class ProcessPool:
     """Processes of one environment, started on demand, at most ``max_processes``. Inside ``async with``."""
 
-    def __init__(self, config: ChatEnvironment) -> None:
-        self._config = config
+    def __init__(self, config: ChatEnvironment, keys: Collection[str] = ()) -> None:
+        """keys: see ``users_variables``."""
+        self._config, self._keys = config, keys
         self._places = asyncio.Semaphore(max_processes(config))
         # More at a time would only make each of them late.
         self._starts = asyncio.Semaphore(max(1, cores() // 2))
@@ -393,7 +406,7 @@ class ProcessPool:
 
     async def _start(self) -> tuple[EnvironmentProcess, Ready]:
         async with self._starts:
-            process, ready = await EnvironmentProcess.start(self._config)
+            process, ready = await EnvironmentProcess.start(self._config, self._keys)
         self._all.add(process)
         self._has_started = True
         self._outage.end()
@@ -422,14 +435,16 @@ def cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def check_environment(config: InProcess, tell: Callable[[str], None] = logger.info) -> Ready:
+def check_environment(
+    config: InProcess, tell: Callable[[str], None] = logger.info, keys: Collection[str] = ()
+) -> Ready:
     """Import and make an environment in a process of its own, which is then ended. ``tell`` is called while that takes
-    long. Raises ValueError."""
+    long; keys: see ``users_variables``. Raises ValueError."""
 
     async def check() -> Ready:
         telling = asyncio.ensure_future(_tell_of_waiting(config, tell))
         try:
-            process, ready = await EnvironmentProcess.start(config)
+            process, ready = await EnvironmentProcess.start(config, keys)
         finally:
             telling.cancel()
         await process.close()

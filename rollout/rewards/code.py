@@ -13,9 +13,13 @@ import logging
 import os
 import re
 import shutil
+import stat
+import subprocess
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -207,6 +211,7 @@ async def run_program(
         "tests": tests,
         "sandbox": sandbox,
         "bwrap": bwrap,
+        "bwrap_version": _version_of(bwrap) if sandbox == "bubblewrap" and bwrap else [],
         "python": sys.executable,
         "python_folders": _python_folders(),
         "stop_at_failure": config.score == "all",
@@ -228,6 +233,19 @@ async def run_program(
     if "outcomes" not in answer:
         raise _NotStarted(answer.get("error", "the process that runs the program ended without an answer"))
     return answer["outcomes"]
+
+
+@cache
+def _version_of(bwrap: str) -> list[int]:
+    """[0, 8, 0]; empty where it is not told, and of one that is setuid, which refuses some options."""
+    with suppress(OSError, subprocess.SubprocessError):
+        if os.stat(bwrap).st_mode & stat.S_ISUID:
+            return []
+        asked = subprocess.run(
+            [bwrap, "--version"], capture_output=True, text=True, timeout=TRIAL_S, check=False
+        )
+        return [int(part) for part in re.findall(r"\d+", asked.stdout)]
+    return []
 
 
 def _python_folders() -> list[str]:

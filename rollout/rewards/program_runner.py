@@ -38,15 +38,19 @@ SPARE_OUTPUT = 2**20
 """Bytes that a program may print beyond what is expected."""
 LARGEST_FILE = 64 * 2**20
 """Bytes of a file that a program writes."""
+SHARED_MEMORY = 64 * 2**20
+"""Bytes of a program's /dev/shm, or its memory, if that is less."""
 OPEN_FILES = 128
 LOOK_EVERY_S = 0.05
 """Between two counts of a program's processes."""
 PARENTS = {"none": 0, "namespaces": 1, "bubblewrap": 2}
 """Processes of ours and of bubblewrap above a program."""
 NOBODY = 65534
-CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
-NOT_STARTED = b"tandem: the program cannot be started: "
-BWRAP_FAILED = b"bwrap: "
+SIZE_SINCE, NO_NAMESPACES_SINCE = [0, 7], [0, 8]
+"""Versions of bubblewrap that take --size and --disable-userns."""
+CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
+CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 16384, 1 << 18
 OWNER = 0
 """Descriptor of the pipe from our parent."""
 
@@ -110,29 +114,52 @@ def run_test(job, test, folder):
         file.write(source)
     stdin, errors = os.memfd_create("input"), os.memfd_create("errors")
     output, output_writer = os.pipe()
+    status, status_writer = (
+        os.pipe()
+    )  # the program has none of its ends: it cannot say that it was not started
     try:
         write_all(stdin, test.get("input", "").encode(errors="replace"))
         pid = os.fork()
         if pid == 0:
-            become_program(job, folder, stdin, output_writer, errors)
+            become_program(job, folder, stdin, output_writer, errors, status_writer)
         os.close(output_writer)
-        output_writer = -1
+        os.close(status_writer)
+        output_writer = status_writer = -1
         try:
             outcome, printed = watch(pid, output, job, SPARE_OUTPUT + 2 * len(expected))
         finally:
             code = end_program(pid)
-        said = os.pread(errors, 2**12, 0)
+        os.set_blocking(status, False)
+        told, said = read_some(status), os.pread(errors, 2**12, 0)
     finally:
-        for descriptor in (stdin, errors, output, output_writer):
+        for descriptor in (stdin, errors, output, output_writer, status, status_writer):
             if descriptor >= 0:
                 os.close(descriptor)
-    if code != 0 and said.startswith((NOT_STARTED, BWRAP_FAILED)):
-        return None, said.decode(errors="replace").strip().splitlines()[0]
     if outcome is None:
+        error = why_not_started(job, code, told, said)
+        if error is not None:
+            return None, error
         text = printed.decode(errors="replace")
         is_right = proof in text if is_assertions else lines_of(text) == lines_of(expected)
         outcome = "passed" if code == 0 and is_right else "failed"
     return outcome, None
+
+
+def why_not_started(job, code, told, said):
+    """Why a program that is said to have ended was never started; None where it was.
+
+    told: JSON lines of the forked process, {"error": ...}, and of bubblewrap, whose "exit-code" is that of a program which
+    it has started. said: the error output, which is bubblewrap's own before the program is started.
+    """
+    lines = [json.loads(line) for line in told.splitlines()]
+    for line in lines:
+        if "error" in line:
+            return line["error"]
+    # Above 128 it was killed from outside the sandbox, whose processes cannot reach it.
+    if job["sandbox"] == "bubblewrap" and 0 < code < 128 and not any("exit-code" in line for line in lines):
+        words = said.decode(errors="replace").strip().splitlines()
+        return words[0] if words else f"{job['bwrap']} ended with exit code {code}"
+    return None
 
 
 def lines_of(text):
@@ -215,8 +242,9 @@ def end_program(pid):
 # in the forked process
 
 
-def become_program(job, folder, stdin, output, errors):
-    """Limits, then the program in place of this process. It does not return."""
+def become_program(job, folder, stdin, output, errors, status):
+    """Limits, then the program in place of this process. It does not return. An error is written to ``status``, which the
+    start of the program closes."""
     try:
         os.setsid()
         set_of_process(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -226,15 +254,16 @@ def become_program(job, folder, stdin, output, errors):
         inside = inside_bubblewrap(job["python_folders"]) if job["sandbox"] == "bubblewrap" else folder
         command = [job["python"], "-I", "-B", "-X", "utf8", os.path.join(inside, "program.py")]
         if job["sandbox"] == "namespaces":
-            enter_namespaces(job["max_processes"])
+            enter_namespaces(job)
         elif job["sandbox"] == "bubblewrap":
-            command = bubblewrap(job["bwrap"], job["python_folders"], folder) + command
+            os.set_inheritable(status, True)  # bubblewrap closes it in the sandbox
+            command = bubblewrap(job, folder, status) + command
         set_limits(job)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
         os.execve(command[0], command, variables(inside))
     except BaseException as error:
-        os.write(2, NOT_STARTED + str(error).encode(errors="replace"))
+        os.write(status, json.dumps({"error": f"the program cannot be started: {error}"}).encode())
     finally:
         os._exit(126)
 
@@ -267,11 +296,16 @@ def set_limits(job):
         resource.setrlimit(kind, (limit, limit))
 
 
-def enter_namespaces(max_processes):
-    """Go on as nobody in namespaces of our own: no network, and no process but the program's. The kernel ends all of
-    them with the first."""
-    uid, gid = os.getuid(), os.getgid()
-    if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC):
+def shared_memory_of(job):
+    return min(SHARED_MEMORY, job["memory_mib"] * 2**20)
+
+
+def enter_namespaces(job):
+    """Go on as nobody in namespaces of our own: no network, no process but the program's, and a /dev/shm that ends with it.
+    The kernel ends all of them with the first."""
+    uid, gid, max_processes = os.getuid(), os.getgid(), job["max_processes"]
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWNS):
         number = ctypes.get_errno()
         raise OSError(number, f"unshare: {os.strerror(number)}")
     for name, content in (
@@ -281,6 +315,13 @@ def enter_namespaces(max_processes):
     ):
         with open(f"/proc/self/{name}", "w") as file:
             file.write(content)
+    # Its files are in memory, which no limit of a process counts. Where it cannot be mounted, the rest still holds.
+    options = f"size={shared_memory_of(job)},mode=1777".encode()
+    if not libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None):
+        libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", MS_NOSUID | MS_NODEV, options)
+    # A program that may make namespaces may mount more of it.
+    with contextlib.suppress(OSError), open("/proc/sys/user/max_user_namespaces", "w") as file:
+        file.write("0")
     # The kernel counts processes per namespace since Linux 5.14; before, the limit would be of all of the user's.
     if tuple(int(part) for part in os.uname().release.split(".")[:2] if part.isdigit()) >= (5, 14):
         resource.setrlimit(resource.RLIMIT_NPROC, (max_processes + 1, max_processes + 1))
@@ -297,17 +338,35 @@ def inside_bubblewrap(python_folders):
     return "/program" if is_taken else "/tmp"
 
 
-def bubblewrap(program, python_folders, folder):
-    """The beginning of the command: what a program has of this machine."""
+def bubblewrap(job, folder, status):
+    """The beginning of the command: what a program has of this machine. Files of a tmpfs are in memory, which no limit of a
+    process counts: /dev/shm has a limit of its own, or, with a bubblewrap that knows none, takes no files."""
+    python_folders, version = job["python_folders"], job["bwrap_version"]
     inside = inside_bubblewrap(python_folders)
+    shared_memory = (
+        ["--size", str(shared_memory_of(job)), "--tmpfs", "/dev/shm"] if version >= SIZE_SINCE else []
+    )
     options = [
         "--unshare-user", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try",
         "--uid", str(NOBODY), "--gid", str(NOBODY), "--cap-drop", "ALL", "--die-with-parent", "--bind", folder, inside,
+        "--json-status-fd", str(status),
     ]  # fmt: skip
     for path in ("/usr", "/bin", "/lib", "/lib64", "/nix/store", "/etc/ld.so.cache", *python_folders):
         options += ["--ro-bind-try", path, path]
-    options += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/", "--chdir", inside, "--"]
-    return [program, *options]
+    options += [
+        "--proc",
+        "/proc",
+        "--dev",
+        "/dev",
+        *shared_memory,
+        "--remount-ro",
+        "/dev",
+        "--remount-ro",
+        "/",
+    ]
+    # A program that may make namespaces may mount more memory.
+    options += ["--disable-userns"] if version >= NO_NAMESPACES_SINCE else []
+    return [job["bwrap"], *options, "--chdir", inside, "--"]
 
 
 if __name__ == "__main__":

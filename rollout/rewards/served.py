@@ -10,11 +10,14 @@
 """
 
 import asyncio
+import ipaddress
 import json
 import logging
 import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
@@ -61,6 +64,28 @@ def key_of(variable: str | None, name: str) -> str | None:
     return key
 
 
+def proxy_of(url: str) -> str | None:
+    """The proxy that the environment names for a server outside (``http_proxy``, ``https_proxy``, ``no_proxy``, in either case);
+    None: it is asked directly. Never for a host without a dot in its name, or of a private network: it is this machine or
+    another of the cluster.
+
+    Not by aiohttp's ``trust_env``, which would also send what ~/.netrc holds for the host.
+    """
+    address = urlsplit(url)
+    host = address.hostname or ""
+    if _is_near(host) or proxy_bypass(host if address.port is None else f"{host}:{address.port}"):
+        return None
+    proxy = getproxies().get(address.scheme)
+    return f"http://{proxy}" if proxy and "://" not in proxy else proxy
+
+
+def _is_near(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_private
+    except ValueError:
+        return "." not in host
+
+
 class ServedReward:
     """The servers of one reward; made and used inside one event loop, after ``start`` and until ``close``."""
 
@@ -83,6 +108,7 @@ class ServedReward:
         self._places = asyncio.Semaphore(config.max_concurrency)
         self._under_way: set[asyncio.Task] = set()
         self._failed_in_a_row = 0
+        self._proxies = {replica.url: proxy_of(replica.url) for replica in self._replicas}
         self._session: aiohttp.ClientSession | None = None
         self.retries = 0
         """Attempts that failed and were repeated."""
@@ -171,7 +197,7 @@ class ServedReward:
     async def _post(self, url: str, body: bytes) -> bytes:
         assert self._session is not None  # since start
         async with self._session.post(
-            url, data=body, headers={"Content-Type": "application/json"}
+            url, data=body, headers={"Content-Type": "application/json"}, proxy=self._proxies[url]
         ) as response:
             content = await response.read()
         if response.status == 200:

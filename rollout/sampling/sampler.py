@@ -35,6 +35,7 @@ from rollout.sampling.messages import (
 from rollout.sampling.order import Order, epoch_order
 from rollout.sampling.pool import GroupPool, ScoredGroup
 from rollout.tasks import Task, digest_of
+from rollout.terminal_text import on_one_visible_line
 
 logger = logging.getLogger(__name__)
 
@@ -301,8 +302,9 @@ def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Gro
 
 
 def _failed_rewards(prompt: Prompt, samples: Sequence[Sample]) -> list[str]:
+    """A line each, for a terminal: an error may hold what a model has written."""
     return [
-        f"prompt {prompt.prompt_id}, sibling {sibling_id}, not scored: {sample.error}"
+        f"prompt {on_one_visible_line(prompt.prompt_id)}, sibling {sibling_id}, not scored: {on_one_visible_line(sample.error)}"
         for sibling_id, sample in enumerate(samples)
         if sample.error is not None
     ]

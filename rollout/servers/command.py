@@ -208,6 +208,9 @@ def server_environment(spec: ServerSpec, share: ServerShare, place: int) -> dict
         # By default the last inputs of a convolution, part of a recurrent layer's state, are kept in bfloat16.
         "SGLANG_MAMBA_CONV_DTYPE": spec.config.rollout.dtype,
     }
+    # By default it is in TMPDIR, which is the server's own and ends with it.
+    kernels = os.path.join(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")
+    environment.setdefault("TORCHINDUCTOR_CACHE_DIR", kernels)
     # By default a server imports the code of all models that SGLang knows, for more than a second.
     if not any(OTHER_MODEL.match(flag.replace("_", "-")) for flag in spec.config.rollout.server_args):
         others = files_of_other_models(spec.config.model.path)

@@ -6,7 +6,6 @@ Requests (``client``), weights (``control``) and the choice of nodes and GPUs ar
 
 import http.client
 import json
-import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -30,7 +29,14 @@ from rollout.servers.command import (
 )
 from rollout.servers.rank_meeting import RankMeeting
 from rollout.servers.share import ServerShare, on_one_machine
-from rollout.servers.watched_process import end_watched, how_it_ended, log_tail, server_pid, start_watched
+from rollout.servers.watched_process import (
+    WatchedProcess,
+    end_watched,
+    how_it_ended,
+    log_tail,
+    server_pid,
+    start_watched,
+)
 
 HEALTH_POLL_S = 0.25
 HEALTH_REQUEST_TIMEOUT_S = 60.0
@@ -55,7 +61,7 @@ class _Replica:
     share: ServerShare
     place: int
     """Among the shares of this node."""
-    process: subprocess.Popen
+    process: WatchedProcess
     ports: Ports
     log_file: Path
     meeting: RankMeeting

@@ -11,7 +11,6 @@ import importlib.util
 import json
 import math
 import os
-import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -29,7 +28,13 @@ from rollout.servers.client import SGLangClient
 from rollout.servers.command import LOOPBACK, Ports, choose_ports
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.routing import Experts
-from rollout.servers.watched_process import end_watched, how_it_ended, log_tail, start_watched
+from rollout.servers.watched_process import (
+    WatchedProcess,
+    end_watched,
+    how_it_ended,
+    log_tail,
+    start_watched,
+)
 
 POLL_S = 0.25
 READY_REQUEST_TIMEOUT_S = 5.0
@@ -135,7 +140,7 @@ class Router:
         self._config, self._urls, self._key = config, list(urls), key
         self._log_file, self._request_timeout_s = log_file, request_timeout_s
         (self._ports,) = choose_ports([0], None)
-        self._process: subprocess.Popen | None = None
+        self._process: WatchedProcess | None = None
 
     @property
     def url(self) -> str:

@@ -13,20 +13,32 @@ The whole group ends in each of three cases:
     have asked the kernel for the same.
 SIGTERM to the group reaches the server directly; the watchdog only waits for it. An owner may ignore SIGTERM
 (in a Slurm job it comes to every process at once). The server must then outlast it too, though it has a handler
-of its own: the signal is blocked in it. Standard library only: the watchdog starts before anything heavy, under
+of its own: the signal is blocked in it.
+
+Nothing of the group gets to remove its files, so the watchdog removes its folder (``OWN_FOLDER``) and its names in /dev/shm,
+or, where the watchdog is killed with the group, the owner does. Standard library only: the watchdog starts before anything heavy, under
 ``-I``, whatever the working directory and PYTHONPATH are.
 """
 
 import ctypes
 import os
+import re
 import select
+import shutil
 import signal
+import stat
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import suppress
 
 PR_SET_PDEATHSIG = 1
 OWNER_GONE_EXIT_CODE = 75
+OWN_FOLDER = "TANDEM_SERVER_FOLDER"
+"""The variable that names the server's TMPDIR."""
+SHARED_MEMORY = re.compile(r"(?<= )/dev/shm/(?:sgl_shm_|sglang_loads_|psm_|torch_(?P<maker>\d+)_)[\w.-]+$")
+"""Files that SGLang, Python's ``shared_memory`` and torch make, at the end of a line of /proc/PID/maps. Those of torch may be
+another process's, which has handed them on."""
 
 
 def main(command: list[str]) -> int:
@@ -48,10 +60,15 @@ def main(command: list[str]) -> int:
 
     server = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
     code = _wait_for_server_or_owner(server)
+    others = _rest_of_group()
+    files = shared_memory_of(others)
+    for other in others:
+        with suppress(ProcessLookupError):
+            os.kill(other, signal.SIGKILL)
+    remove_left(os.environ.get(OWN_FOLDER), files)
     if code is None:
-        os.killpg(0, signal.SIGKILL)  # this process too
+        os.killpg(0, signal.SIGKILL)  # what they had just started, and this process too
         return OWNER_GONE_EXIT_CODE
-    _kill_rest_of_group()
     return code if code >= 0 else 128 - code
 
 
@@ -69,15 +86,39 @@ def _wait_for_server_or_owner(server: subprocess.Popen) -> int | None:
             return None
 
 
-def _kill_rest_of_group() -> None:
-    """SIGKILL to all other processes of this group; this one still has to exit with the server's code."""
-    group = os.getpgrp()
+def _rest_of_group() -> set[int]:
+    """All other processes of this group. This one still has to exit with the server's code."""
+    group, others = os.getpgrp(), set()
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or int(entry) == os.getpid():
             continue
         with suppress(ProcessLookupError):
             if os.getpgid(int(entry)) == group:
-                os.kill(int(entry), signal.SIGKILL)
+                others.add(int(entry))
+    return others
+
+
+def shared_memory_of(pids: Iterable[int]) -> set[str]:
+    """The files in /dev/shm that have a name and that these processes have mapped, and made."""
+    pids, files = set(pids), set()
+    for pid in pids:
+        with suppress(OSError), open(f"/proc/{pid}/maps", errors="replace") as maps:
+            found = filter(None, map(SHARED_MEMORY.search, maps))
+            files |= {
+                file[0].rstrip() for file in found if file["maker"] is None or int(file["maker"]) in pids
+            }
+    return files
+
+
+def remove_left(folder: str | None, files: Iterable[str]) -> None:
+    """Remove what a server has left: its TMPDIR, and this user's files among those in /dev/shm."""
+    for file in files:
+        with suppress(OSError):
+            found = os.lstat(file)
+            if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid():
+                os.unlink(file)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Processes that do not outlive their owner, each in its own session and group under ``watchdog.py``."""
+"""Processes that do not outlive their owner, each in its own session and group under ``watchdog.py``, and with a TMPDIR of
+its own, which is removed behind it."""
 
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -11,30 +13,57 @@ from pathlib import Path
 
 import psutil
 
+from rollout.guarded_process import SHORT, own_name
 from rollout.run_key import RunKey
+from rollout.servers.watchdog import OWN_FOLDER, remove_left, shared_memory_of
 
 KILL_TIMEOUT_S = 30.0
 """Deadline for the kernel to tear down a killed server with all its memory."""
 POLL_S = 0.05
 LOG_TAIL_LINES = 40
+LONGEST_FOLDER = 107 - len("/sgl_ar_fd_12345678/12.sock")
+"""Bytes of a path to which a process may add a folder and a unix socket. The kernel takes 107 for one."""
 WATCHDOG = Path(__file__).parent / "watchdog.py"
 SESSION_GUARD = Path(__file__).parent / "session_guard.py"
 
 
+class WatchedProcess(subprocess.Popen):
+    """A watchdog."""
+
+    folder: str
+    """TMPDIR of what it watches."""
+
+
 def start_watched(
     command: Sequence[str], *, log_file: Path, environment: Mapping[str, str]
-) -> subprocess.Popen:
+) -> WatchedProcess:
     """Start the watchdog of ``command``, with all output in ``log_file``. Raises OSError."""
-    with open(log_file, "wb", opener=_private_opener) as log:
-        return subprocess.Popen(
-            # The pipe carries no data: its end of file tells the watchdog that this process is gone.
-            [sys.executable, "-I", str(WATCHDOG), *command],
-            stdin=subprocess.PIPE,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
+    folder = _make_folder()
+    try:
+        with open(log_file, "wb", opener=_private_opener) as log:
+            process = WatchedProcess(
+                # The pipe carries no data: its end of file tells the watchdog that this process is gone.
+                [sys.executable, "-I", str(WATCHDOG), *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**environment, "TMPDIR": folder, OWN_FOLDER: folder},
+                start_new_session=True,
+            )
+    except BaseException:
+        os.rmdir(folder)
+        raise
+    process.folder = folder
+    return process
+
+
+def _make_folder() -> str:
+    name, usual = own_name("tandem-server-"), tempfile.gettempdir()
+    folder = os.path.join(usual, name)
+    if len(os.fsencode(folder)) > LONGEST_FOLDER and os.access(SHORT, os.W_OK | os.X_OK):
+        folder = os.path.join(SHORT, name)
+    os.mkdir(folder, 0o700)
+    return folder
 
 
 def guard_session(*, timeout_s: float, note: Path) -> None:
@@ -56,8 +85,8 @@ def _private_opener(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def end_watched(processes: Sequence[subprocess.Popen]) -> None:
-    """End the groups of all processes by SIGKILL.
+def end_watched(processes: Sequence[WatchedProcess]) -> None:
+    """End the groups of all processes by SIGKILL, and remove what they leave in TMPDIR and /dev/shm.
 
     A server has nothing to save. After SIGTERM, at which SGLang looks every 5 s only, its main process would
     take the end of its other processes for a crash, and write a crash report into the log of a healthy run.
@@ -66,13 +95,18 @@ def end_watched(processes: Sequence[subprocess.Popen]) -> None:
         RuntimeError: a process survived SIGKILL.
     """
     members = [_group_members(process.pid) for process in processes]
+    left = [shared_memory_of({member.pid for member in group}) for group in members]
     for process in processes:
         signal_group(process.pid, signal.SIGKILL)
-    for process, group in zip(processes, members, strict=True):
-        _kill_all(process, group)
+    try:
+        for process, group in zip(processes, members, strict=True):
+            _kill_all(process, group)
+    finally:
+        for process, files in zip(processes, left, strict=True):
+            remove_left(process.folder, files)
 
 
-def _kill_all(process: subprocess.Popen, members: set[psutil.Process]) -> None:
+def _kill_all(process: WatchedProcess, members: set[psutil.Process]) -> None:
     members |= _group_members(process.pid)
     signal_group(process.pid, signal.SIGKILL)
     for member in members:  # also one that moved to a group of its own

@@ -1,8 +1,10 @@
 """Programs of responses in real processes: right and wrong ones, and ones that hang, hog, fork, hide and print for ever."""
 
 import asyncio
+import errno
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -226,6 +228,64 @@ def test_memory_is_limited(sandbox):
     assert outcomes(sandbox, program.format(400), memory_mib=256) == ["failed"]
 
 
+FILES_IN_MEMORY = """
+import os, resource
+path = f"/dev/shm/{NAME}"
+assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == 64 * 2**20
+try:
+    for number in range(2):
+        with open(f"{path}-{number}", "wb") as file:
+            for _ in range(40):
+                file.write(b"x" * 2**20)
+except OSError as error:
+    raise SystemExit(error.errno != {ERROR})
+finally:
+    print("tried")
+raise SystemExit("80 MiB")
+"""
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "namespaces"])
+def test_files_in_memory_are_limited_and_gone_with_the_program(sandbox, tmp_path):
+    """The kernel counts them as no process's memory."""
+    program = FILES_IN_MEMORY.replace("{NAME}", tmp_path.name).replace("{ERROR}", str(errno.ENOSPC))
+    assert outcomes(sandbox, program, {"input": "", "output": "tried"}) == ["passed"]
+    assert [*Path("/dev/shm").glob(f"{tmp_path.name}*")] == []
+
+
+@pytest.mark.parametrize("sandbox", ["bubblewrap", "namespaces"])
+def test_a_program_makes_no_namespaces_in_which_it_could_mount_more_memory(sandbox):
+    program = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) != 0"
+    assert outcomes(sandbox, program) == ["passed"]
+
+
+def test_a_bubblewrap_that_knows_no_size_leaves_no_files_in_memory(monkeypatch):
+    monkeypatch.setattr(code, "_version_of", lambda bwrap: [0, 4, 0])
+    program = (
+        "import errno\n"
+        "for path in ('/dev/shm/x', '/dev/x'):\n"
+        "    try:\n"
+        "        open(path, 'w')\n"
+        "    except OSError as error:\n"
+        "        assert error.errno == errno.EROFS\n"
+        "        continue\n"
+        "    raise SystemExit(path)\n"
+        "open('/dev/null', 'w').write('x')\n"
+    )
+    assert outcomes("bubblewrap", program) == ["passed"]
+
+
+@EACH
+def test_processes_of_a_program_share_memory_and_locks(sandbox):
+    program = (
+        "import multiprocessing\n"
+        "if __name__ == '__main__':\n"
+        "    lock = multiprocessing.get_context('fork').Lock()\n"
+        "    assert lock.acquire(timeout=5)\n"
+    )
+    assert outcomes(sandbox, program) == ["passed"]
+
+
 @EACH
 def test_a_program_that_prints_for_ever_is_ended(sandbox):
     tests = [{"input": "", "output": "x" * 10}]
@@ -367,6 +427,37 @@ def test_bubblewrap_is_refused_where_it_does_not_work(monkeypatch, tmp_path):
         ValueError, match=r"does not work here: bwrap: Creating new namespace failed; install"
     ):
         check_reward(config)
+
+
+@EACH
+@pytest.mark.parametrize(
+    "words", ["bwrap: no", "tandem: the program cannot be started: no", '{"error": "no"}']
+)
+def test_a_program_cannot_say_that_it_was_not_started(sandbox, words):
+    """It would count as a failed reward, and not as a wrong answer, and its words would go to the console."""
+    say = f"import os, sys\nsys.stderr.write({words!r})\n"
+    tell = f"for fd in range(3, 64):\n    try:\n        os.write(fd, {words.encode()!r})\n    except OSError:\n        pass\n"
+    assert outcomes(sandbox, f"{say}{tell}sys.exit(1)") == ["failed"]
+
+
+def test_bubblewrap_that_cannot_run_the_interpreter_says_so(tmp_path):
+    """The folder of the test lies outside of what a program sees."""
+    if reason := works("bubblewrap"):
+        pytest.skip(reason)
+    job = {
+        "program": "", "tests": parse_tests("assert True"), "sandbox": "bubblewrap", "bwrap": shutil.which("bwrap"),
+        "bwrap_version": [0, 8],
+        "python": str(tmp_path / "python"), "python_folders": [], "stop_at_failure": True, "timeout_s": AMPLE_S,
+        "memory_mib": 256, "max_processes": 1,
+    }  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-I", str(code.RUNNER)], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as runner:  # its input stays open: the end of it would end the program
+        assert runner.stdin is not None and runner.stdout is not None
+        runner.stdin.write(json.dumps(job).encode() + b"\n")
+        runner.stdin.flush()
+        answer = json.loads(runner.stdout.readline())
+    assert answer == {"error": f"bwrap: execvp {tmp_path}/python: No such file or directory"}
 
 
 # --- the reward

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import re
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -324,6 +325,49 @@ def test_close_ends_what_is_under_way():
             assert not pending and all(task.cancelled() for task in done) and len(server.bodies) == 1
 
     asyncio.run(go())
+
+
+# --- proxies
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_proxies(monkeypatch):
+    for name in [name for name in os.environ if name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+
+
+def test_a_judge_outside_is_asked_through_the_proxy_of_the_environment(monkeypatch, no_proxies):
+    """The test's server is the proxy: its requests are for a host that does not exist."""
+
+    async def go():
+        async with asyncio.timeout(DEADLINE_S), Server() as server:
+            monkeypatch.setenv("http_proxy", server.url.removesuffix("/v1"))
+            async with Scorer(config_of("http://judge.invalid/v1"), max_new_tokens=9) as scorer:
+                return await score(scorer)
+
+    assert asyncio.run(go()).value == 0.8
+
+
+@pytest.mark.parametrize(
+    ("url", "proxy"),
+    [
+        ("https://api.example.org/v1", "http://proxy:3128"),
+        ("http://203.0.114.9:80/v1", "http://plain:80"),
+        ("http://127.0.0.1:8000/v1", None),
+        ("http://localhost:8000/v1", None),
+        ("http://[::1]:8000/v1", None),
+        ("http://10.1.2.3:8000/v1", None),
+        ("http://node7:8000/v1", None),
+        ("https://judge.example.com/v1", None),
+    ],
+)
+def test_only_a_server_outside_has_a_proxy(monkeypatch, no_proxies, url, proxy):
+    assert served.proxy_of(url) is None
+    monkeypatch.setenv("https_proxy", "proxy:3128")
+    monkeypatch.setenv("http_proxy", "http://plain:80")
+    monkeypatch.setenv("no_proxy", ".example.com")
+    assert served.proxy_of(url) == proxy
 
 
 # --- the key

@@ -10,6 +10,7 @@ from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
+from rollout.terminal_text import visible
 from trainer.tracking.samples import FOLDER, Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (
     Decode,
@@ -21,7 +22,6 @@ from trainer.tracking.transcripts import (
     gap_labels,
     outcome,
     stretches,
-    visible,
 )
 
 MOST_GROUPS, MOST_SIBLINGS = 2, 4

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from configs.schema import RunConfig
+from rollout.terminal_text import visible
 from trainer.file_system import LineFile, write_whole
 from trainer.metric_names import find_entry, known, value_of
 from trainer.ranks.interruption import StopRequested
@@ -211,9 +212,10 @@ class _Console:
 
     def note(self, text: str) -> None:
         """Into console.log alone."""
-        self._file.write(text)
+        self._file.write(visible(text))
 
     def line(self, text: str, style: str | None = None) -> None:
+        text = visible(text)  # it may hold a model's
         self.note(text)
         if not sys.stdout.isatty():
             with contextlib.suppress(OSError):  # a file on a full disk, or a reader that has gone

@@ -5,12 +5,12 @@ gives the shortest runs of tokens that have a text of their own.
 """
 
 import math
-import unicodedata
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rollout.terminal_text import visible
 from rollout.tokenization import load_tokenizer
 from rollout.tokenizer_files import TokenizerFiles
 from trainer.tracking.samples import Sample, SampledTurn
@@ -23,10 +23,6 @@ OLDEST = 4
 PART_OF_A_CHARACTER = "\ufffd"
 MOST_PARTS = 8
 """Tokens that may make one character; an invalid byte stays a part for ever."""
-PICTURES = 0x2400
-"""Unicode's pictures of the control characters begin here."""
-LEFT_AS_THEY_ARE = "\n\t\u200c\u200d"
-"""The last two join letters and emoji."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,17 +192,3 @@ def pieces_of(token_ids: Sequence[int], decode: Decode, cuts: Sequence[int] = ()
         yield Piece(text=whole[len(known) :], start=start, end=end)
         before, start = start, end
         known = decode(token_ids[before:end])
-
-
-def visible(text: str) -> str:
-    """The text with control characters, but for tab and new line, made visible: a terminal would obey them."""
-    if all(character.isprintable() or character in LEFT_AS_THEY_ARE for character in text):
-        return text
-    return "".join(map(_visible_character, text))
-
-
-def _visible_character(character: str) -> str:
-    if character in LEFT_AS_THEY_ARE or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return character
-    code = ord(character)
-    return chr(PICTURES + code) if code < 0x20 else f"\\u{code:04x}"

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import yaml
+from rich.text import Text
 
+from launch.tables import print_table
 from tests.support.command import tandem
 
 
@@ -45,6 +47,16 @@ def test_runs_of_different_lengths_and_one_without_a_step(runs):
     assert "2 runs compared" in page and "Settings in which" in page and "data:image/svg+xml" in page
     again = tandem("compare", "runs/a", "runs/b", "--out", "deep/own.html", cwd=runs)
     assert again.returncode == 0 and (runs / "deep" / "own.html").is_file()
+
+
+def test_settings_are_shown_as_they_are(capsys):
+    """A system prompt with ``[/INST]`` is no markup of rich's, and moves no terminal."""
+    prompts = ["[INST] Think. [/INST]", "[red]a[/data/x]", "\x1b[2J"]
+    print_table(["setting", "[/a]"], [["task.system_prompt", prompt] for prompt in prompts], title="[b]")
+    shown = capsys.readouterr().out
+    assert all(text in shown for text in ("[INST] Think. [/INST]", "[red]a[/data/x]", "␛[2J", "[/a]", "[b]"))
+    print_table(["result"], [[Text("pass", "green")], ["[dim]"]])
+    assert "│ pass   │\n│ [dim]  │" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -244,6 +244,15 @@ def test_the_first_error_is_what_it_failed_by(folder):
     assert "2 more lines in" in state
 
 
+def test_the_error_does_not_steer_the_terminal(folder):
+    """It may hold what a model has written. An error of an older version is shown as safely as it is written now."""
+    hostile = "no \x1b[2J\x1b]0;owned\x07\ud800"
+    folder.report_error("sample", ValueError(hostile))
+    assert folder.error("sample").read_text(encoding="utf-8") == "ValueError: no ␛[2J␛]0;owned␇\\ud800"
+    folder.error("sample").write_text("ValueError: \x1b[2J")
+    assert lines_of(folder)["state"] == "failed, by the sample role: ValueError: ␛[2J"
+
+
 def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
     folder.hf.mkdir()
     folder.summary.write_text('{"steps": 40}')

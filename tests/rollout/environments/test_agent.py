@@ -309,6 +309,7 @@ def test_what_an_agent_may_do_wrong_is_no_score(tmp_path):
     """One kind of fault per seed of the problem, all at the same time."""
     faults = [
         ("raise KeyError('x')", Status.FAILED, r"ended with exit code 1; its error output ends with: .*KeyError: 'x'$"),
+        ("sys.exit('\x1b[2J\\nowned')", Status.FAILED, r"its error output ends with: ␛\[2J owned$"),
         ("os.kill(os.getpid(), 9)", Status.FAILED, "the agent was killed by SIGKILL; it wrote no error output"),
         ("ask(); os.kill(os.getppid(), 15); time.sleep(1000)", Status.FAILED, "the agent was killed by SIGTERM; it wrote"),
         ("ask(); sys.exit(3)", Status.FAILED, "ended with exit code 3; it wrote no error output"),
@@ -356,7 +357,7 @@ def test_waiting_for_servers_is_no_time_of_the_agent():
 
     async def test():
         agents = AgentEpisodes(
-            Gateway(), NewProcesses(config), config, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
+            Gateway(), NewProcesses(["true"], dict), config, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
         )  # fmt: skip
         context = context_of(engine=WaitsForServers(1000.0))
         context.observe([3])
@@ -415,7 +416,7 @@ def test_an_agent_that_is_cancelled_at_its_start_leaves_nothing(tmp_path):
 
     async def play():
         async def start():
-            async with running(NewProcesses(command), {}):
+            async with running(NewProcesses(command, dict), {}):
                 raise AssertionError("it was cancelled")
 
         children = psutil.Process().children
@@ -500,7 +501,7 @@ def test_an_agent_that_is_cancelled_while_its_folder_is_made_leaves_none(monkeyp
 
     async def play():
         async def start():
-            async with running(NewProcesses(["true"]), {}):
+            async with running(NewProcesses(["true"], dict), {}):
                 raise AssertionError("it was cancelled")
 
         starting = asyncio.ensure_future(start())

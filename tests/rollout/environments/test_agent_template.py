@@ -12,7 +12,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import ValidationError
 
+from configs.schema import RunConfig
 from configs.schema.environment import AgentEnvironment
 from rollout.environments.agent_process import AgentProcess, AgentStarter, running
 from rollout.environments.agent_template import AgentTemplate, agent_starter, check_agent
@@ -23,7 +25,7 @@ TELL = """
 import json, os, random, sys, helper
 print(json.dumps({
     "argv": sys.argv, "file": __file__, "name": __name__, "input": sys.stdin.read(),
-    "folder": os.getcwd(), "episode": os.environ.get("EPISODE"), "secret": os.environ.get("SECRET"),
+    "folder": os.getcwd(), "episode": os.environ.get("EPISODE"), "later": os.environ.get("LATER"),
     "python": sys.executable, "path": sys.path, "main": sys.modules["__main__"].__dict__ is globals(),
     "modules": helper.COUNT,
 }))
@@ -51,6 +53,52 @@ def codes_of(folder: Path, *scripts: str, preload: tuple[str, ...]) -> list[tupl
     return [asyncio.run(play(script)) for script in scripts]
 
 
+@pytest.mark.parametrize("preload", [(), ("json",)])
+def test_an_agent_gets_no_secret_of_the_run_but_those_that_the_config_passes(tmp_path, monkeypatch, preload):
+    values = {
+        "WANDB_API_KEY": "w" * 40,
+        "JUDGE": "named by the config",
+        "SEARCH_TOKEN": "for the agent",
+        "MODE": "plain",
+    }
+    for name, value in (values | {"TOKENIZERS_PARALLELISM": "false"}).items():
+        monkeypatch.setenv(name, value)
+    names = [*values, "OPENAI_API_KEY", "TOKENIZERS_PARALLELISM"]
+    script = f"import os; print([name for name in {names} if name in os.environ])"
+
+    async def play() -> str:
+        config = agent(tmp_path, script, preload=preload, pass_secrets=("SEARCH_TOKEN",))
+        async with agent_starter(config, {"JUDGE"}) as starter:
+            code, process = await played(starter, OPENAI_API_KEY="of the episode")
+        assert code == 0, process.errors
+        return process.last_line
+
+    assert asyncio.run(play()) == "['SEARCH_TOKEN', 'MODE', 'OPENAI_API_KEY', 'TOKENIZERS_PARALLELISM']"
+
+
+def test_the_variables_of_keys_are_found_wherever_a_config_names_them():
+    judge = {
+        "type": "judge",
+        "urls": ["http://a/v1"],
+        "model": "m",
+        "prompt": "{response}",
+        "score_range": [0, 1],
+    }
+    parts = {
+        "a": judge | {"api_key_variable": "A"},
+        "b": {"type": "model", "urls": ["http://b"], "api_key_variable": "B"},
+    }
+    config = {
+        "model": {"path": "m"},
+        "task": {"type": "jsonl", "train_path": "x.jsonl"},
+        "reward": {"type": "by_field", "field": "f", "rewards": {"x": {"type": "weighted", "parts": parts}}},
+        "environment": {"type": "openenv", "urls": ["http://c"], "api_key_variable": "C"},
+    }
+    assert RunConfig.model_validate(config).key_variables == {"A", "B", "C"}
+    with pytest.raises(ValidationError, match="name the variable, and not its value"):
+        AgentEnvironment(command=("a",), pass_secrets=("sk-123",))
+
+
 def test_a_fork_is_what_a_new_process_is(tmp_path, monkeypatch):
     (tmp_path / "helper.py").write_text("import os\nCOUNT = 1")
     told = {}
@@ -58,17 +106,17 @@ def test_a_fork_is_what_a_new_process_is(tmp_path, monkeypatch):
 
         async def play(config: AgentEnvironment) -> str:
             async with agent_starter(config) as starter:
-                monkeypatch.setenv("SECRET", "of the run")
+                monkeypatch.setenv("LATER", "of the run")
                 code, process = await played(starter, EPISODE="7")
                 assert code == 0, process.errors
                 return process.last_line
 
-        monkeypatch.delenv("SECRET", raising=False)
+        monkeypatch.delenv("LATER", raising=False)
         told[preload] = asyncio.run(play(agent(tmp_path, TELL, preload=preload)))
     one, other = (json.loads(text) for text in told.values())
     assert one.pop("folder") != other.pop("folder")
     assert one == other
-    assert (one["episode"], one["secret"], one["input"]) == ("7", "of the run", "")
+    assert (one["episode"], one["later"], one["input"]) == ("7", "of the run", "")
 
 
 def test_ends_are_those_of_a_new_process(tmp_path):

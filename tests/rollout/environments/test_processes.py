@@ -28,6 +28,7 @@ from rollout.environments.processes import (
     ProcessPool,
     check_environment,
     max_processes,
+    users_variables,
 )
 from rollout.environments.protocol import EpisodeFailed
 from rollout.records import Status
@@ -46,6 +47,15 @@ def config_of(fault: str = "none", folder: Path | None = None, **fields) -> Chat
     options = {"fault": fault, "folder": None if folder is None else str(folder)}
     named = {"environment": "tests.support.chat_environments:Faulty", "options": options} | fields
     return ChatEnvironment(template="plain", **named)
+
+
+def test_an_environment_of_messages_gets_no_secret_and_one_of_tokens_what_its_role_has(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 30)
+    monkeypatch.setenv("JUDGE", "named by the config")
+    chat, tokens = config_of(), TokenEnvironment(environment="of_tokens:E")
+    assert not {"HF_TOKEN", "JUDGE"} & users_variables(chat, {"JUDGE"}).keys()
+    assert "JUDGE" in users_variables(config_of(pass_secrets=("JUDGE",)), {"JUDGE"})
+    assert {"HF_TOKEN", "JUDGE"} <= users_variables(tokens, {"JUDGE"}).keys()
 
 
 async def samples_of(config: ChatEnvironment, seeds: Sequence[int] = SEEDS, size: int = 2) -> list[Sample]:
@@ -266,12 +276,12 @@ class FailingStarts:
     def __init__(self, count: float) -> None:
         self.count, self.start, self.is_first = count, EnvironmentProcess.start, True
 
-    async def __call__(self, config):
+    async def __call__(self, config, keys):
         if not self.is_first and self.count > 0:
             self.count -= 1
             raise EnvironmentStartError("no memory")
         self.is_first = False
-        return await self.start(config.model_copy(update={"start_timeout_s": DEADLINE_S}))
+        return await self.start(config.model_copy(update={"start_timeout_s": DEADLINE_S}), keys)
 
 
 @pytest.mark.parametrize(

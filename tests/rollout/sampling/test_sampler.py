@@ -415,6 +415,15 @@ def test_a_prompt_of_which_every_reward_fails_is_one_of_the_step_like_the_others
     assert (len(groups), stats.failed_rewards) == (5, 3)
 
 
+def test_the_line_of_a_failed_sample_is_one_line_that_a_terminal_does_not_obey(tokenizer):
+    failed = Mock(reward=None, error="the agent said:\n\x1b[2Jstep 9")
+    failed.trajectories.return_value = []
+    sampler = make_sampler(tokenizer)
+    sampler._samples = Mock(sample=AsyncMock(return_value=[failed] * 3))
+    with pytest.raises(SamplingError, match=r"not scored: the agent said: ␛\[2Jstep 9$"):
+        next_groups(sampler, 4)
+
+
 def test_samples_that_all_reached_a_limit_are_no_failed_rewards(tokenizer):
     sampler, unscored = make_sampler(tokenizer), Mock(reward=None, error=None)
     unscored.trajectories.return_value = []

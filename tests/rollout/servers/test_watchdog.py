@@ -2,15 +2,17 @@
 
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from rollout.servers.watched_process import WATCHDOG
+from rollout.servers.watched_process import LONGEST_FOLDER, WATCHDOG, end_watched, start_watched
 from tests.support.process_groups import assert_all_end, group_of
 
 TREE = "sleep 600 & sleep 600 & echo started; wait"
@@ -86,6 +88,65 @@ def test_a_server_outlasts_sigterm_exactly_where_its_owner_ignores_it(ignored):
         else:
             assert watchdog.wait(20) == 3
         assert_all_end([server])
+
+
+MAKER = """
+import mmap, os, sys, tempfile, time
+tempfile.NamedTemporaryFile(delete=False).close()
+for name in sys.argv[2:]:
+    with open(f"/dev/shm/{name}".replace("PID", str(os.getpid())), "w+b") as file:
+        file.truncate(10)
+        globals()[name] = mmap.mmap(file.fileno(), 10)
+print(os.getpid(), os.environ["TMPDIR"], flush=True)
+os.mkfifo(sys.argv[1])
+open(sys.argv[1])
+"""
+"""A part of a 'server': it makes files, as SGLang does, and waits."""
+KEPT = "torch_1_2_3", "other-file"
+"""Not made by the server, or of an unknown kind: names that are kept, as the test's own files."""
+
+
+@pytest.mark.parametrize("end", ["owner ends it", "owner is gone", "server exits"])
+def test_files_in_memory_and_in_tmpdir_end_with_a_server(end, tmp_path):
+    """By SIGKILL nothing of it can remove them itself."""
+    mine = f"tandem-test-{tmp_path.name}-{os.getpid()}"
+    made, kept = [f"sgl_shm_{mine}_PID_1", f"torch_PID_{mine}"], [f"{name}-{mine}" for name in KEPT]
+    pipe = tmp_path / "pipe"
+    words = [sys.executable, "-c", MAKER, str(pipe), *made, *kept]
+    then = f'while ! test -p "{pipe}"; do :; done; ' + ("exit 7" if end == "server exits" else "wait")
+    process = start_watched(
+        ["sh", "-c", f'"$0" "$@" & {then}', *words], log_file=tmp_path / "log", environment=os.environ
+    )
+    try:
+        while len(said := (tmp_path / "log").read_text().split()) < 2 or not pipe.exists():
+            assert process.poll() is None
+        pid, folder = said
+        paths = [Path("/dev/shm", name.replace("PID", pid)) for name in [*made, *kept]]
+        assert folder == process.folder and stat.S_IMODE(os.stat(folder).st_mode) == 0o700
+        if end == "owner is gone":
+            process.stdin.close()
+        if end != "owner ends it":
+            assert process.wait(20) == (7 if end == "server exits" else -signal.SIGKILL)
+        else:
+            assert all(path.exists() for path in paths) and len(os.listdir(folder)) == 1
+            end_watched([process])
+        assert [path.exists() for path in paths] == [False, False, True, True]
+        assert not os.path.exists(folder)
+    finally:
+        end_watched([process])
+        for name in kept:
+            Path("/dev/shm", name).unlink()
+
+
+def test_the_folder_of_a_server_has_a_short_path(tmp_path, monkeypatch):
+    """SGLang makes unix sockets in it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    process = start_watched(["true"], log_file=tmp_path / "log", environment=os.environ)
+    try:
+        assert len(process.folder) <= LONGEST_FOLDER < 90
+    finally:
+        end_watched([process])
+    assert not os.path.exists(process.folder)
 
 
 ADOPTER = """

@@ -803,6 +803,13 @@ def test_a_first_failed_reward_is_told_once(tmp_path, capsys):
     assert capsys.readouterr().out == told
 
 
+def test_what_a_model_wrote_does_not_steer_the_terminal(tmp_path, capsys):
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.warn_once("failed rewards", "the error: \x1b]0;owned\x07\x1b[2J\u202e")
+    shown = "  ! the error: ␛]0;owned␇␛[2J\\u202e\n"
+    assert capsys.readouterr().out == shown == (tmp_path / "console.log").read_text(encoding="utf-8")
+
+
 # ---- processes
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollout.terminal_text import visible
 from rollout.tiny_model import make_tiny_countdown_model
 from trainer.algorithm.mismatch import RESPONSE_MAX_EDGES
 from trainer.tracking.samples import Sample, SampledTurn
@@ -19,7 +20,6 @@ from trainer.tracking.transcripts import (
     outcome,
     pieces_of,
     stretches,
-    visible,
 )
 
 

@@ -1,0 +1,27 @@
+"""Text for a terminal, which obeys control characters. A model, a program of it or a server may have written the text."""
+
+import unicodedata
+
+PICTURES = 0x2400
+"""Unicode's pictures of the control characters begin here."""
+LEFT_AS_THEY_ARE = "\n\t\u200c\u200d"
+"""The last two join letters and emoji."""
+
+
+def visible(text: str) -> str:
+    """The text with control characters, but for tab and new line, made visible."""
+    if all(character.isprintable() or character in LEFT_AS_THEY_ARE for character in text):
+        return text
+    return "".join(map(_visible_character, text))
+
+
+def on_one_visible_line(text: str) -> str:
+    """The text as ``visible``, with one blank for each run of blanks and line ends."""
+    return visible(" ".join(text.split()))
+
+
+def _visible_character(character: str) -> str:
+    if character in LEFT_AS_THEY_ARE or unicodedata.category(character) not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
+        return character
+    code = ord(character)
+    return chr(PICTURES + code) if code < 0x20 else f"\\u{code:04x}"
