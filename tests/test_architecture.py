@@ -1,6 +1,7 @@
 """The arrows of the design, read from the code itself: who may import whom, and what each import may load."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -76,6 +77,18 @@ LIGHT = (
     "rollout.environments.agent_template", "rollout.environments.processes", "rollout.rewards.scorer",
     "rollout.servers.fleet", "rollout.tasks", "tracing",
 )  # fmt: skip
+
+
+TORN = re.compile(r"""^\s*[\])}]+[^#"']*  # (?!fmt|noqa|type:|pyright|\[)""")
+
+
+def test_no_comment_stands_behind_the_end_of_a_statement_of_several_lines():
+    """The formatter breaks a line that its comment makes too long, and the comment is left behind the last bracket. It belongs
+    above, on a line of its own."""
+    files = [file for package in (*MAY_IMPORT, "benchmarks", "tests") for file in files_of(package)]
+    assert [
+        f"{f}:{n}" for f in files for n, line in enumerate(f.read_text().split("\n"), 1) if TORN.match(line)
+    ] == []
 
 
 def test_checking_a_config_loads_no_torch():

@@ -114,9 +114,8 @@ def run_test(job, test, folder):
         file.write(source)
     stdin, errors = os.memfd_create("input"), os.memfd_create("errors")
     output, output_writer = os.pipe()
-    status, status_writer = (
-        os.pipe()
-    )  # the program has none of its ends: it cannot say that it was not started
+    # The program has none of its ends: it cannot say that it was not started.
+    status, status_writer = os.pipe()
     try:
         write_all(stdin, test.get("input", "").encode(errors="replace"))
         pid = os.fork()

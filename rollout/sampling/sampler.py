@@ -366,9 +366,8 @@ def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
     """A sample that was not scored has a reward of 0. It is wrong, unless a part failed that does not decide."""
     samples = [sample for samples in sampled for sample in samples]
     truncated = sum(sample.is_truncated for sample in samples)
-    lengths = [
-        sample.num_sampled for sample in samples if sample.num_sampled
-    ]  # an episode may fail before a turn
+    # An episode may fail before a turn.
+    lengths = [sample.num_sampled for sample in samples if sample.num_sampled]
     right = [[sample.correct for sample in samples] for samples in sampled]
     return EvaluationResult(
         accuracy=sum(sample.correct for sample in samples) / len(samples),

@@ -450,9 +450,10 @@ def test_bubblewrap_that_cannot_run_the_interpreter_says_so(tmp_path):
         "python": str(tmp_path / "python"), "python_folders": [], "stop_at_failure": True, "timeout_s": AMPLE_S,
         "memory_mib": 256, "max_processes": 1,
     }  # fmt: skip
+    # Its input stays open: the end of it would end the program.
     with subprocess.Popen(
         [sys.executable, "-I", str(code.RUNNER)], cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as runner:  # its input stays open: the end of it would end the program
+    ) as runner:
         assert runner.stdin is not None and runner.stdout is not None
         runner.stdin.write(json.dumps(job).encode() + b"\n")
         runner.stdin.flush()
