@@ -187,8 +187,9 @@ class Sweep:
         with (self.folder / f"{cell.name}.log").open(errors="replace") as log:
             log.seek(show.starts[cell.name])
             if (found := FOLDER_LINE.search(log.read())) is not None:
-                show.folders[cell.name] = folder = Path(found[1]).resolve()
+                folder = Path(found[1]).resolve()
                 write_json(self.memory, {"runs": self.runs() | {cell.name: folder.name}}, flush=True)
+                show.folders[cell.name] = folder  # last: a signal may have come while the memory was written
 
     def _ended(self, supervisor: Supervisor, cell: Cell, code: int) -> Ended:
         last = textwrap.indent(supervisor.last_lines(cell.name, LAST_LINES), "    ")

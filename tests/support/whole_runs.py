@@ -1,5 +1,6 @@
 """Whole runs: the command as a user starts it, on a tiny model made here; waited for, and looked for afterwards."""
 
+import errno
 import json
 import os
 import signal
@@ -63,6 +64,9 @@ def processes_of(folder: Path) -> list[psutil.Process]:
                 found.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
+        except OSError as error:
+            if error.errno != errno.ENAMETOOLONG:  # of another test's folder, which is gone
+                raise
     return found
 
 

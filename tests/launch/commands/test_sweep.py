@@ -175,6 +175,24 @@ def test_ctrl_c_while_a_run_is_being_started_stops_the_sweep(work, monkeypatch, 
     assert calls(work) == []
 
 
+def test_ctrl_c_while_the_memory_is_written_loses_no_run(work, monkeypatch):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    write, calls_of = sweeping.write_json, []
+
+    def interrupted(*args, **named) -> None:
+        calls_of.append(args)
+        if len(calls_of) == 1:
+            signal.raise_signal(signal.SIGINT)
+        write(*args, **named)
+
+    monkeypatch.setattr(sweeping, "write_json", interrupted)
+    done = tandem("sweep", "run.yaml", "seed=7,0", cwd=work)
+    signal.signal(signal.SIGINT, before)
+    assert done.returncode == 75 and len(calls_of) == 2, done.stderr
+    dry = tandem("sweep", "run.yaml", "seed=7,0", "--dry-run", cwd=work)
+    assert "tiny-seed-7  3 steps  goes on from step 1" in dry.stdout
+
+
 def test_a_full_disk_ends_a_sweep_by_its_own_name(work, monkeypatch):
     def no_space(path, content) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
