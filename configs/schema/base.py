@@ -102,26 +102,29 @@ def served_at(example: str, *more_schemes: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def _is_variable(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(
-            "api_key_variable is no name of an environment variable; name the variable that holds the key, and not the key"
-        )
-    return name
+def _variable(error: str) -> AfterValidator:
+    """Refuses, with ``error``, a text that is no name of an environment variable."""
+
+    def check(name: str) -> str:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(error)
+        return name
+
+    return AfterValidator(check)
 
 
-KeyVariable = Annotated[str, AfterValidator(_is_variable)]
-
-
-def _is_name(name: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-        raise ValueError(
-            "holds a text that is no name of an environment variable; name the variable, and not its value"
-        )
-    return name
-
-
-VariableName = Annotated[str, AfterValidator(_is_name)]
+KeyVariable = Annotated[
+    str,
+    _variable(
+        "api_key_variable is no name of an environment variable; name the variable that holds the key, and not the key"
+    ),
+]
+VariableName = Annotated[
+    str,
+    _variable(
+        "holds a text that is no name of an environment variable; name the variable, and not its value"
+    ),
+]
 SECRET = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
 """In the name of an environment variable: its value may be a secret."""
 SHORTEST_SECRET = 8
