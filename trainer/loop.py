@@ -126,10 +126,8 @@ def train(run: Run) -> None:
         with clock.time("sync"):
             sync = postponed.attempt(run.weight_sync.publish, in_any_case=True)  # the weights have moved
         clock.end_step()
-        evaluation, evaluation_is_due = None, config.evaluation.is_due(step, config.steps)
-        if evaluation_is_due:
-            with clock.time("evaluation"):
-                evaluation = postponed.attempt(partial(evaluate, run, step))
+        is_due = config.evaluation.is_due(step, config.steps)
+        evaluation = postponed.attempt(partial(evaluate, run, step, clock)) if is_due else None
         with span("metrics"):
             metrics = step_metrics(
                 sampled=sampled,
@@ -148,7 +146,7 @@ def train(run: Run) -> None:
                 run.ledger.enter(step, sampled.stats)
             run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
         with clock.time("checkpoint", of_next_step=True):
-            evaluation_owed = postponed.interruption is not None and evaluation_is_due
+            evaluation_owed = postponed.interruption is not None and is_due
             problem = run.checkpointer.after_step(
                 step, learner, sampler, evaluation_owed=evaluation_owed, evaluated=metrics.recorded
             )
@@ -176,9 +174,10 @@ def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
         run.tracker.warn_once("failed rewards", f"step {step}: {failed}; the first, of {stats.first_failure}")
 
 
-def evaluate(run: Run, step: int) -> EvaluationResult | None:
+def evaluate(run: Run, step: int, clock: StepClock) -> EvaluationResult | None:
     """Evaluate on the held-out problems, and say on the console, once a run, why rewards failed there."""
-    result = run.sampler.evaluate()
+    with clock.time("evaluation"):
+        result = run.sampler.evaluate()
     if run.tracker is not None and result is not None and result.first_failure is not None:
         what = f"step {step}: rewards of the evaluation failed, and these answers count as wrong"
         run.tracker.warn_once(
@@ -194,8 +193,7 @@ def evaluate_before(run: Run) -> None:
     if not is_due:
         return
     clock = StepClock(run.doing)
-    with clock.time("evaluation"):
-        evaluation = evaluate(run, run.first_step - 1)
+    evaluation = evaluate(run, run.first_step - 1, clock)
     evaluated = {} if evaluation is None else evaluation_metrics(evaluation)
     if run.tracker is not None and evaluated:
         recorded = evaluated | {"time/evaluation": clock.seconds["evaluation"]}
