@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Status, Trajectory
@@ -17,7 +18,7 @@ from trainer.algorithm.mismatch import SampledGap, negative_fraction, reward_met
 from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
 from trainer.algorithm.value_loss import explained_variance
 from trainer.batch.step_batch import StepBatch
-from trainer.learner import Update, learner_logprobs
+from trainer.learner import Update
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
 from trainer.ranks.totals import Total, total_over
 from trainer.sampling import Sampled
@@ -36,6 +37,7 @@ def step_metrics(
     *,
     sampled: Sampled,
     batch: StepBatch,
+    learner_T: Tensor | None,
     measured: Sequence[Mapping[str, Metric]],
     updates: Sequence[Update],
     sync: SyncResult | None,
@@ -46,9 +48,9 @@ def step_metrics(
 ) -> StepMetrics:
     """The metrics of a whole step; every rank of ``group`` takes part.
 
-    measured: of this rank's share, before the update. sync: None where it failed.
+    learner_T: of ``learner_logprobs``. measured: of this rank's share, before the update. sync: None where it failed.
     """
-    rewards = reward_metrics_of(batch, updates, mode, total_over(group))
+    rewards = reward_metrics_of(batch, learner_T, total_over(group))
     before = merge_over_ranks(merge_metrics([*measured, rewards, what_came_along(batch.packed)]), group)
     merged = merge_metrics([before, *(u.metrics for u in updates)])
     numbers = values(merged) | first_and_sign(updates, mode)
@@ -66,17 +68,15 @@ def step_metrics(
     return StepMetrics(recorded=numbers, sampled_gap=SampledGap.of(merged))
 
 
-def reward_metrics_of(
-    batch: StepBatch, updates: Sequence[Update], mode: str, total: Total
-) -> dict[str, Metric]:
-    """The mean reward as sampled, and under the learner's policy: ``old``, or in bypass mode each minibatch's
-    ``current``. Empty in a critic's warm-up, where the policy may not have scored the batch.
+def reward_metrics_of(batch: StepBatch, learner_T: Tensor | None, total: Total) -> dict[str, Metric]:
+    """The mean reward as sampled, and under the learner's policy. Empty in a critic's warm-up, where the policy may not
+    have scored the batch.
 
     An episode that forked counts once, with the log-ratio of all its sequences, on the rank that has the first."""
-    packed, train_T = batch.packed, learner_logprobs(batch, updates, mode)
-    if train_T is None:
+    if learner_T is None:
         return {}
-    log_ratio_T = torch.where(packed.response_mask_T, train_T - packed.rollout_logprobs_T, 0.0)
+    packed = batch.packed
+    log_ratio_T = torch.where(packed.response_mask_T, learner_T - packed.rollout_logprobs_T, 0.0)
     rewards_S = batch.rewards_S[packed.sequence_ids_S]
     log_ratio_S = sum_per_sequence(log_ratio_T.to(torch.float64), packed.cu_seqlens)
     tokens_S = count_per_sequence(packed.response_mask_T, packed.cu_seqlens)

@@ -144,6 +144,7 @@ def whole_step(**changes) -> StepMetrics:
             ),
         ),
         "batch": step,
+        "learner_T": step.packed.old_logprobs_T,
         "measured": measured,
         "updates": [Update(metrics=per_minibatch(metrics)) for metrics in updates],
         "sync": SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
