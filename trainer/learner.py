@@ -14,7 +14,7 @@ from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import WITHIN_GROUPS, KLConfig
 from parallel.engine import MegatronEngine, ValueEngine
-from parallel.engine_base import UpdateResult
+from parallel.engine_base import Training, UpdateResult
 from parallel.megatron.lora import Lora
 from parallel.packing import PackedBatch
 from parallel.planning.layout import check_other_vocabulary
@@ -82,9 +82,9 @@ class Learner:
         lora = settings.lora and Lora(config=settings.lora, served_dtype=getattr(torch, config.rollout.dtype))
         self.engine = engine_of(
             config.model,
-            optimizer=settings.optimizer,
-            total_optimizer_steps=policy_steps,
-            recompute=settings.recompute,
+            training=Training(
+                optimizer=settings.optimizer, total_steps=policy_steps, recompute=settings.recompute
+            ),
             pieces=config.numerics_pieces,
             lora=lora,
         )
@@ -93,9 +93,7 @@ class Learner:
             teacher = config.kl.model  # which no server computes: nothing aligns its numerics
             self._reference = engine_of(
                 teacher or config.model,
-                optimizer=None,
-                total_optimizer_steps=1,
-                recompute="none",
+                training=None,
                 pieces=None if teacher else config.numerics_pieces,
             )
             check_other_vocabulary("kl.model", self._reference.architecture, self.engine.architecture)

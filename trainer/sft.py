@@ -14,6 +14,7 @@ from torch import Tensor
 from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
 from parallel.engine import MegatronEngine
+from parallel.engine_base import Training
 from parallel.packing import PackedBatch
 from parallel.planning.architecture import architecture_of
 from rollout.sampling.prompt_room import check_example_length
@@ -55,10 +56,8 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
     engine = MegatronEngine(
         config.model,
         config.layout,
-        config.optimizer,
-        total_optimizer_steps=config.steps,
+        Training(optimizer=config.optimizer, total_steps=config.steps),
         logprob_chunk_tokens=config.logprob_chunk_tokens,
-        recompute="none",
         seed=config.seed,
         timeout_s=config.launch.collective_timeout_s,
     )
