@@ -40,7 +40,7 @@ from trainer.recording import Recorder
 from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import Sampled, SharedSampler
 from trainer.step_clock import StepClock, clocked
-from trainer.step_metrics import evaluation_metrics, step_metrics
+from trainer.step_metrics import evaluation_metrics, step_metrics, step_rewards
 from trainer.tracking.alarms import check_alarms
 from trainer.tracking.ledger import Ledger
 from trainer.tracking.tracker import Tracker
@@ -129,11 +129,11 @@ def train(run: Run) -> None:
         is_due = config.evaluation.is_due(step, config.steps)
         evaluation = postponed.attempt(partial(evaluate, run, step, clock)) if is_due else None
         with span("metrics"):
+            rewards = step_rewards(batch, learner_T, learner.total)
             metrics = step_metrics(
                 sampled=sampled,
                 batch=batch,
-                learner_T=learner_T,
-                measured=[kl_metrics, advantages.metrics, correction.metrics],
+                measured=[kl_metrics, advantages.metrics, correction.metrics, rewards],
                 updates=updates,
                 sync=sync,
                 evaluation=evaluation,

@@ -20,7 +20,7 @@ from trainer.algorithm.value_loss import explained_variance
 from trainer.batch.step_batch import StepBatch
 from trainer.learner import Update
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
-from trainer.ranks.totals import Total, total_over
+from trainer.ranks.totals import Total
 from trainer.sampling import Sampled
 from trainer.weight_sync import SyncResult
 
@@ -37,7 +37,6 @@ def step_metrics(
     *,
     sampled: Sampled,
     batch: StepBatch,
-    learner_T: Tensor | None,
     measured: Sequence[Mapping[str, Metric]],
     updates: Sequence[Update],
     sync: SyncResult | None,
@@ -48,11 +47,10 @@ def step_metrics(
 ) -> StepMetrics:
     """The metrics of a whole step; every rank of ``group`` takes part.
 
-    learner_T: of ``learner_logprobs``. measured: of this rank's share, before the update. sync: None where it failed.
+    measured: of this rank's share. sync: None where it failed.
     """
-    rewards = reward_metrics_of(batch, learner_T, total_over(group))
-    before = merge_over_ranks(merge_metrics([*measured, rewards, what_came_along(batch.packed)]), group)
-    merged = merge_metrics([before, *(u.metrics for u in updates)])
+    of_shares = merge_over_ranks(merge_metrics([*measured, what_came_along(batch.packed)]), group)
+    merged = merge_metrics([of_shares, *(u.metrics for u in updates)])
     numbers = values(merged) | first_and_sign(updates, mode)
     explained = explained_variance(numbers)
     numbers |= {} if explained is None else {"critic/explained_variance": explained}
@@ -68,9 +66,9 @@ def step_metrics(
     return StepMetrics(recorded=numbers, sampled_gap=SampledGap.of(merged))
 
 
-def reward_metrics_of(batch: StepBatch, learner_T: Tensor | None, total: Total) -> dict[str, Metric]:
-    """The mean reward as sampled, and under the learner's policy. Empty in a critic's warm-up, where the policy may not
-    have scored the batch.
+def step_rewards(batch: StepBatch, learner_T: Tensor | None, total: Total) -> dict[str, Metric]:
+    """The mean reward as sampled, and under the learner's policy (``learner_logprobs``). Empty in a critic's warm-up, where
+    the policy may not have scored the batch.
 
     An episode that forked counts once, with the log-ratio of all its sequences, on the rank that has the first."""
     if learner_T is None:
