@@ -27,7 +27,7 @@ from parallel.checkpoints.files import (
 )
 from trainer.file_system import SHARED_FOLDER_S, write_whole
 from trainer.learner import Learner
-from trainer.ranks.objects import from_first_rank
+from parallel.rank_objects import from_first_rank
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
 

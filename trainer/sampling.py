@@ -18,7 +18,7 @@ from rollout.records import Group
 from rollout.sampling.messages import EvaluationResult, SampleRoleLost, SamplingStats
 from rollout.sampling.remote import RemoteSampler
 from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
-from trainer.ranks.objects import from_first_rank
+from parallel.rank_objects import from_first_rank
 from trainer.weight_sync import WeightSync
 
 T = TypeVar("T")

@@ -62,7 +62,7 @@ from trainer.engine_agreement import EngineAgreement
 from trainer.file_system import SHARED_FOLDER_S
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
-from trainer.ranks.objects import from_all_ranks, from_first_rank
+from parallel.rank_objects import from_all_ranks, from_first_rank
 from trainer.ranks.totals import answer_of_first_rank, on_first_rank
 from trainer.stage_sender import MEMORY, StageSender, WeightSyncError, in_turn
 from trainer.turns import OwnDevices
