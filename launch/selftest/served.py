@@ -159,7 +159,7 @@ def check_received(
 def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
     """One bit of one broadcast, changed after the sender has taken its hash."""
     with joined(config, request) as there:
-        there.sync.restore()
+        there.sync.send_again()
         (before,) = there.control.checksums()
         (version,) = there.control.versions()
         with one_bit_flipped():
@@ -173,7 +173,7 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
             f"the server calls the refused update version {served}", f"do not train here; {REPORT}"
         )
     with joined(config, request) as there:  # a new group, as after a learner that failed
-        there.sync.restore()
+        there.sync.send_again()
         (after,) = there.control.checksums()
     if wrong := differing_tensors(after, before):
         raise CheckFailed(

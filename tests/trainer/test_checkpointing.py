@@ -552,7 +552,7 @@ def test_the_coefficient_is_the_controllers_or_the_configs(saved, now, coefficie
     before, after = KLInReward(saved), KLInReward(now)
     if saved is ADAPTIVE:
         before.coefficient = 0.05
-    after.restore(json.loads(json.dumps(before.state)))
+    after.load_state(json.loads(json.dumps(before.state)))
     assert after.coefficient == coefficient
 
 
