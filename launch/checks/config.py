@@ -27,7 +27,8 @@ from launch.processes.placement import check_placement
 from launch.processes.run_folder import check_can_be_made
 from parallel.planning.architecture import architecture_of
 from parallel.planning.layout import check_served_on_cpu
-from rollout.servers.command import (
+from rollout.servers.ports import choose_ports
+from rollout.servers.served import (
     check_dtype_is_served,
     check_flags_exist,
     check_has_kernels,
@@ -35,7 +36,6 @@ from rollout.servers.command import (
     check_server_args,
     check_temporary_folder,
     check_windows_are_served,
-    choose_ports,
 )
 from trainer.tracking.publisher import missing_package, services_of
 

@@ -20,7 +20,7 @@ from parallel.planning.layout import (
 )
 from parallel.planning.server_memory import static_share
 from rollout.sampling.prompt_room import prompt_room, sequence_limits
-from rollout.servers.command import check_quantization
+from rollout.servers.served import check_quantization
 from rollout.tokenizer_files import check_same_tokens
 
 

@@ -18,16 +18,13 @@ from rollout.run_key import RunKey
 from rollout.servers.command import (
     INITIAL_WEIGHT_VERSION,
     NO_WEIGHT_VERSION,
-    Ports,
     ServerSpec,
-    check_has_kernels,
-    check_server_args,
-    check_temporary_folder,
-    choose_ports,
     server_command,
     server_environment,
 )
+from rollout.servers.ports import Ports, choose_ports
 from rollout.servers.rank_meeting import RankMeeting
+from rollout.servers.served import check_has_kernels, check_server_args, check_temporary_folder
 from rollout.servers.share import ServerShare, on_one_machine
 from rollout.servers.watched_process import (
     WatchedProcess,

@@ -56,7 +56,7 @@ from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.weights import hf_conversion
 from rollout.records import Group
-from rollout.servers.command import choose_ports
+from rollout.servers.ports import choose_ports
 from rollout.tiny_model import write_olmo3_rope
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct

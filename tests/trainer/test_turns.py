@@ -19,8 +19,9 @@ from parallel.megatron import platform
 from parallel.weights.hf_files import HuggingFaceWeights
 from rollout.client import RolloutError
 from rollout.records import Completion
-from rollout.servers.command import Ports, server_command
+from rollout.servers.command import server_command
 from rollout.servers.control import ControlError, Pending
+from rollout.servers.ports import Ports
 from rollout.servers.share import on_one_machine
 from tests.support.megatron_workers import (
     learner_config,
