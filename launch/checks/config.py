@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from configs.loader import Finding, ParsedConfig
 from configs.schema import RunConfig, SftConfig, kind_of
 from configs.schema.launch import NodesConfig
-from configs.schema.rollout import RolloutConfig
 from configs.schema.task import TaskConfig
 from launch.checks.arguments import BadInput, check_new_folder
 from launch.checks.correction import check_bounds, gap_notes
@@ -31,6 +30,7 @@ from rollout.servers.ports import choose_ports
 from rollout.servers.served import (
     check_dtype_is_served,
     check_flags_exist,
+    check_gpus,
     check_has_kernels,
     check_numerics_device,
     check_server_args,
@@ -297,14 +297,7 @@ def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[
         yield from finding_of("layout", check_learner_gpus, ranks, available)
     if isinstance(config, RunConfig) and "serve" in runs:
         first_gpu = ranks if "learn" in runs and not shares else 0
-        yield from finding_of("rollout.replicas", check_server_gpus, config.rollout, first_gpu, available)
-
-
-def check_server_gpus(servers: RolloutConfig, first_gpu: int, available: int) -> None:
-    """Check that servers fit on the GPUs from ``first_gpu`` on. Raises ValueError."""
-    from rollout.servers.fleet import check_gpus
-
-    check_gpus(servers, first_gpu=first_gpu, available=available)
+        yield from finding_of("rollout.replicas", check_gpus, config.rollout, first_gpu, available)
 
 
 def check_learner_gpus(needed: int, available: int) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from configs.schema.model import ModelConfig
 from configs.schema.rollout import RolloutConfig
 from rollout.servers.command import ATTENTION_OF_FLOAT32, has_recurrent_layers, sglang_sources
+from rollout.servers.share import ServerShare
 
 LONGEST_FOLDER_OF_SOCKETS = 95
 """Bytes of a folder's path: Linux takes 107 for a socket's, of which SGLang's names have 12 (``/tmp`` and eight of
@@ -165,4 +166,29 @@ def check_dtype_is_served(config: RolloutConfig, model: Path, *, cuda: bool) -> 
         raise ValueError(
             "rollout.dtype=float32: SGLang's kernels of gated delta nets on GPUs take numbers of two bytes alone; set "
             "rollout.dtype=bfloat16 (and model.dtype, for the smallest gap)"
+        )
+
+
+def check_gpus(config: RolloutConfig, first_gpu: int, available: int) -> None:
+    """Refuse a config that needs more GPUs than ``available``: one per learner rank and rank of a replica.
+
+    Raises:
+        ValueError: with both numbers and the fix.
+    """
+    needed = first_gpu + config.replicas * config.tp
+    if available < needed:
+        raise ValueError(
+            f"{needed} GPUs are needed, {first_gpu} of the learner or other servers and rollout.replicas={config.replicas} times "
+            f"rollout.tp={config.tp} of the servers, but {available} are visible here; use fewer learner ranks "
+            "(layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
+        )
+
+
+def check_gpus_of(shares: Sequence[ServerShare], *, available: int) -> None:
+    """Refuse shares that take more GPUs of this node than ``available``. Raises ValueError."""
+    needed = max((share.first_gpu + share.num_ranks for share in shares), default=0)
+    if available < needed:
+        raise ValueError(
+            f"the servers of this node take GPUs {min(share.first_gpu for share in shares)} to {needed - 1}, but {available} are visible "
+            "here; use fewer learner ranks (layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
         )
