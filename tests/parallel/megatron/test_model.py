@@ -276,6 +276,7 @@ def test_rotary_frequencies_are_those_of_transformers(file):
         ({"rope_parameters": None, "rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 2.0}}, None),
         ({"head_dim": None}, None),  # 128, by the default of Qwen3's config class
         ({"head_dim": None, "model_type": "llama"}, (10_000.0, 8)),
+        ({"rope_parameters": None, "rope_theta": 500, "model_type": "gpt_oss"}, None),  # YaRN, by the default of its class
     ],
 )  # fmt: skip
 def test_frequencies_that_a_config_does_not_spell_out_are_left_to_transformers(tmp_path, changes, plain):
