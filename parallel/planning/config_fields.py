@@ -105,9 +105,7 @@ def check_rope_by_layers(hf_config: Mapping[str, Any], kind: str) -> None:
 def check_rope_by_kind(hf_config: Mapping[str, Any], kind: str) -> None:
     """Raises ValueError for rope parameters of a Gemma 3 that are neither transformers', by kind of layer, nor those of the
     published files."""
-    by_kind, scaling = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
-    if by_kind is not None and scaling is not None:
-        raise ValueError(f"config.json of a {kind} model has rope_parameters and rope_scaling; restore it")
+    by_kind = hf_config.get("rope_parameters")
     if by_kind is not None:
         kinds = ("full_attention", "sliding_attention")
         if not isinstance(by_kind, Mapping) or not all(isinstance(by_kind.get(k), Mapping) for k in kinds):
@@ -181,8 +179,16 @@ def rope_type_of(hf_config: Mapping[str, Any]) -> Any:
 
 def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """``rope_parameters``, or in older files ``rope_scaling``; empty where there are none. Of parameters by kind of layer those
-    without a window."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    without a window.
+
+    Raises ValueError where there are both: transformers then reads ``rope_scaling`` alone, and with it another rope_theta."""
+    new, old = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
+    if new and old and new != old:
+        raise ValueError(
+            f"config.json has rope_parameters and rope_scaling={old!r}, of which transformers reads the latter alone; write all numbers "
+            "into rope_parameters, and remove rope_scaling"
+        )
+    rope = new or old or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
     full = rope.get("full_attention")

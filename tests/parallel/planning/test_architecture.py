@@ -140,6 +140,9 @@ def test_a_gemma_that_would_be_computed_otherwise_is_refused_by_name(change, mes
         read_architecture(CONFIG | {"tie_word_embeddings": True} | GEMMA | change)
 
 
+ALIKE = {"rope_type": "default", "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -187,6 +190,10 @@ def test_a_gemma_that_would_be_computed_otherwise_is_refused_by_name(change, mes
             r"rope_type 'dynamic'.*supported are default, linear, llama3, yarn",
         ),
         (dict(rope_scaling={"type": "longrope"}), "rope_type 'longrope'"),
+        (
+            dict(rope_parameters={"rope_theta": 1e6}, rope_scaling={"type": "yarn", "factor": 4.0}),
+            "rope_parameters and rope_scaling=.*'yarn'.*, of which transformers reads the latter alone",
+        ),
         (dict(rope_scaling=[8]), r"rope parameters \[8\]"),
         (dict(rope_scaling={"type": "yarn"}), "lacks 'factor'"),
         (dict(rope_scaling={"type": "yarn", "factor": 4, "beta_fast": "32"}), "beta_fast='32' in its rope"),
@@ -215,6 +222,7 @@ def test_what_the_learner_cannot_compute_is_refused_by_name(change, message):
         {"rope_scaling": None},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_theta": 1e4}},
+        {"rope_parameters": ALIKE, "rope_scaling": ALIKE},
     ],
 )
 def test_static_rope_types_are_accepted_in_either_spelling(rope):
