@@ -1072,3 +1072,6 @@ def test_many_runs_share_one_legend_and_keep_their_style_in_every_panel(count):
         figure.draw_without_rendering()
         box, room = found.get_window_extent(), figure.bbox
         assert box.x0 >= 0 and box.x1 <= room.width and box.y0 >= 0 and box.y1 <= room.height
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the command would print it
+        page_module.as_svg(legend)
