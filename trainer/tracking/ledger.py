@@ -2,7 +2,7 @@
 
 A group is a prompt with its responses, and its number is its place in the order of the data. Each group up to
 the newest step was either trained on in exactly one step, or left out for lack of signal (dynamic sampling).
-Responses of a group share its fate; one whose reward failed counts as 0 and is trained on. Groups that were
+Responses of a group share its fate, but one whose reward failed is not trained on. Groups that were
 sampled ahead of an interruption are in no line: the resumed run samples them again, under the same numbers.
 """
 
