@@ -165,6 +165,7 @@ def make_engine(folder: Path, *, layers: int):
     from configs.schema.learner import OptimizerConfig
     from configs.schema.model import ModelConfig
     from parallel.engine import MegatronEngine
+    from parallel.engine_base import Training
     from parallel.megatron import platform
 
     shape = Qwen3Config(
@@ -175,8 +176,8 @@ def make_engine(folder: Path, *, layers: int):
     Qwen3ForCausalLM(shape).save_pretrained(folder)
     platform.init_distributed(600.0)
     return MegatronEngine(
-        ModelConfig(path=folder, dtype=CONFIG["dtype"]), LayoutConfig(), OptimizerConfig(), total_optimizer_steps=10,
-        logprob_chunk_tokens=256, recompute="none", seed=0, timeout_s=600.0,
+        ModelConfig(path=folder, dtype=CONFIG["dtype"]), LayoutConfig(),
+        Training(optimizer=OptimizerConfig(), total_steps=10), logprob_chunk_tokens=256, seed=0, timeout_s=600.0,
     )  # fmt: skip
 
 

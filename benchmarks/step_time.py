@@ -143,7 +143,7 @@ def measure_rank(path: Path, rounds: int) -> None:
         step = time.perf_counter() - began
         generation = {}
         for name, forced in ((NATURAL, False), (FORCED, True))[:: 1 if number % 2 else -1]:
-            run.weight_sync.restore()  # as before the step's own generation
+            run.weight_sync.send_again()  # as before the step's own generation
             start_together()
             if run.learner.is_first_rank:
                 for state in ("", CACHED):
@@ -154,7 +154,7 @@ def measure_rank(path: Path, rounds: int) -> None:
         bare_update(run.learner, watch.minibatches, run.config.rollout.temperature)
         start_together()
         update = time.perf_counter() - began
-        run.weight_sync.restore()  # the bare update moved the weights: the servers must hold what the learner does
+        run.weight_sync.send_again()  # the bare update moved the weights: the servers must hold what the learner does
         if number > 1 and run.learner.is_first_rank:
             note("step", step)
             for name, (taken, tokens) in generation.items():

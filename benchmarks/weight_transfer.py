@@ -133,7 +133,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
     platform.init_distributed(TIMEOUT_S)
     engine = MegatronEngine(
         ModelConfig(path=model, dtype=given.dtype), LayoutConfig(dp=1), None,
-        total_optimizer_steps=1, logprob_chunk_tokens=1024, recompute="none", seed=0,
+        logprob_chunk_tokens=1024, seed=0,
     )  # fmt: skip
     flat = torch.cat([tensor.flatten() for _, tensor in engine.export_hf()]).view(torch.uint8)
     plans, buffers = {}, Buffers("cpu")

@@ -14,7 +14,6 @@ same ones. Losses and scores are computed on the last pipeline stage, which send
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +22,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
-from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
-from parallel.engine_base import DifferingExperts, Engine, GradScale, UpdateResult
+from parallel.engine_base import TIMEOUT_S, DifferingExperts, Engine, GradScale, Training, UpdateResult
 from parallel.megatron import platform
 from parallel.megatron.lora import Lora, without_adapters
-from parallel.megatron.model import LogprobGPTModel, ValueGPTModel
+from parallel.megatron.model import Backbone, LogprobGPTModel, ValueGPTModel
 from parallel.megatron.moe import Replay
 from parallel.megatron.schedule import Forward, NonFiniteError
 from parallel.packing import PackedBatch
 from parallel.weights import hf_conversion
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.peft_adapter import save_adapter
-
-TIMEOUT_S = 1800.0
 
 LossFunction = Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor, Any]]
 """(micro-batch, logprobs_T, entropy_T) -> (scalar loss, any output).
@@ -57,10 +53,8 @@ class MegatronEngine(Engine):
         self,
         model: ModelConfig,
         layout: LayoutConfig,
-        optimizer: OptimizerConfig | None,
+        training: Training | None,
         *,
-        total_optimizer_steps: int,
-        recompute: str,
         seed: int,
         logprob_chunk_tokens: int,
         timeout_s: float = TIMEOUT_S,
@@ -69,20 +63,12 @@ class MegatronEngine(Engine):
     ):
         """pieces: ``RunConfig.numerics_pieces``. None, with aligned numerics: as many as layout.tp. The rest: see
         ``Engine``."""
-        super().__init__(
-            model,
-            layout,
-            optimizer,
-            make_chunk=partial(
-                LogprobGPTModel, chunk_tokens=logprob_chunk_tokens, fp32_lm_head=model.fp32_lm_head
-            ),
-            total_optimizer_steps=total_optimizer_steps,
-            recompute=recompute,
-            seed=seed,
-            timeout_s=timeout_s,
-            pieces=(pieces or layout.tp) if model.numerics == "aligned" else None,
-            lora=lora,
-        )
+        self._chunk_tokens, self._fp32_lm_head = logprob_chunk_tokens, model.fp32_lm_head
+        pieces = (pieces or layout.tp) if model.numerics == "aligned" else None
+        super().__init__(model, layout, training, seed=seed, timeout_s=timeout_s, pieces=pieces, lora=lora)
+
+    def _make_chunk(self, backbone: Backbone) -> LogprobGPTModel:
+        return LogprobGPTModel(backbone, chunk_tokens=self._chunk_tokens, fp32_lm_head=self._fp32_lm_head)
 
     def logprobs(
         self, microbatches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool = False
@@ -223,28 +209,8 @@ class MegatronEngine(Engine):
 class ValueEngine(Engine):
     """A critic: the backbone of a policy's folder, and a head that starts at zero (see ``ValueGPTModel``)."""
 
-    def __init__(
-        self,
-        model: ModelConfig,
-        layout: LayoutConfig,
-        optimizer: OptimizerConfig,
-        *,
-        total_optimizer_steps: int,
-        recompute: str,
-        seed: int,
-        timeout_s: float = TIMEOUT_S,
-    ):
-        """See ``Engine``."""
-        super().__init__(
-            model,
-            layout,
-            optimizer,
-            make_chunk=ValueGPTModel,
-            total_optimizer_steps=total_optimizer_steps,
-            recompute=recompute,
-            seed=seed,
-            timeout_s=timeout_s,
-        )
+    def _make_chunk(self, backbone: Backbone) -> ValueGPTModel:
+        return ValueGPTModel(backbone)
 
     def values(self, microbatches: Sequence[PackedBatch]) -> list[Tensor]:
         """values_T of each micro-batch: float32, on the device, without gradient; index t as for log-probs.
@@ -253,15 +219,9 @@ class ValueEngine(Engine):
         """
         return [values_T for (values_T,) in self._scores(microbatches, _value_forward, 1)]
 
-    def update(
-        self,
-        microbatches: Sequence[PackedBatch],
-        loss_fn: ValueLossFunction,
-        *,
-        grad_scale: GradScale | None = None,
-    ) -> UpdateResult:
-        """One optimizer step, in every respect like ``MegatronEngine.update``."""
-        return self._update_weights(microbatches, _value_forward, loss_fn, grad_scale)
+    def update(self, microbatches: Sequence[PackedBatch], loss_fn: ValueLossFunction) -> UpdateResult:
+        """One optimizer step, like ``MegatronEngine.update``."""
+        return self._update_weights(microbatches, _value_forward, loss_fn)
 
 
 def _logprob_forward(

@@ -1,6 +1,7 @@
 """What the engines of a policy and of a critic have in common: the model, its optimizer, an update, checkpoints."""
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -42,6 +43,19 @@ GradScale = Callable[[list[Any]], float]
 """(outputs of this rank's losses, one per micro-batch) -> one factor, the same on all ranks."""
 
 
+TIMEOUT_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """How an engine trains. The learning-rate schedule ends after ``total_steps``."""
+
+    optimizer: OptimizerConfig
+    total_steps: int
+    recompute: str = "none"
+    """``learner.recompute``."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DifferingExperts:
     """The router's own choice against the experts that were replayed, at the response tokens of this data-parallel
@@ -70,34 +84,29 @@ class UpdateResult:
     """None where no experts were replayed."""
 
 
-class Engine:
+class Engine(ABC):
     """The common base of a policy's and a critic's engine: a Megatron-Core model and, unless it is frozen, its
     optimizer.
 
     ``chunks`` is this rank's part of the model: several if the pipeline is interleaved, else one.
 
-    ``optimizer=None`` makes a frozen engine, which scores only. The learning-rate schedule ends after
-    ``total_optimizer_steps``. Several engines may live in one process and share one layout. There is no
-    dropout: for the same micro-batch and weights the scoring pass and ``update``'s forward pass give bitwise
-    equal results. ``timeout_s`` seconds, rounded up to whole minutes, is the deadline of collectives in
+    ``training=None`` makes a frozen engine, which scores only. Several engines may live in one process and share one
+    layout. There is no dropout: for the same micro-batch and weights the scoring pass and ``update``'s forward pass give
+    bitwise equal results. ``timeout_s`` seconds, rounded up to whole minutes, is the deadline of collectives in
     Megatron's own groups, which do not take it from the default group.
 
     Needs ``platform.init_distributed`` first. Raises ValueError for a layout, model or schedule that does not
-    fit. ``make_chunk`` makes a part of the model, whose weights are set here. ``lora``: the optimizer has the
-    adapters alone, which ``checkpoint`` holds too.
+    fit. ``lora``: the optimizer has the adapters alone, which ``checkpoint`` holds too.
     """
 
     def __init__(
         self,
         model: ModelConfig,
         layout: LayoutConfig,
-        optimizer: OptimizerConfig | None,
+        training: Training | None,
         *,
-        make_chunk: Callable[[Backbone], PackedGPTModel],
-        total_optimizer_steps: int,
-        recompute: str,
         seed: int,
-        timeout_s: float,
+        timeout_s: float = TIMEOUT_S,
         pieces: int | None = None,
         lora: Lora | None = None,
     ):
@@ -106,7 +115,7 @@ class Engine:
         validate_layout(hf_config, layout, num_processes=dist.get_world_size())
         if lora is not None:
             check_lora(lora.config, read_architecture(hf_config))
-        if optimizer is not None:
+        if training is not None:
             check_trainable(read_architecture(hf_config), model.dtype)
         join_groups(layout, seed, timeout_s)
         self.groups = groups_of_this_process()
@@ -117,27 +126,31 @@ class Engine:
             model.path,
             hf_config,
             dtype=self.dtype,
-            recompute=recompute if optimizer else "none",
+            recompute=training.recompute if training else "none",
             sequence_parallel=layout.sp,
             pieces=pieces,
             lora=lora,
         )
         vp_stages = range(layout.vpp) if layout.vpp > 1 else [None]
-        self.chunks = [make_chunk(backbone_of(stage)).to(platform.device()) for stage in vp_stages]
+        self.chunks = [self._make_chunk(backbone_of(stage)).to(platform.device()) for stage in vp_stages]
         hf_conversion.load_hf(self.chunks, model.path)
         hf_conversion.initialise_adapters(self.chunks, seed)
         self._lora = lora
         self._described_adapters = lora and base_model.describe(model.path, lora.config)
-        self._optimizer_config = optimizer
+        self._training = training
         self._optimizer: Any = None  # Megatron's; None while frozen
         self._offloaded: Offloaded | None = None
-        if optimizer is None:
+        if training is None:
             self._trained = []
             for chunk in self.chunks:
                 chunk.requires_grad_(False)
         else:
-            self._build_optimizer(optimizer, total_optimizer_steps)
+            self._build_optimizer(training.optimizer, training.total_steps)
         self._schedule = Schedule(self._trained or self.chunks, self.groups, layout.microbatch_multiple)
+
+    @abstractmethod
+    def _make_chunk(self, backbone: Backbone) -> PackedGPTModel:
+        """A part of the model, whose weights are set later."""
 
     def _build_optimizer(self, config: OptimizerConfig, total_steps: int) -> None:
         # Reduced once, after the last micro-batch: gradients are float32 sums whatever the model's dtype.
@@ -168,7 +181,7 @@ class Engine:
 
     @property
     def is_frozen(self) -> bool:
-        return self._optimizer_config is None
+        return self._training is None
 
     def offload(self) -> None:
         """Move weights and optimizer state to host memory; the engine is unusable until ``restore``. No
@@ -196,7 +209,7 @@ class Engine:
         microbatches: Sequence[PackedBatch],
         forward: Forward,
         loss_fn: Callable,
-        grad_scale: GradScale | None,
+        grad_scale: GradScale | None = None,
         forward_only: Sequence[bool] = (),
     ) -> UpdateResult:
         outputs = self._accumulate_gradient(microbatches, forward, loss_fn, forward_only)
@@ -257,7 +270,7 @@ class Engine:
         """Clip the gradient, set this step's learning rate, step. Returns the learning rate."""
         for part in checkpoint.optimizer_parts(self._optimizer):
             clip_grad_by_total_norm_fp32(
-                part.get_parameters(), max_norm=self._optimizer_config.clip_grad, total_norm=grad_norm
+                part.get_parameters(), max_norm=self._training.optimizer.clip_grad, total_norm=grad_norm
             )
         self._lr_scheduler.step(1)
         self._optimizer.step_with_ready_grads()
@@ -265,7 +278,7 @@ class Engine:
 
     def _require_optimizer(self, action: str) -> None:
         if self.is_frozen:
-            raise ValueError(f"{action} needs an optimizer; this engine was built frozen (optimizer=None)")
+            raise ValueError(f"{action} needs an optimizer; this engine was built frozen (training=None)")
         self._require_weights(action)
 
     def _require_weights(self, action: str) -> None:

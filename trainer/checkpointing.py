@@ -25,9 +25,9 @@ from parallel.checkpoints.files import (
     step_folders,
     valid_checkpoints,
 )
+from parallel.rank_objects import from_first_rank
 from trainer.file_system import SHARED_FOLDER_S, write_whole
 from trainer.learner import Learner
-from trainer.ranks.objects import from_first_rank
 from trainer.sampling import SharedSampler
 from trainer.turns import OwnDevices
 
@@ -207,7 +207,7 @@ class Checkpointer:
             learner.critic.engine.load(whole[1])
         progress = Progress(**learner.engine.load(whole[0]))
         learner.version = progress.version
-        learner.kl_in_reward.restore(progress.kl_coefficient)
+        learner.kl_in_reward.load_state(progress.kl_coefficient)
         sampler.load_state(progress.sampler)
         self._position = progress.sampler
         self.complete = self._saved = progress.step

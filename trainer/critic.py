@@ -6,7 +6,7 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from parallel.engine import ValueEngine
-from parallel.engine_base import UpdateResult
+from parallel.engine_base import Training, UpdateResult
 from parallel.packing import PackedBatch
 from parallel.planning.architecture import architecture_of
 from parallel.planning.layout import check_other_vocabulary
@@ -28,9 +28,11 @@ class Critic:
         self.engine = ValueEngine(
             model,
             config.layout,
-            config.critic.optimizer,
-            total_optimizer_steps=config.steps * config.learner.minibatches,
-            recompute=config.learner.recompute,
+            Training(
+                optimizer=config.critic.optimizer,
+                total_steps=config.steps * config.learner.minibatches,
+                recompute=config.learner.recompute,
+            ),
             seed=config.seed,
             timeout_s=config.launch.collective_timeout_s,
         )

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import RunConfig
+from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import WITHIN_GROUPS, KLConfig
 from parallel.engine import MegatronEngine, ValueEngine
-from parallel.engine_base import UpdateResult
+from parallel.engine_base import Training, UpdateResult
 from parallel.megatron.lora import Lora
 from parallel.packing import PackedBatch
 from parallel.planning.layout import check_other_vocabulary
@@ -21,6 +22,7 @@ from rollout.records import Completion, Group
 from rollout.sglang_plugin.tandem_routed_experts import wire_type
 from tracing import span
 from trainer.algorithm.aggregation import Counted, kept_factor
+from trainer.algorithm.correction import scored_old
 from trainer.algorithm.kl_reward import KLInReward
 from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.own_parts import load_own_parts
@@ -80,9 +82,9 @@ class Learner:
         lora = settings.lora and Lora(config=settings.lora, served_dtype=getattr(torch, config.rollout.dtype))
         self.engine = engine_of(
             config.model,
-            optimizer=settings.optimizer,
-            total_optimizer_steps=policy_steps,
-            recompute=settings.recompute,
+            training=Training(
+                optimizer=settings.optimizer, total_steps=policy_steps, recompute=settings.recompute
+            ),
             pieces=config.numerics_pieces,
             lora=lora,
         )
@@ -91,9 +93,7 @@ class Learner:
             teacher = config.kl.model  # which no server computes: nothing aligns its numerics
             self._reference = engine_of(
                 teacher or config.model,
-                optimizer=None,
-                total_optimizer_steps=1,
-                recompute="none",
+                training=None,
                 pieces=None if teacher else config.numerics_pieces,
             )
             check_other_vocabulary("kl.model", self._reference.architecture, self.engine.architecture)
@@ -109,10 +109,6 @@ class Learner:
     def of_policy_alone(cls, config: RunConfig) -> "Learner":
         """A learner without ``ref`` and critic, to score with ``current`` or to send it."""
         return cls(config.model_copy(update={"kl": KLConfig(), "critic": None}))
-
-    @property
-    def correction_mode(self) -> str:
-        return self._config.correction.mode
 
     @property
     def is_first_rank(self) -> bool:
@@ -324,10 +320,13 @@ class Learner:
             self.engine.save_adapter(folder)
 
 
-def learner_logprobs(batch: StepBatch, updates: Sequence[Update], mode: str) -> Tensor | None:
-    """``old``, or in bypass mode each minibatch's ``current``; None where the policy scored nothing. [T] of this rank."""
-    if mode == "decoupled" and batch.packed.old_logprobs_T is not None:
-        return batch.packed.old_logprobs_T
+def learner_logprobs(
+    batch: StepBatch, updates: Sequence[Update], correction: CorrectionConfig
+) -> Tensor | None:
+    """``scored_old``, else each minibatch's ``current``; None where the policy scored nothing. [T] of this rank."""
+    old_T = scored_old(batch.packed, correction)
+    if old_T is not None:
+        return old_T
     current = [logprobs_T for update in updates for logprobs_T in update.logprobs]
     return batch.scattered(current) if current else None
 

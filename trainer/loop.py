@@ -22,7 +22,7 @@ complete, even if the servers did not take them: it is recorded, and then the ru
 for an evaluation that was missed.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,16 +32,15 @@ from rollout.sampling.messages import EvaluationResult
 from tracing import span
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
-from trainer.batch.farthest_token import Measure, farthest_token
-from trainer.batch.step_batch import StepBatch
+from trainer.batch.farthest_token import farthest_token
 from trainer.checkpointing import Checkpointer
-from trainer.learner import Learner, Update, learner_logprobs
+from trainer.learner import Learner, learner_logprobs
 from trainer.ranks.interruption import INTERRUPTIONS, Postponed
 from trainer.recording import Recorder
 from trainer.sample_keeping import SampleKeeper
 from trainer.sampling import Sampled, SharedSampler
 from trainer.step_clock import StepClock, clocked
-from trainer.step_metrics import evaluation_metrics, step_metrics
+from trainer.step_metrics import evaluation_metrics, step_metrics, step_rewards
 from trainer.tracking.alarms import check_alarms
 from trainer.tracking.ledger import Ledger
 from trainer.tracking.tracker import Tracker
@@ -120,7 +119,8 @@ def train(run: Run) -> None:
         with clock.time("update"):
             updates = [learner.update(minibatch, policy=trains_policy) for minibatch in batch.minibatches()]
         with span("keep samples"):
-            run.samples.keep(step, sampled.groups, batch, updates, learner)
+            learner_T = learner_logprobs(batch, updates, config.correction)
+            run.samples.keep(step, sampled.groups, batch, learner_T, learner)
         with clock.time("sampling"):
             postponed.attempt(lambda: sampler.drain(rollout.drain_s))
         with clock.time("sync"):
@@ -129,10 +129,11 @@ def train(run: Run) -> None:
         is_due = config.evaluation.is_due(step, config.steps)
         evaluation = postponed.attempt(partial(evaluate, run, step, clock)) if is_due else None
         with span("metrics"):
+            rewards = step_rewards(batch, learner_T, learner.total)
             metrics = step_metrics(
                 sampled=sampled,
                 batch=batch,
-                measured=[kl_metrics, advantages.metrics, correction.metrics],
+                measured=[kl_metrics, advantages.metrics, correction.metrics, rewards],
                 updates=updates,
                 sync=sync,
                 evaluation=evaluation,
@@ -144,7 +145,8 @@ def train(run: Run) -> None:
                 run.tracker.log(step, metrics.recorded, check_alarms(metrics.recorded, config.alarms))
             if run.ledger is not None and sampled.stats is not None:
                 run.ledger.enter(step, sampled.stats)
-            run.weight_sync.check_samples(metrics.sampled_gap, partial(_farthest_token, run, batch, updates))
+            farthest = partial(farthest_token, batch, learner_T, learner.groups.dp_group)
+            run.weight_sync.check_samples(metrics.sampled_gap, farthest)
         with clock.time("checkpoint", of_next_step=True):
             evaluation_owed = postponed.interruption is not None and is_due
             problem = run.checkpointer.after_step(
@@ -152,12 +154,6 @@ def train(run: Run) -> None:
             )
             tell_once(run, f"checkpoint of step {step}", problem)
         postponed.release()
-
-
-def _farthest_token(run: Run, batch: StepBatch, updates: Sequence[Update], measure: Measure) -> str:
-    scores_T = learner_logprobs(batch, updates, run.config.correction.mode)
-    assert scores_T is not None  # a gap was measured
-    return farthest_token(batch, scores_T, run.learner.groups.dp_group, measure)
 
 
 def tell_once(run: Run, about: str, problem: str | None) -> None:

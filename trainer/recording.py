@@ -21,6 +21,7 @@ from torch import Tensor
 from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordBatches, RecordEvery
 from parallel.packing import PackedBatch
+from trainer.algorithm.correction import scored_old
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.batch.step_batch import StepBatch
 from trainer.file_system import write_whole
@@ -75,7 +76,7 @@ class Recorder:
         is_due = step % which.every == 0 if isinstance(which, RecordEvery) else which == "all"
         if not is_due:
             return None
-        if learner.correction_mode == "bypass" or batch.packed.old_logprobs_T is None:
+        if scored_old(batch.packed, self._correction) is None:
             batch = batch.with_fields(old_logprobs_T=learner.logprobs(batch))
         shares = [batch.packed] * learner.groups.dp_size
         dist.all_gather_object(shares, batch.packed, group=learner.groups.dp_group)

@@ -17,7 +17,7 @@ from parallel.megatron import platform
 from rollout.records import Group
 from trainer.batch.step_batch import StepBatch
 from trainer.file_system import write_whole
-from trainer.learner import Learner, Update, learner_logprobs
+from trainer.learner import Learner
 from trainer.tracking.samples import FOLDER, as_lines, sample_file, samples_of
 from trainer.tracking.tracker import Tracker
 
@@ -36,22 +36,21 @@ class SampleKeeper:
         step: int,
         groups: Sequence[Group] | None,
         batch: StepBatch,
-        updates: Sequence[Update],
+        learner_T: Tensor | None,
         learner: Learner,
     ) -> None:
         """Before the updated weights are published. A file that cannot be written is told of once, and the run goes
         on.
 
-        groups: None on all ranks but the first.
+        groups: None on all ranks but the first. learner_T: of ``learner_logprobs``.
         """
         if self._num_groups == 0:
             return
         count = sum(batch.group_sizes[: self._num_groups])
-        logprobs_T = learner_logprobs(batch, updates, learner.correction_mode)
         logprobs: Mapping[int, Tensor] = {}
-        if logprobs_T is not None:
+        if learner_T is not None:
             numbered = zip(
-                batch.packed.sequence_ids_S.tolist(), logprobs_T.split(batch.packed.lengths), strict=True
+                batch.packed.sequence_ids_S.tolist(), learner_T.split(batch.packed.lengths), strict=True
             )
             logprobs = {number: row for number, row in numbered if number < count}
             if batch.lengths_S is not None:

@@ -14,11 +14,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from parallel.rank_objects import from_first_rank
 from rollout.records import Group
 from rollout.sampling.messages import EvaluationResult, SampleRoleLost, SamplingStats
 from rollout.sampling.remote import RemoteSampler
 from trainer.ranks.interruption import INTERRUPTIONS, StopRequested
-from trainer.ranks.objects import from_first_rank
 from trainer.weight_sync import WeightSync
 
 T = TypeVar("T")
@@ -102,7 +102,7 @@ class SharedSampler:
                 if news == _SEND_WEIGHTS:
                     assert self._weights is not None
                     with suppress(*INTERRUPTIONS):  # rank 0 has it too, and tells of it next
-                        self._weights.restore()
+                        self._weights.send_again()
             interruption = news
         if interruption is not None:
             raise interruption
@@ -134,7 +134,7 @@ class SharedSampler:
         self._looked_at = time.monotonic()
         if self._weights.are_needed():
             from_first_rank(_SEND_WEIGHTS)
-            self._weights.restore()
+            self._weights.send_again()
 
     def _heed_stop(self) -> None:
         reason = self._stop_reason()

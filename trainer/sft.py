@@ -14,8 +14,10 @@ from torch import Tensor
 from configs.schema import SftConfig
 from configs.schema.run import CountdownSftData
 from parallel.engine import MegatronEngine
+from parallel.engine_base import Training
 from parallel.packing import PackedBatch
 from parallel.planning.architecture import architecture_of
+from parallel.rank_objects import from_first_rank
 from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import (
@@ -27,7 +29,6 @@ from rollout.tokenization import (
 )
 from trainer.batch.plan import pack_responses, packed_length, plan_batches
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
-from trainer.ranks.objects import from_first_rank
 
 REPORT_EVERY_S = 5.0
 
@@ -55,10 +56,8 @@ def train_sft(config: SftConfig, *, report: Callable[[str], None]) -> None:
     engine = MegatronEngine(
         config.model,
         config.layout,
-        config.optimizer,
-        total_optimizer_steps=config.steps,
+        Training(optimizer=config.optimizer, total_steps=config.steps),
         logprob_chunk_tokens=config.logprob_chunk_tokens,
-        recompute="none",
         seed=config.seed,
         timeout_s=config.launch.collective_timeout_s,
     )

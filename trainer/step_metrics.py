@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Status, Trajectory
@@ -17,9 +18,9 @@ from trainer.algorithm.mismatch import SampledGap, negative_fraction, reward_met
 from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
 from trainer.algorithm.value_loss import explained_variance
 from trainer.batch.step_batch import StepBatch
-from trainer.learner import Update, learner_logprobs
+from trainer.learner import Update
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks, values
-from trainer.ranks.totals import Total, total_over
+from trainer.ranks.totals import Total
 from trainer.sampling import Sampled
 from trainer.weight_sync import SyncResult
 
@@ -46,11 +47,10 @@ def step_metrics(
 ) -> StepMetrics:
     """The metrics of a whole step; every rank of ``group`` takes part.
 
-    measured: of this rank's share, before the update. sync: None where it failed.
+    measured: of this rank's share. sync: None where it failed.
     """
-    rewards = reward_metrics_of(batch, updates, mode, total_over(group))
-    before = merge_over_ranks(merge_metrics([*measured, rewards, what_came_along(batch.packed)]), group)
-    merged = merge_metrics([before, *(u.metrics for u in updates)])
+    of_shares = merge_over_ranks(merge_metrics([*measured, what_came_along(batch.packed)]), group)
+    merged = merge_metrics([of_shares, *(u.metrics for u in updates)])
     numbers = values(merged) | first_and_sign(updates, mode)
     explained = explained_variance(numbers)
     numbers |= {} if explained is None else {"critic/explained_variance": explained}
@@ -66,17 +66,15 @@ def step_metrics(
     return StepMetrics(recorded=numbers, sampled_gap=SampledGap.of(merged))
 
 
-def reward_metrics_of(
-    batch: StepBatch, updates: Sequence[Update], mode: str, total: Total
-) -> dict[str, Metric]:
-    """The mean reward as sampled, and under the learner's policy: ``old``, or in bypass mode each minibatch's
-    ``current``. Empty in a critic's warm-up, where the policy may not have scored the batch.
+def step_rewards(batch: StepBatch, learner_T: Tensor | None, total: Total) -> dict[str, Metric]:
+    """The mean reward as sampled, and under the learner's policy (``learner_logprobs``). Empty in a critic's warm-up, where
+    the policy may not have scored the batch.
 
     An episode that forked counts once, with the log-ratio of all its sequences, on the rank that has the first."""
-    packed, train_T = batch.packed, learner_logprobs(batch, updates, mode)
-    if train_T is None:
+    if learner_T is None:
         return {}
-    log_ratio_T = torch.where(packed.response_mask_T, train_T - packed.rollout_logprobs_T, 0.0)
+    packed = batch.packed
+    log_ratio_T = torch.where(packed.response_mask_T, learner_T - packed.rollout_logprobs_T, 0.0)
     rewards_S = batch.rewards_S[packed.sequence_ids_S]
     log_ratio_S = sum_per_sequence(log_ratio_T.to(torch.float64), packed.cu_seqlens)
     tokens_S = count_per_sequence(packed.response_mask_T, packed.cu_seqlens)

@@ -49,6 +49,7 @@ from torch import Tensor
 from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron.platform import collective_backend, device
+from parallel.rank_objects import from_all_ranks, from_first_rank
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.client import RolloutError
 from rollout.records import Completion
@@ -62,7 +63,6 @@ from trainer.engine_agreement import EngineAgreement
 from trainer.file_system import SHARED_FOLDER_S
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
-from trainer.ranks.objects import from_all_ranks, from_first_rank
 from trainer.ranks.totals import answer_of_first_rank, on_first_rank
 from trainer.stage_sender import MEMORY, StageSender, WeightSyncError, in_turn
 from trainer.turns import OwnDevices
@@ -195,7 +195,7 @@ class WeightSync:
 
     def are_needed(self) -> bool:
         """Whether all servers that had the weights have ended, and others wait for them; to be asked on the first
-        rank. ``restore`` sends them."""
+        rank. ``send_again`` sends them."""
         if self._lives is None:
             return False
         lives = self._lives()
@@ -260,11 +260,16 @@ class WeightSync:
         Raises RolloutError on all ranks together where a server or the transfer fails.
         """
         self._learner.version += 1
-        return self._send(self._learner.version)
+        return self.send_again()
 
-    def restore(self) -> SyncResult:
-        """Send the current weights under their present version: a resumed run's servers hold the start model."""
-        return self._send(self._learner.version)
+    def send_again(self) -> SyncResult:
+        """The same without a new version: a resumed run's servers hold the start model."""
+
+        def send() -> SyncResult:
+            self._follow_servers()
+            return self._send_to_all()
+
+        return self._again_where_servers_change(send)
 
     def take_over(self, *, sends: bool) -> None:
         """Prepare servers that may have outlived an earlier learner; all ranks together, before any sampling.
@@ -279,7 +284,7 @@ class WeightSync:
             # Also where the weights are sent in any case: the servers pause.
             have_others = answer_of_first_rank(self._pause_and_look)
             if have_others or sends:
-                self._send_to_all(self._learner.version)
+                self._send_to_all()
             else:
                 on_first_rank(lambda: self._servers.resume())
 
@@ -296,13 +301,6 @@ class WeightSync:
             on_first_rank(lambda: self._servers.require_plugin())
         self._has_met_servers = True
 
-    def _send(self, version: int) -> SyncResult:
-        def send() -> SyncResult:
-            self._follow_servers()
-            return self._send_to_all(version)
-
-        return self._again_where_servers_change(send)
-
     def _again_where_servers_change(self, work: Callable[[], T]) -> T:
         """The result of ``work``, which is done anew where it fails and servers have ended or come back."""
         while True:
@@ -312,45 +310,46 @@ class WeightSync:
                 if not self._changes_after_failure():
                     raise
 
-    def _send_to_all(self, version: int) -> SyncResult:
+    def _send_to_all(self) -> SyncResult:
         started = time.perf_counter()
-        groups = self._learner.groups
         self._turns.give_to_both()
         self._meet_servers()
         with span("servers paused", servers=self._num_servers):
             opening = self._control.open_update() if self._control is not None else None
             with span("send") as sending:
-                sent = self._send_stage(version, opening)
+                sent = self._send_stage(opening)
                 sending.note(bytes=sent.bytes)
             with span("wait for stages"):
                 # Rank 0's pipeline group has all senders.
-                by_stage = from_all_ranks(sent, groups.pp_group)
-            on_first_rank(lambda: self._close_update(version, by_stage))
+                by_stage = from_all_ranks(sent, self._learner.groups.pp_group)
+            on_first_rank(lambda: self._close_update(by_stage))
         self._turns.give_to_servers()
         is_probed = not (self._agreement.samples_are_probes or self._samples_ahead)
         gap = self.probe(self._rollout.temperature) if is_probed else None
         total = sum(sent.bytes for sent in by_stage)
         seconds = time.perf_counter() - started
         return SyncResult(
-            version=version, bytes=total, seconds=seconds, max_logprob_gap=gap, servers=self._num_servers
+            version=self._learner.version,
+            bytes=total,
+            seconds=seconds,
+            max_logprob_gap=gap,
+            servers=self._num_servers,
         )
 
-    def _send_stage(self, version: int, opening: Pending | None) -> SentByRank:
+    def _send_stage(self, opening: Pending | None) -> SentByRank:
         """This rank's part of the transfer of its pipeline stage."""
         exported = self._learner.engine.export_hf()
         sent = SentByRank()
         if self._sender is not None:
             try:
-                sent = self._send_as_sender(exported, version, opening)
+                sent = self._send_as_sender(exported, opening)
             except RolloutError as failure:
                 sent = SentByRank(failure=failure)
         for _ in exported:  # the gathering needs every rank of the stage, to its end
             pass
         return sent
 
-    def _send_as_sender(
-        self, exported: Iterator[tuple[str, Tensor]], version: int, opening: Pending | None
-    ) -> SentByRank:
+    def _send_as_sender(self, exported: Iterator[tuple[str, Tensor]], opening: Pending | None) -> SentByRank:
         groups = self._learner.groups
         buckets = make_buckets(exported, self._plan, self._buffers)
         try:
@@ -358,13 +357,14 @@ class WeightSync:
             with in_turn(groups):
                 # Only the last stage's request names the version (and flushes), so servers never report the new
                 # version of an update that broke off.
-                last_of_all = version if groups.pp_rank == groups.pp_size - 1 else None
+                last_of_all = self._learner.version if groups.pp_rank == groups.pp_size - 1 else None
                 size = self._sender.send(chain([first], buckets), self._plan, last_of_all, opening)
         finally:  # a run may go on without the servers that failed
             self._buffers.release()
         return SentByRank(bytes=size)
 
-    def _close_update(self, version: int, by_stage: Sequence[SentByRank]) -> None:
+    def _close_update(self, by_stage: Sequence[SentByRank]) -> None:
+        version = self._learner.version
         _raise_first([sent.failure for sent in by_stage])
         with span("verify"):
             served = self._servers.close_update()
@@ -402,12 +402,12 @@ class WeightSync:
     def prove(self, temperature: float) -> float:
         """``probe`` weights that no sample has used yet. Servers that have ended since their update get them again."""
 
-        def restore_and_probe() -> float:
+        def send_and_probe() -> float:
             if self._have_servers_changed():
-                self.restore()
+                self.send_again()
             return self.probe(temperature)
 
-        return self._again_where_servers_change(restore_and_probe)
+        return self._again_where_servers_change(send_and_probe)
 
     def close(self) -> None:
         """Leave the transfer groups. Servers that have ended meanwhile need not be told."""

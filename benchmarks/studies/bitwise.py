@@ -182,7 +182,7 @@ def without_each(run: Path, model: Path, dtype: str, pieces: int):
         platform.init_distributed(60.0)
     engine = MegatronEngine(
         ModelConfig(path=model, dtype=dtype, numerics="aligned"), ONE_PROCESS, None,
-        total_optimizer_steps=1, logprob_chunk_tokens=1024, recompute="none", seed=0, pieces=pieces,
+        logprob_chunk_tokens=1024, seed=0, pieces=pieces,
     )  # fmt: skip
     batch = read_batch(batch_file(run / "batches", 1)).packed
     mask = batch.response_mask_T

@@ -30,6 +30,7 @@ from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.learner import LearnerConfig, OptimizerConfig  # noqa: E402
 from configs.schema.model import ModelConfig  # noqa: E402
 from parallel.engine import MegatronEngine  # noqa: E402
+from parallel.engine_base import Training  # noqa: E402
 from parallel.packing import PackedBatch  # noqa: E402
 from parallel.planning.architecture import architecture_of  # noqa: E402
 from rollout.tiny_model import make_tiny_countdown_model  # noqa: E402
@@ -43,7 +44,7 @@ LAYOUTS = {
     "EP 2": LayoutConfig(ep=2, dp=2),
     "PP 2": LayoutConfig(pp=2, dp=1),
 }
-ENGINE = {"total_optimizer_steps": 1, "logprob_chunk_tokens": 512, "recompute": "none", "seed": 0}
+ENGINE = {"logprob_chunk_tokens": 512, "seed": 0}
 
 
 def sample_with_experts(folder: Path, logs: Path, *, tensor_parallel: int, prompts: int) -> PackedBatch:
@@ -108,9 +109,9 @@ def differing(folder: Path, batch: PackedBatch) -> Differing:
     """In one process."""
     from megatron.core.transformer.moe.router import TopKRouter
 
-    optimizer = OptimizerConfig()
+    training = Training(optimizer=OptimizerConfig(), total_steps=1)
     engine = MegatronEngine(
-        ModelConfig(path=folder, dtype="bfloat16"), LayoutConfig(dp=1), optimizer, **ENGINE
+        ModelConfig(path=folder, dtype="bfloat16"), LayoutConfig(dp=1), training, **ENGINE
     )
     chunk = engine.chunks[0]
     routers = [module for module in chunk.modules() if isinstance(module, TopKRouter)]

@@ -55,7 +55,7 @@ TITLES = (
     "mean",
 )
 LAYOUTS = {"one process": LayoutConfig(dp=1), "TP 2": LayoutConfig(tp=2, dp=1)}
-ENGINE = {"total_optimizer_steps": 1, "logprob_chunk_tokens": 100, "recompute": "none", "seed": 0}
+ENGINE = {"logprob_chunk_tokens": 100, "seed": 0}
 
 
 def sample_truncated(folder: Path, logs: Path, dtype: str, prompts: int) -> Iterator[PackedBatch]:

@@ -23,7 +23,8 @@ from pathlib import Path
 from configs.schema.launch import NodesConfig
 from launch.checks.node import GIB, Finding, Level, fail, ok, warn
 from launch.processes.addresses import free_port, own_address, role_environment
-from launch.processes.run_folder import locked, write_json
+from launch.processes.locks import locked
+from launch.processes.run_folder import write_json
 
 FREE_SPACE = 50 * GIB
 CLOCK_SKEW_S = 5.0

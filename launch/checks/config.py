@@ -11,45 +11,32 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.loader import Finding, ParsedConfig
 from configs.schema import RunConfig, SftConfig, kind_of
-from configs.schema.correction import ImportanceWeight
 from configs.schema.launch import NodesConfig
-from configs.schema.rollout import RolloutConfig
 from configs.schema.task import TaskConfig
 from launch.checks.arguments import BadInput, check_new_folder
+from launch.checks.correction import check_bounds, gap_notes
 from launch.checks.device_memory import memory_problems
 from launch.checks.devices import Device, device_of, gpus_here
 from launch.checks.disk_space import disk_problems
 from launch.checks.findings import finding_of
 from launch.checks.inputs import input_findings
+from launch.checks.models import check_models, has_model_configs
 from launch.checks.resuming import resume_problems
 from launch.processes.placement import check_placement
 from launch.processes.run_folder import check_can_be_made
-from parallel.planning.adapters import check_lora
-from parallel.planning.architecture import Architecture, architecture_of, read_architecture, read_hf_config
-from parallel.planning.layout import (
-    check_aligned_servers,
-    check_numerics,
-    check_other_positions,
-    check_other_vocabulary,
-    check_served_on_cpu,
-    check_trainable,
-    layout_problems,
-    validate_rollout_layout,
-)
-from parallel.planning.server_memory import static_share
-from rollout.sampling.prompt_room import prompt_room, sequence_limits
-from rollout.servers.command import (
+from parallel.planning.architecture import architecture_of
+from parallel.planning.layout import check_served_on_cpu
+from rollout.servers.ports import choose_ports
+from rollout.servers.served import (
     check_dtype_is_served,
     check_flags_exist,
+    check_gpus,
     check_has_kernels,
     check_numerics_device,
-    check_quantization,
     check_server_args,
     check_temporary_folder,
     check_windows_are_served,
-    choose_ports,
 )
-from rollout.tokenizer_files import check_same_tokens
 from trainer.tracking.publisher import missing_package, services_of
 
 if TYPE_CHECKING:
@@ -60,12 +47,6 @@ EVALUATION = ("serve", "sample")
 WARM_START = ("sft-rank",)
 """The roles that training, evaluation and a warm start consist of."""
 LAST_PORT = 65535
-STALENESS_STUDY = "benchmarks/results/staleness.md"
-PRECISION_STUDY = "benchmarks/results/quantised_rollout.md"
-COARSE = ("int4", "int3", "int2")
-"""Values of ``rollout.precision`` that make another policy."""
-NARROW = 1.01
-"""Upper bounds of a geometric ratio below this one are for engines that hold the same weights."""
 Config = TypeVar("Config", RunConfig, SftConfig)
 
 LoadWith = Callable[[str, Sequence[str]], RunConfig]
@@ -105,10 +86,10 @@ def load_checked(
     def check(config: RunConfig | SftConfig) -> Iterator[Finding]:
         if instead_of_nodes is not None and config.launch.nodes is not None:
             yield "launch.nodes", f"this machine alone cannot run launch.nodes; {instead_of_nodes}"
-        model_errors = [*size_errors, *_check_models(config, trains="learn" in runs or "sft-rank" in runs)]
+        model_errors = [*size_errors, *check_models(config, trains="learn" in runs or "sft-rank" in runs)]
         yield from model_errors
         yield from input_findings(config, notes)
-        notes.extend(_gap_notes(config))
+        notes.extend(gap_notes(config))
         if isinstance(config, RunConfig):
             yield from _check_run(config, runs)
             yield from check_services(config, runs)
@@ -120,7 +101,7 @@ def load_checked(
         if runs and not size_errors:
             device = device_of(config, gpu_memory, in_job=in_job)
             yield from _check_devices(config, runs, device, is_here=is_here, fits_model=not model_errors)
-        if is_here and {"learn", "sft-rank"} & {*runs} and not model_errors and _has_model_configs(config):
+        if is_here and {"learn", "sft-rank"} & {*runs} and not model_errors and has_model_configs(config):
             yield from disk_problems(config, notes)
         if gpu_memory is None and getattr(config, "resume", None) is None:
             runs_dir = config.launch.runs_dir
@@ -138,41 +119,6 @@ def check_services(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     for service in services_of(config) if "learn" in runs else ():
         if problem := missing_package(service):
             yield f"tracking.{service}", f"tracking.{service} {problem}, or leave it out"
-
-
-def _gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
-    """Warnings where the samples are of another policy than the learner's, because they are old or of coarsely rounded
-    weights, and the correction does not suit that, or does not suit the objective."""
-    if not isinstance(config, RunConfig):
-        return
-    correction, rollout = config.correction, config.rollout
-    lags, is_coarse = f"rollout.max_staleness={rollout.max_staleness}", rollout.precision in COARSE
-    has_no_weight = correction.mode == "decoupled" and correction.weight.level == "none"
-    if rollout.max_staleness and has_no_weight and not config.correction.rejects:
-        text = f"{lags} without a correction trains on older tokens as if they were new"
-        shown = (
-            "in 60 steps at a lag of 4 a model went from 15 to 12 % right, with decoupled_token_is to 24 %"
-        )
-        yield f"{text}: {shown} ({STALENESS_STUDY}); set correction.weight, for example correction=decoupled_token_is"
-    clips = correction.loss == "objective" and config.policy_objective.type != "policy_gradient"
-    if is_coarse and correction.mode == "bypass" and clips:
-        text = f"rollout.precision={rollout.precision} with correction.mode=bypass clips against the rounded policy"
-        shown = "at int2 a model went from 15 to 13 % right in 40 steps, with decoupled_seq_is to 25 %"
-        yield f"{text}: {shown} ({PRECISION_STUDY}); take decoupled mode, for example correction=decoupled_seq_is"
-    # Against a coarsely rounded policy the paper's bound is no advice: the note before this one.
-    if correction.mode == "decoupled" and config.policy_objective.type == "dppo" and not is_coarse:
-        text = "objective.type=dppo with correction.mode=decoupled bounds the change from the learner's own log-probs"
-        yield f"{text}, where its paper bounds it from the rollout's (arXiv 2602.04879); take correction=ppo_is_bypass"
-    causes = [f"{lags} it rejects nearly all tokens of older weights (9 of 10 and more in {STALENESS_STUDY})"]
-    causes = causes if rollout.max_staleness else []
-    if is_coarse:
-        rounded = f"rollout.precision={rollout.precision} it rejects nearly all tokens"
-        causes.append(f"{rounded} (998 of 1,000 at int2 in {PRECISION_STUDY})")
-    for rule in correction.reject:
-        if rule.rule == "ratio" and "geometric" in rule.level and rule.upper < NARROW:
-            text = f"correction.reject: a {rule.level} ratio up to {rule.upper:g} is made for the gap between engines"
-            fix = "raise its upper bound, or take a weight alone, for example correction=decoupled_token_is"
-            yield from (f"{text}; with {cause}; {fix}" for cause in causes)
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -219,112 +165,13 @@ def _learner_gpus(config: RunConfig | SftConfig, nodes: NodesConfig | None) -> i
     return max(free - free % size, size) if available else 0
 
 
-# ---------------------------------------------------------------------------------------------------------
-# models and layouts
-
-
-def _has_model_config(config: RunConfig | SftConfig) -> bool:
-    """Whether the model's config.json exists; a missing one is reported with the missing files."""
-    return (config.model.path / "config.json").is_file()
-
-
-def _has_model_configs(config: RunConfig | SftConfig) -> bool:
-    """Also those of critic and reference."""
-    others = config.other_models.values() if isinstance(config, RunConfig) else ()
-    return _has_model_config(config) and all((model.path / "config.json").is_file() for model in others)
-
-
-def _check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Finding]:
-    if not _has_model_config(config):
-        return
-    try:
-        hf_config = read_hf_config(config.model.path)
-        architecture = read_architecture(hf_config)
-    except ValueError as error:
-        yield "model.path", str(error)
-        return
-    layout_errors = layout_problems(architecture, config.layout)
-    yield from (("layout", error) for error in layout_errors)
-    if trains:
-        yield from finding_of("model.dtype", check_trainable, architecture, config.model.dtype)
-    if not isinstance(config, RunConfig):
-        return
-    if config.numerics_pieces is not None:
-        yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
-    if config.learner.routing != "own" and architecture.experts is None:
-        dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
-        yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
-    if config.learner.lora is not None:
-        yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
-    yield from _check_served_model(config, architecture, hf_config)
-    room = partial(prompt_room, config, "training", max_positions=architecture.max_positions)
-    yield from finding_of("rollout.max_new_tokens", room)
-    if trains:
-        for field in config.other_models:
-            yield from _check_other_model(config, field, architecture, reported=layout_errors)
-
-
-def _check_served_model(
-    config: RunConfig, architecture: Architecture, hf_config: Mapping[str, Any]
-) -> Iterator[Finding]:
-    """Whether SGLang serves the model with these settings, and computes what the learner does."""
-    rollout, kind = config.rollout, architecture.model_type
-    yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
-    if config.numerics_pieces is not None:
-        yield from finding_of("rollout.tp", check_aligned_servers, rollout.tp, architecture)
-    yield from finding_of("rollout.server_args", static_share, config)
-    yield from finding_of("rollout.quantization", check_quantization, rollout, kind)
-    saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    if architecture.has_sinks and saved not in (None, rollout.dtype):
-        yield (
-            "rollout.dtype",
-            f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {kind} in the dtype of config.json, {saved}, and fails at its "
-            f"first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
-        )
-    if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
-        yield (
-            "rollout.precision",
-            f"rollout.precision={rollout.precision}: the experts of a {kind} are one tensor of all of a layer, which is not rounded to "
-            "a grid; use bf16 or fp16, or leave it out",
-        )
-    if architecture.scales_embeddings and not rollout.sglang_plugin and rollout.dtype != "float32":
-        yield (
-            "rollout.sglang_plugin",
-            f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a {kind} to "
-            f"{rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's",
-        )
-
-
-def _check_other_model(
-    config: RunConfig, field: str, policy: Architecture, reported: Sequence[str]
-) -> Iterator[Finding]:
-    """Of a critic's model or a reference's. ``reported``: layout errors of the policy, which are not repeated."""
-    model = config.other_models[field]
-    if not (model.path / "config.json").is_file():
-        return
-    try:
-        other = architecture_of(model.path)
-        layout_errors = layout_problems(other, config.layout)
-    except ValueError as error:
-        yield f"{field}.path", str(error)
-        return
-    yield from (("layout", f"of {field}: {error}") for error in layout_errors if error not in reported)
-    if field == "critic.model":
-        yield from finding_of(f"{field}.dtype", check_trainable, other, model.dtype)
-    yield from finding_of(f"{field}.path", check_other_vocabulary, field, other, policy)
-    yield from finding_of(f"{field}.path", check_same_tokens, field, config.model.path, model.path)
-    limits = sequence_limits(config, "training", max_positions=policy.max_positions)
-    longest = min(limit.sequence for limit in limits)
-    yield from finding_of(f"{field}.path", check_other_positions, field, other, longest)
-
-
 # -------------------------------------------------------------------------------------------------------------
 # files, rewards, servers
 
 
 def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
     """Imports only what the config uses: the answer must come within seconds."""
-    yield from _check_bounds(config)
+    yield from check_bounds(config)
     owned = [*finding_of("rollout.server_args", check_server_args, config.rollout)]
     yield from owned or finding_of("rollout.server_args", check_flags_exist, config.rollout)
     if config.rollout.router is not None and "sample" in runs:
@@ -394,24 +241,6 @@ def _print_comment(text: str) -> None:
     print(f"# {text}", file=sys.stderr, flush=True)
 
 
-def _check_bounds(config: RunConfig) -> Iterator[Finding]:
-    """Every ratio is 1 where the two engines agree to the bit: bounds that leave out 1 would reject correct
-    tokens."""
-    weight = config.correction.weight
-    agreement = "the ratio 1 of two engines that agree; use bounds on both sides of 1, such as [0.5, 2]"
-    if isinstance(weight, ImportanceWeight) and weight.upper is not None:
-        lower, upper = weight.lower, weight.upper
-        if lower is None and upper < 1:
-            yield "correction.weight", f"correction.weight.upper={upper} lowers {agreement}"
-        elif lower is not None and not lower <= 1 <= upper:
-            field = f"correction.weight.{'lower' if lower > 1 else 'upper'}"
-            yield field, f"correction.weight: [{lower}, {upper}] leaves out {agreement}"
-    for number, rule in enumerate(config.correction.reject, start=1):
-        if rule.rule == "ratio" and not rule.lower <= 1 <= rule.upper:
-            bounds = f"[{rule.lower}, {rule.upper}] of rule {number}"
-            yield "correction.reject", f"correction.reject: {bounds} leaves out {agreement}"
-
-
 # -------------------------------------------------------------------------------------------------------
 # ports and devices
 
@@ -445,7 +274,7 @@ def _check_devices(
         yield from finding_of("model.numerics", on_cpu)
         if "learn" not in runs:
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
-    if fits_model and _has_model_configs(config):
+    if fits_model and has_model_configs(config):
         yield from memory_problems(config, device, runs)
         if isinstance(config, RunConfig) and "serve" in runs:
             architecture = architecture_of(config.model.path)
@@ -468,14 +297,7 @@ def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[
         yield from finding_of("layout", check_learner_gpus, ranks, available)
     if isinstance(config, RunConfig) and "serve" in runs:
         first_gpu = ranks if "learn" in runs and not shares else 0
-        yield from finding_of("rollout.replicas", check_server_gpus, config.rollout, first_gpu, available)
-
-
-def check_server_gpus(servers: RolloutConfig, first_gpu: int, available: int) -> None:
-    """Check that servers fit on the GPUs from ``first_gpu`` on. Raises ValueError."""
-    from rollout.servers.fleet import check_gpus
-
-    check_gpus(servers, first_gpu=first_gpu, available=available)
+        yield from finding_of("rollout.replicas", check_gpus, config.rollout, first_gpu, available)
 
 
 def check_learner_gpus(needed: int, available: int) -> None:

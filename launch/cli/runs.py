@@ -59,7 +59,7 @@ def logs(
     ] = 20,
 ) -> None:
     """Show the ends of a run's logs, per role and node."""
-    from launch.commands.status import log_files, show_logs
+    from launch.commands.logs import log_files, show_logs
 
     folder = run_folder(run)
     raise typer.Exit(show_logs(folder, log_files(folder, role), lines=lines, follow=follow))

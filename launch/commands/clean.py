@@ -19,9 +19,10 @@ from configs.errors import counted
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
-from launch.commands.status import holders_of, lock_holders, status
+from launch.commands.status import status
 from launch.processes.heartbeat import read_beats
-from launch.processes.run_folder import RunFolder, locked
+from launch.processes.locks import holders_of, locked
+from launch.processes.run_folder import RunFolder
 from launch.processes.sweeping import Sweep
 from launch.slurm.job import is_finished, recorded_job, running_elsewhere
 from launch.tables import aligned
@@ -164,7 +165,7 @@ def _held(run: RunFolder, *, apply: bool) -> Iterator[LeftAlone | None]:
 
 def _may_be_written(run: RunFolder) -> str | None:
     """Why somebody may be writing the folder."""
-    if lock_holders(run):
+    if run.holders():
         return "it is being run"
     try:
         if (job := running_elsewhere(run)) is not None:

@@ -19,7 +19,8 @@ from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
-from launch.processes.run_folder import WITHOUT_LOCKS, RunFolder
+from launch.processes.locks import WITHOUT_LOCKS
+from launch.processes.run_folder import RunFolder
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import ServiceName, missing_package
 from trainer.tracking.services import Service, ServiceError, TensorBoardService, WandbService, publish

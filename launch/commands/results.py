@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input, check_new_folder, check_new_page
-from launch.processes.run_folder import RunFolder, locked, write_json
+from launch.processes.locks import locked
+from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import Supervisor
 from launch.roles.start import existing_run, role
 from launch.tables import print_table

@@ -1,21 +1,14 @@
-"""``tandem status`` and ``tandem logs``: the state of a run, read from its folder.
+"""``tandem status``: the state of a run, read from its folder.
 
-They neither talk to a role nor take a lock. They never disturb the run, and work on any machine that sees the
-folder.
+It neither talks to a role nor takes a lock. It never disturbs the run, and works on any machine that sees the folder.
 """
 
-import codecs
-import os
 import re
 import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -23,7 +16,6 @@ from pydantic import ValidationError
 
 from configs.errors import counted
 from configs.schema.launch import EvaluationConfig
-from launch.checks.arguments import BadInput
 from launch.processes.going_on import next_command
 from launch.processes.heartbeat import read_beats
 from launch.processes.run_folder import RunFolder
@@ -31,7 +23,7 @@ from launch.slurm.job import ask_squeue
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
 from rollout.terminal_text import visible
-from trainer.file_system import mount_of, read_file
+from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
 from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.tracker import duration, read_metrics
@@ -94,7 +86,7 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
         lines += _result_lines(folder)
     else:
         steps = config["steps"] if config else None
-        file = folder.path / "metrics.jsonl"
+        file = folder.metrics
         rows = (read_metrics(file) if file.exists() else []) if rows is None else rows
         ago = now - file.stat().st_mtime if running and rows else None
         lines += _progress_lines(rows, steps, ago, _evaluation_of(config or {}))
@@ -103,7 +95,7 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
         lines += _model_line(folder)
     lines += _role_lines(folder, damaged, now) if running else []
-    logs = ", ".join(file.stem for file in _log_files(folder))
+    logs = ", ".join(file.stem for file in folder.log_files())
     lines.append(("logs", f"{logs} (`tandem logs {folder.path} --role NAME`)" if logs else "none yet"))
     return Status(state=state, lines=[*lines, *(("damaged", text) for text in damaged)])
 
@@ -118,8 +110,8 @@ def brief_state(folder: RunFolder) -> str:
 def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[str]) -> str:
     """The state by the most certain source: the lock of the folder, then Slurm, then the files that the run
     left when it ended. A finished run that was resumed to more steps has its old results until it is finished again."""
-    if lock_holders(folder) or in_slurm.startswith("RUNNING"):
-        request = read_file(folder.path / "roles" / "stop.json", {"reason": str}, damaged)
+    if folder.holders() or in_slurm.startswith("RUNNING"):
+        request = read_file(folder.address("stop"), {"reason": str}, damaged)
         return f"running, asked to stop: {request['reason']}" if request else "running"
     if in_slurm.startswith(QUEUED):
         return f"waiting in the queue ({in_slurm})"
@@ -128,17 +120,17 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
     done = folder.steps_of_model(damaged)
     if done is not None and folder.has_final_model() and (config is None or done >= config["steps"]):
         return "finished"
-    if stopped := read_file(folder.path / "roles" / "stopped.json", {"step": int, "reason": str}, damaged):
+    if stopped := read_file(folder.address("stopped"), {"step": int, "reason": str}, damaged):
         again = f"it goes on with `{next_command(folder)}`"
         return f"stopped after step {stopped['step']}: {stopped['reason']}; {again}"
-    errors = sorted((folder.path / "roles").glob("*.error"), key=lambda file: file.stat().st_mtime)
+    errors = sorted(folder.roles.glob("*.error"), key=lambda file: file.stat().st_mtime)
     if errors:
         lines = visible(errors[0].read_text(errors="replace")).strip().splitlines()
         more = [f"({len(lines) - ERROR_LINES} more lines in {errors[0]})"] if len(lines) > ERROR_LINES else []
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
     if in_slurm.startswith(SILENT):
         return "unknown: Slurm does not say whether the job runs"
-    if not (folder.path / "roles").is_dir():
+    if not folder.roles.is_dir():
         return "not started"
     ended = "not running: interrupted, killed, or started on another machine"
     if folder.newest_checkpoint() is None:
@@ -267,7 +259,7 @@ def _slurm_state(job: dict) -> str:
 
 def _role_lines(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:
     lines = []
-    for file in sorted((folder.path / "roles").glob("s[ae]*.json")):  # sample, serve, serve-0, ...; not stop
+    for file in sorted(folder.roles.glob("s[ae]*.json")):  # sample, serve, serve-0, ...; not stop
         address = read_file(file, {}, damaged) or {}
         where = address.get("address") or ", ".join(address.get("urls", []))
         if where:
@@ -285,80 +277,3 @@ def _activity_lines(folder: RunFolder, now: float) -> list[tuple[str, str]]:
     if len(beats) > BEATS:
         lines.append(("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long"))
     return lines
-
-
-def lock_holders(folder: RunFolder) -> list[int]:
-    """The processes of this machine that run the folder."""
-    return holders_of(folder.path / "roles" / "lock")
-
-
-def holders_of(lock: Path, locks: Path = Path("/proc/locks")) -> list[int]:
-    """The processes of this machine that hold a lock file; not positive for one of another container.
-
-    Trying the lock could make a run's own claim fail, so the kernel's table is read.
-    """
-    try:
-        name = _kernel_name_of(lock)
-        # 3: FLOCK  ADVISORY  WRITE 4711 08:02:1234 0 EOF
-        return [
-            int(line.split("FLOCK", 1)[1].split()[2])
-            for line in locks.read_text().splitlines()
-            if "FLOCK" in line and name in line
-        ]
-    except OSError:
-        return []
-
-
-def _kernel_name_of(lock: Path) -> str:
-    """The kernel's name of the lock, MAJOR:MINOR:INODE between spaces; its end alone where the device is unknown.
-
-    The device is that of the mount; stat gives another one on btrfs and overlays.
-    """
-    inode, mount = mount_of(lock)
-    device = re.match(r"\d+ \d+ (\d+):(\d+) ", mount)
-    return f" {int(device[1]):02x}:{int(device[2]):02x}:{inode} " if device else f":{inode} "
-
-
-def _log_files(folder: RunFolder) -> list[Path]:
-    return sorted(folder.logs.glob("*.log")) if folder.logs.is_dir() else []
-
-
-def log_files(folder: RunFolder, role: str | None) -> list[Path]:
-    """The logs of a run, or those of one role: ``serve`` stands for serve-0, serve-1, …. Raises BadInput with the
-    names of all roles."""
-    files = _log_files(folder)
-    if not files:
-        raise BadInput(f"RUN: {folder.path} has no logs yet; `tandem status {folder.path}` shows its state")
-    if role is None:
-        return files
-    chosen = [file for file in files if file.stem == role or file.stem.startswith(f"{role}-")]
-    if not chosen:
-        stems = ", ".join(file.stem for file in files)
-        raise BadInput(f"--role {role}: no such log in {folder.logs}; there are {stems}")
-    return chosen
-
-
-def show_logs(folder: RunFolder, files: Sequence[Path], *, lines: int, follow: bool) -> int:
-    """Show the ends of ``files``, by coreutils' tail, with control characters made visible: agents and rewards write what a
-    model may have written. With ``follow`` new lines too, until the run ends or Ctrl-C. Returns tail's exit status."""
-    options = _follow_options(folder) if follow else []
-    command = ["tail", f"--lines={lines}", *options, *map(str, files)]
-    with suppress(KeyboardInterrupt), subprocess.Popen(command, stdout=subprocess.PIPE) as tail:
-        assert tail.stdout is not None
-        decode = codecs.getincrementaldecoder("utf-8")("backslashreplace").decode
-        while chunk := os.read(tail.stdout.fileno(), 65536):
-            sys.stdout.buffer.write(visible(decode(chunk)).encode())
-            sys.stdout.buffer.flush()
-        return tail.wait()
-    return 0
-
-
-def _follow_options(folder: RunFolder) -> list[str]:
-    """Options for tail; none for a run that has ended. tail cannot see the end of a run on another machine."""
-    if holders := [pid for pid in lock_holders(folder) if pid > 0]:
-        return ["--follow=name", "--retry", f"--pid={holders[0]}"]
-    state = brief_state(folder)
-    if state.startswith(("running", "waiting", "unknown")):
-        return ["--follow=name", "--retry"]
-    print(f"the run is not going on here ({state}), so nothing will be added", file=sys.stderr, flush=True)
-    return []

@@ -21,7 +21,7 @@ from pathlib import Path
 from configs.loader import ConfigError, load_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.launch import LaunchConfig
-from launch.commands.status import lock_holders, read_file, status
+from launch.commands.status import status
 from launch.processes import stopping
 from launch.processes.going_on import way_on
 from launch.processes.heartbeat import BEAT_S, MISSED, read_beats
@@ -29,7 +29,7 @@ from launch.processes.run_folder import RunFolder
 from launch.roles.start import progress_printer
 from launch.slurm.job import ask_slurm, running_elsewhere
 from parallel.checkpoints.files import step_of
-from trainer.file_system import SHARED_FOLDER_S
+from trainer.file_system import SHARED_FOLDER_S, read_file
 
 HEARD_OF_S = SHARED_FOLDER_S + MISSED * BEAT_S
 """A role that was heard of this long ago may still be running on another host."""
@@ -57,13 +57,13 @@ def _stop(folder: RunFolder, *, now: bool) -> int:
         return _refuse(str(error))
     if job is not None:
         return _stop_job(folder, job, now=now)
-    holders = lock_holders(folder)
+    holders = folder.holders()
     if not holders:
         return _stop_none(folder)
     try:
         handle = os.pidfd_open(holders[0])
     except OSError:  # in another container, whose processes have no number here; or it has just ended
-        if lock_holders(folder):
+        if folder.holders():
             return _refuse(f"{folder.path} runs here, in another container: call `tandem stop` there")
         return _stop_none(folder)
     number = signal.SIGUSR2 if now else signal.SIGUSR1

@@ -20,8 +20,8 @@ from launch.checks.device_memory import need_of
 from launch.checks.devices import device_of, gpus_here
 from launch.commands.results import print_comparison
 from launch.grid import combinations
+from launch.processes.locks import locked
 from launch.processes.placement import ranks_of_machine
-from launch.processes.run_folder import locked
 from launch.processes.stopping import RunStopped
 from launch.processes.supervisor import Interrupted, RoleFailed
 from launch.processes.sweeping import Cell, Sweep

@@ -7,18 +7,18 @@ import json
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from configs.errors import counted
-from configs.loader import parse_config
+from configs.loader import ParsedConfig, parse_config
 from configs.schema import RunConfig, SftConfig
 from configs.schema.base import without_credentials
 from configs.schema.layout import ONE_PROCESS
 from configs.schema.task import CountdownTask
 from launch.checks.arguments import BadInput
-from launch.checks.config import EVALUATION, TRAINING, WARM_START, load_checked
+from launch.checks.config import EVALUATION, TRAINING, WARM_START, Config, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.processes import stopping
 from launch.processes.going_on import way_on
@@ -159,13 +159,9 @@ def sft(
     config_path: Path, overrides: list[str], *, dry_run: bool = False, gpu_memory: float | None = None
 ) -> Path | None:
     parsed = parse_config(config_path, overrides)
-    config = load_checked(
-        parsed, SftConfig, runs=WARM_START, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES
-    )
-    if dry_run:
-        print_dry_run(config, WARM_START, gpu_memory)
+    config = _to_run_here(parsed, SftConfig, WARM_START, dry_run=dry_run, gpu_memory=gpu_memory)
+    if config is None:
         return None
-    _refuse_other_machines(gpu_memory)
     folder = new_run(config, config.name)
     with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
         supervisor.start(role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
@@ -181,13 +177,9 @@ def evaluate(
     if (config_path / "config.yaml").is_file():
         config_path, overrides = _trained_model(existing_run(config_path), overrides)
     parsed = parse_config(config_path, overrides)
-    config = load_checked(
-        parsed, RunConfig, runs=EVALUATION, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES
-    )
-    if dry_run:
-        print_dry_run(config, EVALUATION, gpu_memory)
+    config = _to_run_here(parsed, RunConfig, EVALUATION, dry_run=dry_run, gpu_memory=gpu_memory)
+    if config is None:
         return None
-    _refuse_other_machines(gpu_memory)
     from rollout.sampling.messages import SamplingError
     from rollout.sampling.remote import RemoteSampler
 
@@ -254,6 +246,18 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
 
 def _failed_text(result: "EvaluationResult") -> str:
     return f" ({result.failed} of {result.count} rewards failed)" if result.failed else ""
+
+
+def _to_run_here(
+    parsed: ParsedConfig, kind: type[Config], roles: Sequence[str], *, dry_run: bool, gpu_memory: float | None
+) -> Config | None:
+    """The checked config of roles that all run on this machine. None after a dry run, which is printed."""
+    config = load_checked(parsed, kind, runs=roles, gpu_memory=gpu_memory, instead_of_nodes=WITHOUT_NODES)
+    if dry_run:
+        print_dry_run(config, roles, gpu_memory)
+        return None
+    _refuse_other_machines(gpu_memory)
+    return config
 
 
 def _refuse_other_machines(gpu_memory: float | None) -> None:

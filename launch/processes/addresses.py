@@ -7,7 +7,7 @@ from contextlib import closing
 import psutil
 
 from configs.schema.launch import NodesConfig
-from rollout.servers.command import LOOPBACK, choose_ports
+from rollout.servers.ports import LOOPBACK, choose_ports
 
 SOMEWHERE = ("203.0.113.1", 9)
 """An unused address (TEST-NET-3 of RFC 5737), which the default route leads to. Nothing is sent to it."""

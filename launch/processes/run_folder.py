@@ -22,8 +22,6 @@ request.json       the request of `tandem eval`, `mismatch`, ...     metrics.los
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import shutil
@@ -35,6 +33,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from configs.errors import ConfigError
+from launch.processes.locks import holders_of, locked
 from parallel.checkpoints.files import (
     latest_valid,
     missing,
@@ -46,10 +45,8 @@ from parallel.checkpoints.files import (
 )
 from rollout.run_key import RunKey, run_key
 from rollout.terminal_text import visible
-from trainer.file_system import open_lock, read_file, write_whole
+from trainer.file_system import read_file, write_whole
 
-WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
-"""Errors of flock on a file system without locks."""
 KEY = "key.yaml"
 Content = TypeVar("Content")
 
@@ -100,6 +97,9 @@ class RunFolder:
 
     def address(self, role: str) -> Path:
         return self.roles / f"{role}.json"
+
+    def log_files(self) -> list[Path]:
+        return sorted(self.logs.glob("*.log"))
 
     def error(self, role: str) -> Path:
         return self.roles / f"{role}.error"
@@ -193,6 +193,10 @@ class RunFolder:
         # Damaged checkpoints count: the learner reports them, and nothing begins anew.
         if not step_folders(self.checkpoints):
             self.put_metrics_aside()
+
+    def holders(self) -> list[int]:
+        """The processes of this machine that run the folder."""
+        return holders_of(self.lock)
 
     def put_metrics_aside(self) -> None:
         """Rename the metrics of an attempt that ended before its first checkpoint."""
@@ -336,26 +340,6 @@ def check_can_be_made(field: str, folder: Path) -> None:
     except OSError as error:
         wrong = f"{field}={folder} cannot be written to: {error.strerror}, in {nearest}"
         raise ValueError(f"{wrong}; give a folder that can be written to") from error
-
-
-def locked(path: Path) -> TextIO:
-    """The open file, made where it is missing, with a lock that ends when it is closed.
-
-    Raises BlockingIOError where another process has the lock, and ValueError with a fix on a file system without
-    locks, and where ``path`` is a link.
-    """
-    file = open_lock(path)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if error.errno not in WITHOUT_LOCKS:
-            raise
-        raise ValueError(
-            f"{path.parent} is on a file system without file locks ({error.strerror}), which keep two processes from running one folder; "
-            "have it mounted with them (Lustre: -o flock), or put launch.runs_dir elsewhere"
-        ) from error
-    return file
 
 
 def point_latest(folder: RunFolder) -> None:

@@ -23,6 +23,9 @@ from parallel.checkpoints.files import put_back, remove_leftovers
 from trainer.tracking.samples import forget_samples_after
 
 if TYPE_CHECKING:
+    from rollout.sampling.remote import RemoteSampler
+    from rollout.servers.control import SGLangControl
+    from trainer.learner import Learner
     from trainer.loop import Run
     from trainer.recording import Recorder
     from trainer.tracking.tracker import Tracker
@@ -107,7 +110,6 @@ def build_run(
     from parallel.megatron.platform import init_distributed
     from trainer.checkpointing import Checkpointer
     from trainer.engine_agreement import EngineAgreement
-    from trainer.learner import Learner
     from trainer.loop import Run
     from trainer.recording import Recorder
     from trainer.sample_keeping import SampleKeeper
@@ -118,15 +120,8 @@ def build_run(
     from trainer.weight_sync import WeightSync
 
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    takes_turns = config.launch.takes_turns
-    if takes_turns:
-        wait_for_rollout(folder, config)
-        remote, control = _connect_and_make_room(folder, config)
-    learner = Learner(config)
-    if not takes_turns:
-        wait_for_rollout(folder, config)
-        remote, control = _connect(folder, config) if learner.is_first_rank else (None, None)
-    turns = SharedDevices(learner, control) if takes_turns else OwnDevices()
+    learner, remote, control = learner_and_rollout(folder, config)
+    turns = SharedDevices(learner, control) if config.launch.takes_turns else OwnDevices()
     address, key = own_address(config.launch.nodes), folder.run_key()
     agreement = EngineAgreement.of(
         config.rollout, learner.engine.dtype, is_aligned=config.model.numerics == "aligned", compares_samples=config.compares_samples
@@ -264,7 +259,27 @@ def server_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int]:
     return lives
 
 
-def _connect(folder: RunFolder, config: RunConfig):
+def learner_and_rollout(
+    folder: RunFolder, config: RunConfig
+) -> "tuple[Learner, RemoteSampler | None, SGLangControl | None]":
+    """This rank's learner and, on rank 0, the connections to the sample role and to the servers. A learner that shares
+    the servers' devices is built once they have freed their memory."""
+    import torch.distributed as dist
+
+    from trainer.learner import Learner
+    from trainer.ranks.totals import on_first_rank
+    from trainer.turns import CACHE, WEIGHTS, make_room
+
+    takes_turns = config.launch.takes_turns
+    learner = None if takes_turns else Learner(config)
+    wait_for_rollout(folder, config)
+    remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
+    if takes_turns:
+        on_first_rank(lambda: make_room(control, CACHE, WEIGHTS))
+    return learner or Learner(config), remote, control
+
+
+def _connect(folder: RunFolder, config: RunConfig) -> "tuple[RemoteSampler, SGLangControl]":
     """Rank 0's connections to the sample role and to the servers."""
     from rollout.sampling.remote import RemoteSampler
     from rollout.servers.control import SGLangControl
@@ -281,17 +296,4 @@ def _connect(folder: RunFolder, config: RunConfig):
     remote = RemoteSampler(address, find=find, **limits)
     needs_experts = config.learner.routing == "rollout"
     control = SGLangControl(urls, tensor_parallel=config.rollout.tp, needs_experts=needs_experts, **limits)
-    return remote, control
-
-
-def _connect_and_make_room(folder: RunFolder, config: RunConfig):
-    """``_connect`` before the learner is built, which shares the servers' devices. At return the servers have freed
-    their memory, on all ranks."""
-    import torch.distributed as dist
-
-    from trainer.ranks.totals import on_first_rank
-    from trainer.turns import CACHE, WEIGHTS, make_room
-
-    remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
-    on_first_rank(lambda: make_room(control, CACHE, WEIGHTS))
     return remote, control

@@ -140,7 +140,7 @@ def meeting_points(
 ) -> dict[int, str]:
     """The address at which the ranks of each replica on several nodes meet, by replica. Its first node writes the
     address into the run folder, and the others wait for it."""
-    from rollout.servers.command import choose_ports
+    from rollout.servers.ports import choose_ports
 
     for share in shares:
         if share.num_nodes > 1 and share.node_rank == 0:

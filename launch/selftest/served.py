@@ -29,7 +29,7 @@ from rollout.sglang_plugin.tandem_process_memory import Sending
 from trainer.engine_agreement import EXACT_TOLERANCE, EngineAgreement
 from trainer.learner import Learner
 from trainer.studies.layout_scoring import Scorer, score_under_switches
-from trainer.studies.layout_statistics import Sampled, join_samples, probability_gaps
+from trainer.studies.layout_statistics import Sampled, join_groups, probability_gaps
 from trainer.turns import CACHE, WEIGHTS, OwnDevices, SharedDevices, make_room
 from trainer.weight_sync import WeightSync
 
@@ -159,7 +159,7 @@ def check_received(
 def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
     """One bit of one broadcast, changed after the sender has taken its hash."""
     with joined(config, request) as there:
-        there.sync.restore()
+        there.sync.send_again()
         (before,) = there.control.checksums()
         (version,) = there.control.versions()
         with one_bit_flipped():
@@ -173,7 +173,7 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
             f"the server calls the refused update version {served}", f"do not train here; {REPORT}"
         )
     with joined(config, request) as there:  # a new group, as after a learner that failed
-        there.sync.restore()
+        there.sync.send_again()
         (after,) = there.control.checksums()
     if wrong := differing_tensors(after, before):
         raise CheckFailed(
@@ -269,14 +269,9 @@ async def _sample(config: RunConfig, urls: list[str], key: RunKey) -> tuple[Samp
             )
             for prompt in prompts
         ]
-    samples = [
-        (number, one.token_ids.tolist(), one.rollout_logprobs.tolist())
-        for number, group in enumerate(groups)
-        for one in group
-    ]
-    sampled = join_samples(prompts, samples)
-    rows = await prefill_logprobs(
+    sampled = join_groups(prompts, groups)
+    prefilled = await prefill_logprobs(
         urls[0], sampled.sequences(), sampled.response_lengths_R.tolist(), vocab_size=vocab_size, name="samples",
         timeout_s=settings.request_timeout_s, report=print, key=key,
     )  # fmt: skip
-    return sampled, torch.tensor([x for row in rows for x in row], dtype=torch.float32)
+    return sampled, torch.tensor(prefilled, dtype=torch.float32)

@@ -163,7 +163,7 @@ async def _sample(
 ) -> None:
     from rollout.sampling.fixed_samples import sample_fixed, shortened
     from rollout.servers.client import SGLangClient
-    from trainer.studies.layout_statistics import join_samples, write_samples
+    from trainer.studies.layout_statistics import join_groups, write_samples
 
     settings = config.rollout
     lengths = {
@@ -181,13 +181,7 @@ async def _sample(
                 client, prompts, per_prompt=per_prompt, max_new_tokens=max_new_tokens, name=name, seed=config.seed,
                 temperature=settings.temperature, stop_token_ids=stops, report=_print_indented,
             )  # fmt: skip
-            samples = [
-                (i, c.token_ids.tolist(), c.rollout_logprobs.tolist())
-                for i, group in enumerate(groups)
-                for c in group
-            ]
-            of_all = [completion.experts for group in groups for completion in group]
-            joined = join_samples([prompt.token_ids for prompt in prompts], samples, of_all)
+            joined = join_groups([prompt.token_ids for prompt in prompts], groups)
             write_samples(folder.path / f"samples.{name}.safetensors", joined)
 
 
@@ -200,11 +194,11 @@ async def _prefill(folder: RunFolder, config: RunConfig, samples: Path, url: str
     sampled, logprobs = read_samples(samples), {}
     vocab_size = read_hf_config(config.model.path)["vocab_size"]
     for name in ("prefill", "repeat") if repeat else ("prefill",):
-        rows = await prefill_logprobs(
+        values = await prefill_logprobs(
             url, sampled.sequences(), sampled.response_lengths_R.tolist(), vocab_size=vocab_size, name=name,
             timeout_s=config.rollout.request_timeout_s, report=_print_indented, key=folder.run_key(),
         )  # fmt: skip
-        logprobs[name] = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
+        logprobs[name] = torch.tensor(values, dtype=torch.float32)
     write_tensors(folder.path / "prefill.safetensors", logprobs)
 
 

@@ -12,6 +12,7 @@ from configs.schema.task import CountdownTask, TaskConfig
 from launch.checks.config import LoadWith, check_learner_gpus
 from launch.processes.run_folder import RunFolder
 from parallel.planning.architecture import architecture_of
+from rollout.servers.served import check_gpus
 
 SHORT_PER_PROMPT = 4
 """Short responses to a prompt, each of at most this part of max_new_tokens, beside the long one."""
@@ -210,10 +211,8 @@ def _rollout_part(kind: str, text: str, load: LoadWith, gpus: int, more: Sequenc
         overrides.append(f"rollout.{setting}")
     config = load(f"--rollout {text}", overrides)
     if gpus:
-        from rollout.servers.fleet import check_gpus
-
         try:
-            check_gpus(config.rollout, first_gpu=0, available=gpus)
+            check_gpus(config.rollout, 0, gpus)
         except ValueError as error:
             raise ValueError(f"--rollout {text}: {error}") from error
     return Part(text=text, kind=kind, config=config)

@@ -26,13 +26,14 @@ from configs.errors import counted
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text
-from launch.checks.config import LoadWith, check_server_gpus
+from launch.checks.config import LoadWith
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
 from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
 from launch.studies.mismatch_plan import learner_layout
 from parallel.planning.architecture import architecture_of, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
+from rollout.servers.served import check_gpus
 
 if TYPE_CHECKING:
     from rollout.servers.control import Continuation, SGLangControl
@@ -91,7 +92,7 @@ def make_plan(
             validate_rollout_layout(read_hf_config(first.model.path), tp)
             if gpus:  # all fleets run at the same time, on consecutive GPUs
                 before = largest + first.rollout.replicas * sum(tps[:number])
-                check_server_gpus(first.rollout.model_copy(update={"tp": tp}), before, gpus)
+                check_gpus(first.rollout.model_copy(update={"tp": tp}), before, gpus)
     except ValueError as error:
         raise ValueError(f"--rollout: {error}") from error
     return configs, tps

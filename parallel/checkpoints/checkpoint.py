@@ -48,6 +48,7 @@ from parallel.checkpoints.files import (
 from parallel.checkpoints.hashes import hashed_while_written
 from parallel.checkpoints.writers import safe_writers
 from parallel.megatron import platform
+from parallel.rank_objects import from_all_ranks
 from parallel.weights.hf_files import replace_folder
 
 T = TypeVar("T")
@@ -208,7 +209,7 @@ def save(
     try:
         state = _run_on_all(lambda: _checkpoint_state(chunks, optimizer, scheduler, is_loading=False))
         _run_on_all(lambda: prepare(state), only_rank_0=True)
-        records = dict(ChainMap(*_gather_objects(_run_on_all(write))))
+        records = dict(ChainMap(*from_all_ranks(_run_on_all(write))))
         _run_on_all(lambda: finish(records), only_rank_0=True)
     except CheckpointError as error:
         if dist.get_rank() == 0:
@@ -238,7 +239,7 @@ def verified(folder: Path) -> WholeCheckpoint:
         manifest, rank_damages = _run_on_all(check_share)
     except CheckpointError as error:
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    damages = sorted(set().union(*_gather_objects(rank_damages)))
+    damages = sorted(set().union(*from_all_ranks(rank_damages)))
     if damages or manifest is None:
         raise DamagedCheckpoint(f"{folder} is damaged: {'; '.join(damages)}")
     return WholeCheckpoint(folder, manifest)
@@ -392,7 +393,7 @@ def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T:
             result = action()
         except (Exception, CheckpointException) as error:  # any error must reach the waiting ranks
             failure = _error_text(error)
-    failures = enumerate(_gather_objects(failure))
+    failures = enumerate(from_all_ranks(failure))
     texts = [f"rank {rank}: {text}" for rank, text in failures if text is not None]
     for text in texts:
         if any(reason in text for reason in NO_SPACE):
@@ -400,10 +401,3 @@ def _run_on_all(action: Callable[[], T], *, only_rank_0: bool = False) -> T:
     if texts:
         raise CheckpointError(texts[0])
     return cast("T", result)
-
-
-def _gather_objects(mine: T) -> list[T]:
-    """The object of each rank, by rank."""
-    objects: list = [None] * dist.get_world_size()
-    dist.all_gather_object(objects, mine)
-    return objects

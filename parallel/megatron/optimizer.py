@@ -55,7 +55,7 @@ def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> Opt
     """Step k of n (from 1) runs at lr k / warmup while warming up, and a decaying schedule reaches min_lr at
     step n."""
     if total_steps < 1:
-        raise ValueError(f"total_optimizer_steps={total_steps} must be at least 1")
+        raise ValueError(f"total_steps={total_steps} must be at least 1")
     if config.schedule != "constant" and config.warmup_steps >= total_steps:
         raise ValueError(
             f"optimizer.warmup_steps={config.warmup_steps} leaves nothing of the run's {total_steps} optimizer steps for the "

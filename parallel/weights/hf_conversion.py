@@ -27,6 +27,7 @@ from parallel.megatron.lora import adapted_layers, first_a, is_adapter
 from parallel.megatron.model import PackedGPTModel
 from parallel.megatron.moe import first_local_expert
 from parallel.planning.architecture import Architecture, padded_vocab_size
+from parallel.rank_objects import from_all_ranks, from_first_rank
 from parallel.weights.hf_files import (
     MAX_SHARD_BYTES,
     HuggingFaceWeights,
@@ -393,8 +394,7 @@ def save_hf(
     if temporary is not None:
         try:
             shards, failure = _write_stage(models, temporary, max_shard_bytes)
-            results: list = [None] * dist.get_world_size()
-            dist.all_gather_object(results, (shards, failure))
+            results = from_all_ranks((shards, failure))
             failure = next((text for _, text in results if text is not None), None)
             if is_first and failure is None:
                 written = [shard for shards, _ in results for shard in shards]
@@ -408,13 +408,6 @@ def save_hf(
         raise OSError(
             f"could not write the Hugging Face folder {folder}: {failure}; what was there before is unchanged"
         )
-
-
-def from_first_rank(value: T) -> T:
-    """Rank 0's value, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, src=0)
-    return box[0]
 
 
 def _write_stage(

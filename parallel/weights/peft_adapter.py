@@ -19,7 +19,8 @@ from torch import Tensor
 from configs.schema.learner import LoraConfig
 from parallel.megatron.groups import groups_of_this_process
 from parallel.megatron.model import PackedGPTModel
-from parallel.weights.hf_conversion import export_adapters, from_first_rank, try_call
+from parallel.rank_objects import from_first_rank
+from parallel.weights.hf_conversion import export_adapters, try_call
 from parallel.weights.hf_files import hidden_folder, replace_folder, share_as_new
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

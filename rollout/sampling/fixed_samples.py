@@ -83,17 +83,17 @@ async def prefill_logprobs(
     timeout_s: float,
     report: Report,
     key: RunKey | None,
-) -> list[list[float]]:
-    """Log-probs of each sequence's last ``response_lengths`` tokens, by one prefill of the whole sequence at
-    temperature 1.
+) -> list[float]:
+    """Log-probs of each sequence's last ``response_lengths`` tokens, sequence after sequence, by one prefill of the whole
+    sequence at temperature 1.
 
     SGLang gives log-probs of prompt tokens from unscaled logits, whatever the temperature of the request. The
     prefill starts at the first token, so that no key or value of an earlier decode comes from the cache.
 
     Raises GenerationError where the server refuses, or answers for other tokens.
     """
-    logprobs: list[list[float]] = []
-    began, tokens = time.perf_counter(), 0
+    logprobs: list[float] = []
+    began, tokens, done = time.perf_counter(), 0, 0
     headers = key.http_headers if key is not None else None
     async with aiohttp.ClientSession(
         connector=OwnServers(), timeout=aiohttp.ClientTimeout(total=timeout_s), headers=headers
@@ -102,11 +102,11 @@ async def prefill_logprobs(
             part = [list(sequences[row]) for row in rows]
             replies = await _request_prefill(session, url, part)
             counts = [response_lengths[row] for row in rows]
-            scored = zip(replies, part, counts, strict=True)
-            logprobs += [_last_logprobs(reply, ids, count, vocab_size) for reply, ids, count in scored]
-            tokens += sum(map(len, part))
+            for reply, ids, count in zip(replies, part, counts, strict=True):
+                logprobs += _last_logprobs(reply, ids, count, vocab_size)
+            tokens, done = tokens + sum(map(len, part)), done + len(part)
             report(
-                f"prefilled {name}: {len(logprobs)} of {len(sequences)}, {tokens / (time.perf_counter() - began):,.0f} tokens/s"
+                f"prefilled {name}: {done} of {len(sequences)}, {tokens / (time.perf_counter() - began):,.0f} tokens/s"
             )
     return logprobs
 

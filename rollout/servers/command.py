@@ -1,30 +1,22 @@
-"""Command line, environment and ports of one SGLang server.
+"""Command line and environment of one SGLang server.
 
 CUDA_VISIBLE_DEVICES is inherited, and a share names some of its GPUs.
 """
 
-import difflib
 import importlib.util
-import itertools
 import json
 import os
-import random
 import re
-import socket
 import sys
 import tempfile
-from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
 from configs.schema import RunConfig
-from configs.schema.model import ModelConfig
-from configs.schema.rollout import RolloutConfig
 from rollout.run_key import RunKey
+from rollout.servers.ports import LOOPBACK, Ports
 from rollout.servers.share import ServerShare
 
-LOOPBACK = "127.0.0.1"
 INITIAL_WEIGHT_VERSION = 0
 """Version of the weights that servers load from disk."""
 NO_WEIGHT_VERSION = -1
@@ -36,9 +28,6 @@ default each block is new pages, which cost half the time of receiving into them
 KEEP_IDLE_S = 120
 """Servers keep idle connections much longer than clients reuse them (``REUSE_S``): a connection that a server
 closed during a cut of the network would lose the next request."""
-LONGEST_FOLDER_OF_SOCKETS = 95
-"""Bytes of a folder's path: Linux takes 107 for a socket's, of which SGLang's names have 12 (``/tmp`` and eight of
-``tempfile``)."""
 STAND_INS = Path(__file__).parents[1] / "cpu_stand_ins"
 PLUGIN = Path(__file__).parents[1] / "sglang_plugin"
 NUMERICS = Path(__file__).parents[2]
@@ -49,59 +38,8 @@ ATTENTION_OF_FLOAT32 = "triton"
 OTHER_MODEL = re.compile("model-impl|json-model-override-args|speculative-")
 """Flags with which a server may load the code of another model than its config.json names."""
 
-OWNED_FLAGS = frozenset(
-    {
-        "model",
-        "model-path",
-        "config",
-        "device",
-        "base-gpu-id",
-        "gpu-id-step",
-        "host",
-        "port",
-        "nccl-port",
-        "dist-init-addr",
-        "nccl-init-addr",
-        "nnodes",
-        "node-rank",
-        "tp-size",
-        "tensor-parallel-size",
-        "pp-size",
-        "pipeline-parallel-size",
-        "dp-size",
-        "data-parallel-size",
-        "dtype",
-        "max-total-tokens",
-        "random-seed",
-        "weight-version",
-        "skip-tokenizer-init",
-        "enable-fp32-lm-head",
-        "quantization",
-        "load-format",
-        "rl-quant-profile",
-        "enable-memory-saver",
-        "enable-return-routed-experts",
-        "api-key",
-        "admin-api-key",
-    }
-)
-"""Flags, with all their names, that the schema's fields or the design decide; ``server_args`` may not set
-them."""
-FP8_MODELS = ("qwen2", "qwen3")
-"""Model types whose loader SGLang 0.5.23 lets load new weights into FP8 ones (its
-``supports_quantized_rl_reload``)."""
-
-
 Flags = dict[str, str | int | float | bool | None]
 """Of a server's command line. True: the flag alone; False: without it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ports:
-    """Ports of one replica on one node. Its TP ranks meet at ``nccl``; its other channels are unix sockets."""
-
-    http: int
-    nccl: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,102 +193,6 @@ def cpu_binding(cpus: list[int], *, place: int, num_ranks: int, threads: int) ->
     )
 
 
-def check_temporary_folder() -> None:
-    """Raise ValueError where files in this machine's folder for temporary ones have names too long for sockets."""
-    folder = tempfile.gettempdir()
-    length = len(os.fsencode(folder))
-    if length > LONGEST_FOLDER_OF_SOCKETS:
-        error = f"TMPDIR={folder} has {length} characters, and sockets of SGLang's processes lie in it, whose paths Linux limits"
-        raise ValueError(f"{error}; set TMPDIR to a folder with at most {LONGEST_FOLDER_OF_SOCKETS}")
-
-
-def choose_ports(replicas: Sequence[int], first_port: int | None, host: str = LOOPBACK) -> list[Ports]:
-    """Ports of ``host`` for each replica i of this node: first_port + 2 i (HTTP) and the next one (ranks meet
-    there), or free ones where ``first_port`` is None.
-
-    Raises:
-        ValueError: one of the given ports is taken or out of range, or too few are free.
-    """
-    if first_port is None:
-        return _free_ports(len(replicas), host)
-    chosen = [Ports(http=first_port + 2 * i, nccl=first_port + 2 * i + 1) for i in replicas]
-    last = max(ports.nccl for ports in chosen)
-    if last > 65535:
-        raise ValueError(
-            f"rollout.first_port={first_port} with {max(replicas) + 1} replicas needs ports up to {last}; choose a lower one"
-        )
-    for port in (port for ports in chosen for port in (ports.http, ports.nccl)):
-        if not _is_free(host, port):
-            raise ValueError(
-                f"port {port} on {host} is taken by another process (rollout.first_port={first_port} needs {chosen[0].http} to {last}); "
-                "choose another rollout.first_port, leave it out to take free ports, or end that process"
-            )
-    return chosen
-
-
-def _free_ports(replicas: int, host: str) -> list[Ports]:
-    """Free ports below the kernel's range for outgoing connections: those could take a port while its server
-    still loads."""
-    try:
-        lowest_outgoing = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    except OSError:
-        lowest_outgoing = 32768
-    top = lowest_outgoing if lowest_outgoing > 4096 else 65536
-    candidates = list(range(max(2048, top - 16384), top - 1, 2))
-    random.SystemRandom().shuffle(candidates)
-    free = (port for port in candidates if _is_free(host, port) and _is_free(host, port + 1))
-    chosen = [Ports(http=port, nccl=port + 1) for port in itertools.islice(free, replicas)]
-    if len(chosen) < replicas:
-        raise ValueError(
-            f"fewer than {2 * replicas} free ports between {candidates[0]} and {top} on {host}; set rollout.first_port"
-        )
-    return chosen
-
-
-def _is_free(host: str, port: int) -> bool:
-    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a server can take a port in TIME_WAIT
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return False
-    return True
-
-
-def check_server_args(config: RolloutConfig) -> None:
-    """Refuse flags in ``server_args`` that other fields or the design decide.
-
-    Raises:
-        ValueError: a name has dashes in front, or is or abbreviates one of ``OWNED_FLAGS``.
-    """
-    for name in config.server_args:
-        flag = name.replace("_", "-")
-        # SGLang accepts the beginning of a flag for the flag.
-        owned = next((owned for owned in sorted(OWNED_FLAGS) if owned.startswith(flag)), None)
-        if flag.startswith("-") or owned:
-            short = f": it is short for {owned}" if owned and owned != flag else ""
-            raise ValueError(
-                f"rollout.server_args: {name!r} cannot be set there{short}; write names without dashes in front, and set the model, ports, "
-                "dtype, quantization, sizes and seed by their own config fields"
-            )
-
-
-def check_flags_exist(config: RolloutConfig) -> None:
-    """Refuse flags in ``server_args`` that SGLang's sources do not declare by their full names.
-
-    Raises:
-        ValueError: SGLang has no such flag.
-    """
-    sglang_flags = flags_of_sglang() if config.server_args else ()
-    for name in config.server_args:
-        flag = name.replace("_", "-")
-        if sglang_flags and flag.removeprefix("no-") not in sglang_flags:
-            close = difflib.get_close_matches(flag, sglang_flags, n=1)
-            listing = "`python -m sglang.launch_server --help` lists them"
-            fix = f"did you mean {close[0]!r}?" if close else listing
-            raise ValueError(f"rollout.server_args: SGLang has no flag {name!r}; {fix}")
-
-
 def sglang_sources() -> Path:
     """The folder ``sglang/srt``; one without its files where SGLang is not installed."""
     spec = importlib.util.find_spec("sglang")
@@ -380,71 +222,3 @@ def has_recurrent_layers(model: Path) -> bool:
         return "linear_num_value_heads" in json.loads((model / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-
-
-def flags_of_sglang() -> list[str]:
-    """The flags that SGLang's sources declare, and a few settings without a flag; an import would take seconds.
-
-    A flag is a field, ``model_path: A[...]``, or a text, ``"--model"``: an alias, or an argument by itself.
-    Empty where SGLang is not installed, or its sources have another form.
-    """
-    home = sglang_sources()
-    sources = (home / "arg_groups" / "fields").glob("*.py")
-    fields = "".join(file.read_text(encoding="utf-8") for file in sources)
-    if not fields:
-        return []
-    text = fields + (home / "server_args.py").read_text(encoding="utf-8")
-    names = {*re.findall(r"^    (\w+): A\[", fields, re.MULTILINE), *re.findall(r'"--([\w-]+)"', text)}
-    return sorted(name.replace("_", "-") for name in names)
-
-
-def check_quantization(config: RolloutConfig, model_type: str) -> None:
-    """Refuse FP8 for a model whose loader in SGLang cannot take new weights. Raises ValueError."""
-    if config.quantization == "fp8" and model_type not in FP8_MODELS:
-        raise ValueError(
-            f"rollout.quantization=fp8: SGLang cannot update a {model_type} model while it serves it in FP8, only models of type "
-            f"{' and '.join(FP8_MODELS)}; set rollout.quantization=none"
-        )
-
-
-def check_numerics_device(model: ModelConfig, *, cuda: bool) -> None:
-    """Refuse aligned numerics on CUDA, where nothing of it was tried. Raises ValueError."""
-    if model.numerics == "aligned" and cuda:
-        raise ValueError(
-            "model.numerics=aligned is of CPU kernels, and this run is for GPUs; set model.numerics=default"
-        )
-
-
-def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
-    """Refuse FP8 on CPU, where SGLang has no kernels for it. Raises ValueError."""
-    if config.quantization == "fp8" and not cuda:
-        raise ValueError(
-            "rollout.quantization=fp8 needs NVIDIA GPUs, which SGLang has its FP8 kernels for; set rollout.quantization=none. "
-            "rollout.precision rounds the weights alone, on any device"
-        )
-
-
-def check_windows_are_served(
-    config: RolloutConfig, model_type: str, windows: Sequence[int | None], *, cuda: bool
-) -> None:
-    """Refuse SGLang 0.5.23's Triton attention for windows: of each token that it samples it leaves out the oldest one of the
-    window (its pull request 32087), which a prefill does not. A tiny Olmo 3 was 0.7 to 1.3 nats off on an H200.
-
-    windows: of each layer; empty: none has any. Raises ValueError.
-    """
-    named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
-    backend = named.get("attention-backend", ATTENTION_OF_FLOAT32 if config.dtype == "float32" else None)
-    if cuda and any(windows) and named.get("decode-attention-backend", backend) == "triton":
-        raise ValueError(
-            f"SGLang's Triton attention leaves out the oldest token of a window for each token that it samples, and this "
-            f"{model_type} has windows; set rollout.dtype=bfloat16, and no rollout.server_args.attention_backend, or another one"
-        )
-
-
-def check_dtype_is_served(config: RolloutConfig, model: Path, *, cuda: bool) -> None:
-    """Refuse float32 on GPUs for gated delta nets, whose kernels of SGLang take numbers of two bytes. Raises ValueError."""
-    if cuda and config.dtype == "float32" and has_recurrent_layers(model):
-        raise ValueError(
-            "rollout.dtype=float32: SGLang's kernels of gated delta nets on GPUs take numbers of two bytes alone; set "
-            "rollout.dtype=bfloat16 (and model.dtype, for the smallest gap)"
-        )

@@ -12,22 +12,18 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from configs.schema.rollout import RolloutConfig
 from rollout.connections import require_own
 from rollout.run_key import RunKey
 from rollout.servers.command import (
     INITIAL_WEIGHT_VERSION,
     NO_WEIGHT_VERSION,
-    Ports,
     ServerSpec,
-    check_has_kernels,
-    check_server_args,
-    check_temporary_folder,
-    choose_ports,
     server_command,
     server_environment,
 )
+from rollout.servers.ports import Ports, choose_ports
 from rollout.servers.rank_meeting import RankMeeting
+from rollout.servers.served import check_gpus_of, check_has_kernels, check_server_args, check_temporary_folder
 from rollout.servers.share import ServerShare, on_one_machine
 from rollout.servers.watched_process import (
     WatchedProcess,
@@ -298,31 +294,6 @@ class ServerFleet:
         finally:
             for replica in replicas:
                 replica.meeting.close()
-
-
-def check_gpus(config: RolloutConfig, *, first_gpu: int, available: int) -> None:
-    """Refuse a config that needs more GPUs than ``available``: one per learner rank and rank of a replica.
-
-    Raises:
-        ValueError: with both numbers and the fix.
-    """
-    needed = first_gpu + config.replicas * config.tp
-    if available < needed:
-        raise ValueError(
-            f"{needed} GPUs are needed, {first_gpu} of the learner or other servers and rollout.replicas={config.replicas} times "
-            f"rollout.tp={config.tp} of the servers, but {available} are visible here; use fewer learner ranks "
-            "(layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
-        )
-
-
-def check_gpus_of(shares: Sequence[ServerShare], *, available: int) -> None:
-    """Refuse shares that take more GPUs of this node than ``available``. Raises ValueError."""
-    needed = max((share.first_gpu + share.num_ranks for share in shares), default=0)
-    if available < needed:
-        raise ValueError(
-            f"the servers of this node take GPUs {min(share.first_gpu for share in shares)} to {needed - 1}, but {available} are visible "
-            "here; use fewer learner ranks (layout) or fewer or smaller replicas (rollout), or make more visible (CUDA_VISIBLE_DEVICES)"
-        )
 
 
 def visible_gpus() -> int:

@@ -25,8 +25,8 @@ from rollout.connections import require_own
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.client import SGLangClient
-from rollout.servers.command import LOOPBACK, Ports, choose_ports
 from rollout.servers.kept_sets import Truncation
+from rollout.servers.ports import LOOPBACK, Ports, choose_ports
 from rollout.servers.routing import Experts
 from rollout.servers.watched_process import (
     WatchedProcess,

@@ -30,7 +30,7 @@ from configs.schema.server_contradictions import NEVER_WITH
 from launch import cli
 from launch.processes.supervisor import Supervisor
 from parallel.checkpoints.files import write_manifest
-from rollout.servers.command import flags_of_sglang
+from rollout.servers.served import flags_of_sglang
 from tests.support.model_folders import make_model_folder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,8 +22,8 @@ from launch.checks.arguments import BadInput
 from launch.commands import train as training
 from launch.commands.init import make_experiment
 from launch.commands.list_runs import run_table
+from launch.commands.logs import show_logs
 from launch.commands.schema import json_schema, print_schema
-from launch.commands.status import show_logs
 from launch.processes.run_folder import RunFolder
 from rollout.tiny_model import make_tiny_countdown_model
 

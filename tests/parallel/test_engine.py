@@ -240,7 +240,7 @@ def test_micro_batches_without_a_gradient_need_no_backward_pass(folder, distribu
 def test_a_frozen_engine_scores_and_refuses_to_train(folder):
     frozen = MegatronEngine(
         ModelConfig(path=folder, dtype="float32"), LayoutConfig(), None,
-        total_optimizer_steps=1, logprob_chunk_tokens=7, recompute="full", seed=0,
+        logprob_chunk_tokens=7, seed=0,
     )  # fmt: skip
     batch = make_batch(LENGTHS)
     wanted = make_engine(folder).logprobs([batch], temperature=1.0)[0][0]

@@ -37,7 +37,8 @@ from rollout.rewards import served
 from rollout.rewards.model import RewardModel
 from rollout.rewards.scorer import Scorer, check_reward
 from rollout.rewards.served import MAX_FAILED_IN_A_ROW, RewardModelError
-from rollout.servers.command import choose_ports, server_command, server_environment
+from rollout.servers.command import server_command, server_environment
+from rollout.servers.ports import choose_ports
 from rollout.servers.share import on_one_machine
 from rollout.servers.watched_process import end_watched, log_tail, start_watched
 from rollout.tiny_model import make_tiny_countdown_model

@@ -22,7 +22,8 @@ from rollout.run_key import RunKey, run_key
 from rollout.sampling.messages import SamplingError, Stop
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import serve
-from rollout.servers.command import choose_ports, server_command
+from rollout.servers.command import server_command
+from rollout.servers.ports import choose_ports
 from rollout.servers.router import router_command
 from rollout.servers.share import on_one_machine
 from tests.rollout.sampling.test_sampler import make_sampler, model_dir, tokenizer  # noqa: F401  (fixtures)

@@ -49,13 +49,14 @@ from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig, SftConfig
 from configs.schema.task import CountdownTask
 from parallel.engine import MegatronEngine, ValueEngine
+from parallel.engine_base import Training
 from parallel.megatron import aligned, platform
 from parallel.megatron.lora import Lora, adapted_layers
 from parallel.megatron.vocab_parallel import linear_logprobs
 from parallel.packing import PackedBatch, pack_sequences
 from parallel.weights import hf_conversion
 from rollout.records import Group
-from rollout.servers.command import choose_ports
+from rollout.servers.ports import choose_ports
 from rollout.tiny_model import write_olmo3_rope
 from trainer.algorithm.advantages import compute_advantages
 from trainer.algorithm.correction import correct
@@ -158,10 +159,8 @@ def make_engine(
             numerics="aligned" if pieces else "default",
         ),
         layout or LayoutConfig(),
-        settings,
-        total_optimizer_steps=steps,
+        Training(optimizer=settings, total_steps=steps, recompute=recompute),
         logprob_chunk_tokens=7,
-        recompute=recompute,
         seed=0,
         timeout_s=timeout_s,
         pieces=pieces,
@@ -204,9 +203,7 @@ def make_value_engine(
     engine = ValueEngine(
         ModelConfig(path=folder, dtype=dtype),
         layout or LayoutConfig(),
-        settings,
-        total_optimizer_steps=10,
-        recompute=recompute,
+        Training(optimizer=settings, total_steps=10, recompute=recompute),
         seed=0,
     )
     if head_seed is not None:

@@ -207,7 +207,7 @@ def run_variant(name: str, run, folder) -> dict:
     run.weight_sync._agreement = replace(
         run.weight_sync._agreement, samples_are_probes=config.compares_samples
     )
-    run.weight_sync.restore()
+    run.weight_sync.send_again()
     recorder = Recorder(
         folder.batches, "all" if config.learner.minibatches == 1 else "none", config.correction
     )

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from configs.loader import load_config
+from configs.schema.correction import CorrectionConfig
 from configs.schema.launch import RecordEvery
 from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
@@ -551,7 +552,7 @@ def test_the_coefficient_is_the_controllers_or_the_configs(saved, now, coefficie
     before, after = KLInReward(saved), KLInReward(now)
     if saved is ADAPTIVE:
         before.coefficient = 0.05
-    after.restore(json.loads(json.dumps(before.state)))
+    after.load_state(json.loads(json.dumps(before.state)))
     assert after.coefficient == coefficient
 
 
@@ -585,10 +586,10 @@ def test_what_is_recorded_is_the_learners_own_log_probs(tmp_path, mode, scored):
     if not scored and mode == "decoupled":
         batch = batch.with_fields(old_logprobs_T=None)
     run = SimpleNamespace(
-        correction_mode=mode, logprobs=lambda given: own_T, groups=SimpleNamespace(dp_size=1, dp_group=dist.group.WORLD),
+        logprobs=lambda given: own_T, groups=SimpleNamespace(dp_size=1, dp_group=dist.group.WORLD),
         is_first_rank=True, version=4,
     )  # fmt: skip
-    recorder = Recorder(tmp_path, RecordEvery(every=2), recorded().correction)
+    recorder = Recorder(tmp_path, RecordEvery(every=2), CorrectionConfig(mode=mode))
     for step in (1, 2, 3, 4):
         recorder.record(step, batch, run)
     assert recorded_steps(tmp_path) == [2, 4]
@@ -618,7 +619,7 @@ def test_the_first_rank_records_what_all_ranks_have(tmp_path, monkeypatch):
         SimpleNamespace(dp_size=2, dp_group=None),
     )
     for folder, is_first in ((tmp_path / "second", False), (tmp_path / "first", True)):
-        run = SimpleNamespace(correction_mode="decoupled", groups=groups, is_first_rank=is_first, version=4)
+        run = SimpleNamespace(groups=groups, is_first_rank=is_first, version=4)
         Recorder(folder, "all", recorded().correction).record(1, batch, run)
     assert not (tmp_path / "second").exists()
     again = read_batch(batch_file(tmp_path / "first", 1))

@@ -203,8 +203,8 @@ def test_a_policys_checkpoint_is_no_critics(folder, tmp_path):
 
 def test_a_scaled_gradient_is_a_scaled_loss(folder):
     """In one process: called once with everything that the losses handed back, before the clipping."""
-    engines = [make_value_engine(folder, clip_grad=1e-4) for _ in range(2)]
-    batch = make_value_batch(LENGTHS)
+    engines = [make_engine(folder, clip_grad=1e-4) for _ in range(2)]
+    batch = make_batch(LENGTHS)
     parts = [batch.select([0, 1, 2]), batch.select([3, 4, 5, 6, 7])]
     calls = []
 
@@ -212,15 +212,14 @@ def test_a_scaled_gradient_is_a_scaled_loss(folder):
         calls.append(outputs)
         return 0.25
 
-    scaled = engines[0].update(
-        parts, lambda b, v_T: (clipped_loss(b, v_T)[0], b.num_tokens), grad_scale=scale
-    )
-    wanted = engines[1].update(parts, lambda b, v_T: (0.25 * clipped_loss(b, v_T)[0], b.num_tokens))
+    def loss_of(factor):
+        return lambda batch, *of_tokens: (factor * weighted_loss(batch, *of_tokens)[0], batch.num_tokens)
+
+    scaled = engines[0].update(parts, loss_of(1.0), temperature=1.0, grad_scale=scale)
+    wanted = engines[1].update(parts, loss_of(0.25), temperature=1.0)
     assert calls == [[part.num_tokens for part in parts]] == [scaled.outputs]
     assert scaled.grad_norm == wanted.grad_norm > 1e-4  # a power of two: exact
-    assert all(
-        torch.equal(t, value_weights_of(engines[1])[n]) for n, t in value_weights_of(engines[0]).items()
-    )
+    assert all(torch.equal(t, weights_of(engines[1])[n]) for n, t in weights_of(engines[0]).items())
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])

@@ -42,6 +42,7 @@ def stepped(monkeypatch):
     for name in (
         "correct",
         "compute_advantages",
+        "step_rewards",
         "step_metrics",
         "check_alarms",
         "learner_logprobs",
@@ -121,9 +122,9 @@ def test_the_order_of_a_step(stepped):
     assert told == [
         "[sampling]", "sampler.next_groups", "learner.receive", "tracker.warn_once",
         "[logprobs]", "devices.give_to_learner", "learner.score", "correct", "learner.kl_in_reward.penalty", "compute_advantages",
-        "recorder.record", "[update]", "learner.update", "learner.update", "samples.keep",
+        "recorder.record", "[update]", "learner.update", "learner.update", "learner_logprobs", "samples.keep",
         "[sampling]", "sampler.drain", "[sync]", "weight_sync.publish", "[evaluation]", "sampler.evaluate",
-        "step_metrics", "check_alarms", "tracker.log", "ledger.enter", "weight_sync.check_samples",
+        "step_rewards", "step_metrics", "check_alarms", "tracker.log", "ledger.enter", "weight_sync.check_samples",
         "[checkpoint]", "checkpointer.after_step",
     ]  # fmt: skip
 
@@ -227,7 +228,8 @@ def test_metrics_and_checks_get_what_was_measured(stepped):
     weighted = calls.learner.score.return_value.with_loss_weights.call_args.args
     assert weighted[0] is calls.correct.return_value and weighted[2] == "all"
     assert named["penalty_T"] == "penalty" and named["episode_ids_S"].tolist() == [0, 0, 1, 2]
-    assert calls.step_metrics.call_args.kwargs["measured"] == ["of KL", "of advantages", "of correction"]
+    measured = calls.step_metrics.call_args.kwargs["measured"]
+    assert measured == ["of KL", "of advantages", "of correction", calls.step_rewards.return_value]
     metrics, (gap, farthest) = calls.step_metrics.return_value, calls.weight_sync.check_samples.call_args.args
     assert calls.tracker.log.call_args.args == (1, metrics.recorded, calls.check_alarms.return_value)
     assert calls.checkpointer.after_step.call_args.kwargs["evaluated"] is metrics.recorded

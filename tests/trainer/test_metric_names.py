@@ -39,6 +39,7 @@ from trainer.step_metrics import (
     first_and_sign,
     sampling_metrics,
     step_metrics,
+    step_rewards,
     what_came_along,
 )
 from trainer.tracking.alarms import _Rule
@@ -144,7 +145,7 @@ def whole_step(**changes) -> StepMetrics:
             ),
         ),
         "batch": step,
-        "measured": measured,
+        "measured": [*measured, step_rewards(step, step.packed.old_logprobs_T, alone)],
         "updates": [Update(metrics=per_minibatch(metrics)) for metrics in updates],
         "sync": SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
         "evaluation": replace(evaluated, sets={"hard": evaluated}, sources={"openai/gsm8k": evaluated}),

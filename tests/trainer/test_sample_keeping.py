@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from configs.schema import RunConfig
+from configs.schema.correction import CorrectionConfig
 from rollout.records import Group
 from tests.trainer.batch.test_step_batch import (
     LENGTHS,
@@ -29,7 +30,7 @@ from tests.trainer.batch.test_unscored import unscored
 from trainer import sample_keeping
 from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import step_batch
-from trainer.learner import Update
+from trainer.learner import Update, learner_logprobs
 from trainer.sample_keeping import SampleKeeper, gathered_on_first_rank
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
 
@@ -86,10 +87,11 @@ def keep_on_rank(
     elif how == "bypass":
         batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
     mode = "bypass" if how in ("bypass", "nothing") else "decoupled"
-    learner = SimpleNamespace(correction_mode=mode, groups=SimpleNamespace(dp_group=group), version=VERSION)
+    learner = SimpleNamespace(groups=SimpleNamespace(dp_group=group), version=VERSION)
     told = ToldOf() if dist.get_rank() == 0 else None
     keeper = SampleKeeper(folder, config_of(), told)
-    keeper.keep(3, groups if told else None, batch, [] if how == "nothing" else updates, learner)
+    learner_T = learner_logprobs(batch, [] if how == "nothing" else updates, CorrectionConfig(mode=mode))
+    keeper.keep(3, groups if told else None, batch, learner_T, learner)
     return told
 
 
@@ -135,10 +137,8 @@ def test_a_sample_without_a_score_has_nothing_by_the_learner(tmp_path):
     batch = batch.with_fields(
         old_logprobs_T=torch.where(packed.response_mask_T, packed.rollout_logprobs_T, 0.0)
     )
-    learner = SimpleNamespace(
-        correction_mode="decoupled", groups=SimpleNamespace(dp_group=None), version=VERSION
-    )
-    SampleKeeper(tmp_path, config_of(), ToldOf()).keep(3, groups, batch, [], learner)
+    learner = SimpleNamespace(groups=SimpleNamespace(dp_group=None), version=VERSION)
+    SampleKeeper(tmp_path, config_of(), ToldOf()).keep(3, groups, batch, batch.packed.old_logprobs_T, learner)
     first, left_out, *_ = read_samples(sample_file(tmp_path, 3))
     assert left_out.reward is None and left_out.learner_logprobs is None and left_out.rollout_logprobs
     assert first.learner_logprobs == pytest.approx(first.rollout_logprobs, abs=6e-7)
@@ -158,10 +158,8 @@ def alone(folder: Path, config: RunConfig, step: int, told: ToldOf) -> None:
     (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=100)
     batch = step_batch(share)
     batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
-    learner = SimpleNamespace(
-        correction_mode="decoupled", groups=SimpleNamespace(dp_group=None), version=VERSION
-    )
-    SampleKeeper(folder, config, told).keep(step, groups, batch, [], learner)
+    learner = SimpleNamespace(groups=SimpleNamespace(dp_group=None), version=VERSION)
+    SampleKeeper(folder, config, told).keep(step, groups, batch, batch.packed.old_logprobs_T, learner)
 
 
 def test_the_number_of_groups_is_the_configs_and_0_is_none(tmp_path):

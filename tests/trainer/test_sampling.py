@@ -48,7 +48,7 @@ class Weights:
     def are_needed(self) -> bool:
         return self.needed.pop(0) if self.needed else False
 
-    def restore(self) -> None:
+    def send_again(self) -> None:
         self.sent += 1
         together = [None] * dist.get_world_size()
         dist.all_gather_object(together, self.sent)

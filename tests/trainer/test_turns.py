@@ -19,8 +19,9 @@ from parallel.megatron import platform
 from parallel.weights.hf_files import HuggingFaceWeights
 from rollout.client import RolloutError
 from rollout.records import Completion
-from rollout.servers.command import Ports, server_command
+from rollout.servers.command import server_command
 from rollout.servers.control import ControlError, Pending
+from rollout.servers.ports import Ports
 from rollout.servers.share import on_one_machine
 from tests.support.megatron_workers import (
     learner_config,
@@ -224,7 +225,7 @@ def said(control: LendingControl) -> list[str]:
 def test_the_order_of_a_step(learner, control):
     turns = SharedDevices(learner, control)
     sync = sync_of(learner, control, turns, probes=False)
-    sync.restore()
+    sync.send_again()
     assert said(control) == FIRST
     for version in (1, 2):
         assert learner_bytes(learner) == 0, "while the servers sample"
@@ -250,7 +251,7 @@ def test_the_order_of_a_step(learner, control):
 def test_a_probe_compares_what_was_sampled_without_the_learner(learner, control):
     turns = SharedDevices(learner, control)
     sync = sync_of(learner, control, turns, probes=True)
-    assert sync.restore().max_logprob_gap < 1e-4
+    assert sync.send_again().max_logprob_gap < 1e-4
     assert said(control) == [*FIRST, *PROBE]
     turns.give_to_learner()
     train(learner)
@@ -270,7 +271,7 @@ def test_where_the_servers_are_gone_the_learner_is_there(learner, control):
     """For a last checkpoint, whoever's turn it was."""
     turns = SharedDevices(learner, control)
     sync = sync_of(learner, control, turns, probes=False)
-    sync.restore()
+    sync.send_again()
     served = {name: tensor.clone() for name, tensor in control.replicas[0].tensors.items()}
     control.is_gone, written = True, []
     with pytest.raises(RolloutError, match="connection refused"), turns.learner_there():

@@ -403,7 +403,7 @@ def test_a_single_server_that_is_started_again_is_waited_for_and_gets_the_weight
     try:
         lives["replica 0"] = 2
         assert sync.are_needed()
-        assert sync.restore().version == 1 and second.versions() == [1]
+        assert sync.send_again().version == 1 and second.versions() == [1]
         assert not sync.are_needed()
 
         def probe(*arguments, **named):
@@ -439,14 +439,14 @@ def test_a_report_from_another_node_is_waited_for_longer(make_sync, monkeypatch)
 
 def test_all_stages_are_counted_and_any_that_failed_ends_the_update(make_sync, monkeypatch):
     sync, control = make_sync(compares_samples=True)
-    monkeypatch.setattr(sync, "_send_stage", lambda version, opening: SentByRank(bytes=3))
+    monkeypatch.setattr(sync, "_send_stage", lambda opening: SentByRank(bytes=3))
     monkeypatch.setattr(weight_sync, "from_all_ranks", lambda mine, group: [mine, SentByRank(bytes=5)])
-    assert sync.restore().bytes == 8
+    assert sync.send_again().bytes == 8
     control.calls.clear()
     failed = SentByRank(failure=ControlError("it is gone"))
     monkeypatch.setattr(weight_sync, "from_all_ranks", lambda mine, group: [failed, mine])
     with pytest.raises(ControlError, match="it is gone"):
-        sync.restore()
+        sync.send_again()
     assert control.calls == ["open_update"]
 
 
@@ -473,10 +473,10 @@ def test_only_the_last_stage_names_the_version(make_sync, monkeypatch, stage, ve
     sync.close()
     monkeypatch.setattr(weight_sync, "in_turn", nullcontext)
     monkeypatch.setattr(weight_sync, "make_buckets", lambda *exported: iter(["first", "second"]))
-    sync._learner = SimpleNamespace(groups=SimpleNamespace(pp_rank=stage, pp_size=2))
+    sync._learner = SimpleNamespace(groups=SimpleNamespace(pp_rank=stage, pp_size=2), version=3)
     sync._sender, sync._buffers = Mock(), Mock()
     sync._sender.send.return_value = 7
-    assert sync._send_as_sender(iter(()), 3, None) == SentByRank(bytes=7)
+    assert sync._send_as_sender(iter(()), None) == SentByRank(bytes=7)
     buckets, _, named_version, _ = sync._sender.send.call_args.args
     assert [*buckets] == ["first", "second"] and named_version == version
     sync._buffers.release.assert_called_once_with()
@@ -487,11 +487,11 @@ def test_a_transfer_that_fails_frees_the_memory_of_its_buckets(make_sync, monkey
     sync.close()
     monkeypatch.setattr(weight_sync, "in_turn", nullcontext)
     monkeypatch.setattr(weight_sync, "make_buckets", lambda *exported: iter(["first"]))
-    sync._learner = SimpleNamespace(groups=SimpleNamespace(pp_rank=0, pp_size=1))
+    sync._learner = SimpleNamespace(groups=SimpleNamespace(pp_rank=0, pp_size=1), version=3)
     sync._sender, sync._buffers = Mock(), Mock()
     sync._sender.send.side_effect = ControlError("it is gone")
     with pytest.raises(ControlError, match="it is gone"):
-        sync._send_as_sender(iter(()), 3, None)
+        sync._send_as_sender(iter(()), None)
     sync._buffers.release.assert_called_once_with()
 
 
@@ -685,7 +685,7 @@ def test_what_carries_the_weights(monkeypatch, changes, nodes, shared, cuda, may
 def test_restore_keeps_the_version(make_sync, learner):
     sync, control = make_sync()
     learner.version = 7
-    assert sync.restore().version == 7
+    assert sync.send_again().version == 7
     assert (learner.version, control.replicas[0].version) == (7, 7)
 
 
@@ -895,7 +895,7 @@ def test_a_server_that_ends_in_a_transfer_ends_it_with_its_reason(make_sync, lea
     assert time.monotonic() - started < PROMPTLY_S
     if weight_transfer == "memory":  # a group with a rank that left it must be made anew
         control.replicas[1].break_received = lambda bucket, flat: None
-        assert sync.restore().version == 1 and control.versions() == [1, 1]
+        assert sync.send_again().version == 1 and control.versions() == [1, 1]
 
 
 def test_servers_without_the_plugin_are_refused_before_anything_is_sent(make_sync, learner):
@@ -907,7 +907,7 @@ def test_servers_without_the_plugin_are_refused_before_anything_is_sent(make_syn
     control.require_plugin = refuse
     for _ in range(2):
         with pytest.raises(ControlError, match="plugin"):
-            sync.restore()
+            sync.send_again()
     with pytest.raises(ControlError, match="plugin"):
         sync.take_over(sends=False)
     assert control.calls == []

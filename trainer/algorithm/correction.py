@@ -85,15 +85,24 @@ def _tokens(batch: PackedBatch, train_logprobs_T: Tensor) -> _Tokens:
     return _Tokens(valid, train_N, rollout_N, train_N - rollout_N, lag_N)
 
 
+def scored_old(batch: PackedBatch, config: CorrectionConfig) -> Tensor | None:
+    """The learner's own log-probs from before the update. [T]
+
+    None where they follow from the update's forward pass: in bypass mode, in which ``old_logprobs_T`` is the rollout,
+    and where current is old.
+    """
+    return None if config.mode == "bypass" else batch.old_logprobs_T
+
+
 def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) -> Correction:
     """Weights and keep mask of a step's sequences (this rank's share), before its first update.
 
-    This function alone decides when a correction is computed: in bypass mode, and without ``old_logprobs_T``,
-    it follows from the forward pass of the loss (``weights_T`` is None, no metrics). Raises ValueError for a
-    response token whose log-prob is not finite, or above 0 (naming the sequence).
+    This function alone decides when a correction is computed: without ``scored_old`` it follows from the forward
+    pass of the loss (``weights_T`` is None, no metrics). Raises ValueError for a response token whose log-prob is not
+    finite, or above 0 (naming the sequence).
     """
-    old_logprobs_T = None if config.mode == "bypass" else batch.old_logprobs_T
-    tokens = None if old_logprobs_T is None else _tokens(batch, old_logprobs_T)
+    old_T = scored_old(batch, config)
+    tokens = None if old_T is None else _tokens(batch, old_T)
     if tokens is None or any(
         may_be_broken(x_N, logprobs=True) for x_N in (tokens.rollout_logprobs_N, tokens.train_logprobs_N)
     ):

@@ -62,7 +62,7 @@ class KLInReward:
         """The coefficient for a checkpoint; None where no controller moves it."""
         return self.coefficient if self._is_adaptive else None
 
-    def restore(self, state: float | None) -> None:
+    def load_state(self, state: float | None) -> None:
         """Go on from a checkpoint's ``state``. Without a controller the coefficient stays the config's."""
         if self._is_adaptive and state is not None:
             self.coefficient = state

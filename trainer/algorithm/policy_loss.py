@@ -30,7 +30,7 @@ from configs.schema.objective import (
 )
 from parallel.packing import PackedBatch, require_per_token
 from trainer.algorithm.aggregation import Averaging, Counted, over_kept
-from trainer.algorithm.correction import correct_current
+from trainer.algorithm.correction import correct_current, scored_old
 from trainer.algorithm.inputs import (
     broken_tokens,
     may_be_broken,
@@ -100,7 +100,7 @@ def policy_loss(
     token, and the sequence of a response token whose advantage, weight or log-prob in ``batch`` is not
     finite, or whose log-prob there is above 0.
     """
-    _require(batch, current_logprobs_T, entropy_T, mode=correction.mode, with_ref=kl.in_loss)
+    _require(batch, current_logprobs_T, entropy_T, correction, with_ref=kl.in_loss)
     mask_T = batch.response_mask_T
     # Replaced before any arithmetic: NaN times a zero weight would still be NaN, in the gradient too.
     current_T, entropy_T = (torch.where(mask_T, x_T, 0.0) for x_T in (current_logprobs_T, entropy_T))
@@ -267,9 +267,14 @@ def _mean(zero_off_mask_T: Tensor, count: float) -> Metric:
 
 
 def _require(
-    batch: PackedBatch, current_logprobs_T: Tensor, entropy_T: Tensor, *, mode: str, with_ref: bool
+    batch: PackedBatch,
+    current_logprobs_T: Tensor,
+    entropy_T: Tensor,
+    correction: CorrectionConfig,
+    *,
+    with_ref: bool,
 ) -> None:
-    weights_are_known = mode == "decoupled" and batch.old_logprobs_T is not None
+    weights_are_known = scored_old(batch, correction) is not None
     names = ["advantages_T"] + ["importance_weights_T"] * weights_are_known + ["aggregation_T"]
     names += ["ref_logprobs_T"] * with_ref
     require_fields(batch, names, "score it and give it advantages and loss weights")

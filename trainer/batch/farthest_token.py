@@ -15,13 +15,14 @@ Measure = Literal["abs_prob_max", "logprob_gap_max"]
 
 
 def farthest_token(
-    batch: StepBatch, learner_T: Tensor, group: dist.ProcessGroup | None, measure: Measure
+    batch: StepBatch, learner_T: Tensor | None, group: dist.ProcessGroup | None, measure: Measure
 ) -> str:
     """Over all ranks of the data-parallel group, which call it together; the same on each.
 
     learner_T: the learner's log-probs of this rank's share. Of tokens with lags, those with lag 0 are compared, as for
     ``SampledGap``.
     """
+    assert learner_T is not None  # a gap was measured
     everyone = [_farthest_here(batch, learner_T, measure)]
     if group is not None:
         mine, everyone = everyone[0], everyone * dist.get_world_size(group)

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.ranks.objects import bytes_of_all_ranks
+from parallel.rank_objects import bytes_of_all_ranks
 
 
 class Reduction(StrEnum):

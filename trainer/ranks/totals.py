@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.megatron import platform
+from parallel.rank_objects import from_all_ranks, from_first_rank
 from trainer.ranks.interruption import INTERRUPTIONS
-from trainer.ranks.objects import from_all_ranks, from_first_rank
 
 T = TypeVar("T")
 

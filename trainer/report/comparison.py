@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig
 from trainer.metric_names import WITHOUT_SELECTION, known
-from trainer.report.drawing import ALONE, FEW_RUNS, Recorded, Series, draw_legend, draw_lines, new_figure
+from trainer.report.drawing import ALONE, FEW_RUNS, draw_legend, draw_lines, new_figure
 from trainer.report.pictures import ROUNDING, Lines
+from trainer.report.series import Recorded, Series
 from trainer.tracking.tracker import flatten
 
 if TYPE_CHECKING:

@@ -5,16 +5,14 @@ dashes. Legends stand above the axes and cover nothing.
 """
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
+from operator import attrgetter
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, assert_never
 
 from configs.schema import RunConfig
-from trainer.metric_names import find_entry
 from trainer.report.pictures import MAX, MEAN, Buckets, Lines, Panel, Picture, Shares
+from trainer.report.series import Recorded, Series, is_drawn, smooth, smoothing_width, thinned, with_gaps
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,89 +24,14 @@ ALONE = (4.8, 3.5)
 """Inches of a single panel: on a phone of 360 pixels its smallest letters are about 8 pixels high."""
 LEGEND = {"loc": "lower left", "frameon": False, "fontsize": 8}
 """Above the axes, with ``bbox_to_anchor``."""
-FEWEST_SMOOTHED = 12
-MOST_POINTS, MOST_BARS = 2000, 500
-"""Of a line and of a stack: more would be narrower than a pixel, and a page would grow with the run."""
+MOST_BARS = 500
+"""Of a stack: more would be narrower than a pixel, and a page would grow with the run."""
 FEW_RUNS = 6
 """Most runs whose panels have a legend each, every step as a pale line, and accuracies in figures."""
+FEWEST_SMOOTHED = 12
 _LAST_STEPS = 10
 _LINEAR_BELOW = 1e-3
 """Bound of the linear part of a log scale with values that are not positive: metrics of the gap are noise below it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Series:
-    steps: list[int]
-    values: list[float]
-
-    def __len__(self) -> int:
-        return len(self.steps)
-
-    @property
-    def by_step(self) -> dict[int, float]:
-        return dict(zip(self.steps, self.values, strict=True))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """All steps, and each metric over the steps that have it."""
-
-    steps: list[int]
-    series: dict[str, Series]
-
-    def get(self, metric: str) -> Series:
-        """The metric's series, empty if it was not recorded."""
-        base = metric.removeprefix("1 - ")
-        series = self.series.get(base, Series([], []))
-        return series if base == metric else Series(series.steps, [1 - value for value in series.values])
-
-    def labelled(self, metrics: Mapping[str, str]) -> dict[str, str]:
-        """The recorded ones of these metrics, name to label. A star stands for all names that have its entry in the table of
-        metrics."""
-        labels = {}
-        for name, label in metrics.items():
-            if "*" not in name:
-                labels |= {name: label} if len(self.get(name)) else {}
-                continue
-            starred = name.removeprefix("1 - ")
-            pattern = re.compile(re.escape(starred).replace(r"\*", "(.+)"))
-            matches = filter(None, map(pattern.fullmatch, sorted(self.series)))
-            labels |= {
-                name.replace(starred, match[0]): label.replace("*", match[1])
-                for match in matches
-                if find_entry(match[0]) is find_entry(starred)
-            }
-        return labels
-
-    def edges(self, prefix: str) -> dict[str, str]:
-        """The recorded bins or buckets of a prefix, in order: ``le_64`` to its label ``≤ 64``."""
-        names = (name for name in self.series if name.startswith(f"{prefix}/"))
-        parts = {name.removeprefix(f"{prefix}/").split("/")[0] for name in names}
-        edges = sorted(
-            (float(edge), kind == "over", part) for part in parts for kind, _, edge in [part.partition("_")]
-        )
-        return {part: f"{'>' if over else '≤'} {edge:g}" for edge, over, part in edges}
-
-
-def is_drawn(panel: Panel, recorded: Recorded) -> bool:
-    match panel:
-        case Lines(metrics=metrics):
-            return any(_happened(panel, name, recorded) for name in recorded.labelled(metrics))
-        case Shares(prefix=prefix):
-            after_first = list(recorded.edges(prefix))[1:]
-            return any(any(recorded.get(f"{prefix}/{part}").values) for part in after_first)
-        case Buckets(prefix=prefix):
-            maxima = (recorded.get(f"{prefix}/{part}/{MAX}").values for part in recorded.edges(prefix))
-            return any(value >= panel.noise for values in maxima for value in values)
-        case _:
-            assert_never(panel)
-
-
-def _happened(panel: Lines, metric: str, recorded: Recorded) -> bool:
-    """Whether the metric left the value at which it rests, by more than rounding."""
-    idle = panel.idle_of.get(metric, panel.idle)
-    values = recorded.get(metric).values
-    return any(value != idle and abs(value - (idle or 0.0)) >= panel.noise for value in values)
 
 
 def draw(picture: Picture, recorded: Recorded, config: RunConfig) -> "Figure | None":
@@ -148,7 +71,7 @@ def _draw_panel(axes: "Axes", panel: Panel, recorded: Recorded, config: RunConfi
 
 def _note_smoothing(figure: "Figure", panels: Sequence[Panel], recorded: Recorded) -> None:
     smoothed = [
-        _smoothing_width(series)
+        smoothing_width(series)
         for panel in panels
         if isinstance(panel, Lines) and not panel.sparse
         for series in map(recorded.get, recorded.labelled(panel.metrics))
@@ -224,7 +147,9 @@ def draw_stack(
         axes.set_xlabel(f"step (each bar: mean of {width})")
     if len(steps) == 1:
         axes.set_xlim(steps[0] - 3, steps[0] + 3)
-    _titled(axes, title, columns=1, beside=True)
+    _set_title(axes, title)
+    place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+    axes.legend(fontsize=8, reverse=True, frameon=False, handlelength=1.2, **place)
 
 
 def shown(label: str) -> str:
@@ -232,46 +157,6 @@ def shown(label: str) -> str:
     beginning would keep it out of legends, so that a space without width goes before it."""
     label = label.replace("$", r"\$")
     return f"\u200b{label}" if label.startswith("_") else label
-
-
-def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Mean over the ``width`` (odd) steps around each. NaN stays NaN and is left out of its neighbours' means."""
-    sums = _window_sums([0.0 if math.isnan(value) else value for value in values], width)
-    counts = _window_sums([float(not math.isnan(value)) for value in values], width)
-    return [
-        math.nan if math.isnan(value) else total / count
-        for value, total, count in zip(values, sums, counts, strict=True)
-    ]
-
-
-def _window_sums(values: Sequence[float], width: int) -> list[float]:
-    """Sum of the ``width`` (odd) values around each, those past the ends taken as 0, in linear time.
-
-    A window is the end of a block of ``width`` values and the begin of the next. The sums from and to the ends of blocks
-    are only added: a difference of running sums would lose small values after a large one.
-    """
-    beyond = [0.0] * (width // 2)
-    padded = [*beyond, *values, *beyond]
-    blocks = [padded[start : start + width] for start in range(0, len(padded), width)]
-    begins = [total for block in blocks for total in accumulate(block)]
-    ends = [total for block in blocks for total in reversed([*accumulate(reversed(block))])]
-    return [
-        ends[place] + (begins[place + width - 1] if place % width else 0.0) for place in range(len(values))
-    ]
-
-
-def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], list[float]]:
-    """At most about ``MOST_POINTS`` points that look like all: the first, the last, the least and the greatest of each of
-    as many stretches as a panel has pixels. A stretch without a value keeps its gap."""
-    if len(values) <= MOST_POINTS:
-        return [*steps], [*values]
-    width, kept = math.ceil(2 * len(values) / MOST_POINTS), {0, len(values) - 1}
-    for start in range(0, len(values), width):
-        stretch = range(start, min(start + width, len(values)))
-        finite = [place for place in stretch if not math.isnan(values[place])] or [start]
-        kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-    places = sorted(kept)
-    return [steps[place] for place in places], [values[place] for place in places]
 
 
 # --------------------------------------------------------------------------------------------------------------------
@@ -304,12 +189,7 @@ def draw_lines(
         all_values.append(_draw_line(axes, panel.line, config))
     if len({step for _, series in drawn for step in series.steps}) == 1:
         axes.set_xlim(drawn[0][1].steps[0] - 1, drawn[0][1].steps[0] + 1)
-    if panel.log and min(all_values) > 0 and max(all_values) > 10 * min(all_values):
-        axes.set_yscale("log")
-    elif panel.log and min(all_values) <= 0 and max(map(abs, all_values)) > 10 * _LINEAR_BELOW:
-        axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
-    else:
-        _set_bounds(axes, panel.bounds, all_values)
+    _set_scale(axes, panel, all_values)
     has_alarm = panel.alarm is not None and _draw_alarm_level(
         axes, getattr(config.alarms, panel.alarm), panel.alarm_of
     )
@@ -319,7 +199,10 @@ def draw_lines(
         and panel.line is None
         and not has_alarm
     )
-    _titled(axes, panel.title, columns=2, without_legend=is_named_by_title or is_crowded)
+    if is_named_by_title or is_crowded:
+        _set_title(axes, panel.title)
+    else:
+        _add_legend(axes, panel.title)
 
 
 def line_style(place: int, count: int) -> dict[str, Any]:
@@ -370,14 +253,14 @@ def _draw_points(
 def _draw_series(
     axes: "Axes", series: Series, label: str, style: Mapping[str, Any], *, is_crowded: bool
 ) -> None:
-    steps, values = _with_gaps(series)
+    steps, values = with_gaps(series)
     if len(series) < FEWEST_SMOOTHED:
         marks = {"marker": "o", "markersize": 4, "linewidth": 1.4}
         axes.plot(*thinned(steps, values), label=label, **marks, **style)
         return
     if not is_crowded:
         _draw_with_points(axes, steps, values, color=style["color"], alpha=0.25, linewidth=1.0)
-    width, smoothed = 1.4 if is_crowded else 1.9, smooth(values, _smoothing_width(series))
+    width, smoothed = 1.4 if is_crowded else 1.9, smooth(values, smoothing_width(series))
     _draw_with_points(axes, steps, smoothed, linewidth=width, label=label, **style)
 
 
@@ -394,15 +277,13 @@ def _draw_with_points(axes: "Axes", steps: Sequence[int], values: Sequence[float
     axes.plot(steps, values, **marks, **style)
 
 
-def _smoothing_width(series: Series) -> int:
-    return max(len(series) // 15, 3) | 1
-
-
-def _with_gaps(series: Series) -> tuple[list[int], list[float]]:
-    """Every step from first to last. Missing values are NaN, so that lines break there."""
-    by_step = series.by_step
-    steps = list(range(series.steps[0], series.steps[-1] + 1))
-    return steps, [by_step.get(step, math.nan) for step in steps]
+def _set_scale(axes: "Axes", panel: Lines, values: Sequence[float]) -> None:
+    if panel.log and min(values) > 0 and max(values) > 10 * min(values):
+        axes.set_yscale("log")
+    elif panel.log and min(values) <= 0 and max(map(abs, values)) > 10 * _LINEAR_BELOW:
+        axes.set_yscale("symlog", linthresh=_LINEAR_BELOW)
+    else:
+        _set_bounds(axes, panel.bounds, values)
 
 
 def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values: Sequence[float]) -> None:
@@ -422,9 +303,7 @@ def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values:
 
 
 def _draw_line(axes: "Axes", line: tuple[str, str], config: RunConfig) -> float:
-    value: Any = config
-    for part in line[0].split("."):
-        value = getattr(value, part)
+    value = attrgetter(line[0])(config)
     axes.axhline(value, color="#555555", linestyle="--", linewidth=1.2, label=f"{line[1]} = {value:g}")
     return value
 
@@ -440,23 +319,19 @@ def _draw_alarm_level(axes: "Axes", level: float | None, of: str | None) -> bool
     return True
 
 
-def _titled(
-    axes: "Axes", title: str, *, columns: int, beside: bool = False, without_legend: bool = False
-) -> None:
-    """The panel's title and, under it or beside the axes, its legend."""
-    if without_legend or beside:
-        axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
-        if beside:
-            place = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
-            axes.legend(fontsize=8, reverse=True, frameon=False, handlelength=1.2, **place)
-        return
+def _set_title(axes: "Axes", title: str) -> None:
+    axes.set_title(title, fontsize=10, fontweight="bold", loc="left")
+
+
+def _add_legend(axes: "Axes", title: str) -> None:
+    """The legend above the axes, with the panel's title over it."""
     labels = axes.get_legend_handles_labels()[1]
     axes.legend(
         title=title,
         title_fontproperties={"size": 10, "weight": "bold"},
         alignment="left",
         bbox_to_anchor=(-0.02, 1.0),
-        ncols=1 if any(len(label) > 20 for label in labels) else columns,
+        ncols=1 if any(len(label) > 20 for label in labels) else 2,
         **LEGEND,
         borderaxespad=0.2,
         handlelength=2.4,
@@ -507,4 +382,4 @@ def _draw_buckets(axes: "Axes", panel: Buckets, recorded: Recorded) -> None:
     axes.set_xlabel(panel.axis)
     axes.set_ylabel(panel.unit)
     axes.grid(False, axis="x")
-    _titled(axes, panel.title, columns=2)
+    _add_legend(axes, panel.title)

@@ -13,8 +13,8 @@ from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
 from trainer.file_system import read_file
 from trainer.metric_names import known
-from trainer.report.drawing import Recorded, Series, is_drawn
 from trainer.report.pictures import FLAT_MEANS, FLAT_MEANS_OF_ONE_MINIBATCH, PICTURES, Buckets, Lines, Panel
+from trainer.report.series import Recorded, Series, is_drawn
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.tracker import read_metrics

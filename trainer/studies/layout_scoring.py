@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema import RunConfig
@@ -20,6 +19,7 @@ from parallel.engine import MegatronEngine
 from parallel.megatron import platform
 from parallel.megatron.layers import PackedCoreAttention
 from parallel.packing import PackedBatch
+from parallel.rank_objects import from_all_ranks
 from trainer.batch.plan import pack_prompted, plan_batches
 from trainer.studies.layout_statistics import Sampled
 
@@ -38,9 +38,7 @@ def frozen_engine(config: RunConfig, model: ModelConfig) -> MegatronEngine:
         model,
         config.layout,
         None,
-        total_optimizer_steps=1,
         logprob_chunk_tokens=config.learner.logprob_chunk_tokens,
-        recompute="none",
         seed=config.seed,
         timeout_s=config.launch.collective_timeout_s,
         pieces=config.numerics_pieces,
@@ -110,9 +108,8 @@ class Scorer:
             if start + size < len(bins):
                 self._report_rate(f"  {name}: {start + size} of {len(bins)} micro-batches", tokens, began)
         groups = self.engine.groups
-        everyone: list[dict[int, Tensor]] = [{}] * groups.world_size
         # Every rank of a copy of the model has the same results.
-        dist.all_gather_object(everyone, mine if groups.tp_rank == groups.pp_rank == 0 else {})
+        everyone = from_all_ranks(mine if groups.tp_rank == groups.pp_rank == 0 else {})
         self._report_rate(f"scored {name}: {sampled.num_responses} responses", tokens, began)
         if groups.rank:
             return None

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
+from rollout.records import Completion
 from trainer.algorithm.kl import bounded
 from trainer.algorithm.mismatch import HIGH_GAP, NEAR_ONE, bounds_of
 from trainer.algorithm.segments import max_per_sequence, sum_per_sequence
@@ -66,6 +67,13 @@ class Sampled:
         """Tokens of each prompt with its response."""
         lengths = (self.prompt_lengths_R + self.response_lengths_R).tolist()
         return [part.tolist() for part in self.tokens_L.split(lengths)]
+
+
+def join_groups(prompts: Sequence[Sequence[int]], groups: Sequence[Sequence[Completion]]) -> Sampled:
+    """The completions of each prompt. Raises ValueError as ``join_samples`` does."""
+    completions = [(number, one) for number, group in enumerate(groups) for one in group]
+    samples = [(number, one.token_ids.tolist(), one.rollout_logprobs.tolist()) for number, one in completions]
+    return join_samples(prompts, samples, [one.experts for _, one in completions])
 
 
 def join_samples(

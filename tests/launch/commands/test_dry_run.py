@@ -24,7 +24,7 @@ from configs.schema.rollout import RolloutConfig
 from launch import cli
 from launch.checks import config as checks
 from launch.checks.arguments import BadInput
-from launch.checks.config import _gap_notes
+from launch.checks.correction import gap_notes
 from launch.checks.device_memory import memory_lines, memory_problems, need_of
 from launch.checks.devices import Device, _smallest_gpu
 from launch.commands import train as training
@@ -375,7 +375,7 @@ WIDE = "correction={mode: decoupled, weight: {level: token}, reject: [{rule: rat
     ],
 )
 def test_samples_of_another_policy_that_the_correction_does_not_suit_are_warned_of(folder, options, warned):
-    notes = list(_gap_notes(config(*options)))
+    notes = list(gap_notes(config(*options)))
     assert [warned in note for note in notes] == ([True] if warned else [])
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from configs.loader import load_config
 from launch.commands import quickstart
-from rollout.servers.command import check_dtype_is_served
+from rollout.servers.served import check_dtype_is_served
 
 
 @pytest.mark.parametrize("preset", quickstart.STUDY_CORRECTIONS.values())

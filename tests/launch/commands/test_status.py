@@ -14,8 +14,10 @@ import pytest
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.commands import train as training
-from launch.commands.status import _kernel_name_of, brief_state, holders_of, lock_holders, log_files, status
+from launch.commands.logs import log_files
+from launch.commands.status import brief_state, status
 from launch.processes.going_on import way_on
+from launch.processes.locks import _kernel_name_of, holders_of
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.stopping import Stopped
 from launch.processes.supervisor import RoleFailed
@@ -351,7 +353,7 @@ def test_a_warm_start_and_an_evaluation_hold_their_folders(tmp_path, monkeypatch
 
     def look(*_, **__):
         (run,) = (tmp_path / "runs").iterdir()
-        seen.append((status(RunFolder(run)).state, lock_holders(RunFolder(run))))
+        seen.append((status(RunFolder(run)).state, RunFolder(run).holders()))
 
     def fail(*_):
         raise RoleFailed("no servers")

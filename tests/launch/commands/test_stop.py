@@ -155,7 +155,7 @@ def test_a_process_without_the_lock_gets_no_signal(folder, monkeypatch, tmp_path
     """As if the kernel's table named a number that another process has by now."""
     folder.claim()
     with subprocess.Popen([sys.executable, "-c", NOT_READY]) as other:
-        monkeypatch.setattr(stopping_command, "lock_holders", lambda _: [other.pid])
+        monkeypatch.setattr(RunFolder, "holders", lambda _: [other.pid])
         done = tandem("stop", "run", cwd=tmp_path)
         assert done.returncode == 1 and "does not have its lock open: nothing was sent" in done.stderr
         assert other.poll() is None

@@ -14,7 +14,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 
 from launch.roles.rendezvous import OneNode, SeveralNodes, make_handler
 from parallel.megatron.rank_store import STORE_VARIABLE
-from rollout.servers.command import choose_ports
+from rollout.servers.ports import choose_ports
 
 
 def agents(nodes: int, port: int, *, run_id="run", timeout_s=60) -> list[SeveralNodes]:

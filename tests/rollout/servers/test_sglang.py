@@ -37,10 +37,11 @@ from rollout.records import Completion, FinishReason
 from rollout.sampling.prompt_room import server_limit
 from rollout.servers.answers import Sent, neutral_sampling_params, parse_completion
 from rollout.servers.client import SGLangClient
-from rollout.servers.command import OWNED_FLAGS, check_flags_exist, choose_ports, flags_of_sglang
 from rollout.servers.control import ControlError, SGLangControl
 from rollout.servers.fleet import ServerDied, ServerFleet
 from rollout.servers.kept_sets import REQUEST, Truncation
+from rollout.servers.ports import choose_ports
+from rollout.servers.served import OWNED_FLAGS, check_flags_exist, flags_of_sglang
 from rollout.servers.share import ServerShare
 from rollout.sglang_plugin.tandem_process_memory import Sending
 from rollout.tiny_model import make_tiny_countdown_model

@@ -16,21 +16,19 @@ import zmq
 
 from configs.schema.learner import LearnerConfig
 from configs.schema.rollout import RolloutConfig
-from rollout.servers.command import (
+from rollout.servers.command import cpu_binding, files_of_other_models, server_command, server_environment
+from rollout.servers.fleet import ServerFleet, visible_gpus
+from rollout.servers.ports import Ports, choose_ports
+from rollout.servers.served import (
     FP8_MODELS,
-    Ports,
     check_dtype_is_served,
+    check_gpus,
+    check_gpus_of,
     check_quantization,
     check_server_args,
     check_temporary_folder,
     check_windows_are_served,
-    choose_ports,
-    cpu_binding,
-    files_of_other_models,
-    server_command,
-    server_environment,
 )
-from rollout.servers.fleet import ServerFleet, check_gpus, check_gpus_of, visible_gpus
 from rollout.servers.share import ServerShare, on_one_machine
 from tests.support.server_specs import server_spec
 

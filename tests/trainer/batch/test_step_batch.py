@@ -61,7 +61,7 @@ from trainer.batch.sharing_out import Share, split_groups
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.ranks.metrics import merge_over_ranks, values
 from trainer.ranks.totals import alone, total_over
-from trainer.step_metrics import reward_metrics_of, sample_metrics
+from trainer.step_metrics import sample_metrics, step_rewards
 
 VOCAB = 7
 CONSTANT = 5
@@ -855,7 +855,7 @@ def test_an_episode_whose_first_sequence_has_no_tokens_counts_by_those_of_its_fo
         rewards_S=torch.tensor([1.0, 1.0, 0.0]), group_ids_S=torch.zeros(3, dtype=torch.int64),
         episode_ids_S=torch.tensor([0, 0, 1]),
     )  # fmt: skip
-    found = values(reward_metrics_of(batch, [], "decoupled", alone))
+    found = values(step_rewards(batch, batch.packed.old_logprobs_T, alone))
     assert found["reward/as_sampled"] == 0.5
     assert found["reward/importance_weighted"] == pytest.approx(2 / 3, rel=1e-6)
 
@@ -864,7 +864,7 @@ def reward_metrics_on_rank(share: Share, group: dist.ProcessGroup) -> dict[str, 
     batch = step_batch(share)
     old = [scores(OLD, m.tokens_T, m.targets_T)[0] for m in batch.microbatches()]
     batch = batch.with_fields(old_logprobs_T=batch.scattered(old))
-    own = reward_metrics_of(batch, [], "decoupled", total_over(group))
+    own = step_rewards(batch, batch.packed.old_logprobs_T, total_over(group))
     return values(merge_over_ranks(own, group))
 
 

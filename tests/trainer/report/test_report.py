@@ -28,23 +28,11 @@ from rollout.sampling.sampler import accuracy_error
 from tests.tracing.made import write_run as write_trace
 from trainer.report import comparison, timeline
 from trainer.report import page as page_module
-from trainer.report.drawing import (
-    COLORS,
-    MOST_BARS,
-    MOST_POINTS,
-    Recorded,
-    Series,
-    draw,
-    draw_legend,
-    draw_lines,
-    draw_stack,
-    new_figure,
-    smooth,
-    thinned,
-)
+from trainer.report.drawing import COLORS, MOST_BARS, draw, draw_legend, draw_lines, draw_stack, new_figure
 from trainer.report.page import changed_settings, write_report
 from trainer.report.pictures import PICTURES, Lines
 from trainer.report.recorded_run import alarm_histories
+from trainer.report.series import MOST_POINTS, Recorded, Series, smooth, thinned
 from trainer.tracking import alarms
 
 ALL_FIGURES = {picture.name for picture in PICTURES} | {"step_time"}

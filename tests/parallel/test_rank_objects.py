@@ -2,10 +2,10 @@
 
 import torch.distributed as dist
 
+from parallel.rank_objects import ROOM, bytes_of_all_ranks, from_all_ranks, from_first_rank
 from rollout.client import RolloutError
 from tests.support.megatron_workers import run_ranks
 from trainer.ranks.interruption import StopRequested
-from trainer.ranks.objects import ROOM, bytes_of_all_ranks, from_all_ranks, from_first_rank
 from trainer.ranks.totals import answer_of_first_rank, on_all_ranks, on_first_rank
 
 OBJECTS = [None, False, True, 0, "", "text", [], {"a": [1, None]}, None, StopRequested("asked"), None]

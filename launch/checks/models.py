@@ -1,0 +1,119 @@
+"""Compares a config with the models that it names: layouts, and what learner and servers compute of them."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from configs.loader import Finding
+from configs.schema import RunConfig, SftConfig
+from launch.checks.findings import finding_of
+from parallel.planning.adapters import check_lora
+from parallel.planning.architecture import Architecture, architecture_of, read_architecture, read_hf_config
+from parallel.planning.layout import (
+    check_aligned_servers,
+    check_numerics,
+    check_other_positions,
+    check_other_vocabulary,
+    check_trainable,
+    layout_problems,
+    validate_rollout_layout,
+)
+from parallel.planning.server_memory import static_share
+from rollout.sampling.prompt_room import prompt_room, sequence_limits
+from rollout.servers.served import check_quantization
+from rollout.tokenizer_files import check_same_tokens
+
+
+def _has_model_config(config: RunConfig | SftConfig) -> bool:
+    """Whether the model's config.json exists; a missing one is reported with the missing files."""
+    return (config.model.path / "config.json").is_file()
+
+
+def has_model_configs(config: RunConfig | SftConfig) -> bool:
+    """Also those of critic and reference."""
+    others = config.other_models.values() if isinstance(config, RunConfig) else ()
+    return _has_model_config(config) and all((model.path / "config.json").is_file() for model in others)
+
+
+def check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Finding]:
+    if not _has_model_config(config):
+        return
+    try:
+        hf_config = read_hf_config(config.model.path)
+        architecture = read_architecture(hf_config)
+    except ValueError as error:
+        yield "model.path", str(error)
+        return
+    layout_errors = layout_problems(architecture, config.layout)
+    yield from (("layout", error) for error in layout_errors)
+    if trains:
+        yield from finding_of("model.dtype", check_trainable, architecture, config.model.dtype)
+    if not isinstance(config, RunConfig):
+        return
+    if config.numerics_pieces is not None:
+        yield from finding_of("model.numerics", check_numerics, config.numerics_pieces, architecture)
+    if config.learner.routing != "own" and architecture.experts is None:
+        dense = f"the {architecture.model_type} model at {config.model.path} has no experts to choose"
+        yield "learner.routing", f"learner.routing={config.learner.routing}: {dense}; leave it out"
+    if config.learner.lora is not None:
+        yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
+    yield from _check_served_model(config, architecture, hf_config)
+    room = partial(prompt_room, config, "training", max_positions=architecture.max_positions)
+    yield from finding_of("rollout.max_new_tokens", room)
+    if trains:
+        for field in config.other_models:
+            yield from _check_other_model(config, field, architecture, reported=layout_errors)
+
+
+def _check_served_model(
+    config: RunConfig, architecture: Architecture, hf_config: Mapping[str, Any]
+) -> Iterator[Finding]:
+    """Whether SGLang serves the model with these settings, and computes what the learner does."""
+    rollout, kind = config.rollout, architecture.model_type
+    yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
+    if config.numerics_pieces is not None:
+        yield from finding_of("rollout.tp", check_aligned_servers, rollout.tp, architecture)
+    yield from finding_of("rollout.server_args", static_share, config)
+    yield from finding_of("rollout.quantization", check_quantization, rollout, kind)
+    saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
+    if architecture.has_sinks and saved not in (None, rollout.dtype):
+        yield (
+            "rollout.dtype",
+            f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {kind} in the dtype of config.json, {saved}, and fails at its "
+            f"first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
+        )
+    if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
+        yield (
+            "rollout.precision",
+            f"rollout.precision={rollout.precision}: the experts of a {kind} are one tensor of all of a layer, which is not rounded to "
+            "a grid; use bf16 or fp16, or leave it out",
+        )
+    if architecture.scales_embeddings and not rollout.sglang_plugin and rollout.dtype != "float32":
+        yield (
+            "rollout.sglang_plugin",
+            f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a {kind} to "
+            f"{rollout.dtype}, as the learner does; leave it out, so that servers use Tandem's",
+        )
+
+
+def _check_other_model(
+    config: RunConfig, field: str, policy: Architecture, reported: Sequence[str]
+) -> Iterator[Finding]:
+    """Of a critic's model or a reference's. ``reported``: layout errors of the policy, which are not repeated."""
+    model = config.other_models[field]
+    if not (model.path / "config.json").is_file():
+        return
+    try:
+        other = architecture_of(model.path)
+        layout_errors = layout_problems(other, config.layout)
+    except ValueError as error:
+        yield f"{field}.path", str(error)
+        return
+    yield from (("layout", f"of {field}: {error}") for error in layout_errors if error not in reported)
+    if field == "critic.model":
+        yield from finding_of(f"{field}.dtype", check_trainable, other, model.dtype)
+    yield from finding_of(f"{field}.path", check_other_vocabulary, field, other, policy)
+    yield from finding_of(f"{field}.path", check_same_tokens, field, config.model.path, model.path)
+    limits = sequence_limits(config, "training", max_positions=policy.max_positions)
+    longest = min(limit.sequence for limit in limits)
+    yield from finding_of(f"{field}.path", check_other_positions, field, other, longest)
