@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tracing.reading import STEP, Process, Recorded, Trace, union_ns
+from tracing.reading import STEP, Process, Recorded, Trace, covered_ns, part_of, union_of
 from tracing.recorder import MAIN
 
 Tree = dict[tuple[str, ...], list[Recorded]]
@@ -44,18 +44,24 @@ def parts_of(trace: Trace) -> list[Parts]:
 def _parts(process: Process, trace: Trace) -> Parts | None:
     own = [s for s in process.spans if s.name == STEP and s.notes.get("step") in trace.steps]
     times = [(s.begin, s.end) for s in own] or list(trace.steps.values())
-    wall, count = sum(end - begin for begin, end in times), len(times)
+    wall, count, steps = sum(end - begin for begin, end in times), len(times), union_of(sorted(times))
     if not wall:
         return None
     main = [s for s in process.spans if s.name != STEP and s.row == MAIN]
     parts = []
     for path, spans in (*_by_tree(_of_main(main)), *_by_tree(_of_families(process))):
-        inside = [s for s in spans if any(s.end > begin and s.begin < end for begin, end in times)]
+        inside = sum(bool(part_of(steps, s.begin, s.end)) for s in spans)
         if inside:
-            taken = sum(union_ns(spans, begin, end) for begin, end in times)
-            parts.append(Part(path, taken / count / 1e9, taken / wall, len(inside) / count))
-    covered = sum(union_ns(main, begin, end) for begin, end in times)
+            taken = _taken(spans, times)
+            parts.append(Part(path, taken / count / 1e9, taken / wall, inside / count))
+    covered = _taken(main, times)
     return Parts(process, wall / count / 1e9, parts, (wall - covered) / count / 1e9)
+
+
+def _taken(spans: Sequence[Recorded], times: Sequence[tuple[int, int]]) -> int:
+    """The ns of each of the times in which at least one span is open, together."""
+    union = union_of((s.begin, s.end) for s in spans)
+    return sum(covered_ns(union, begin, end) for begin, end in times)
 
 
 def _of_main(main: Sequence[Recorded]) -> Tree:

@@ -6,8 +6,10 @@ agreement of their wall clocks: NTP or PTP must keep these together.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +154,22 @@ def _row_order(row: str) -> tuple[bool, str, int]:
     return (row != MAIN, family, int(number)) if number.isdigit() else (row != MAIN, row, 0)
 
 
-def union_ns(spans: Sequence[Recorded], begin: int, end: int) -> int:
-    """The time between ``begin`` and ``end`` in which at least one span is open. spans: in order of their begin."""
-    total, reached = 0, begin
-    for s in spans:
-        if s.end > reached and s.begin < end:
-            total += min(s.end, end) - max(s.begin, reached)
-            reached = min(s.end, end)
-    return total
+def union_of(times: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The times in which at least one (begin, end) is open, none of which overlap. ``times``: in order of their begin."""
+    union: list[tuple[int, int]] = []
+    for begin, end in times:
+        if union and begin < union[-1][1]:
+            union[-1] = (union[-1][0], max(union[-1][1], end))
+        else:
+            union.append((begin, end))
+    return union
+
+
+def part_of(union: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
+    """Those times of a ``union_of`` that reach into what is between ``begin`` and ``end``."""
+    return union[bisect_right(union, begin, key=itemgetter(1)) : bisect_left(union, end, key=itemgetter(0))]
+
+
+def covered_ns(union: list[tuple[int, int]], begin: int, end: int) -> int:
+    """The part of the time between ``begin`` and ``end`` that a ``union_of`` covers."""
+    return sum(min(one[1], end) - max(one[0], begin) for one in part_of(union, begin, end))

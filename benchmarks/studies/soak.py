@@ -159,7 +159,7 @@ class LongRun:
     def check(self, *, has_ended: bool = False) -> None:
         """Raise SoakError for a step or a group that is missing or there twice, a token that is too old, or
         servers that sample from other weights than the learner's."""
-        lines = read_ledger(self.path / "ledger.jsonl")  # before the metrics: the run goes on
+        lines = [*read_ledger(self.path / "ledger.jsonl")]  # before the metrics: the run goes on
         steps = self.steps()
         for number, row in enumerate(steps, start=1):
             version = row.get("sync/version", number)  # the last step of an attempt may end before its update

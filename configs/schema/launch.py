@@ -80,6 +80,8 @@ class SlurmConfig(Schema):
     gpus: NonNegativeInt | None = None
     """GPUs of the node of a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each process
     of learner and servers."""
+    gpu_type: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
+    """Type of the nodes' GPUs where a cluster has several, such as ``h100``, as ``sinfo -o %G`` names it."""
     cpus_per_node: PositiveInt | None = None
     """CPU cores of each node."""
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")

@@ -153,7 +153,7 @@ class MathVerifyReward(Schema):
     weight: FiniteFloat = 1.0
     """Factor of this reward, as a part of ``weighted`` and alone."""
     timeout_s: Seconds = 10.0
-    """Deadline of one sample. A sample that misses it scores 0 and is marked failed."""
+    """Deadline of one sample. A sample that misses it is not scored, and counts as failed."""
     num_workers: PositiveInt | None = None
     """Processes that score at the same time, one sample each, started when needed. null: half of the cores, at
     most 32."""
@@ -172,7 +172,7 @@ class FunctionReward(Schema):
     countdown); ``num_tokens`` of the response; ``finish_reason``, ``stop`` or ``length``. The module is
     looked for in the current folder, and among the installed ones."""
     timeout_s: Seconds = 10.0
-    """Deadline of one call. A sample that misses it scores 0 and is marked failed."""
+    """Deadline of one call. A sample that misses it is not scored, and counts as failed."""
     num_workers: PositiveInt | None = None
     """Processes that score at the same time, one sample each, started when needed. null: half of the cores, at
     most 32."""

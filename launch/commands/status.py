@@ -195,9 +195,9 @@ def _progress_lines(
 
 def _accuracies_text(accuracies: Mapping[int, float]) -> str:
     """The last accuracies by step, the newest first, as a narrow terminal cuts the end; then the best and the first, where
-    they are not among them."""
+    they are not among them. Of equal ones the earliest is the best, as for the best checkpoint."""
     last = sorted(accuracies, reverse=True)[:LAST_ACCURACIES]
-    best = [] if not last else [max(accuracies, key=lambda step: (accuracies[step], step))]
+    best = [] if not last else [max(accuracies, key=lambda step: (accuracies[step], -step))]
     groups = [("", last), ("best ", best), ("first ", [min(accuracies)] if last else [])]
     shown, texts = set[int](), list[str]()
     for title, steps in groups:

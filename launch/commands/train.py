@@ -222,8 +222,10 @@ def _trained_model(folder: RunFolder, overrides: list[str]) -> tuple[Path, list[
 def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[str, Any], str]:
     """(for the file of the summary, in words)."""
     summary: dict[str, Any] = {"accuracy": result.accuracy, "count": result.count, "model": str(model)}
-    summary["failed"] = result.failed
+    summary |= {"reward_mean": result.reward_mean, "failed": result.failed}
     text = f"accuracy {result.accuracy:.4f} on {result.count} held-out samples{_failed_text(result)}"
+    if result.reward_mean != result.accuracy:  # equal where all rewards are 0 or 1
+        text += f", mean reward {result.reward_mean:.4f}"
     if result.pass_at:
         summary["pass_at"] = result.pass_at
         text += "".join(f", pass@{k} {share:.4f}" for k, share in result.pass_at.items())

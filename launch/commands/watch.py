@@ -26,7 +26,7 @@ from launch.commands.status import status
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.metric_names import STEP_PARTS, TIME_PARTS, known, value_of
-from trainer.tracking.metrics_file import read_metrics
+from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import Decode, find_decode
 
@@ -54,8 +54,9 @@ MOST_SAMPLES = 4
 def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
     """Show the run until Ctrl-C or SIGTERM; with ``once`` print one picture."""
     console, decode = Console(highlight=False), cache(lambda: find_decode(model_path(folder), folder.path)[0])
+    metrics = GrowingMetrics(folder.metrics)
     if once:
-        for title, part in _parts(folder, decode):
+        for title, part in _parts(folder, metrics, decode):
             console.print(Panel(part, title=title, title_align="left"))
         return
     if not console.is_terminal:
@@ -65,14 +66,15 @@ def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
         signal.signal(number, signal.default_int_handler)
     with suppress(KeyboardInterrupt), Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
-            live.update(_screen(_parts(folder, decode)), refresh=True)
+            live.update(_screen(_parts(folder, metrics, decode)), refresh=True)
             time.sleep(every_s)
 
 
-def _parts(folder: RunFolder, decode: Callable[[], Decode]) -> list[tuple[str, RenderableType]]:
-    """(title, content) of the panels."""
-    file = folder.metrics
-    rows = read_metrics(file, is_written=True) if file.exists() else []
+def _parts(
+    folder: RunFolder, metrics: GrowingMetrics, decode: Callable[[], Decode]
+) -> list[tuple[str, RenderableType]]:
+    """(title, content) of the panels. ``metrics``: of the folder."""
+    rows = metrics.read()
     found = status(folder, rows=rows)
     lines = aligned([("state", found.state), *found.lines])
     return [

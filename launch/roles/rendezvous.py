@@ -14,6 +14,7 @@ the content of its store: anyone who reaches the port can run code in the run. T
 import os
 import socket
 import sys
+import tempfile
 from datetime import timedelta
 from functools import partial
 
@@ -170,7 +171,9 @@ def main(arguments: list[str]) -> None:
     several_nodes = any(argument.startswith("--nnodes") for argument in arguments)
     if not several_nodes and " ".join(COMMAND) in " ".join(arguments):
         fork_ranks()
-    run.main(arguments)
+    # torchrun makes a folder for the ranks' errors, and leaves it there.
+    with tempfile.TemporaryDirectory(prefix="torchelastic_", ignore_cleanup_errors=True) as folder:
+        run.main([f"--log-dir={folder}", *arguments])
 
 
 if __name__ == "__main__":

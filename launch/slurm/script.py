@@ -145,11 +145,12 @@ def note_on_cores(config: RunConfig) -> str | None:
 def directives(config: RunConfig, *, log: str, count: int | None = None) -> list[str]:
     """The ``#SBATCH`` lines of one run, or of an array of ``count`` runs."""
     slurm, gpus = config.launch.slurm, gpus_of_node(config)
+    gres = ["gpu", *([slurm.gpu_type] if slurm.gpu_type else []), str(gpus)]
     asked = {
         "job-name": config.name,
         "nodes": num_nodes(config),
         "ntasks-per-node": 1,
-        "gres": f"gpu:{gpus}" if gpus else None,
+        "gres": ":".join(gres) if gpus else None,
         "cpus-per-task": slurm.cpus_per_node,
         "mem": slurm.memory_per_node,
         "time": slurm.time,

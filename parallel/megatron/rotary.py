@@ -57,7 +57,9 @@ def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
     }
     # A text's tokens have one position each, which is that of every section.
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+    # gpt-oss has YaRN where config.json does not say.
     is_plain = rope.keys() <= known and rope.get("rope_type", "default") == "default"
+    is_plain = is_plain and (bool(rope) or not family.has_sinks)
     share = rotated_share(hf_config, family)
     head_dim = hf_config.get("qk_rope_head_dim" if family.is_latent else "head_dim")
     if head_dim is None and hf_config.get("model_type") in (

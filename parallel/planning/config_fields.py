@@ -105,9 +105,7 @@ def check_rope_by_layers(hf_config: Mapping[str, Any], kind: str) -> None:
 def check_rope_by_kind(hf_config: Mapping[str, Any], kind: str) -> None:
     """Raises ValueError for rope parameters of a Gemma 3 that are neither transformers', by kind of layer, nor those of the
     published files."""
-    by_kind, scaling = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
-    if by_kind is not None and scaling is not None:
-        raise ValueError(f"config.json of a {kind} model has rope_parameters and rope_scaling; restore it")
+    by_kind = hf_config.get("rope_parameters")
     if by_kind is not None:
         kinds = ("full_attention", "sliding_attention")
         if not isinstance(by_kind, Mapping) or not all(isinstance(by_kind.get(k), Mapping) for k in kinds):
@@ -173,6 +171,42 @@ def check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
             )
 
 
+def check_served_rope(hf_config: Mapping[str, Any], kind: str) -> None:
+    """Raises ValueError for numbers of scaled frequencies that transformers or SGLang 0.5.23 alone reads, or reads otherwise."""
+    rope, is_latent = rope_of(hf_config), SUPPORTED[kind].is_latent
+    if rope_type_of(hf_config) not in ("yarn", "llama3"):
+        return
+    original, scales = "original_max_position_embeddings", (rope.get("mscale"), rope.get("mscale_all_dim"))
+    is_other = {
+        # Beside the rope parameters: transformers takes it in place of theirs, SGLang does so in Llama's code alone.
+        original: hf_config.get(original) not in (None, rope.get(original)),
+        "attention_factor": not is_latent and not _is_served_factor(rope),
+        "mscale": not is_latent and None not in scales and 0 in scales,
+        "truncate": is_latent and not rope.get("truncate", True),
+        # In SGLang alone.
+        "attn_factor": rope.get("attn_factor", 1) != 1,
+        "extrapolation_factor": rope.get("extrapolation_factor", 1) != 1,
+        "apply_yarn_scaling": is_latent and not rope.get("apply_yarn_scaling", True),
+        # transformers then takes its default.
+        "beta_fast": rope.get("beta_fast", 32) is None,
+        "beta_slow": rope.get("beta_slow", 1) is None,
+    }
+    for name in filter(is_other.get, is_other):
+        place, fields = ("beside", hf_config) if name == original else ("in", rope)
+        raise ValueError(
+            f"config.json has {name}={fields[name]!r} {place} its rope parameters, of which transformers and SGLang make different "
+            f"frequencies; use a {kind} without it"
+        )
+
+
+def _is_served_factor(rope: Mapping[str, Any]) -> bool:
+    """Whether YaRN's ``attention_factor``, which SGLang does not read, is none or what follows from the other numbers."""
+    given, log = rope.get("attention_factor"), math.log(max(rope["factor"], 1))
+    one, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    served = (0.1 * one * log + 1) / (0.1 * all_dims * log + 1) if one and all_dims else 0.1 * log + 1
+    return given is None or math.isclose(given, served, rel_tol=1e-6)
+
+
 def rope_type_of(hf_config: Mapping[str, Any]) -> Any:
     """The rope_type under ``rope_parameters``, or in older files under ``rope_scaling``, also as ``type``."""
     rope = rope_of(hf_config)
@@ -181,8 +215,16 @@ def rope_type_of(hf_config: Mapping[str, Any]) -> Any:
 
 def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """``rope_parameters``, or in older files ``rope_scaling``; empty where there are none. Of parameters by kind of layer those
-    without a window."""
-    rope = hf_config.get("rope_parameters") or hf_config.get("rope_scaling") or {}
+    without a window.
+
+    Raises ValueError where there are both: transformers then reads ``rope_scaling`` alone, and with it another rope_theta."""
+    new, old = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
+    if new and old and new != old:
+        raise ValueError(
+            f"config.json has rope_parameters and rope_scaling={old!r}, of which transformers reads the latter alone; write all numbers "
+            "into rope_parameters, and remove rope_scaling"
+        )
+    rope = new or old or {}
     if not isinstance(rope, Mapping):
         raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
     full = rope.get("full_attention")

@@ -158,6 +158,7 @@ SUPPORTED: dict[str, Family] = {
         title="Mixtral",
         layers="attention; experts by softmax in every layer",
         has_window=True,
+        rope_types=("default",),  # SGLang scales nothing there
         experts="mixtral",
     ),
     "gpt_oss": Family(

@@ -8,6 +8,7 @@ from parallel.planning.config_fields import (
     check_rope_by_layers,
     check_rope_numbers,
     check_rope_type,
+    check_served_rope,
     read_size,
     rope_of,
     rope_type_of,
@@ -25,6 +26,7 @@ def refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> 
         _check_gemma(hf_config, kind)
     check_rope_type(rope_type_of(hf_config), kind)
     check_rope_numbers(hf_config, kind)
+    check_served_rope(hf_config, kind)
     if family.has_sinks:
         _check_gpt_oss(hf_config, kind)
     for name, is_set in (_of_layers(hf_config, kind, family) | _of_experts(hf_config, family)).items():
@@ -57,6 +59,10 @@ def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[
         "attn_logit_softcapping": hf_config.get("attn_logit_softcapping") is not None,
         "final_logit_softcapping": hf_config.get("final_logit_softcapping") is not None,
         "use_bidirectional_attention": bool(hf_config.get("use_bidirectional_attention")),
+        "is_causal": not hf_config.get("is_causal", True),
+        # Of SGLang's code alone: chunks of sparse attention, and pairs of neighbours that are rotated.
+        "dual_chunk_attention_config": bool(hf_config.get("dual_chunk_attention_config")),
+        "rope_is_neox_style": not hf_config.get("rope_is_neox_style", True),
         "partial_rotary_factor": family.rotated_share is None and rotated_share(hf_config, family) != 1.0,
         # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
         "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),

@@ -83,8 +83,23 @@ def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def load_hf(models: Sequence[PackedGPTModel], folder: Path) -> None:
-    """``load_weights`` of a folder."""
-    load_weights(models, HuggingFaceWeights(folder))
+    """``load_weights`` of a folder. Raises ValueError also for an output layer that config.json says it has not."""
+    weights = HuggingFaceWeights(folder)
+    _check_tied_output(weights, models[0].architecture)
+    load_weights(models, weights)
+
+
+def _check_tied_output(weights: HuggingFaceWeights, architecture: Architecture) -> None:
+    """A tied model's folder may repeat the embedding as lm_head. Where that is another matrix, transformers does not tie them,
+    and SGLang does."""
+    if not architecture.tied or TOP[OUTPUT] not in weights.names:
+        return
+    embedding, output = weights.read(TOP[EMBEDDING]), weights.read(TOP[OUTPUT])
+    if not torch.equal(embedding.to(output.dtype), output):
+        raise ValueError(
+            f"{weights.folder} has a {TOP[OUTPUT]} that is not its {TOP[EMBEDDING]}, but config.json has tie_word_embeddings=true; set it "
+            f"to false, or remove {TOP[OUTPUT]} from the files"
+        )
 
 
 @torch.no_grad()
@@ -116,7 +131,7 @@ def _check_names(weights: HuggingFaceWeights, models: Sequence[PackedGPTModel]) 
         raise ValueError(
             f"{weights.folder} lacks {len(missing)} tensors that its config.json asks for: {', '.join(missing[:5])}"
         )
-    # A tied model's folder may repeat the embedding as lm_head; config.json decides, as in transformers.
+    # A tied model's folder may repeat the embedding as lm_head.
     left_over = sorted(
         n
         for n in weights.names - expected

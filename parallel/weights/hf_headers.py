@@ -139,7 +139,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 def _name_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder: Path) -> Iterator[str]:
     if missing := sorted(shapes.keys() - headers.keys()):
         yield f"{folder} lacks {len(missing)} tensors that its config.json asks for: {_list_text(missing)}; {_TWO_MODELS}"
-    # A tied model's folder may repeat the embedding as lm_head; config.json decides, as in transformers.
+    # A tied model's folder may repeat the embedding as lm_head. Whether it is the same is seen when it is loaded.
     left_over = sorted(
         name for name in headers.keys() - shapes.keys() if name != TOP[OUTPUT] and not IGNORED.match(name)
     )

@@ -99,8 +99,14 @@ class EpisodeContext:
         return self.sequence.token_ids
 
     def sequences(self) -> list[TokenSequence]:
-        """Of the episode, which this context began: its own, and behind it each fork with the forks of that."""
-        return [self.sequence, *(one for fork in self._forks for one in fork.sequences())]
+        """Of the episode, which this context began: its own, and behind it each fork with the forks of that. Without
+        recursion: an agent that rewrites its last message at each turn makes each sequence a fork of the one before."""
+        sequences, left = list[TokenSequence](), list[EpisodeContext]([self])
+        while left:
+            context = left.pop()
+            sequences.append(context.sequence)
+            left += reversed(context._forks)
+        return sequences
 
     def deadline(self, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
         return self._episode.clock.deadline(seconds)

@@ -15,7 +15,7 @@ Requests, and the replies that must come back with HTTP 200:
             scored.
 
 Failures are those of served.py. A batch that is refused is halved until the refused items are alone. A refused
-item, or one whose score is missing or not finite, is a failed sample: it scores 0, is counted, and the run goes on.
+item, or one whose score is missing or not finite, is a failed sample: it is not scored, is counted, and the run goes on.
 
 Two traps of SGLang 0.5.23:
 

@@ -13,6 +13,7 @@ The answer: ``{"outcomes": [...]}``, for each test that ran ``passed``, ``failed
 
 import contextlib
 import ctypes
+import errno
 import json
 import math
 import os
@@ -20,6 +21,8 @@ import resource
 import select
 import shutil
 import signal
+import socket
+import struct
 import sys
 import time
 import uuid
@@ -51,6 +54,12 @@ SIZE_SINCE, NO_NAMESPACES_SINCE = [0, 7], [0, 8]
 CLONE_NEWNS, CLONE_NEWIPC, CLONE_NEWUSER = 0x00020000, 0x08000000, 0x10000000
 CLONE_NEWPID, CLONE_NEWNET = 0x20000000, 0x40000000
 MS_NOSUID, MS_NODEV, MS_REC, MS_PRIVATE = 2, 4, 16384, 1 << 18
+PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
+SYSTEM_CALLS = {
+    "x86_64": (0xC000003E, 41, (319, 29, 64, 68)),
+    "aarch64": (0xC00000B7, 198, (279, 194, 190, 186)),
+}
+"""Of a machine: its AUDIT_ARCH; the numbers of socket, and of memfd_create, shmget, semget and msgget."""
 OWNER = 0
 """Descriptor of the pipe from our parent."""
 
@@ -257,6 +266,8 @@ def become_program(job, folder, stdin, output, errors, status):
         elif job["sandbox"] == "bubblewrap":
             os.set_inheritable(status, True)  # bubblewrap closes it in the sandbox
             command = bubblewrap(job, folder, status) + command
+        if job["sandbox"] != "bubblewrap":
+            refuse_calls(refused_calls())
         set_limits(job)
         for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them
             signal.signal(number, signal.SIG_DFL)
@@ -297,6 +308,35 @@ def set_limits(job):
 
 def shared_memory_of(job):
     return min(SHARED_MEMORY, job["memory_mib"] * 2**20)
+
+
+def refused_calls():
+    """A program of the kernel's packet filter that refuses, with EPERM, what no limit bounds: memory that is no process's own
+    (memfd_create, System V), and sockets with a path, by which a program could reach processes outside, SGLang's own among
+    them. A pair of sockets stays allowed. Empty for a machine whose numbers we do not know."""
+    if os.uname().machine not in SYSTEM_CALLS:
+        return b""
+    architecture, make_socket, without_limit = SYSTEM_CALLS[os.uname().machine]
+    load, equal, at_least, end = 0x20, 0x15, 0x35, 0x06
+    call_at, architecture_at, first_argument_at = 0, 4, 16
+    allow, refuse = (end, 0, 0, 0x7FFF0000), (end, 0, 0, 0x00050000 | errno.EPERM)
+    # (what is done, lines that are passed over if it holds, and if it does not, value)
+    lines = [(load, 0, 0, architecture_at), (equal, 1, 0, architecture), refuse]
+    lines += [(load, 0, 0, call_at), (at_least, 0, 1, 0x40000000), refuse]  # the same calls by numbers of x32
+    for call in without_limit:
+        lines += [(equal, 0, 1, call), refuse]
+    lines += [(equal, 0, 3, make_socket), (load, 0, 0, first_argument_at)]
+    lines += [(equal, 0, 1, socket.AF_UNIX), refuse, allow]
+    return b"".join(struct.pack("=HBBI", *line) for line in lines)
+
+
+def refuse_calls(filter_program):
+    """Of this process and all that it starts. Where the kernel takes no such filter, the other limits still hold."""
+    lines = ctypes.create_string_buffer(filter_program, len(filter_program))
+    program = struct.pack("@HP", len(filter_program) // 8, ctypes.addressof(lines))
+    with contextlib.suppress(OSError):
+        set_of_process(PR_SET_NO_NEW_PRIVS, 1)
+        set_of_process(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program)
 
 
 def enter_namespaces(job):
@@ -365,6 +405,10 @@ def bubblewrap(job, folder, status):
     ]
     # A program that may make namespaces may mount more memory.
     options += ["--disable-userns"] if version >= NO_NAMESPACES_SINCE else []
+    if refused := refused_calls():
+        calls = os.memfd_create("calls", 0)
+        write_all(calls, refused)
+        options += ["--seccomp", str(calls)]
     return [job["bwrap"], *options, "--chdir", inside, "--"]
 
 

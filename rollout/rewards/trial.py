@@ -72,4 +72,4 @@ def _try(reward: FunctionReward, process: TrialProcess, problem: "Problem | None
             "return a number for any response of a model, or set its `check: import`, which does not call it"
         )
         raise ValueError(f"{', and '.join(failures)}; {fix}")
-    return tuple(f"{text}: in a run such a response scores 0 and counts as failed" for text in failures)
+    return tuple(f"{text}: in a run such a response is not scored, and counts as failed" for text in failures)

@@ -83,7 +83,7 @@ class SamplingStats:
     before_selection: BeforeSelection | None = None
     """None without dynamic sampling, which would hand out the same groups."""
     idle_s: float = 0.0
-    """Seconds since the reply before in which no training sample was at the servers."""
+    """Seconds since the reply before in which no sample, of an evaluation neither, was at the servers."""
     running_groups: int = 0
     """Groups of later steps that are being sampled, when the step's groups are handed out."""
     ready_groups: int = 0
@@ -103,9 +103,10 @@ class EvaluationResult:
     length_mean: float
     """Tokens that the policy sampled, end tokens included, in a sample in which it had a turn."""
     truncated_fraction: float
-    """Share of these samples that ``max_new_tokens`` cut off, in the last turn of their first sequence."""
+    """Share of these samples that a limit of tokens cut off, in the last turn of their first sequence."""
     failed: int = 0
-    """Samples whose reward or episode failed. They count as wrong, with a reward of 0."""
+    """Samples whose reward or episode failed. Their reward counts as 0, and they are wrong unless the part of the reward that
+    decides was computed."""
     first_failure: str | None = None
     """Prompt and error of the first of them, further sets and greedy answers included; in the whole result alone."""
     accuracy_error: float | None = None

@@ -8,15 +8,17 @@ replica and what happens within a sample are not its concern.
 """
 
 import hashlib
+import heapq
 import json
 import logging
 import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import islice
+from typing import Self
 
 from configs.schema.launch import EvaluationConfig
 from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleGroups, RolloutConfig
@@ -34,13 +36,28 @@ from rollout.sampling.messages import (
 )
 from rollout.sampling.order import Order, epoch_order
 from rollout.sampling.pool import GroupPool, ScoredGroup
-from rollout.tasks import Task, digest_of
+from rollout.tasks import Task, digest_of, ids_of
 from rollout.terminal_text import on_one_visible_line
 
 logger = logging.getLogger(__name__)
 
 MAX_LOGGED_FAILURES = 8
 """Limit of the failed rewards of one request that are logged one by one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graded:
+    """What an evaluation keeps of a sample (see ``Sample``). Of thousands of samples the tokens are gigabytes."""
+
+    reward: float | None
+    correct: bool
+    error: str | None
+    num_sampled: int
+    is_truncated: bool
+
+    @classmethod
+    def of(cls, sample: Sample) -> Self:
+        return cls(**{field.name: getattr(sample, field.name) for field in fields(cls)})
 
 
 class GroupSampler:
@@ -201,13 +218,7 @@ class GroupSampler:
         asked = [(prompt, *way) for prompts in sets for way in ways for prompt in prompts]
         # All at once, so that the servers never wait for the last samples of one set or way.
         answers = await all_or_first_error(
-            self._evaluation_samples.sample(
-                self._evaluation_client,
-                prompt,
-                self._sample_seeds(prompt, count, attempt=-1),
-                temperature=temperature,
-            )
-            for prompt, count, temperature in asked
+            self._graded(prompt, count, temperature) for prompt, count, temperature in asked
         )
         failures = [
             failure
@@ -226,11 +237,20 @@ class GroupSampler:
         by_set = dict(zip(self._task.heldout_sets, others, strict=True))
         return replace(first, sets=by_set, sources=sources, first_failure=next(iter(failures), None))
 
+    async def _graded(self, prompt: Prompt, count: int, temperature: float) -> "list[Graded]":
+        samples = await self._evaluation_samples.sample(
+            self._evaluation_client,
+            prompt,
+            self._sample_seeds(prompt, count, attempt=-1),
+            temperature=temperature,
+        )
+        return [Graded.of(sample) for sample in samples]
+
     def _summarise_sources(
-        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Sample]]
+        self, prompts: Sequence[Prompt], answers: "Sequence[Sequence[Graded]]"
     ) -> dict[str, EvaluationResult]:
         """answers: to ``prompts``, and then others."""
-        by_source: dict[str, list[Sequence[Sample]]] = {}
+        by_source: dict[str, list[Sequence[Graded]]] = {}
         for prompt, samples in zip(prompts, answers, strict=False):
             if (source := self._scorer.source_name(prompt)) is not None:
                 by_source.setdefault(source, []).append(samples)
@@ -264,11 +284,13 @@ class GroupSampler:
 
 def choose_heldout(heldout: Sequence[Prompt], max_prompts: int | None) -> list[Prompt]:
     """All held-out prompts, or the ``max_prompts`` with the lowest hashes, which do not depend on the file's
-    order."""
+    order. No others are tokenised."""
     if max_prompts is None or max_prompts >= len(heldout):
         return list(heldout)
-    by_hash = sorted(heldout, key=lambda prompt: hashlib.sha256(prompt.prompt_id.encode()).digest())
-    return by_hash[:max_prompts]
+    hashes = [hashlib.sha256(prompt_id.encode()).digest() for prompt_id in ids_of(heldout)]
+    return [
+        heldout[index] for index in heapq.nsmallest(max_prompts, range(len(hashes)), key=hashes.__getitem__)
+    ]
 
 
 def choose_groups(has_signal: Sequence[bool], count: int) -> list[int]:
@@ -301,7 +323,7 @@ def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Gro
     return Group(group_id=group_id, prompt_id=prompt.prompt_id, trajectories=trajectories)
 
 
-def _failed_rewards(prompt: Prompt, samples: Sequence[Sample]) -> list[str]:
+def _failed_rewards(prompt: Prompt, samples: Sequence[Sample | Graded]) -> list[str]:
     """A line each, for a terminal: an error may hold what a model has written."""
     return [
         f"prompt {on_one_visible_line(prompt.prompt_id)}, sibling {sibling_id}, not scored: {on_one_visible_line(sample.error)}"
@@ -362,7 +384,7 @@ def _pass_at(right: Sequence[Sequence[bool]]) -> dict[int, float]:
     }
 
 
-def _summarise_samples(sampled: Sequence[Sequence[Sample]]) -> EvaluationResult:
+def _summarise_samples(sampled: Sequence[Sequence[Graded]]) -> EvaluationResult:
     """A sample that was not scored has a reward of 0. It is wrong, unless a part failed that does not decide."""
     samples = [sample for samples in sampled for sample in samples]
     truncated = sum(sample.is_truncated for sample in samples)

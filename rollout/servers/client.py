@@ -179,8 +179,7 @@ class SGLangClient:
             reached = time.monotonic()
             while True:
                 await asyncio.sleep(LOOK_EVERY_S)
-                async with self._looking:  # one of the requests that wait asks for all
-                    is_reached = not self._are_all_lost() or await self._look_at_lost()
+                is_reached = await self._look_for_all()
                 if not self._are_all_lost():
                     return
                 reached = time.monotonic() if is_reached else reached
@@ -190,6 +189,15 @@ class SGLangClient:
                     )
         finally:
             self._newest.num_waiting -= 1
+
+    async def _look_for_all(self) -> bool:
+        """As ``_look_at_lost``: one of the requests that wait, which may be thousands, asks for all of them."""
+        newest = self._newest
+        async with self._looking:
+            if self._are_all_lost() and time.monotonic() - newest.looked_at >= LOOK_EVERY_S:
+                newest.is_reached = await self._look_at_lost()
+                newest.looked_at = time.monotonic()
+        return newest.is_reached or not self._are_all_lost()
 
     def _urls(self) -> str:
         return ", ".join(replica.url for replica in self._replicas)
@@ -353,6 +361,10 @@ class _Newest:
     """Of the weights, as far as samples tell. The learner tells of new ones with its next step."""
     num_waiting: int = 0
     """Requests that wait for a server that has them."""
+    looked_at: float = -math.inf
+    """When one of these has looked for it last."""
+    is_reached: bool = True
+    """Whether it could reach a host."""
 
     def first_unknown(self, known: KnownExperts | None) -> int:
         """The first input token whose experts are to be asked for: 0 where newer weights may choose others."""

@@ -13,7 +13,7 @@ from rollout.tasks.files import (
     survey_pairs,
     survey_task_file,
 )
-from rollout.tasks.task import Problem, Task, digest_of, longer_than, rows_of, without
+from rollout.tasks.task import Problem, Task, digest_of, ids_of, longer_than, rows_of, without
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -25,6 +25,7 @@ __all__ = [
     "digest_of",
     "first_problem",
     "generate_sft_examples",
+    "ids_of",
     "load_task",
     "longer_than",
     "read_pairs",

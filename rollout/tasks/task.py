@@ -139,10 +139,15 @@ def rows_of(prompts: Sequence[Prompt]) -> list[Mapping[str, Any] | None]:
     return prompts.rows() if isinstance(prompts, LazyPrompts) else [prompt.row for prompt in prompts]
 
 
+def ids_of(prompts: Sequence[Prompt]) -> Iterator[str]:
+    """The ids of the prompts; of lazy ones without tokenising any."""
+    return prompts.ids() if isinstance(prompts, LazyPrompts) else (prompt.prompt_id for prompt in prompts)
+
+
 def digest_of(prompts: Sequence[Prompt]) -> int:
     """64 bits of XXH3 over the ids of the prompts in their order."""
     digest = xxhash.xxh3_64()
-    for prompt_id in prompts.ids() if isinstance(prompts, LazyPrompts) else (p.prompt_id for p in prompts):
+    for prompt_id in ids_of(prompts):
         digest.update(f"{prompt_id}\n".encode())
     return digest.intdigest()
 

@@ -14,6 +14,7 @@ import time
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import AsyncMock, Mock
 
 import psutil
@@ -22,7 +23,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from configs.schema.task import AnyReward, CodeReward, MathVerifyReward, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
-from rollout.rewards import code
+from rollout.rewards import code, program_runner
 from rollout.rewards.code import (
     SANDBOXES,
     ProgramTests,
@@ -257,6 +258,35 @@ def test_files_in_memory_are_limited_and_gone_with_the_program(sandbox, tmp_path
 def test_a_program_makes_no_namespaces_in_which_it_could_mount_more_memory(sandbox):
     program = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) != 0"
     assert outcomes(sandbox, program) == ["passed"]
+
+
+CALLS = """
+import ctypes, errno, os, socket
+libc = ctypes.CDLL(None, use_errno=True)
+for name, arguments in {
+    "memfd_create": (b"x", 0), "shmget": (0, 4096, 0o1600), "semget": (0, 1, 0o1600), "msgget": (0, 0o1600)
+}.items():
+    answer = getattr(libc, name)(*arguments)
+    assert answer == -1 and ctypes.get_errno() == errno.EPERM, name
+try:
+    socket.socket(socket.AF_UNIX)
+except PermissionError:
+    socket.socket(socket.AF_INET).close()
+    for one in socket.socketpair():
+        one.close()
+    print("refused")
+"""
+
+
+@EACH
+def test_memory_without_a_limit_and_sockets_with_a_path_are_refused(sandbox):
+    """Memory of these calls is no process's own; processes of this machine listen at paths."""
+    assert outcomes(sandbox, CALLS, {"input": "", "output": "refused"}) == ["passed"]
+
+
+def test_numbers_of_another_machine_are_not_guessed(monkeypatch):
+    monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(machine="riscv64"))
+    assert program_runner.refused_calls() == b""
 
 
 def test_a_bubblewrap_that_knows_no_size_leaves_no_files_in_memory(monkeypatch):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.tracing.made import NS, part, step, write_process, write_run
 from tracing.parts import parts_of
-from tracing.reading import Recorded, Trace, chrome_trace, read_trace, union_ns
+from tracing.reading import Process, Recorded, Trace, chrome_trace, covered_ns, read_trace, union_of
 
 
 def test_processes_of_one_boot_keep_their_order_and_other_hosts_come_by_the_wall_clock(tmp_path):
@@ -104,7 +104,29 @@ def test_parts_by_role(tmp_path):
 def test_the_union_counts_each_instant_once(spans, begin, length):
     made = sorted((Recorded("a", "r 1", b, b + n, {}) for b, n in spans), key=lambda s: (s.begin, -s.end))
     instants = {at for s in made for at in range(s.begin, s.end)} & {*range(begin, begin + length)}
-    assert union_ns(made, begin, begin + length) == len(instants)
+    union = union_of((s.begin, s.end) for s in made)
+    assert covered_ns(union, begin, begin + length) == len(instants)
+
+
+def test_the_parts_of_twice_the_steps_are_twice_the_work():
+    looks = 0
+
+    class Counted(Recorded):
+        def __getattribute__(self, name: str):
+            nonlocal looks
+            looks += name in ("begin", "end")
+            return super().__getattribute__(name)
+
+    def work(steps: int) -> int:
+        nonlocal looks
+        spans = [Counted("request", f"requests {n % 4}", 10 * n, 10 * n + 25, {}) for n in range(10 * steps)]
+        looks = 0
+        trace = Trace([Process("sample", "h", 1, spans)], {n: (100 * n, 100 * n + 99) for n in range(steps)})
+        (found,) = parts_of(trace)
+        assert found.parts[0].path == ("requests (any)",)
+        return looks
+
+    assert work(80) < 3 * work(40)
 
 
 TREES = st.recursive(st.integers(0, 3), lambda inner: st.lists(inner, max_size=4), max_leaves=12)

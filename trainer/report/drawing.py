@@ -190,7 +190,9 @@ def draw_lines(
     if len({step for _, series in drawn for step in series.steps}) == 1:
         axes.set_xlim(drawn[0][1].steps[0] - 1, drawn[0][1].steps[0] + 1)
     _set_scale(axes, panel, all_values)
-    has_alarm = panel.alarm is not None and _draw_alarm_level(axes, getattr(config.alarms, panel.alarm))
+    has_alarm = panel.alarm is not None and _draw_alarm_level(
+        axes, getattr(config.alarms, panel.alarm), panel.alarm_of
+    )
     is_named_by_title = (
         len(panel.metrics) == len(drawn) == 1
         and "*" not in panel.metrics.values()
@@ -306,12 +308,13 @@ def _draw_line(axes: "Axes", line: tuple[str, str], config: RunConfig) -> float:
     return value
 
 
-def _draw_alarm_level(axes: "Axes", level: float | None) -> bool:
-    """Draw the level if it lies within the data's range, which it must not widen."""
+def _draw_alarm_level(axes: "Axes", level: float | None, of: str | None) -> bool:
+    """Draw the level if it lies within the data's range, which it must not widen. of: the line that it judges."""
     low, high = axes.get_ylim()
     if level is None or not low <= level <= high:
         return False
-    axes.axhline(level, color="#aa0000", linestyle=":", linewidth=1.2, label=f"alarm level {level:g}")
+    label = f"alarm level {level:g}" + (f" ({of})" if of else "")
+    axes.axhline(level, color="#aa0000", linestyle=":", linewidth=1.2, label=label)
     axes.set_ylim(low, high)
     return True
 

@@ -178,7 +178,8 @@ def save(figure: "Figure", file: Path | io.StringIO, **options: Any) -> None:
     alone."""
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    ConstrainedLayoutEngine(wspace=0.04, hspace=0.06).execute(figure)
+    if figure.axes:  # a legend alone has nothing to lay out, of which matplotlib would warn
+        ConstrainedLayoutEngine(wspace=0.04, hspace=0.06).execute(figure)
     figure.savefig(file, **options)
 
 

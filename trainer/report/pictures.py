@@ -31,6 +31,8 @@ class Lines:
     """A horizontal line: (field of the config, label)."""
     alarm: str | None = None
     """Draw the level of this alarm if it is in view."""
+    alarm_of: str | None = None
+    """Label of the line that the alarm judges, where the panel has others."""
     idle: float | None = None
     """The panel is left out if all values are this: nothing happened, and a note says so."""
     idle_of: Mapping[str, float] = field(default_factory=dict)
@@ -225,6 +227,7 @@ PICTURES = (
                 {"mismatch/chi2_sequence": "sequence", "mismatch/chi2_token": "token"},
                 log=True,
                 alarm="chi2_token_max",
+                alarm_of="token",
                 noise=ROUNDING,
             ),
             Lines(
@@ -272,6 +275,7 @@ PICTURES = (
                 },
                 bounds=(None, 1.0),
                 alarm="ess_min",
+                alarm_of="before the bound",
                 idle=1,
                 noise=ROUNDING,
             ),
@@ -289,6 +293,7 @@ PICTURES = (
                 {"mismatch/rejected/*/tokens": "*"},
                 bounds=(0, 1.0),
                 alarm="rejected_max",
+                alarm_of="total",
                 idle=0,
             ),
             Lines(
@@ -296,6 +301,7 @@ PICTURES = (
                 {"mismatch/rejected/*/sequences": "*"},
                 bounds=(0, 1.0),
                 alarm="rejected_max",
+                alarm_of="total",
                 idle=0,
             ),
         ),
@@ -318,6 +324,7 @@ PICTURES = (
                 {"policy/clip_fraction": "clipped", "policy/dual_clip_fraction": "dual clip"},
                 bounds=(0, None),
                 idle=0,
+                may_lack=("policy/clip_fraction", "policy/dual_clip_fraction"),
             ),
             Lines("KL(old || current), k1", {"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
             Lines(

@@ -2,13 +2,14 @@
 
 A group is a prompt with its responses, and its number is its place in the order of the data. Each group up to
 the newest step was either trained on in exactly one step, or left out for lack of signal (dynamic sampling).
-Responses of a group share its fate; one whose reward failed counts as 0 and is trained on. Groups that were
+Responses of a group share its fate, but one whose reward failed is not trained on. Groups that were
 sampled ahead of an interruption are in no line: the resumed run samples them again, under the same numbers.
 """
 
 import json
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain, pairwise
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -52,8 +53,9 @@ class Ledger:
     """
 
     def __init__(self, path: Path, *, keep_until: int):
-        kept = [line for line in read_ledger(path) if line.step <= keep_until] if path.exists() else []
-        write_whole(path, "".join(f"{json.dumps(line.model_dump())}\n" for line in kept).encode(), flush=True)
+        lines = read_ledger(path) if path.exists() else ()
+        kept = (f"{json.dumps(line.model_dump())}\n" for line in lines if line.step <= keep_until)
+        write_whole(path, "".join(kept).encode(), flush=True)
         self._file = LineFile(path)
 
     def enter(self, step: int, stats: SamplingStats) -> None:
@@ -71,41 +73,48 @@ class Ledger:
         self._file.close()
 
 
-def read_ledger(path: Path) -> list[LedgerLine]:
-    """All whole lines; one that a crash has torn is left out. Raises OSError."""
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            lines.append(LedgerLine.model_validate_json(text))
-        except ValidationError:
-            continue
-    return lines
+def read_ledger(path: Path) -> Iterator[LedgerLine]:
+    """The whole lines, one at a time, since those of a long run with all their prompts are a gigabyte; one that a crash has torn
+    is left out. Raises OSError."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for text in file:
+            with suppress(ValidationError):
+                yield LedgerLine.model_validate_json(text)
 
 
-def imbalance(lines: Sequence[LedgerLine]) -> str | None:
+def imbalance(lines: Iterable[LedgerLine]) -> str | None:
     """The first thing that is wrong: a step that is missing, or a group that no step has used, or two have; None
     where each group has one fate."""
-    for before, line in pairwise(lines):
+    both = pairwise(chain([None], lines))
+    return next((wrong for before, line in both if line and (wrong := _wrong_behind(before, line))), None)
+
+
+def _wrong_behind(before: LedgerLine | None, line: LedgerLine) -> str | None:
+    """What is wrong with a line. ``before``: the one before it, if there is one."""
+    if before is not None:
         if line.step != before.step + 1:
             return f"step {line.step} follows step {before.step}"
         if line.first > before.end:
             return f"no step has used the groups {before.end} to {line.first - 1}, between steps {before.step} and {line.step}"
         if line.first < before.end:
             return f"steps {before.step} and {line.step} have both used the groups {line.first} to {before.end - 1}"
-    for line in lines:
-        if strangers := set(line.without_signal) - set(range(line.first, line.end)):
-            return f"step {line.step} leaves out groups that it does not have: {sorted(strangers)[:5]}"
+    if strangers := set(line.without_signal) - set(range(line.first, line.end)):
+        return f"step {line.step} leaves out groups that it does not have: {sorted(strangers)[:5]}"
     return None
 
 
-def summary(lines: Sequence[LedgerLine]) -> str:
+def summary(lines: Iterable[LedgerLine]) -> str:
     """What became of all groups, in a sentence."""
-    if not lines:
+    trained = left_out = failed = 0
+    before, wrong = None, None
+    for line in lines:
+        trained, left_out = trained + line.trained, left_out + len(line.without_signal)
+        failed += line.failed_rewards
+        wrong = wrong or _wrong_behind(before, line)
+        before = line
+    if before is None:
         return "no group yet"
-    trained, left_out = sum(line.trained for line in lines), sum(len(line.without_signal) for line in lines)
-    failed = sum(line.failed_rewards for line in lines)
     text = f"{counted(trained, 'group')} trained on, each in one step"
     text += f"; {left_out:,} left out, since their siblings do not differ" if left_out else ""
     text += f"; {counted(failed, 'reward')} failed" if failed else ""
-    wrong = imbalance(lines)
     return text if wrong is None else f"NOT BALANCED: {wrong}"

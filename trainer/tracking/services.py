@@ -17,7 +17,7 @@ import yaml
 
 from configs.errors import counted
 from trainer.file_system import write_whole
-from trainer.tracking.metrics_file import read_metrics
+from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.mlflow_thread import Status
 
 WANDB_RUN = "wandb_run.json"
@@ -52,7 +52,8 @@ def publish(
     """Copy all lines of ``metrics``, and those that are added until ``wait``, which waits a moment, gives how the run has
     ended. Where a resumed run does steps again the copy begins anew: no service takes steps back."""
     status: Status | None = None
-    version, lines = _version_of(metrics), _lines_of(metrics)
+    growing = GrowingMetrics(metrics)
+    lines = growing.read()
     held = service.open(lines)
     sent = lines[:held]
     while True:
@@ -71,21 +72,7 @@ def publish(
             say(f"copied: {counted(len(sent), 'line')} of {metrics}")
             return
         status = wait()
-        if (newest := _version_of(metrics)) != version:
-            version, lines = newest, _lines_of(metrics)
-
-
-def _version_of(metrics: Path) -> tuple[int, ...]:
-    """Inode, size and time of the file, so that an unchanged one is not read; () where there is none yet."""
-    try:
-        status = metrics.stat()
-    except FileNotFoundError:
-        return ()
-    return status.st_ino, status.st_size, status.st_mtime_ns
-
-
-def _lines_of(metrics: Path) -> list[Line]:
-    return read_metrics(metrics, is_written=True) if metrics.exists() else []
+        lines = growing.read()
 
 
 def added(lines: Sequence[Line], sent: Sequence[Line]) -> list[Line] | None:
@@ -101,7 +88,9 @@ def added(lines: Sequence[Line], sent: Sequence[Line]) -> list[Line] | None:
 
 def _holds(line: Line, sent: Line) -> bool:
     """An evaluation adds to a line, and moves its ``elapsed_s``."""
-    return all(name in line and line[name] == value for name, value in sent.items() if name != "elapsed_s")
+    return line is sent or all(
+        name in line and line[name] == value for name, value in sent.items() if name != "elapsed_s"
+    )
 
 
 def _measured(line: Line) -> dict[str, float]:

@@ -103,8 +103,8 @@ def end_with(parent):
         os._exit(0)
 
 
-def set_of_process(option, value):
-    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+def set_of_process(option, value, more=0):
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, more, 0, 0):
         number = ctypes.get_errno()
         raise OSError(number, f"prctl({option}, {value}): {os.strerror(number)}")
 

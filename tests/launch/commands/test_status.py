@@ -86,7 +86,7 @@ def test_the_reward_is_that_before_dynamic_sampling_selects(folder):
         ([0.5, 0.1, 0.2, 0.3], "30.0% at step 3, 20.0% at step 2, 10.0% at step 1; best 50.0% at step 0"),
         (
             [0.1, 0.6, 0.2, 0.6, 0.3, 0.4, 0.5],
-            "50.0% at step 6, 40.0% at step 5, 30.0% at step 4; best 60.0% at step 3; first 10.0% at step 0",
+            "50.0% at step 6, 40.0% at step 5, 30.0% at step 4; best 60.0% at step 1; first 10.0% at step 0",
         ),
     ],
 )

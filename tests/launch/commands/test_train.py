@@ -62,6 +62,9 @@ def test_an_evaluation_tells_which_of_its_rewards_failed():
     )
     summary, text = training._evaluation_summary(sound, Path("m"))
     assert summary["failed"] == 0 and text == "accuracy 0.5000 on 4 held-out samples, pass@2 0.7500"
+    shaped, told = training._evaluation_summary(replace(sound, accuracy=0.0, reward_mean=0.4), Path("m"))
+    assert shaped["reward_mean"] == 0.4
+    assert told == "accuracy 0.0000 on 4 held-out samples, mean reward 0.4000, pass@2 0.7500"
     failing = replace(sound, failed=2, pass_at={})
     result = replace(
         failing, greedy=sound, sets={"hard": replace(failing, failed=1)}, first_failure="prompt h0: KeyError"

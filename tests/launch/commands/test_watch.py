@@ -23,7 +23,7 @@ from launch.commands.watch import BARS, sparkline
 from launch.processes.run_folder import RunFolder
 from tests.support.command import tandem
 from tests.trainer.tracking.test_transcripts import make_sample
-from trainer.tracking.metrics_file import read_metrics
+from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.samples import FOLDER, as_lines, sample_file
 from trainer.tracking.transcripts import ids_as_text
 
@@ -93,20 +93,15 @@ def test_a_run_that_has_just_begun_and_one_with_damaged_samples(run):
     assert "cannot be read as samples" in " ".join(picture(run))
 
 
-def test_a_look_reads_the_metrics_once_and_decodes_new_samples_alone(run, monkeypatch):
+def test_a_look_reads_new_metrics_and_decodes_new_samples_alone(run, monkeypatch):
     """Also where a resumed run writes the step anew."""
-    read, decoded = [], []
-
-    def reading(file, **options):
-        read.append(file)
-        return read_metrics(file, **options)
+    decoded, metrics = [], GrowingMetrics(run / "metrics.jsonl")
+    monkeypatch.setattr(looks, "read_metrics", None)  # all of them at each look
 
     def decoding(ids):
         decoded.append(ids)
         return ids_as_text(ids)
 
-    for module in (watch, looks):
-        monkeypatch.setattr(module, "read_metrics", reading)
     train(run, 2)
     file = sample_file(run / FOLDER, 3)
 
@@ -115,13 +110,13 @@ def test_a_look_reads_the_metrics_once_and_decodes_new_samples_alone(run, monkey
 
     file.write_bytes(as_lines([make_sample(step=3)]))
     os.utime(file, ns=(1, 1))
-    watch._parts(RunFolder(run), decode)
+    watch._parts(RunFolder(run), metrics, decode)
     count = len(decoded)
-    assert count > 0 and read == [run / "metrics.jsonl"]
-    watch._parts(RunFolder(run), decode)
-    assert len(decoded) == count and len(read) == 2
+    assert count > 0
+    watch._parts(RunFolder(run), metrics, decode)
+    assert len(decoded) == count
     os.utime(file, ns=(2, 2))
-    watch._parts(RunFolder(run), decode)
+    watch._parts(RunFolder(run), metrics, decode)
     assert len(decoded) == 2 * count
 
 

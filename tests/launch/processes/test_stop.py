@@ -78,7 +78,7 @@ def rows(folder: Path) -> list[dict]:
 def assert_same_run(root: Path, name: str, lives: dict) -> None:
     whole, last = lives["undisturbed"], [of_rank[-1] for of_rank in lives[name]]
     assert rows(root / name) == rows(root / "undisturbed"), "every step once, with the same metrics"
-    ledger, undisturbed_ledger = (read_ledger(root / of / LEDGER) for of in (name, "undisturbed"))
+    ledger, undisturbed_ledger = ([*read_ledger(root / of / LEDGER)] for of in (name, "undisturbed"))
     assert ledger == undisturbed_ledger and len(ledger) == STEPS and imbalance(ledger) is None
     for (undisturbed,), resumed in zip(whole, last, strict=True):
         assert resumed["ended"] is None

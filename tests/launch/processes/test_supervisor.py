@@ -172,6 +172,8 @@ def test_a_killed_rank_is_named_where_its_peer_has_ended_before_torchrun_looks(t
     program, pids, error = tmp_path / "rank.py", tmp_path / "pids", tmp_path / "learn.error"
     program.write_text(textwrap.dedent(LOSES_ITS_PEER))
     pids.mkdir()
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     error.write_text("RuntimeError: Connection closed by peer")
     torchrun = [
         sys.executable,
@@ -182,8 +184,10 @@ def test_a_killed_rank_is_named_where_its_peer_has_ended_before_torchrun_looks(t
     ]
     command = [*torchrun, "--monitor-interval=3", str(program), str(pids)]
     with pytest.raises(RoleFailed) as failure, Supervisor(grace_s=5) as supervisor:
-        supervisor.start(Role(name="learn", command=command, log=tmp_path / "learn.log", error=error))
+        log, env = tmp_path / "learn.log", {"TMPDIR": str(temporary)}
+        supervisor.start(Role(name="learn", command=command, log=log, error=error, env=env))
         supervisor.wait_until_done("learn")
+    assert [*temporary.iterdir()] == [], "torchrun's folder goes with it"
     assert "] failed (exitcode: 1) local_rank: 0" in (tmp_path / "learn.log").read_text()
     killed = f"    rank 1 of this node (pid {(pids / '1').read_text()}) was killed by SIGKILL\n"
     lost = "    another rank, which lost it, said: RuntimeError: Connection closed by peer\n"

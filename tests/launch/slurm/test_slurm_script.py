@@ -63,17 +63,20 @@ def text_of(config: RunConfig, run: Path = Path("/runs/a"), **options) -> str:
 @given(
     learner=st.integers(1, 64), rollout=st.integers(1, 64), gpus=st.sampled_from([0, 1, 4, 8]), notice=st.integers(1, 3600),
     time=st.sampled_from(["12:00:00", "3-00:00:00", "2-0"]), memory=st.sampled_from([None, "64G", "1000"]),
-    name=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"),
+    name=st.from_regex(r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,20}\Z"), kind=st.sampled_from([None, "h100", "a100-80gb"]),
 )  # fmt: skip
-def test_the_script_asks_for_what_the_config_says(learner, rollout, gpus, notice, time, memory, name):
+def test_the_script_asks_for_what_the_config_says(learner, rollout, gpus, notice, time, memory, name, kind):
     nodes = {"learner": learner, "rollout": rollout, "gpus_per_node": gpus}
     asked = asked_of_slurm(
-        text_of(config_with(nodes, name=name, notice_s=notice, time=time, memory_per_node=memory))
+        text_of(
+            config_with(nodes, name=name, notice_s=notice, time=time, memory_per_node=memory, gpu_type=kind)
+        )
     )
     assert asked["job-name"] == name
     assert int(asked["nodes"]) == learner + rollout
     assert asked["ntasks-per-node"] == "1"
-    assert asked.get("gres") == (f"gpu:{gpus}" if gpus else None)
+    of_type = f"gpu:{kind}:{gpus}" if kind else f"gpu:{gpus}"
+    assert asked.get("gres") == (of_type if gpus else None)
     assert asked["signal"] == f"B:USR1@{notice}"
     assert asked["time"] == time
     assert asked.get("mem") == memory

@@ -211,6 +211,22 @@ def test_wrong_tensors_are_named(tmp_path, damage, message):
         make_engine(folder)
 
 
+def test_a_tied_model_may_repeat_its_embedding_and_nothing_else(tmp_path):
+    """With another output layer transformers does not tie them, whatever config.json says."""
+    folder = make_hf_model(tmp_path / "m", "qwen3", tied=True)
+    weights = load_file(folder / "model.safetensors")
+    embedding = weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": embedding.clone()}, folder / "model.safetensors", {"format": "pt"})
+    make_engine(folder)
+    save_file(weights | {"lm_head.weight": embedding.flip(0)}, folder / "model.safetensors", {"format": "pt"})
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    assert not torch.equal(theirs.lm_head.weight, theirs.model.embed_tokens.weight)
+    with pytest.raises(
+        ValueError, match=r"has a lm_head.weight that is not .* set it to false, or remove lm_head"
+    ):
+        make_engine(folder)
+
+
 def test_a_folder_without_weights_is_refused(tmp_path):
     folder = make_hf_model(tmp_path / "m", "qwen3")
     (folder / "model.safetensors").write_bytes(b"broken")
@@ -276,6 +292,7 @@ def test_rotary_frequencies_are_those_of_transformers(file):
         ({"rope_parameters": None, "rope_theta": 500, "rope_scaling": {"type": "linear", "factor": 2.0}}, None),
         ({"head_dim": None}, None),  # 128, by the default of Qwen3's config class
         ({"head_dim": None, "model_type": "llama"}, (10_000.0, 8)),
+        ({"rope_parameters": None, "rope_theta": 500, "model_type": "gpt_oss"}, None),  # YaRN, by the default of its class
     ],
 )  # fmt: skip
 def test_frequencies_that_a_config_does_not_spell_out_are_left_to_transformers(tmp_path, changes, plain):

@@ -235,6 +235,10 @@ def test_heads_of_latent_attention():
         (deepseek_config(qk_rope_head_dim=7), "qk_rope_head_dim=7 and v_head_dim=12; the first must be even"),
         (deepseek_config(v_head_dim=25), "v_head_dim=25; the first must be even, and the second at most 24"),
         (
+            deepseek_config(rope_scaling={"type": "yarn", "factor": 4, "truncate": False}),
+            "truncate=False in its rope parameters, of which transformers and SGLang make different frequencies",
+        ),
+        (
             deepseek_config(rope_scaling={"type": "yarn", "factor": 4, "mscale_all_dim": "1"}),
             "mscale_all_dim='1' in its rope parameters",
         ),

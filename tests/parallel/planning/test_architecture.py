@@ -140,6 +140,10 @@ def test_a_gemma_that_would_be_computed_otherwise_is_refused_by_name(change, mes
         read_architecture(CONFIG | {"tie_word_embeddings": True} | GEMMA | change)
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ALIKE = {"rope_type": "default", "rope_theta": 1e4}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -187,6 +191,26 @@ def test_a_gemma_that_would_be_computed_otherwise_is_refused_by_name(change, mes
             r"rope_type 'dynamic'.*supported are default, linear, llama3, yarn",
         ),
         (dict(rope_scaling={"type": "longrope"}), "rope_type 'longrope'"),
+        (
+            dict(rope_parameters={"rope_theta": 1e6}, rope_scaling={"type": "yarn", "factor": 4.0}),
+            "rope_parameters and rope_scaling=.*'yarn'.*, of which transformers reads the latter alone",
+        ),
+        (
+            dict(rope_scaling=YARN | {"attention_factor": 0.7}),
+            "attention_factor=0.7 in its rope parameters, of which",
+        ),
+        (dict(rope_scaling=YARN | {"attn_factor": 0.7}), "attn_factor=0.7 in its rope parameters, of which"),
+        (dict(rope_scaling=YARN | {"extrapolation_factor": 0}), "extrapolation_factor=0 in its rope"),
+        (dict(rope_scaling=YARN | {"mscale": 1.0, "mscale_all_dim": 0}), "mscale=1.0 in its rope parameters"),
+        (dict(rope_scaling=YARN | {"beta_slow": None}), "beta_slow=None in its rope parameters, of which"),
+        (
+            dict(rope_scaling=YARN, original_max_position_embeddings=32),
+            "original_max_position_embeddings=32 beside its rope parameters, of which transformers and SGLang",
+        ),
+        (dict(model_type="mixtral", rope_scaling=YARN), "rope_type 'yarn' .* supported are default$"),
+        (dict(dual_chunk_attention_config={"chunk_size": 64}), "dual_chunk_attention_config="),
+        (dict(rope_is_neox_style=False), "rope_is_neox_style=False"),
+        (dict(is_causal=False), "is_causal=False"),
         (dict(rope_scaling=[8]), r"rope parameters \[8\]"),
         (dict(rope_scaling={"type": "yarn"}), "lacks 'factor'"),
         (dict(rope_scaling={"type": "yarn", "factor": 4, "beta_fast": "32"}), "beta_fast='32' in its rope"),
@@ -215,6 +239,16 @@ def test_what_the_learner_cannot_compute_is_refused_by_name(change, message):
         {"rope_scaling": None},
         {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
         {"rope_parameters": {"rope_theta": 1e4}},
+        {"rope_parameters": ALIKE, "rope_scaling": ALIKE},
+        # 0.1 log 4 + 1, as published files write it.
+        {
+            "rope_scaling": YARN | {"attention_factor": 1.138629436111989},
+            "original_max_position_embeddings": 64,
+        },
+        {
+            "rope_scaling": YARN
+            | {"mscale": 0.5, "mscale_all_dim": 1.0, "attention_factor": 1.0693147 / 1.1386294}
+        },
     ],
 )
 def test_static_rope_types_are_accepted_in_either_spelling(rope):

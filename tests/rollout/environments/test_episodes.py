@@ -264,6 +264,20 @@ def test_forks_share_the_limit_of_turns_and_have_seeds_and_an_order_of_their_own
     assert sample(episodes(run, limits=few), seeds=[11])[0].status is Status.TURN_LIMIT
 
 
+def test_each_sequence_may_be_a_fork_of_the_one_before():
+    """As of an agent that shortens its last observation at each turn. A recursion would end the run at a few hundred."""
+
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        for _ in range(1500):
+            context = context.fork()
+        await context.act()
+        return Outcome(reward=1.0)
+
+    (one,) = sample(episodes(run), seeds=[11])
+    assert one.status is Status.OK and [len(s.turns) for s in one.sequences] == [1]
+
+
 def test_a_turn_has_what_the_environment_says_that_it_has_earned():
     async def run(problem, context):
         context.observe(problem.token_ids)

@@ -847,6 +847,43 @@ def test_the_heldout_subset_does_not_depend_on_the_order_of_the_file():
     assert chosen != prompts[:7]
 
 
+def test_no_other_held_out_prompts_are_tokenised_than_those_that_are_asked():
+    tokenised = []
+
+    def encode(text: str) -> list[int]:
+        tokenised.append(text)
+        return [1]
+
+    def to_problem(number: int) -> Problem:
+        return Problem(prompt_id=f"h{number}", text=f"text {number}", reference="")
+
+    lazy = LazyPrompts(range(500), task="toy", to_problem=to_problem, encode=encode)
+    chosen = choose_heldout(lazy, 7)
+    assert [prompt.text for prompt in chosen] == tokenised and len(tokenised) == 7
+    assert [p.prompt_id for p in chosen] == [p.prompt_id for p in choose_heldout(make_prompts(500, "h"), 7)]
+
+
+def test_an_evaluation_lets_go_of_the_tokens_of_what_it_has_graded(tokenizer):
+    """All its problems are asked at once, and their tokens together are gigabytes."""
+    maker = single_turns(tokenizer, LengthScorer(), max_new_tokens=6)
+    alive, most, one_at_a_time = weakref.WeakSet(), 0, asyncio.Lock()
+
+    class Watched:
+        async def sample(self, *arguments, **named):
+            nonlocal most
+            async with one_at_a_time:
+                samples = await maker.sample(*arguments, **named)
+                alive.update(sequence for one in samples for sequence in one.sequences)
+                most = max(most, len(alive))
+                return samples
+
+    evaluation = EvaluationConfig(samples_per_prompt=2)
+    options = {"num_heldout": 40, "evaluation": evaluation}
+    found = asyncio.run(make_sampler(tokenizer, evaluation_samples=Watched(), **options).evaluate())
+    assert found == asyncio.run(make_sampler(tokenizer, **options).evaluate())
+    assert found.count == 80 and most <= 8
+
+
 def test_a_task_without_training_prompts_is_refused(tokenizer):
     with pytest.raises(ValueError, match="toy has no training prompts"):
         make_sampler(tokenizer, num_train=0)

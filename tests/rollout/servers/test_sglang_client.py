@@ -25,6 +25,7 @@ from rollout.servers import client as client_module
 from rollout.servers.answers import Sent, parse_completion, read_answer
 from rollout.servers.client import SGLangClient
 from rollout.servers.kept_sets import Truncation
+from tests.support.jumping_loop import jump, run_jumping
 from tests.support.records import completion
 from tracing import Recorder, Window, at_step, install
 from tracing.reading import read_trace
@@ -782,6 +783,36 @@ def test_requests_wait_for_a_server_that_is_started_again_until_it_has_the_weigh
             await ask(client)  # it is not lost
 
     asyncio.run(scenario())
+
+
+def test_of_the_requests_that_wait_for_a_server_one_asks_for_all():
+    """In one interval each server is asked once, however many requests wait."""
+
+    async def scenario():
+        looks = 0
+
+        async def look(replica) -> bool:
+            nonlocal looks
+            looks += 1
+            return True
+
+        gone = [SimpleNamespace(url=f"http://127.0.0.1:{port}") for port in (1, 2)]
+        async with make_client(*gone, servers_restart=True) as client:
+            client._look_at = look
+            for replica in client._replicas:
+                replica.is_lost = True
+            waiting = [asyncio.create_task(client._some_server()) for _ in range(100)]
+            await asyncio.sleep(0)
+            await jump(client_module.LOOK_EVERY_S)
+            for _ in waiting:  # each has had its turn
+                await asyncio.sleep(0)
+            assert looks == 2
+            for replica in client._replicas:
+                replica.is_lost = False
+            await jump(client_module.LOOK_EVERY_S)
+            await asyncio.gather(*waiting)
+
+    run_jumping(scenario())
 
 
 def test_a_request_that_waited_for_a_server_is_held_back_by_a_drain(monkeypatch):

@@ -33,6 +33,7 @@ from trainer.report.page import changed_settings, write_report
 from trainer.report.pictures import PICTURES, Lines
 from trainer.report.recorded_run import alarm_histories
 from trainer.report.series import MOST_POINTS, Recorded, Series, smooth, thinned
+from trainer.tracking import alarms
 
 ALL_FIGURES = {picture.name for picture in PICTURES} | {"step_time"}
 RULES = ("ratio_geometric", "veto", "total")
@@ -536,7 +537,7 @@ def test_the_scale_follows_the_values(values, scale):
 @pytest.mark.parametrize(("ess", "has_level"), [((0.9, 0.2), True), ((0.99, 0.95), False)])
 def test_an_alarm_level_is_drawn_where_the_data_come_near_it(ess, has_level):
     axes = drawn("weights", lambda step: {"mismatch/ess": ess[step]}, [0, 1])["Effective sample size"]
-    assert ("alarm level 0.3" in axes.get_legend_handles_labels()[1]) == has_level
+    assert ("alarm level 0.3 (before the bound)" in axes.get_legend_handles_labels()[1]) == has_level
 
 
 @pytest.mark.parametrize(
@@ -631,6 +632,18 @@ def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():
     assert {panel.alarm for panel in panels} - {None} <= AlarmsConfig.model_fields.keys()
     for field in {panel.line[0] for panel in panels if panel.line is not None}:
         assert attrgetter(field)(make_config()) > 0
+
+
+def test_an_alarm_level_stands_for_all_lines_of_its_panel_or_names_the_one_it_judges():
+    judged = {rule.name: rule.metrics for rule in alarms._RULES}
+    panels = [panel for picture in PICTURES for panel in picture.panels if isinstance(panel, Lines)]
+    for panel in (panel for panel in panels if panel.alarm is not None):
+        # The line of a star that is named is that of the rule's metric: rejected/*/tokens and rejected/total/tokens.
+        lines = {name.replace("*", panel.alarm_of or "*"): label for name, label in panel.metrics.items()}
+        named = [
+            name for name, label in lines.items() if panel.alarm_of in (None, label, name.split("/")[-2])
+        ]
+        assert named and {*named} <= {*judged[panel.alarm]}, panel.title
 
 
 # ---- alarms
@@ -1022,6 +1035,7 @@ def test_the_reward_before_selection_is_a_line_and_its_absence_no_note(tmp_path)
     assert labels == ["trained on", "before selection"]
     text = Page(write_report(make_run(tmp_path / "run", [1, 2], metrics=few_metrics))).text
     assert "Not recorded, so not drawn: reward/importance_weighted, eval/accuracy" in text
+    assert "clip_fraction" not in text  # which only objectives that clip record
 
 
 def test_settings_go_down_or_runs_where_these_are_more():
@@ -1060,3 +1074,6 @@ def test_many_runs_share_one_legend_and_keep_their_style_in_every_panel(count):
         figure.draw_without_rendering()
         box, room = found.get_window_extent(), figure.bbox
         assert box.x0 >= 0 and box.x1 <= room.width and box.y0 >= 0 and box.y1 <= room.height
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the command would print it
+        page_module.as_svg(legend)

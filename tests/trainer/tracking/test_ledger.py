@@ -1,5 +1,7 @@
 """The ledger: written by steps, cut at a resume, and its balance by hand."""
 
+import tracemalloc
+
 import pytest
 
 from rollout.sampling.messages import SamplingStats
@@ -30,7 +32,7 @@ def test_lines_of_steps_that_are_done_again_go_and_a_torn_one_does_too(tmp_path)
     resumed = Ledger(path, keep_until=2)
     assert [at.step for at in read_ledger(path)] == [1, 2]
     resumed.enter(3, stats(8, 6, 9, 10, failed=3))
-    lines = read_ledger(path)
+    lines = [*read_ledger(path)]
     assert [(at.step, at.first, at.end, at.trained) for at in lines] == [
         (1, 0, 4, 4),
         (2, 4, 8, 4),
@@ -56,6 +58,21 @@ def test_lines_of_steps_that_are_done_again_go_and_a_torn_one_does_too(tmp_path)
 def test_what_is_wrong_is_named(lines, wrong):
     assert imbalance(lines) == wrong
     assert summary(lines) == f"NOT BALANCED: {wrong}"
+
+
+def test_a_long_ledger_is_summed_up_line_by_line(tmp_path):
+    """All its prompts would be a gigabyte."""
+    path = tmp_path / LEDGER
+    ledger = Ledger(path, keep_until=0)
+    for step in range(1, 101):
+        ledger.enter(step, stats(1000 * (step - 1), 1000))
+    ledger.close()
+    tracemalloc.start()
+    try:
+        assert summary(read_ledger(path)) == "100,000 groups trained on, each in one step"
+        assert tracemalloc.get_traced_memory()[1] < path.stat().st_size / 4
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_run_that_was_begun_by_an_older_version_is_balanced_from_its_first_line_on():

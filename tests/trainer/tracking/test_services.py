@@ -5,6 +5,7 @@ import json
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -15,6 +16,8 @@ from hypothesis import strategies as st
 from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from tests.support.service_files import tensorboard_values, values_of, wandb_runs
+from trainer.file_system import write_whole
+from trainer.tracking import metrics_file
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import Publisher, missing_package, services_of
 from trainer.tracking.services import TensorBoardService, WandbService, publish
@@ -38,7 +41,8 @@ def run_dir(tmp_path: Path, rows: list[dict] = ROWS, **tracking) -> Path:
 
 
 def write(folder: Path, rows: list[dict]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    """As a run that is resumed, or whose last line grows: in the place of the file before."""
+    write_whole(folder / "metrics.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows).encode())
 
 
 def steps_then(*changes: object, status: Status = "FINISHED"):
@@ -85,18 +89,21 @@ def test_whatever_a_run_does_the_last_copy_is_its_record(data, tmp_path_factory)
         rows.append(
             {"step": at, "elapsed_s": data.draw(st.floats(0, 9)), "loss/total": data.draw(st.floats(0, 1))}
         )
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f"{json.dumps(rows[-1])}\n")
 
     def evaluate():
         if rows:
             rows[-1] |= {"elapsed_s": data.draw(st.floats(0, 9)), "eval/accuracy": 0.5}
+            write(folder, rows)
 
     def resume():
         del rows[data.draw(st.integers(0, len(rows))) :]
+        write(folder, rows)
 
     def act():
         for action in data.draw(st.lists(st.sampled_from([train, evaluate, resume]), max_size=4)):
             action()
-        write(folder, rows)
 
     act()
     service = InMemory()
@@ -115,6 +122,23 @@ def test_a_copy_begins_anew_only_where_steps_were_done_again(tmp_path):
     assert service.copies == 1 and service.values == values_of([*joined, ROWS[2]])
     publish(service, folder / "metrics.jsonl", steps_then(lambda: write(folder, again)), said.append)
     assert service.copies == 3 and service.values == values_of(again) and "have changed" in said[-2]
+
+
+def test_a_look_reads_the_new_lines_alone(tmp_path, monkeypatch):
+    """Else each step of a long run would read and compare all steps before it."""
+    folder, service, read = run_dir(tmp_path, []), InMemory(), []
+    parse = metrics_file._row_in
+    monkeypatch.setattr(metrics_file, "_row_in", lambda line: read.append(line) or parse(line))
+    rows = [{"step": step, "elapsed_s": float(step), "loss/total": 0.5} for step in range(50)]
+
+    def add(row: dict) -> None:
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(f"{json.dumps(row)}\n")
+
+    looks = steps_then(*(partial(add, row) for row in rows))
+    publish(service, folder / "metrics.jsonl", looks, say=lambda text: None)
+    assert service.copies == 1 and service.values == values_of(rows)
+    assert len([line for line in read if line]) == len(rows)
 
 
 def test_an_earlier_copy_whose_last_line_grows_begins_anew(tmp_path):
