@@ -1,4 +1,4 @@
-"""The layers of Megatron's ``GPTModel`` and its config: norms, the packed core attention, dense and sparse layers.
+"""The layers of Megatron's ``GPTModel``: the packed core attention, dense and sparse layers.
 
 Megatron's own rotary embedding is off (``position_embedding_type="none"``). The core attention rotates queries
 and keys from one table per micro-batch, after Megatron's query/key norm and so at the same place in the
@@ -6,14 +6,12 @@ mathematics. That handles every static rope_type of transformers exactly, on pac
 Python loop over them.
 """
 
-from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
@@ -29,19 +27,27 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from numerics.delta_rule import ChunkPlan
 from parallel.megatron import accumulation, aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, packed_attention, paired_in_halves, rotate
+from parallel.megatron.config import uses_transformer_engine
 from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.gated_activation import GeGLU, SwiGLU, use_gated_activation
 from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
-from parallel.megatron.rms_norm import rms_norm, split_rms_norm
+from parallel.megatron.norms import (
+    AlignedRMSNorm,
+    AllHeadsNorm,
+    CentredOutputNorm,
+    CentredRMSNorm,
+    OutputNorm,
+    RMSNorm,
+    sharded_rows,
+)
 from parallel.megatron.shared_prompts import SharedPlan, shared_attention
-from parallel.planning.architecture import Architecture, last_stage_layers
+from parallel.planning.architecture import Architecture
 from parallel.planning.model_parts import Experts, Recurrent
 
 accumulation.use_in_linear_layers()
@@ -60,95 +66,6 @@ class PackedSequences(PackedSeqParams):
     routing: moe.Routing | None = None
     chunks: ChunkPlan | None = None
     """For gated delta nets."""
-
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, also under sequence parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(
-            torch.ones(hidden_size, dtype=config.params_dtype, device=platform.device())
-        )
-        # Megatron then sums this weight's gradient over tensor-parallel ranks, which see different tokens.
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.normed(x)
-
-    def normed(self, x: Tensor) -> Tensor:
-        return rms_norm(x, self.weight, self.eps)
-
-
-class CentredRMSNorm(RMSNorm):
-    """RMSNorm that multiplies by 1 + weight, which a dtype of two bytes would round."""
-
-    def normed(self, x: Tensor) -> Tensor:
-        weight = 1.0 + self.weight.float()
-        # The kernel computes in float32, keeps x, and rounds once; meta: simulated.
-        if x.is_cuda or x.is_meta:
-            return rms_norm(x, weight, self.eps)
-        return rms_norm(x.float(), weight, self.eps).to(x.dtype)
-
-
-class OutputNorm(RMSNorm):
-    """Megatron's slots that add the outputs of attention and MLP to their inputs: x + norm(output)."""
-
-    def forward(self, training: bool, fused: bool):
-        return self._add
-
-    def _add(self, output_with_bias: tuple[Tensor, Tensor | None], x: Tensor, dropout: float) -> Tensor:
-        output, bias = output_with_bias
-        return x + self.normed(output if bias is None else output + bias)
-
-
-class CentredOutputNorm(OutputNorm, CentredRMSNorm):
-    """x + norm(output), by 1 + weight."""
-
-
-class AllHeadsNorm(nn.Module):
-    """RMSNorm over the numbers of all heads at once, of which each tensor-parallel rank has some: [T, 1, heads of this rank, D]."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int, **unused):
-        """hidden_size: D, as Megatron says. heads: of all ranks."""
-        super().__init__()
-        self.eps, self.size, ranks = eps, heads * hidden_size, config.tensor_model_parallel_size
-        self.tp_group: Any = parallel_state.get_tensor_model_parallel_group()
-        self.is_split = ranks > 1
-        self.weight = nn.Parameter(
-            torch.ones(self.size // ranks, dtype=config.params_dtype, device=platform.device())
-        )
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        flat = x.flatten(-2)
-        if self.is_split:
-            normed = split_rms_norm(flat, self.weight, self.eps, self.size, self.tp_group)
-        else:
-            normed = rms_norm(flat, self.weight, self.eps)
-        return normed.view(x.shape)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict:
-        return _sharded_rows({"weight": self.weight}, prefix, sharded_offsets, metadata, self.tp_group)
-
-
-def _sharded_rows(
-    parameters: dict[str, Tensor], prefix: str, sharded_offsets: tuple, metadata: dict | None, tp_group: Any
-) -> dict:
-    """Megatron's ``sharded_state_dict`` of parameters whose rows tensor-parallel ranks split."""
-    assert metadata is not None
-    groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-    return make_sharded_tensors_for_checkpoint(
-        parameters, prefix, dict.fromkeys(parameters, 0), sharded_offsets, **groups
-    )
-
-
-class AlignedRMSNorm(RMSNorm):
-    def forward(self, x: Tensor) -> Tensor:
-        return aligned.rms_norm(x, self.weight, self.eps)
 
 
 class PackedCoreAttention(nn.Module):
@@ -204,7 +121,7 @@ class PackedCoreAttention(nn.Module):
     ) -> dict:
         if self.sinks is None:
             return {}
-        return _sharded_rows({"sinks": self.sinks}, prefix, sharded_offsets, metadata, self.tp_group)
+        return sharded_rows({"sinks": self.sinks}, prefix, sharded_offsets, metadata, self.tp_group)
 
 
 def block_spec(
@@ -244,11 +161,6 @@ def block_spec(
             for spec, r in zip(specs, is_recurrent, strict=True)
         ]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
-
-
-def uses_transformer_engine(architecture: Architecture, dtype: torch.dtype) -> bool:
-    """Whether the model's layers are Transformer Engine's."""
-    return platform.uses_transformer_engine(dtype) and not architecture.needs_own_layers
 
 
 def _local_layer(
@@ -374,117 +286,3 @@ def _transformer_engine_attention() -> type:
             )
 
     return RotaryTEAttention
-
-
-def _keep_values(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-_ALWAYS: dict[str, Any] = {
-    "normalization": "RMSNorm",
-    "gated_linear_unit": True,
-    "add_bias_linear": False,
-    "hidden_dropout": 0.0,
-    "attention_dropout": 0.0,
-    # The default refuses variable lengths, even for dense models.
-    "moe_token_dispatcher_type": "alltoall",
-    # DDP is built with it; otherwise it divides gradients by the data-parallel size.
-    "calculate_per_token_loss": True,
-    # Parameters come from the checkpoint, and nothing is drawn. Megatron's initialisation runs all the same, since it
-    # marks parameters as shards, which gradient norm, export and checkpoints read.
-    "perform_initialization": True,
-    **dict.fromkeys(("init_method", "output_layer_init_method", "embedding_init_method"), _keep_values),
-    # They need Apex or CUDA.
-    "masked_softmax_fusion": False,
-    "bias_activation_fusion": False,
-    "bias_dropout_fusion": False,
-    "apply_rope_fusion": False,
-}
-"""Fields of Megatron's config that no layout changes, and no model but those of ``_of_sinks``."""
-
-
-def _activation(architecture: Architecture, *, is_aligned: bool) -> Callable[[Tensor], Tensor]:
-    """Of the MLP's gate."""
-    if architecture.has_sinks:
-        return _sigmoid_gate
-    if architecture.has_gelu:
-        return F.gelu
-    return aligned.silu if is_aligned else F.silu
-
-
-def _sigmoid_gate(gate: Tensor) -> Tensor:
-    return gate * torch.sigmoid(1.702 * gate)
-
-
-def _of_sinks(architecture: Architecture) -> dict[str, Any]:
-    """Fields that a model with sinks changes: biases in all matrices, and gpt-oss's experts."""
-    experts = architecture.experts
-    if not architecture.has_sinks or experts is None:
-        return {}
-    return {
-        "add_bias_linear": True,
-        "activation_func_clamp_value": experts.clamp,
-        "glu_linear_offset": 1.0,
-    }
-
-
-def transformer_config(
-    architecture: Architecture,
-    dtype: torch.dtype,
-    recompute: str,
-    *,
-    sequence_parallel: bool,
-    is_aligned: bool,
-    has_adapters: bool,
-) -> TransformerConfig:
-    """Megatron's config: ``_ALWAYS``, and sizes of the architecture and of Megatron's groups. has_adapters: layers are
-    Megatron's own, also where Transformer Engine is installed."""
-    pipeline_parallel = parallel_state.get_pipeline_model_parallel_world_size()
-    virtual = parallel_state.get_virtual_pipeline_model_parallel_world_size()
-    last = last_stage_layers(architecture.num_layers, pipeline_parallel, virtual or 1)
-    is_even = architecture.num_layers % pipeline_parallel == 0
-    full = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    return TransformerConfig(
-        **(_ALWAYS | _of_sinks(architecture)),
-        num_layers=architecture.num_layers,
-        num_layers_in_last_pipeline_stage=None if is_even else last,
-        hidden_size=architecture.hidden_size,
-        num_attention_heads=architecture.num_heads,
-        num_query_groups=architecture.num_kv_heads,
-        kv_channels=architecture.head_dim,
-        softmax_scale=architecture.score_scale,
-        ffn_hidden_size=architecture.intermediate_size,
-        layernorm_epsilon=architecture.norm_eps,
-        activation_func=_activation(architecture, is_aligned=is_aligned),
-        # Transformer Engine's layers have such sums of their own, which were not tried.
-        gradient_accumulation_fusion=not uses_transformer_engine(architecture, dtype),
-        # The activation that it names is ours: ``use_gated_activation``.
-        use_te_activation_func=not (is_aligned or architecture.has_sinks),
-        add_qkv_bias=architecture.qkv_bias,
-        # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
-        qk_layernorm=architecture.qk_norm,
-        attention_output_gate=architecture.recurrent is not None,
-        # Layers of two kinds each have a place of their own in a checkpoint.
-        hetereogenous_dist_checkpoint=architecture.recurrent is not None,
-        params_dtype=dtype,
-        pipeline_dtype=dtype,
-        bf16=dtype == torch.bfloat16,
-        fp16=dtype == torch.float16,
-        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        sequence_parallel=sequence_parallel,
-        pipeline_model_parallel_size=pipeline_parallel,
-        virtual_pipeline_model_parallel_size=virtual,
-        # In an interleaved pipeline both neighbours may be one rank, whose batched messages would be mixed up.
-        # 1F1B does not support overlap.
-        overlap_p2p_comm=virtual is not None,
-        batch_p2p_comm=virtual is None,
-        context_parallel_size=parallel_state.get_context_parallel_world_size(),
-        variable_seq_lengths=pipeline_parallel > 1,
-        use_cpu_initialization=not platform.is_gpu(),
-        persist_layer_norm=uses_transformer_engine(architecture, dtype),
-        **moe.config_fields(
-            architecture.experts,
-            is_grouped=uses_transformer_engine(architecture, dtype) and not has_adapters,
-        ),
-        **(full if recompute == "full" else {}),
-    )

@@ -24,8 +24,9 @@ from numerics.delta_rule import plan_chunks
 from parallel.kept_sets import KeptSets
 from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, plan_packing, rotary_tables
+from parallel.megatron.config import transformer_config
 from parallel.megatron.context_parallel import split_context
-from parallel.megatron.layers import PackedSequences, block_spec, transformer_config
+from parallel.megatron.layers import PackedSequences, block_spec
 from parallel.megatron.lora import Lora, adapters_only, freeze_base
 from parallel.megatron.rotary import rotary_frequencies, window_frequencies
 from parallel.megatron.shared_prompts import plan_shared_prompts
