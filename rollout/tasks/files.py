@@ -52,6 +52,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST_KEPT, SHAPES_KEPT = 256, 1024
+MOST_SURVEYS = 1024
+"""Files whose surveys are kept: a task may have any number of held-out sets, and each is asked for more than once."""
 T = TypeVar("T")
 
 
@@ -228,7 +230,7 @@ def _file_version(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=MOST_SURVEYS)
 def _read_survey(path: Path, _: tuple[int, ...], form: _Form, progress: ProgressOf | None) -> Survey:
     """The length of a supervised pair (no ``to_reference``) counts both texts, that of a problem the prompt."""
     count = longest_bytes = 0

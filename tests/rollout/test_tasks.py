@@ -22,6 +22,7 @@ from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import evaluate
 from rollout.tasks import countdown as cd
 from rollout.tasks import (
+    files,
     first_problem,
     generate_sft_examples,
     load_task,
@@ -299,6 +300,23 @@ def test_jsonl_with_own_fields_numbers_and_heldout(tmp_path, tokenizer):
     ]
     ids = [p.prompt_id for p in task.train]
     assert len(set(ids)) == 3 and ids[1] == f"{ids[0]}#2"
+
+
+def test_a_file_of_many_is_read_once_for_all_who_ask_for_its_survey(tmp_path, monkeypatch):
+    read, read_records = [], files.read_records
+
+    def reading(path, *arguments, **named):
+        read.append(path)
+        return read_records(path, *arguments, **named)
+
+    monkeypatch.setattr(files, "read_records", reading)
+    sets = [tmp_path / f"{number}.jsonl" for number in range(40)]
+    for path in sets:
+        write_lines(path, {"prompt": path.stem, "answer": "1"})
+    config = jsonl(sets[0])
+    for _ in range(2):
+        assert [survey_task_file(config, path).count for path in sets] == [1] * len(sets)
+    assert read == sets
 
 
 def dapo_row(prompt=({"content": "30 + 4?", "role": "user"},), **changes) -> dict:

@@ -22,6 +22,7 @@ from rollout.environments.context import EpisodeContext, EpisodeLimits, Texts, t
 from rollout.environments.episodes import Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.gateway_session import Conversation, GatewaySession
+from rollout.environments.openai_form import Refused
 from rollout.environments.rendering import ChatRenderer
 from rollout.environments.tool_calls import ParsedTurn
 from rollout.records import FinishReason, Status
@@ -615,6 +616,32 @@ def test_a_long_conversation_is_kept_once():
         run(test)
     finally:
         tracemalloc.stop()
+
+
+def test_a_request_looks_at_its_conversation_once_however_many_turns_it_had():
+    class Counted(list):
+        looked_at = 0
+
+        def __getitem__(self, place):
+            found = super().__getitem__(place)
+            self.looked_at += len(found) if isinstance(place, slice) else 1
+            return found
+
+    async def test():
+        limits = EpisodeLimits(max_turns=99, max_tokens=10**6, max_new_tokens=6)
+        session = GatewaySession(context_of(limits=limits), APART, base_url="", model="")
+        messages = []
+        for _ in range(30):
+            messages.append(user("3"))
+            messages.append((await session.chat({"messages": messages})).message)
+        (branch,) = session._branches
+        keys = branch.keys = Counted(branch.keys)
+        await session.chat({"messages": [*messages, user("4")]})
+        assert keys.looked_at <= 2 * len(keys)
+        with pytest.raises(Refused, match="no message follows the last answer"):
+            await session.chat({"messages": messages})
+
+    run(test)
 
 
 def test_a_limit_is_not_forgotten_for_a_turn_that_was_asked_for_before_it():
