@@ -26,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.common import announce  # noqa: E402
 from parallel.planning.families import SUPPORTED  # noqa: E402
 from parallel.weights.hf_headers import read_headers  # noqa: E402
-from trainer.tracking.tracker import read_metrics  # noqa: E402
+from trainer.tracking.metrics_file import read_metrics  # noqa: E402
 
 RECIPE = ROOT / "configs" / "recipes" / "countdown_tiny.yaml"
 TIMEOUT_S = 1800

@@ -17,7 +17,7 @@ from benchmarks.common import announce, figure, table_head, table_row  # noqa: E
 from configs.loader import load_config  # noqa: E402
 from launch.processes import sweeping  # noqa: E402
 from launch.processes.sweeping import Sweep  # noqa: E402
-from trainer.tracking.tracker import read_metrics  # noqa: E402
+from trainer.tracking.metrics_file import read_metrics  # noqa: E402
 
 RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
 LAST_STEPS = 10

@@ -33,8 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.common import announce, table_head  # noqa: E402
+from trainer.tracking.console import duration  # noqa: E402
 from trainer.tracking.ledger import imbalance, read_ledger  # noqa: E402
-from trainer.tracking.tracker import duration  # noqa: E402
 
 RECIPE = ROOT / "configs/recipes/countdown_tiny.yaml"
 SETTINGS = (

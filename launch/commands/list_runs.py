@@ -11,7 +11,8 @@ from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
-from trainer.tracking.tracker import duration, rows_from_the_end
+from trainer.tracking.console import duration
+from trainer.tracking.metrics_file import rows_from_the_end
 
 ACCURACY, REWARD = known("eval/accuracy"), known("reward/before_selection")
 TITLES = ("run", "state", "step", "held out", "reward", "last written")

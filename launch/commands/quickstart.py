@@ -11,7 +11,7 @@ from launch.commands.results import report
 from launch.commands.train import evaluate, sft, train
 from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder, write_json
-from trainer.tracking.tracker import duration
+from trainer.tracking.console import duration
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "recipes"
 MODEL_S, WARM_START_S, RL_START_S, RL_STEP_S = 10.0, 160.0, 70.0, 1.1

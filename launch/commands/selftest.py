@@ -15,7 +15,7 @@ from launch.selftest.bench import GRACE_S, Bench
 from launch.selftest.check import Check, Machine, Outcome, Result, outcome_of, this_machine, why_not
 from launch.selftest.checks import chosen
 from launch.tables import on_one_line
-from trainer.tracking.tracker import duration
+from trainer.tracking.console import duration
 
 WIDTH = 110
 TELL_EVERY_S = 60.0

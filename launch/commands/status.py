@@ -25,8 +25,9 @@ from parallel.checkpoints.files import MANIFEST, step_of
 from rollout.terminal_text import visible
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
+from trainer.tracking.console import duration
 from trainer.tracking.ledger import read_ledger, summary
-from trainer.tracking.tracker import duration, read_metrics
+from trainer.tracking.metrics_file import read_metrics
 
 PACE_STEPS = 20
 SMOOTHED_STEPS = 10

@@ -26,8 +26,8 @@ from launch.commands.status import status
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.metric_names import STEP_PARTS, TIME_PARTS, known, value_of
+from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
-from trainer.tracking.tracker import GrowingMetrics
 from trainer.tracking.transcripts import Decode, find_decode
 
 CURVES = tuple(

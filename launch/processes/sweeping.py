@@ -29,7 +29,8 @@ from launch.slurm.job import is_finished
 from launch.tables import on_one_line
 from parallel.checkpoints.files import step_of
 from trainer.file_system import write_whole
-from trainer.tracking.tracker import duration, rows_from_the_end
+from trainer.tracking.console import duration
+from trainer.tracking.metrics_file import rows_from_the_end
 
 TANDEM = (sys.executable, "-m", "launch")
 POLL_S = 0.5

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from launch.processes.run_folder import RunFolder, write_json
 from trainer.metric_names import TIME_PARTS, known
-from trainer.tracking.tracker import read_metrics
+from trainer.tracking.metrics_file import read_metrics
 
 ACCURACY = known("eval/accuracy")
 

@@ -525,7 +525,7 @@ time.sleep(300)
 def test_letters_that_the_locale_lacks_end_no_command(encoding):
     """Every command and role prints through ``main``; the console line of the learner has a ``Δ``."""
     code = (
-        "import sys; from launch import cli; from trainer.tracking.tracker import header; "
+        "import sys; from launch import cli; from trainer.tracking.console import header; "
         "cli.app = lambda: print(header(100)) or print(header(100), file=sys.stderr); cli.main()"
     )
     env = os.environ | {"PYTHONIOENCODING": encoding}

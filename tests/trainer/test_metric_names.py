@@ -43,7 +43,7 @@ from trainer.step_metrics import (
     what_came_along,
 )
 from trainer.tracking.alarms import _Rule
-from trainer.tracking.tracker import Column
+from trainer.tracking.console import Column
 from trainer.weight_sync import SyncResult
 
 CORRECTION = CorrectionConfig(

@@ -25,7 +25,8 @@ from trainer.report.drawing import ALONE, COLORS, draw, draw_alone, draw_stack, 
 from trainer.report.pictures import PICTURES
 from trainer.report.recorded_run import AlarmHistory, RecordedRun, note_the_data, number_text, read_run
 from trainer.report.samples import shown_samples
-from trainer.tracking.tracker import duration, flatten
+from trainer.tracking.console import duration
+from trainer.tracking.tracker import flatten
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -17,7 +17,7 @@ from trainer.report.pictures import FLAT_MEANS, FLAT_MEANS_OF_ONE_MINIBATCH, PIC
 from trainer.report.series import Recorded, Series, is_drawn
 from trainer.tracking.alarms import Alarm, check_alarms
 from trainer.tracking.ledger import LEDGER, read_ledger, summary
-from trainer.tracking.tracker import read_metrics
+from trainer.tracking.metrics_file import read_metrics
 
 FEWEST_FLAT = 5
 HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")

@@ -17,8 +17,8 @@ import yaml
 
 from configs.errors import counted
 from trainer.file_system import write_whole
+from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.mlflow_thread import Status
-from trainer.tracking.tracker import GrowingMetrics
 
 WANDB_RUN = "wandb_run.json"
 """In the run folder: the id of its run at W&B and the lines that this one holds, once it was closed in order."""

@@ -23,8 +23,8 @@ from launch.commands.watch import BARS, sparkline
 from launch.processes.run_folder import RunFolder
 from tests.support.command import tandem
 from tests.trainer.tracking.test_transcripts import make_sample
+from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.samples import FOLDER, as_lines, sample_file
-from trainer.tracking.tracker import GrowingMetrics
 from trainer.tracking.transcripts import ids_as_text
 
 ROOT = Path(__file__).resolve().parents[3]

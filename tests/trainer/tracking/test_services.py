@@ -17,7 +17,7 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from tests.support.service_files import tensorboard_values, values_of, wandb_runs
 from trainer.file_system import write_whole
-from trainer.tracking import tracker
+from trainer.tracking import metrics_file
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import Publisher, missing_package, services_of
 from trainer.tracking.services import TensorBoardService, WandbService, publish
@@ -127,8 +127,8 @@ def test_a_copy_begins_anew_only_where_steps_were_done_again(tmp_path):
 def test_a_look_reads_the_new_lines_alone(tmp_path, monkeypatch):
     """Else each step of a long run would read and compare all steps before it."""
     folder, service, read = run_dir(tmp_path, []), InMemory(), []
-    parse = tracker._row_in
-    monkeypatch.setattr(tracker, "_row_in", lambda line: read.append(line) or parse(line))
+    parse = metrics_file._row_in
+    monkeypatch.setattr(metrics_file, "_row_in", lambda line: read.append(line) or parse(line))
     rows = [{"step": step, "elapsed_s": float(step), "loss/total": 0.5} for step in range(50)]
 
     def add(row: dict) -> None:

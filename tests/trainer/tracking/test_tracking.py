@@ -28,21 +28,14 @@ from rollout.client import RolloutError
 from trainer.loop import tell_of_failed_rewards
 from trainer.ranks.interruption import StopRequested
 from trainer.sampling import Sampled
-from trainer.tracking import mlflow_thread
+from trainer.tracking import metrics_file, mlflow_thread
 from trainer.tracking import tracker as tracking
 from trainer.tracking.alarms import check_alarms
+from trainer.tracking.console import HEADER_EVERY, columns_of, duration, header, row
 from trainer.tracking.ledger import LEDGER, Ledger, read_ledger
+from trainer.tracking.metrics_file import read_metrics, rows_from_the_end
 from trainer.tracking.provenance import provenance
-from trainer.tracking.tracker import (
-    HEADER_EVERY,
-    Tracker,
-    columns_of,
-    flatten,
-    header,
-    read_metrics,
-    row,
-    rows_from_the_end,
-)
+from trainer.tracking.tracker import Tracker, flatten
 
 FULL = {
     "reward/mean": 0.512,
@@ -356,7 +349,7 @@ def test_an_evaluation_that_a_full_disk_does_not_take_joins_its_line_later(
     tmp_path, capsys, full_disk, monkeypatch, waits
 ):
     """waits: the disk has no room for a line either; otherwise for none of a second file."""
-    written = tracking.write_whole
+    written = metrics_file.write_whole
 
     def write_whole(path: Path, content: bytes, **named) -> None:
         if is_full.is_set():
@@ -364,7 +357,7 @@ def test_an_evaluation_that_a_full_disk_does_not_take_joins_its_line_later(
         written(path, content, **named)
 
     is_full = full_disk if waits else threading.Event()
-    monkeypatch.setattr(tracking, "write_whole", write_whole)
+    monkeypatch.setattr(metrics_file, "write_whole", write_whole)
     with Tracker(make_config(), tmp_path) as tracker:
         for step in (1, 2):
             tracker.log(step, {"reward/mean": 0.1 * step})
@@ -439,7 +432,7 @@ def test_values_that_are_not_finite(tmp_path, caplog):
 )
 def test_rows_from_the_end_are_those_of_the_file_backwards(lines, block, ends):
     """However the blocks cut its lines."""
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(tracking, "BLOCK_BYTES", block):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(metrics_file, "BLOCK_BYTES", block):
         path = Path(folder) / "metrics.jsonl"
         path.write_text("\n".join(lines) + "\n" * ends, encoding="utf-8")
         rows = read_metrics(path)[::-1]
@@ -734,9 +727,7 @@ def test_the_time_left_has_every_evaluation_that_is_due(
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     found = [cells[-1] for cells in lines if cells[0] in {f"{step}/6" for step in range(1, 7)}]
     assert found == [
-        tracking.duration((6 - step) * 1.0 + 1000.0 * count)
-        for step, count in enumerate(evaluations_left)
-        if step > 0
+        duration((6 - step) * 1.0 + 1000.0 * count) for step, count in enumerate(evaluations_left) if step > 0
     ]
 
 
