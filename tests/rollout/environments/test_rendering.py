@@ -313,3 +313,13 @@ def test_other_roles_are_checked_when_they_come():
     other = ChatRenderer(chat_tokenizer(template=template))
     with pytest.raises(ValueError, match="leaves out messages of role 'critic'"):
         other.following([{"role": "critic", "content": "No."}], sampled_end=True)
+
+
+def test_first_messages_of_a_role_that_the_template_leaves_out_are_refused():
+    """An agent's instructions may be of role ``developer``, which many templates pass over."""
+    messages = [{"role": "developer", "content": "Be brief."}, USER]
+    opened = ChatRenderer(chat_tokenizer(template=CHATML)).opening(messages)
+    assert "developer\nBe brief." in text_of("qwen2_5", opened)
+    template = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'developer' %}")
+    with pytest.raises(ValueError, match="leaves out messages of role 'developer'"):
+        ChatRenderer(chat_tokenizer(template=template)).opening(messages)
