@@ -212,11 +212,13 @@ class EnvironmentProcess:
             async with asyncio.timeout(limit_s):
                 line = await self._exchange(asked)
         except TimeoutError:
-            name = f"environment.{limit}=" if limit else ""
+            name, fix = "", ""
+            if limit:
+                name, fix = f"environment.{limit}=", f"; make it faster, or raise environment.{limit}"
             where = await self._current_line()
             raise EpisodeFailed(
                 Status.TIME_LIMIT,
-                f"{stage} took longer than {name}{limit_s:g} s{where}; its process was killed",
+                f"{stage} took longer than {name}{limit_s:g} s{where}, and its process was killed{fix}",
             ) from None
         except ValueError as error:  # of StreamReader
             raise EpisodeFailed(

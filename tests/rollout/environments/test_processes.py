@@ -252,7 +252,8 @@ BROKEN = {
     "has_no_step": ("class E:\n  def reset(self, problem): ...", r"no method step \(has_no_step.py:1 in E\)"),
     "hangs_at_import": (
         "import time; time.sleep(1000)",
-        "start_timeout_s=.* s, at hangs_at_import.py:1 in <module>; ",
+        "start_timeout_s=.* s, at hangs_at_import.py:1 in <module>, and its process was killed; make it faster, "
+        "or raise environment.start_timeout_s$",
     ),
 }
 
