@@ -195,6 +195,11 @@ CASES = {
         damage=lambda: write_tokenizer(Path("model"), chat_template=None), field="task.apply_chat_template", error="has no chat template",
         fix="set apply_chat_template: false",
     ),
+    "no template for an environment's messages": Case(
+        damage=lambda: write_tokenizer(Path("model"), chat_template=None),
+        overrides=("task.apply_chat_template=false", "environment={type: agent, command: [sh]}"), field="environment.template",
+        error="has no chat template", fix="or set environment.template=plain",
+    ),
     "template that is no Jinja": Case(
         damage=template("{% for m in messages %}"), field="task.apply_chat_template",
         error="is no Jinja template: Unexpected end of template",
