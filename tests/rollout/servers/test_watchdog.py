@@ -6,12 +6,14 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
+from rollout.servers import watchdog
 from rollout.servers.watched_process import LONGEST_FOLDER, WATCHDOG, end_watched, start_watched
 from tests.support.process_groups import assert_all_end, group_of
 
@@ -138,6 +140,25 @@ def test_files_in_memory_and_in_tmpdir_end_with_a_server(end, tmp_path):
         end_watched([process])
         for name in kept:
             Path("/dev/shm", name).unlink()
+
+
+def test_files_in_memory_are_known_before_a_server_crashes_with_its_workers(monkeypatch):
+    """The workers ask the kernel to end them with it, and then nobody has mapped the files."""
+    server, looks, files = subprocess.Popen(["sleep", "300"]), [], set()
+
+    def look(pids):
+        looks.append(server.pid in pids)
+        server.kill()
+        return {"/dev/shm/sgl_shm_mq_1_2"}
+
+    monkeypatch.setattr(watchdog, "shared_memory_of", look)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
+    monkeypatch.setattr(watchdog, "shared_memory_changed_at", lambda: time.time() + 3600)
+    reader, writer = os.pipe()
+    with open(reader) as owner, open(writer, "w"):
+        monkeypatch.setattr(sys, "stdin", owner)
+        assert watchdog._wait_for_server_or_owner(server, files) == -signal.SIGKILL
+    assert files == {"/dev/shm/sgl_shm_mq_1_2"} and all(looks)
 
 
 def test_the_folder_of_a_server_has_a_short_path(tmp_path, monkeypatch):
