@@ -89,6 +89,14 @@ def read_beats(folder: RunFolder) -> list[tuple[Beat, float]]:
     return beats
 
 
+def living_roles(folder: RunFolder) -> list[Beat]:
+    """The beats of roles that run on this machine. They outlive a supervisor that was killed, for as long as the learner
+    takes to finish and save its step."""
+    here = [beat for beat, _ in read_beats(folder) if beat.host == socket.gethostname()]
+    ended = (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return [beat for beat in here if (process := _process_of(beat)) and _status(process) not in ended]
+
+
 class StoppedProcesses:
     """Finds processes that stay stopped, by a look every BEAT_S or so. A stop by a debugger is another state,
     and counts as running."""

@@ -170,15 +170,22 @@ class RunFolder:
             aside.append((folder, folder.rename(target)))
         return aside
 
-    def claim(self) -> None:
+    def claim(self, wait: Callable[[], object] = lambda: None) -> None:
         """Make this process the one that runs the folder. The lock ends with the process.
 
         Where an earlier attempt ended before its first checkpoint, the run begins anew, and the metrics of that
         attempt are put aside. Raises BlockingIOError where another process runs the folder, and ValueError on a
         file system without locks.
+
+        wait: called with the lock held, before the files of the roles are removed. Its error gives the lock back.
         """
         self.roles.mkdir(parents=True, exist_ok=True)
         self._held.append(locked(self.lock))
+        try:
+            wait()
+        except BaseException:
+            self.release()
+            raise
         for file in self.roles.glob("*.*"):
             file.unlink()
         # Each start has a key of its own, so that an old log tells nothing about the next start.

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,13 +16,16 @@ from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig, kind_of
 from launch.checks.arguments import BadInput
 from launch.processes import run_folder
+from launch.processes.heartbeat import living_roles
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder
-from launch.processes.supervisor import Role, Supervisor
+from launch.processes.supervisor import POLL_S, Role, Supervisor
 from launch.roles.command_line import role_command
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
+LAST_START_S = 60.0
+"""Limit of the wait for roles that have lost their supervisor. torchrun gives its ranks 30 s to end."""
 
 
 def run_role(name: str, run: Path, node: int | None = None) -> None:
@@ -93,13 +97,30 @@ def finish_study(folder: RunFolder, config: RunConfig, result: str) -> None:
 
 def _claimed(folder: RunFolder) -> RunFolder:
     try:
-        folder.claim()
+        folder.claim(partial(_wait_for_last_start, folder))
     except BlockingIOError:
         error = f"resume: {folder.path} is being run by another process"
         raise BadInput(f"{error}; wait for it, or stop it first") from None
     except ValueError as error:
         raise BadInput(f"launch.runs_dir: {error}") from error
     return folder
+
+
+def _wait_for_last_start(folder: RunFolder) -> None:
+    """Wait until the roles of the last start have ended. Two learners would write the folder together. Raises BadInput."""
+    began, told = time.monotonic(), False
+    while roles := living_roles(folder):
+        named = ", ".join(f"{beat.who} (pid {beat.pid})" for beat in roles)
+        if time.monotonic() - began > LAST_START_S:
+            error = (
+                f"resume: {folder.path} is still being run by {named}, though what started them was killed"
+            )
+            raise BadInput(f"{error}; end them, then resume")
+        if not told:
+            why = "what started them was killed, and a step may be finished and saved"
+            print(f"waiting for the end of {named}: {why}", flush=True)
+        told = True
+        time.sleep(POLL_S)
 
 
 def folder_of(config: RunConfig) -> RunFolder:

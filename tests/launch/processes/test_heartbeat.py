@@ -2,9 +2,11 @@
 told of and left alone."""
 
 import contextlib
+import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -17,12 +19,14 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from launch.checks.arguments import BadInput
 from launch.commands.status import _activity_lines
 from launch.commands.train import adding_causes
 from launch.processes import heartbeat
 from launch.processes.heartbeat import Pulse, StoppedProcesses, Watch, beat_file, read_beats, stopped_note
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import Role, RoleFailed, Supervisor
+from launch.roles import start
 from tests.support.process_groups import assert_all_end
 
 IDLE = [sys.executable, "-c", "import time; time.sleep(300)"]
@@ -244,3 +248,21 @@ def test_a_role_that_is_stopped_ends_the_run_and_is_named(folder, monkeypatch):
     ):
         supervisor.start(role)
         supervisor.wait_until_done("serve")
+
+
+def test_a_run_goes_on_once_the_roles_that_have_lost_their_supervisor_have_ended(folder, monkeypatch, capsys):
+    """They finish and save a step: a second learner beside them would write the same files."""
+    folder.release()
+    with child() as role:
+        about = {"who": "learner rank 0", "pid": role.pid, "started": role.create_time(), "doing": "update"}
+        file = beat_file(folder, "rank-0")
+        file.write_text(json.dumps(about | {"host": socket.gethostname(), "since": 0.0, "cpu": 1.0}))
+        monkeypatch.setattr(start, "LAST_START_S", -1.0)
+        for _ in range(2):  # the lock was given back
+            with pytest.raises(BadInput, match=rf"still being run by learner rank 0 \(pid {role.pid}\)"):
+                start._claimed(folder)
+        monkeypatch.undo()
+        monkeypatch.setattr(start.time, "sleep", lambda seconds: role.kill())
+        start._claimed(folder)
+        assert not file.exists()
+        assert f"waiting for the end of learner rank 0 (pid {role.pid})" in capsys.readouterr().out
