@@ -104,6 +104,10 @@ def encode_prompt(
         raise ValueError("a prompt of several messages needs a chat template; set apply_chat_template: true")
     else:
         token_ids = list(tokenizer.encode(prompt))
+        # Some tokenizers close a text too, and no answer follows its end.
+        if token_ids[-1:] == [tokenizer.eos_token_id]:
+            plain = list(tokenizer.encode(prompt, add_special_tokens=False))
+            token_ids = token_ids[:-1] if token_ids[:-1][-len(plain) :] == plain else token_ids
     if not token_ids:
         raise ValueError(f"prompt {prompt!r} has no tokens; an empty prompt cannot be continued")
     return token_ids

@@ -9,7 +9,7 @@ import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from functools import cached_property
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -116,8 +116,9 @@ class TokenizerFiles:
             "documents": None,
             "add_generation_prompt": True,
         }
+        given |= arguments
         try:
-            return self._template.render({**given, **arguments})
+            return _compiled(self._template_for(given["tools"])).render(given)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
                 f"{self._template_name} is no Jinja template: {error.message} in its line {error.lineno}"
@@ -127,9 +128,12 @@ class TokenizerFiles:
                 f"{self._template_name} cannot be rendered: {type(error).__name__}: {error}"
             ) from error
 
-    @cached_property
-    def _template(self) -> "jinja2.Template":
-        return _jinja_environment().from_string(self.chat_template or "")
+    def _template_for(self, tools: object) -> str:
+        """As transformers chooses among several."""
+        templates = self.chat_template
+        if not isinstance(templates, dict):
+            return templates or ""
+        return templates["tool_use" if tools is not None and "tool_use" in templates else "default"]
 
     def check_template(self, system_prompt: str | None, arguments: Mapping[str, Any] = {}) -> None:
         """Render the template once. Raises ValueError where it fails, or leaves out a part of its input."""
@@ -172,6 +176,11 @@ def check_template_arguments(tokenizer: "Tokenizer", arguments: Mapping[str, Any
         )
 
 
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> "jinja2.Template":
+    return _jinja_environment().from_string(template)
+
+
 def _jinja_environment():
     """Jinja as transformers sets it up, in a sandbox: a template is a program from elsewhere."""
     import jinja2.ext
@@ -200,22 +209,27 @@ def _jinja_environment():
     return environment
 
 
-def _chat_template(folder: Path, options: Mapping[str, Any]) -> str | None:
-    """The template in its own file, else in tokenizer_config.json, else in chat_template.json; of several named
-    templates ``default``."""
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{file} cannot be read: {error}; download or copy it again") from error
-    template = options.get("chat_template") or _read_object(folder / "chat_template.json").get(
-        "chat_template"
-    )
+def _chat_template(folder: Path, options: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """The template in its own file, else in tokenizer_config.json, else in chat_template.json; or several by their names, of
+    which one is ``default``."""
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    files |= {"default": folder / "chat_template.jinja"}
+    by_name = {name: _read_template(file) for name, file in files.items() if file.is_file()}
+    template = by_name or options.get("chat_template")
+    template = template or _read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):
-        by_name = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = by_name.get("default")
+        template = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+    if isinstance(template, dict):
+        by_name = {str(name): text for name, text in template.items() if isinstance(text, str)}
+        return by_name if "default" in by_name else None
     return template if isinstance(template, str) else None
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file} cannot be read: {error}; download or copy it again") from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:

@@ -176,8 +176,11 @@ def _fix_value(
     if kind == "too_short":
         return f"give one or more{_description(shape)}"
     needs_text = kind.startswith(("string", "path"))
-    if needs_text and isinstance(data, int | float) and parent.takes(path[-1], show(data)):
-        return f'put it in quotes: `{name}: "{show(data)}"`'
+    if needs_text and given and isinstance(data, int | float) and parent.takes(path[-1], show(data)):
+        text = f'"{given.written or show(data)}"'
+        if given.where.startswith(COMMAND_LINE) and all(isinstance(part, str) for part in path):
+            return f"put it in quotes that the shell leaves: '{name}={text}'"
+        return f"put it in quotes: `{name}: {text}`"
     if kind.startswith(("tuple", "list")) and data is not None and not shape.length:
         return f"write a list: `{name}: {show([given.plain()])}`"
     if kind.startswith(("model", "dict")) and data is None:

@@ -8,7 +8,7 @@ on the text that is written.
 import re
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -157,6 +157,8 @@ class Value:
     where: str
     afresh: bool = False
     """The block replaces that of lower layers instead of merging with it."""
+    written: str = field(default="", compare=False)
+    """The text of a scalar, which may differ from the value's: 1.10, 007."""
 
     def plain(self) -> Any:
         if isinstance(self.data, dict):
@@ -236,7 +238,7 @@ class _Reader:
                 return Value(items, self._where(node.start_mark))
             if isinstance(node, yaml.MappingNode):
                 return Value(self._mapping(node, path, within), self._where(node.start_mark))
-            return Value(self._scalar(node, path), self._where(node.start_mark))
+            return Value(self._scalar(node, path), self._where(node.start_mark), written=node.value)
 
     def _scalar(self, node: yaml.Node, path: tuple[str, ...]) -> str | int | float | None:
         try:
@@ -262,7 +264,7 @@ class _Reader:
             key = self._loader.construct_object(key_node)
             if not isinstance(key, str):
                 raise self._unusable(path, f"the key {key!r} is not text", "write the key in quotes", mark)
-            data[key] = Value(self._value(value_node, (*path, key), within).data, self._where(mark))
+            data[key] = replace(self._value(value_node, (*path, key), within), where=self._where(mark))
         return data
 
     def _refuse_repeated_keys(self, node: yaml.MappingNode, path: tuple[str, ...]) -> None:

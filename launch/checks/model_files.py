@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
+from configs.schema.environment import MessageEnvironment
 from configs.schema.reward import ModelReward, rewards_in
 from configs.schema.run import CountdownSftData, SftData
 from configs.schema.task import CountdownTask, TaskConfig
@@ -62,6 +63,12 @@ def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> It
         yield from finding_of("model.path", check_characters, tokenizer)
     if tokenizer.chat_template or getattr(data, "apply_chat_template", False):
         yield from _check_template(config, tokenizer, data)
+    environment = config.environment if isinstance(config, RunConfig) else None
+    is_rendered = isinstance(environment, MessageEnvironment) and environment.template == "chat"
+    if is_rendered and not tokenizer.chat_template:
+        error = f"environment.template=chat: the tokenizer of {folder} has no chat template"
+        fix = "put its chat_template.jinja into the folder, or set environment.template=plain"
+        yield "environment.template", f"{error}; {fix}"
 
 
 def _check_template(

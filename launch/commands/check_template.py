@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
+from configs.errors import ConfigError
+from configs.reading.yaml_values import read_yaml
 from launch.checks.arguments import BadInput
 from launch.tables import aligned
 
@@ -55,11 +55,12 @@ def _argument(given: str) -> tuple[str, Any]:
     if not (name and equals):
         raise BadInput(f"--argument {given}: write KEY=VALUE, such as enable_thinking=false")
     try:
-        return name, yaml.safe_load(value)
-    except yaml.YAMLError as error:
+        read = read_yaml(value, "command line", name)
+    except ConfigError as error:
         raise BadInput(
             f"--argument {given}: {value!r} is not a value of YAML; put quotes around it"
         ) from error
+    return name, read and read.plain()
 
 
 def _print_probes(probes: "Sequence[Probe]") -> None:

@@ -15,6 +15,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -36,6 +37,8 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_GET_CHILD_SUBREAPER = 37
 POLL_S = 0.1
 LAST_LINES = 40
+FULL_BYTES = 1 << 16
+"""A disk with less free space takes no traceback."""
 KILL_TIMEOUT_S = 5.0
 StartRole = Callable[..., "Role"]
 """(name, folder, config, ...) -> the role to start, such as ``launch.roles.start.role``."""
@@ -311,7 +314,10 @@ def _cause_text(running: _Running) -> str:
     }
     if error and deaths:
         error = f"another rank, which lost it, said: {error}"
-    return textwrap.indent(visible("\n".join([*deaths, error or running.last_lines(LAST_LINES)])), "    ")
+    last_words = error or running.last_lines(LAST_LINES)
+    if not last_words and shutil.disk_usage(role.log.parent).free < FULL_BYTES:
+        last_words = f"the disk of {role.log.parent} is full, so that it could not say why; free space"
+    return textwrap.indent(visible("\n".join([*deaths, last_words])), "    ")
 
 
 def _wait_for_end(pid: int, deadline: float) -> None:

@@ -12,6 +12,7 @@ import signal
 import traceback
 from contextlib import nullcontext
 from functools import partial
+from typing import TYPE_CHECKING
 
 from configs.schema import RunConfig, SftConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig
@@ -32,6 +33,9 @@ from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folder, step_folders
 from rollout.servers.watched_process import guard_session
 from tracing import Recorder, Window, install
+
+if TYPE_CHECKING:
+    from parallel.engine import MegatronEngine
 
 INTERRUPTED = 130
 MOST_OPEN_FILES = 65_536
@@ -54,22 +58,39 @@ def export(folder: RunFolder, config: RunConfig) -> None:
     process, whatever layout wrote it, and its adapters into ``export-adapter/``."""
     import torch.distributed as dist
 
-    from parallel.checkpoints.checkpoint import newest_whole
     from parallel.megatron.platform import init_distributed
     from trainer.learner import Learner
 
     init_distributed(timeout_s=config.launch.collective_timeout_s)
     learner = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS}))
     step = json.loads(folder.export_request.read_text())["step"]
-    newest_first = reversed(step_folders(folder.checkpoints).values())
-    newest_first = newest_first if step is None else [step_folder(folder.checkpoints, step)]
-    (whole,), damaged = newest_whole([step] for step in newest_first)
-    for wrong in damaged.values():
-        print(f"checkpoint {wrong}; exporting {whole.folder.name} instead", flush=True)
-    learner.engine.load(whole)
+    if step is None:
+        load_newest(folder, learner.engine)
+    else:
+        learner.engine.load(step_folder(folder.checkpoints, step))
     learner.save_hf(folder.export)
     learner.save_adapter(folder.exported_adapter)
     dist.destroy_process_group()
+
+
+def load_newest(folder: RunFolder, engine: "MegatronEngine") -> None:
+    """Load the newest whole checkpoint. A run that goes on may remove it meanwhile: it then has a newer one."""
+    from parallel.checkpoints.checkpoint import CheckpointError, newest_whole
+
+    while True:
+        steps, problem, damaged = step_folders(folder.checkpoints), None, {}
+        try:
+            (whole,), damaged = newest_whole([step] for step in reversed(steps.values()))
+            engine.load(whole)
+        except CheckpointError as error:
+            problem = error
+        if (problem or damaged) and max(step_folders(folder.checkpoints), default=0) > max(steps, default=0):
+            continue
+        if problem:
+            raise problem
+        for wrong in damaged.values():
+            print(f"checkpoint {wrong}; exporting {whole.folder.name} instead", flush=True)
+        return
 
 
 def replay(folder: RunFolder, config: RunConfig) -> None:

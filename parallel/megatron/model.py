@@ -74,11 +74,13 @@ class PackedGPTModel(GPTModel):
             vp_stage=vp_stage,
         )
         moe.mark_expert_parameters(self)
-        if architecture.scales_embeddings and self.pre_process:
-            factor = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
+        if self.pre_process:
             embedding: nn.Module = self.embedding
-            # Its output, since a tied output layer reads the weight.
-            embedding.register_forward_hook(partial(_scaled, factor))
+            embedding.register_forward_hook(_in_rows)
+            if architecture.scales_embeddings:
+                factor = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
+                # Its output, since a tied output layer reads the weight.
+                embedding.register_forward_hook(partial(_scaled, factor))
         layers: Any = self.decoder.layers
         for layer in layers:
             # Megatron's records gradients here in a pass without any too, and norms of outputs would keep their inputs.
@@ -181,6 +183,12 @@ class PackedGPTModel(GPTModel):
     def _run_packed(self, tokens_T: Tensor, packed: PackedSequences):
         """The result of ``_postprocess``, in the plan's order."""
         return self(packed.plan.to_model_order(tokens_T).unsqueeze(0), None, None, packed_seq_params=packed)
+
+
+def _in_rows(module: nn.Module, inputs: tuple, embeddings: Tensor) -> Tensor:
+    """The same [T, 1, H], whose strides tell that it is T rows. Megatron's are those of a transposed [1, T, H], from which torch
+    makes T products of one row each where the matrix is frozen: slower, and rounded otherwise than one product."""
+    return embeddings.flatten(0, 1).unsqueeze(1)
 
 
 def _scaled(factor: float, module: nn.Module, inputs: tuple, embeddings: Tensor) -> Tensor:

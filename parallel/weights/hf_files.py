@@ -28,8 +28,8 @@ COMPANIONS = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-
-
+TEMPLATES = "additional_chat_templates"
+"""A folder of those beside the default one, such as one that renders tools."""
 _FURTHER = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 
 
@@ -143,6 +143,8 @@ def finish_folder(
     for name in COMPANIONS:
         if (source / name).is_file():
             shutil.copyfile(source / name, temporary / name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, temporary / TEMPLATES)
     _amend_config(temporary / "config.json", dtype)
     share_as_new(temporary)
     replace_folder(temporary, final)

@@ -284,7 +284,8 @@ class GatewaySession:
         for branch in self._branches:
             for turn in branch.turns:
                 asked = len(turn.request.keys)
-                if turn.end is not None and asked and branch.keys[: asked + 1] == request.keys:
+                may_be_answer = turn.end is not None and asked and asked + 1 == len(request.keys)
+                if may_be_answer and branch.keys[: asked + 1] == request.keys:
                     text = "no message follows the last answer; append a user's message or those of tools"
                     raise Refused(400, "invalid_value", text, "messages")
 

@@ -20,14 +20,21 @@ LONGEST_SHOWN, SHOWN_BEFORE = 80, 20
 """Characters of a message in an error, and those before the first difference."""
 IGNORED = (
     "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "response_format", "tool_choice", "chat_template_kwargs",
+    "logit_bias", "response_format", "tool_choice", "chat_template_kwargs", "logprobs", "seed",
 )  # fmt: skip
-"""Fields of a request that would change what is sampled. They are told once in the log."""
+"""Fields of a request that would change what is sampled, or what is said of it. They are told once in the log."""
 AT_ONE_TEMPERATURE = "all turns are sampled at rollout.temperature, as the learner assumes"
 WHY_IGNORED = {
-    "chat_template_kwargs": "the template has model.chat_template_kwargs of the run's config in all turns"
+    "chat_template_kwargs": "the template has model.chat_template_kwargs of the run's config in all turns",
+    "logprobs": "choices[].logprobs is null in answers to messages; those of v1/generate have them",
+    "seed": "the run gives each turn its seed",
 }
-NEUTRAL = {"top_p": (1, 1.0), "tool_choice": ("auto",), "response_format": ({"type": "text"},)}
+NEUTRAL = {
+    "top_p": (1, 1.0),
+    "tool_choice": ("auto",),
+    "response_format": ({"type": "text"},),
+    "logprobs": (False,),
+}
 
 
 class Refused(Exception):

@@ -108,6 +108,8 @@ class ChatRenderer:
         added = tokenizer.get_added_vocab()  # pyright: ignore[reportCallIssue, reportOptionalCall]
         self._added = {text: int(number) for text, number in cast("dict[str, int]", added).items() if text}
         self._tool_calls_needed = False
+        self._openers = {"assistant"}
+        """Roles that may stand before the first turn, beside those of ``replies``."""
         self._check_header()
         self.end_token_ids = (self._end_of_turn(),)
         self.replies = self._checked_replies()
@@ -118,8 +120,14 @@ class ChatRenderer:
 
     def opening(self, messages: Sequence[Message]) -> list[int]:
         """The tokens of a conversation's first messages, with the header of the assistant's turn. Raises ValueError:
-        the template refuses these messages."""
-        return self.encode(self.render(messages, header=True))
+        the template refuses these messages, or leaves out those of a role."""
+        text = self.render(messages, header=True)
+        for role in {str(message.get("role")) for message in messages} - self.replies.keys() - self._openers:
+            first = {"role": role, "content": REPLY}
+            if REPLY not in self.render([first, QUESTION], header=True):
+                raise ValueError(f"{self._name} leaves out messages of role {role!r}; {_FIX}")
+            self._openers.add(role)
+        return self.encode(text)
 
     def following(self, messages: Sequence[Message], *, sampled_end: bool) -> list[int]:
         """The tokens to append to a sampled turn: its end, the new messages, the header of the next turn.

@@ -29,6 +29,7 @@ import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 
@@ -36,8 +37,8 @@ PR_SET_PDEATHSIG = 1
 OWNER_GONE_EXIT_CODE = 75
 OWN_FOLDER = "TANDEM_SERVER_FOLDER"
 """The variable that names the server's TMPDIR."""
-LOOK_MS = 5000
-"""Milliseconds between two looks at the files in /dev/shm. A look takes 7 ms of a core."""
+LOOK_S = 0.5
+"""Between two looks for new files in /dev/shm."""
 SHARED_MEMORY = re.compile(r"(?<= )/dev/shm/(?:sgl_shm_|sglang_loads_|psm_|torch_(?P<maker>\d+)_)[\w.-]+$")
 """Files that SGLang, Python's ``shared_memory`` and torch make, at the end of a line of /proc/PID/maps. Those of torch may be
 another process's, which has handed them on."""
@@ -78,18 +79,21 @@ def main(command: list[str]) -> int:
 def _wait_for_server_or_owner(server: subprocess.Popen, files: set[str]) -> int | None:
     """The server's exit code, or None when the owner's end of standard input closed first.
 
-    ``files`` gets the group's files in /dev/shm, by a look every LOOK_MS: the kernel ends the workers of a server that
-    crashes with it, so that behind its end nobody has mapped them."""
+    ``files`` gets the group's files in /dev/shm meanwhile: the kernel ends the workers of a server that crashes with it, so
+    that behind its end nobody has mapped them."""
     exited = os.pidfd_open(server.pid)
     poll = select.poll()
     poll.register(exited, select.POLLIN)
     poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
+    looked_at = 0.0
     while True:
-        ready = {descriptor for descriptor, _ in poll.poll(LOOK_MS)}
+        ready = {descriptor for descriptor, _ in poll.poll(LOOK_S * 1000)}
         if exited in ready:
             return server.wait()
         if not ready:
-            files |= shared_memory_of(_rest_of_group())
+            before, looked_at = looked_at, time.time()
+            if shared_memory_changed_at() > before - LOOK_S:  # a file is mapped a moment after it is made
+                files |= shared_memory_of(_rest_of_group())
         elif not os.read(sys.stdin.fileno(), 4096):
             return None
 
@@ -104,6 +108,13 @@ def _rest_of_group() -> set[int]:
             if os.getpgid(int(entry)) == group:
                 others.add(int(entry))
     return others
+
+
+def shared_memory_changed_at() -> float:
+    """When a file in /dev/shm was made or removed last, in seconds since the epoch; 0 where there is no such folder."""
+    with suppress(OSError):
+        return os.stat("/dev/shm").st_mtime
+    return 0.0
 
 
 def shared_memory_of(pids: Iterable[int]) -> set[str]:

@@ -35,7 +35,16 @@ from rollout.tasks.prompts import (
     turns_of,
     with_tools,
 )
-from rollout.tasks.records import Progress, ProgressOf, Refuse, all_together, at_once, place, read_records
+from rollout.tasks.records import (
+    PARQUET_SUFFIXES,
+    Progress,
+    ProgressOf,
+    Refuse,
+    all_together,
+    at_once,
+    place,
+    read_records,
+)
 from rollout.tasks.task import LazyPrompts, Problem, Task
 from rollout.tokenization import encode_prompt
 
@@ -43,6 +52,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 LONGEST_KEPT, SHAPES_KEPT = 256, 1024
+MOST_SURVEYS = 1024
+"""Files whose surveys are kept: a task may have any number of held-out sets, and each is asked for more than once."""
 T = TypeVar("T")
 
 
@@ -219,7 +230,7 @@ def _file_version(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=MOST_SURVEYS)
 def _read_survey(path: Path, _: tuple[int, ...], form: _Form, progress: ProgressOf | None) -> Survey:
     """The length of a supervised pair (no ``to_reference``) counts both texts, that of a problem the prompt."""
     count = longest_bytes = 0
@@ -320,6 +331,7 @@ def _read_fields(
     are_texts = len(form.fields) == 2 and form.tools_field is None
     needed = [*form.fields, *([form.tools_field] if form.tools_field else [])]
     roots = () if keep_rows else {field.split(".")[0] for field in (*needed, *kept_fields)}
+    value_of = _parquet_value if path.suffix in PARQUET_SUFFIXES else _field_value
     for number, record in read_records(path, progress, roots=roots, refuse=refuse):
         first: Any = record.get(first_field)
         second: Any = record.get(second_field)
@@ -327,7 +339,7 @@ def _read_fields(
         # million records twice as fast to read.
         if not (are_texts and _is_plain(first) and _is_plain(second)):
             try:
-                first, second = _form_fields(record, form)
+                first, second = _form_fields(record, form, value_of)
             except ValueError as error:
                 refuse(ValueError(f"{place(path, number)}: {error}"))
                 continue
@@ -344,26 +356,28 @@ def _is_plain(value: object) -> bool:
     return type(value) is str and value.isascii() and bool(value) and not value.isspace()
 
 
-def _form_fields(record: dict, form: _Form) -> tuple[DataPrompt, str | Message]:
+def _form_fields(
+    record: dict, form: _Form, value_of: Callable[[dict, str], Any]
+) -> tuple[DataPrompt, str | Message]:
     """Prompt, and answer or response. Raises ValueError."""
     if len(form.fields) == 1:
         field = form.fields[0]
-        prompt, second = turns_of(_field_value(record, field), field, learns_all=form.learns_all_turns)
+        prompt, second = turns_of(value_of(record, field), field, learns_all=form.learns_all_turns)
     else:
         first_field, second_field = form.fields
         prompt = prompt_of(
-            _field_value(record, first_field),
+            value_of(record, first_field),
             first_field,
             has_template=form.has_template,
             has_system_prompt=form.has_system_prompt,
         )
-        value = _field_value(record, second_field)
+        value = value_of(record, second_field)
         if form.to_reference is None:
             second = response_of(value, second_field, has_template=form.has_template)
         else:
             second = text_of(value, second_field)
     if form.tools_field is not None:
-        prompt = with_tools(prompt, _field_value(record, form.tools_field), form.tools_field)
+        prompt = with_tools(prompt, value_of(record, form.tools_field), form.tools_field)
     return prompt, second
 
 
@@ -375,6 +389,18 @@ def _field_value(record: dict, field: str) -> Any:
         raise ValueError(
             f"field `{field}` is missing; this record has {has}. Rename the field, or name it in the config"
         ) from None
+
+
+def _parquet_value(record: dict, field: str) -> Any:
+    """Without null fields of objects in it: parquet gives each object of a column the fields of all, and so a call of one tool the
+    arguments of all tools."""
+    return _without_nulls(_field_value(record, field))
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(part) for name, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, list) else value
 
 
 def check_field(

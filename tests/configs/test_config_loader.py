@@ -5,6 +5,7 @@ import ast
 import importlib
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -553,9 +554,7 @@ BAD_VALUES = [
         "must be true or false",
         "default: true",
     ),
-    ("name=3", "name", "3", "must be text", 'put it in quotes: `name: "3"`'),
     ("name='a b'", "name", "a b", "must be letters, digits, `.`, `_` and `-`, the first", "default: run"),
-    ("model.path=3", "model.path", "3", "must be text", 'put it in quotes: `model.path: "3"`'),
     (
         "model.path=''",
         "model.path",
@@ -716,6 +715,19 @@ def test_bad_value_on_the_command_line_and_in_a_file(folder, override, field, va
     assert f"top.yaml:{line}" in problem.where
     assert problem.field == field and error in problem.error and fix in problem.fix
     assert problem.value == value.replace("command line", f"top.yaml:{line}")
+
+
+@pytest.mark.parametrize("field", ["name", "model.path"])
+@pytest.mark.parametrize(("written", "read"), [("3", "3"), ("1.10", "1.1"), ("2024_01", "202401")])
+def test_a_number_in_the_place_of_text_keeps_its_text_in_the_fix(folder, field, written, read):
+    """The shell takes away the quotes of ``name="3"``, so an override needs others around them."""
+    write("c.yaml", BASE)
+    problem = the_problem("c.yaml", [f"{field}={written}"])
+    assert (problem.field, problem.value) == (field, read) and problem.error.endswith("text")
+    assert problem.fix == f"put it in quotes that the shell leaves: '{field}=\"{written}\"'"
+    assert shlex.split(problem.fix.partition(": ")[2])[0] == f'{field}="{written}"'
+    problem = the_problem(write("top.yaml", "extends: c.yaml\n" + as_nested(f"{field}={written}")))
+    assert problem.fix == f'put it in quotes: `{field}: "{written}"`'
 
 
 def test_the_line_is_that_of_the_layer_that_set_the_key(folder):

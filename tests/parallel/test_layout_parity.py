@@ -70,7 +70,9 @@ STEPS = {
     "pp2 dp2": (TIED,),
 }
 CHECKPOINT, BAD_LOSS, RECOMPUTED, LEARNER = "checkpoint", "bad loss", "recomputed", "learner"
+FROZEN = "frozen"
 LEARNER_LAYOUTS = ("pp2 vpp2", "tp2 pp2 sp", "cp2 pp2 vpp2")
+FROZEN_LAYOUTS = ("tp2", "tp2 sp", "cp2")
 RECOMPUTING = ("tp2 pp2 sp", "tp2 sp cp2", "cp3")
 CHECKPOINTS = {
     "tp2 pp2 sp": (TIED, ("pp2 vpp2", "cp3")),
@@ -189,6 +191,8 @@ class Runs:
 
     def _run(self, layout: str) -> list[dict]:
         jobs = {name: ("step", self.jobs[name]) for name in STEPS[layout]}
+        if layout in FROZEN_LAYOUTS:
+            jobs[FROZEN] = ("frozen", self.jobs[UNTIED])
         if layout == "pp2":
             jobs[BAD_LOSS] = ("bad_loss", self.jobs[UNTIED])
         if layout in LEARNER_LAYOUTS:
@@ -330,6 +334,13 @@ def test_the_learner_steps_like_one_process(runs, layout):
 
 def per_sequence(found):
     return dict(zip(found["ids_S"].tolist(), found["logprobs_T"].split(found["lengths"]), strict=True))
+
+
+@pytest.mark.parametrize("layout", FROZEN_LAYOUTS)
+def test_a_frozen_copy_has_the_bits_of_the_policy(runs, layout):
+    """The reference of the first step: its KL is zero, and no advantage follows from rounding."""
+    for found in runs.of(layout):
+        assert not any(found[FROZEN])
 
 
 def test_a_bad_loss_on_the_last_stage_stops_all(runs):

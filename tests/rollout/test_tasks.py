@@ -22,6 +22,7 @@ from rollout.rewards import countdown_reward
 from rollout.rewards.arithmetic import evaluate
 from rollout.tasks import countdown as cd
 from rollout.tasks import (
+    files,
     first_problem,
     generate_sft_examples,
     load_task,
@@ -31,7 +32,7 @@ from rollout.tasks import (
     survey_task_file,
 )
 from rollout.tiny_model import make_tiny_countdown_model
-from rollout.tokenization import load_tokenizer
+from rollout.tokenization import encode_response, load_tokenizer
 from tests.support.chat_tokenizer import chat_tokenizer
 
 
@@ -299,6 +300,23 @@ def test_jsonl_with_own_fields_numbers_and_heldout(tmp_path, tokenizer):
     ]
     ids = [p.prompt_id for p in task.train]
     assert len(set(ids)) == 3 and ids[1] == f"{ids[0]}#2"
+
+
+def test_a_file_of_many_is_read_once_for_all_who_ask_for_its_survey(tmp_path, monkeypatch):
+    read, read_records = [], files.read_records
+
+    def reading(path, *arguments, **named):
+        read.append(path)
+        return read_records(path, *arguments, **named)
+
+    monkeypatch.setattr(files, "read_records", reading)
+    sets = [tmp_path / f"{number}.jsonl" for number in range(40)]
+    for path in sets:
+        write_lines(path, {"prompt": path.stem, "answer": "1"})
+    config = jsonl(sets[0])
+    for _ in range(2):
+        assert [survey_task_file(config, path).count for path in sets] == [1] * len(sets)
+    assert read == sets
 
 
 def dapo_row(prompt=({"content": "30 + 4?", "role": "user"},), **changes) -> dict:
@@ -683,6 +701,26 @@ def test_pairs_of_trl(tmp_path):
         ((SYSTEM, ASKED), ANSWERED),
         ("2 + 2?", ANSWERED),
     ]
+
+
+def test_calls_of_several_tools_are_the_same_in_either_kind_of_file(tmp_path):
+    """Of which parquet gives each the arguments of all, and each schema the properties of all."""
+    rows = [
+        {
+            "messages": [ASKED, CALLS | {"tool_calls": [{"function": {"name": name, "arguments": given}}]}],
+            "tools": [{"function": {"name": name, "parameters": {"properties": {n: {"type": "x"} for n in given}}}}],
+        }
+        for name, given in (("add", {"a": 2, "b": 2}), ("find", {"of": ["x"]}))
+    ]  # fmt: skip
+    lines = write_lines(tmp_path / "a.jsonl", *rows)
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found, reader = [], chat_tokenizer("qwen2_5")
+    for path in (lines, tmp_path / "a.parquet"):
+        pairs = pairs_of(path, messages_field="messages", tools_field="tools")
+        found.append([pair[1:] for pair in pairs])
+    assert found[0] == found[1]
+    told = [reader.decode(encode_response(reader, *pair, [reader.eos_token_id])) for pair in found[1]]
+    assert '"arguments": {"of": ["x"]}}' in told[1] and "null" not in "".join(told)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from configs.schema.model import SET_BY_TANDEM
@@ -338,6 +339,19 @@ def test_system_prompt_needs_a_template_and_a_prompt_needs_tokens(tokenizer):
         encode_prompt(tokenizer, "1", system_prompt="2", apply_chat_template=False)
     with pytest.raises(ValueError, match="no tokens"):
         encode_prompt(tokenizer, "", system_prompt=None, apply_chat_template=False)
+
+
+def test_the_end_that_a_tokenizer_adds_is_no_part_of_a_prompt():
+    tokenizer = chat_tokenizer("llama3_1")
+    bos, eos = (tokenizer.convert_tokens_to_ids(name) for name in ("<|begin_of_text|>", "<|eot_id|>"))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|begin_of_text|> $A <|eot_id|>",
+        special_tokens=[("<|begin_of_text|>", bos), ("<|eot_id|>", eos)],
+    )
+    plain = tokenizer.encode("2 + 2 =", add_special_tokens=False)
+    assert tokenizer.encode("2 + 2 =") == [bos, *plain, eos]
+    for text, ids in (("2 + 2 =", plain), ("2 + 2 =<|eot_id|>", [*plain, eos])):
+        assert encode_prompt(tokenizer, text, system_prompt=None, apply_chat_template=False) == [bos, *ids]
 
 
 def test_missing_folder_missing_and_broken_tokenizer(folder, tmp_path):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
+from configs.schema.model import ModelConfig
 from configs.schema.run import RunConfig
 from parallel.engine import (
     MegatronEngine,
@@ -342,7 +343,25 @@ def work_learner(layout: LayoutConfig, config: RunConfig, groups: list[Group]) -
     }
 
 
+def work_frozen(layout: LayoutConfig, folder: Path, **unused: Any) -> list[Tensor]:
+    """How far the log-probs of a frozen engine are from those of a trained one of the same folder, by micro-batch."""
+    trained = build(kind="policy", folder=folder, layout=layout)
+    frozen = MegatronEngine(
+        ModelConfig(path=folder, dtype="float32"),
+        layout,
+        None,
+        total_optimizer_steps=1,
+        logprob_chunk_tokens=7,
+        recompute="none",
+        seed=0,
+    )
+    microbatches = microbatches_of(trained)
+    scores = [engine.logprobs(microbatches, temperature=TEMPERATURE) for engine in (trained, frozen)]
+    return [(own_T - other_T).abs().max() for (own_T, _), (other_T, _) in zip(*scores, strict=True)]
+
+
 WORK = {
+    "frozen": work_frozen,
     "learner": work_learner,
     "step": work_step,
     "step_of_lengths": work_step_of_lengths,

@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -85,19 +86,20 @@ def split_groups(
         t.group_id if t.reward is not None else -1 - episode
         for t, episode in zip(trajectories, episodes, strict=True)
     ]
+    # What is of the whole step is one object for all ranks, of which there may be hundreds.
+    of_step = partial(
+        Share,
+        lengths=lengths,
+        rewards=[t.reward or 0.0 for t in trajectories],
+        group_ids=group_ids,
+        episode_ids=episodes,
+        group_sizes=[len(group) for group in by_group],
+        turn_rewards=rewards_of_turns,
+    )
+    sequence_ids = [plan.sequence_ids(rank) for rank in range(dp_size)]
     return [
-        Share(
-            trajectories=[trajectories[i] for i in plan.sequence_ids(rank)],
-            sequence_ids=plan.sequence_ids(rank),
-            rows=plan.rows(rank),
-            lengths=lengths,
-            rewards=[t.reward or 0.0 for t in trajectories],
-            group_ids=group_ids,
-            episode_ids=episodes,
-            group_sizes=[len(group) for group in by_group],
-            turn_rewards=rewards_of_turns,
-        )
-        for rank in range(dp_size)
+        of_step(trajectories=[trajectories[i] for i in own], sequence_ids=own, rows=plan.rows(rank))
+        for rank, own in enumerate(sequence_ids)
     ]
 
 

@@ -185,6 +185,11 @@ class Chat(MessageAdapter):
         written = [tool for tool in tools if isinstance(tool, dict)]
         if written and len(written) < len(tools):
             raise Failure("tools has functions and JSON schemas; give it one kind")
+        for tool in written:
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                wanted = '{"type": "function", "function": {"name": ..., "parameters": ...}}'
+                raise Failure(f"tools has {short(tool)}; write it as {wanted}")
         self.tools = written or [schema_of(tool) for tool in tools]
         self._functions = {} if written else {tool.__name__: tool for tool in tools}
 

@@ -22,11 +22,12 @@ from configs.loader import parse_config
 from configs.schema import RunConfig, SftConfig
 from launch.checks import config as checks
 from launch.checks import inputs as input_checks
+from rollout.records import WithTools
 from rollout.tasks import records
 from rollout.tasks.countdown import check_characters
 from rollout.tiny_model import make_tiny_countdown_model
 from rollout.tokenization import encode_prompt, end_token_ids, load_tokenizer
-from rollout.tokenizer_files import TokenizerFiles
+from rollout.tokenizer_files import TokenizerFiles, check_template_arguments
 from tests.parallel.weights.test_hf_headers import TINY
 from tests.support.model_folders import CHATML, make_model_folder, write_tokenizer
 
@@ -193,6 +194,11 @@ CASES = {
     "no template": Case(
         damage=lambda: write_tokenizer(Path("model"), chat_template=None), field="task.apply_chat_template", error="has no chat template",
         fix="set apply_chat_template: false",
+    ),
+    "no template for an environment's messages": Case(
+        damage=lambda: write_tokenizer(Path("model"), chat_template=None),
+        overrides=("task.apply_chat_template=false", "environment={type: agent, command: [sh]}"), field="environment.template",
+        error="has no chat template", fix="or set environment.template=plain",
     ),
     "template that is no Jinja": Case(
         damage=template("{% for m in messages %}"), field="task.apply_chat_template",
@@ -678,6 +684,28 @@ def test_the_default_of_several_templates_is_taken(tmp_path):
         [{"name": "tools", "template": "no"}, {"name": "default", "template": "{{ messages[0].content }}"}]
     )()
     assert TokenizerFiles(tmp_path / "model").render([{"role": "user", "content": "hello"}]) == "hello"
+
+
+@pytest.mark.parametrize("place", ["tokenizer_config.json", "additional_chat_templates"])
+def test_the_template_for_tools_is_taken_where_there_are_tools(tmp_path, place):
+    """As transformers takes it, and so the learner's prompts: a check with the default one would miss the tools."""
+    make_tiny_countdown_model(tmp_path / "tiny", seed=0)
+    texts = {"default": CHATML, "tool_use": "{{ tools[0].name }}{{ depth }}" + CHATML}
+    if place == "tokenizer_config.json":
+        content = json.loads((tmp_path / "tiny" / place).read_text())
+        content["chat_template"] = [{"name": name, "template": text} for name, text in texts.items()]
+        (tmp_path / "tiny" / place).write_text(json.dumps(content))
+    else:
+        (tmp_path / "tiny" / place).mkdir()
+        (tmp_path / "tiny" / "chat_template.jinja").write_text(texts["default"])
+        (tmp_path / "tiny" / place / "tool_use.jinja").write_text(texts["tool_use"])
+    ours, theirs = TokenizerFiles(tmp_path / "tiny"), load_tokenizer(tmp_path / "tiny")
+    assert ours.chat_template == theirs.chat_template == texts
+    with_tools = WithTools(({"role": "user", "content": "1"},), ({"name": "9"},))
+    for prompt in (with_tools, with_tools.messages):
+        ids = [encode_prompt(t, prompt, system_prompt=None, apply_chat_template=True) for t in (ours, theirs)]
+        assert ids[0] == ids[1] and (ours.decode(ids[0])[0] == "9") == (prompt is with_tools)
+    check_template_arguments(ours, {"depth": 3})  # which the one for tools reads
 
 
 def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from configs.reading.yaml_values import read_yaml
+from launch.commands import check_template
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.chat_tokenizer import chat_tokenizer, template_of
 from tests.support.command import tandem
@@ -92,3 +94,15 @@ def test_a_model_without_a_template(tmp_path):
 def test_bad_input(folder, arguments, message):
     done = tandem("check-template", *arguments, cwd=folder)
     assert done.returncode == 2 and message in done.stderr
+
+
+@pytest.mark.parametrize(
+    "value", ["no", "off", "1e-4", "90_000", "012", "2024-01-01", "[a, no]", "null", "'x'"]
+)
+def test_arguments_are_read_as_those_of_a_config(value):
+    written = f"kind: train\nmodel: {{chat_template_kwargs: {{given: {value}}}}}\n"
+    read = read_yaml(written, "a.yaml")
+    assert read is not None
+    assert ("given", read.plain()["model"]["chat_template_kwargs"]["given"]) == check_template._argument(
+        f"given={value}"
+    )

@@ -8,6 +8,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -147,6 +148,19 @@ def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, 
         supervisor.start(Role(name="learn", command=command, log=log, error=error))
         supervisor.wait_until_done("learn")
     assert "earlier life" not in str(failure.value) and "1147" not in str(failure.value)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [("", r"the disk of \S+ is full, so that it could not say why"), ("no ink", "no ink\n")],
+)
+def test_a_role_that_left_no_word_on_a_full_disk_is_told_with_the_cause(tmp_path, monkeypatch, words, told):
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))
+    code = f"import sys; print({words!r}, end=''); sys.exit(1)"
+    with pytest.raises(RoleFailed, match=rf"ended with exit code 1\.\n    {told}"):
+        with Supervisor(grace_s=1) as supervisor:
+            supervisor.start(role(tmp_path, "silent", code))
+            supervisor.wait_until_done("silent")
 
 
 LOSES_ITS_PEER = """

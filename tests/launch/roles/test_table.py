@@ -9,6 +9,8 @@ import pytest
 from configs.schema.layout import parse_layout
 from launch.processes.run_folder import RunFolder
 from launch.roles import table
+from parallel.checkpoints.checkpoint import CheckpointError, DamagedCheckpoint
+from parallel.checkpoints.files import step_folder
 
 
 def test_a_role_may_open_as_many_files_as_the_system_lets_it(monkeypatch, tmp_path):
@@ -75,3 +77,40 @@ def test_ranks_of_tensor_parallelism_have_one_queue_as_megatron_asks(monkeypatch
         with pytest.raises(KeyboardInterrupt) as ended:
             table.run_role("learn", RunFolder(tmp_path))
         assert ended.value.args == (expected,)
+
+
+@pytest.mark.parametrize("removed_while", ["verified", "loaded"])
+def test_an_export_takes_the_next_checkpoint_where_the_run_goes_on_and_removes_the_one(
+    removed_while, monkeypatch, tmp_path
+):
+    """The best one, which stays, is older: it is not the newest of the run."""
+    folder, loaded = RunFolder(tmp_path), []
+
+    def go_on(path) -> None:
+        if path.name == "step_000002":
+            path.rename(path.with_name("step_000003"))
+
+    def verified(path):
+        if removed_while == "verified":
+            go_on(path)
+        if not path.is_dir():
+            raise DamagedCheckpoint(f"{path} is damaged")
+        return SimpleNamespace(folder=path)
+
+    def load(whole) -> None:
+        go_on(whole.folder)
+        if not whole.folder.is_dir():
+            raise CheckpointError("no such file")
+        loaded.append(whole.folder.name)
+
+    monkeypatch.setattr("parallel.checkpoints.checkpoint.verified", verified)
+    for step in (1, 2):
+        step_folder(folder.checkpoints, step).mkdir(parents=True)
+    table.load_newest(folder, SimpleNamespace(load=load))
+    assert loaded[-1] == "step_000003"
+    step_folder(folder.checkpoints, 4).mkdir()
+    monkeypatch.setattr(
+        "parallel.checkpoints.checkpoint.verified", lambda path: SimpleNamespace(folder=tmp_path / "none")
+    )
+    with pytest.raises(CheckpointError, match="no such file"):
+        table.load_newest(folder, SimpleNamespace(load=load))

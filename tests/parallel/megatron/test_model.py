@@ -146,12 +146,15 @@ def assert_same_weights(left, right):
 def test_round_trip_is_bit_identical(tmp_path, kind, tied):
     folder = make_hf_model(tmp_path / "m", kind, tied=tied)
     (folder / "tokenizer_config.json").write_text("{}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     make_engine(folder).save_hf(tmp_path / "out")
     assert_same_weights(folder, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == json.loads(
         (folder / "config.json").read_text()
     )
     assert (tmp_path / "out" / "tokenizer_config.json").read_text() == "{}"
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 

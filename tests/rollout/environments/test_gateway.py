@@ -22,6 +22,7 @@ from rollout.environments.context import EpisodeContext, EpisodeLimits, Texts, t
 from rollout.environments.episodes import Sample
 from rollout.environments.gateway import Gateway
 from rollout.environments.gateway_session import Conversation, GatewaySession
+from rollout.environments.openai_form import Refused
 from rollout.environments.rendering import ChatRenderer
 from rollout.environments.tool_calls import ParsedTurn
 from rollout.records import FinishReason, Status
@@ -498,12 +499,16 @@ def test_requests_that_cannot_be_understood(monkeypatch, caplog):
                 )
                 await one.ask([user("3")], temperature=0.2, max_tokens=2)
                 thinking = {"chat_template_kwargs": {"enable_thinking": False}}
-                await one.ask([user("3")], max_tokens=2, extra_body=thinking)
+                await one.ask([user("3")], max_tokens=2, extra_body=thinking, logprobs=False)
+                assert (await one.ask([user("3")], max_tokens=2, logprobs=True)).choices[0].logprobs is None
+                await one.ask([user("3")], max_tokens=2, seed=0)
             assert answer.usage.completion_tokens <= 2
-            first, second = (record.getMessage() for record in caplog.records)
+            first, second, third, fourth = (record.getMessage() for record in caplog.records)
             assert first.startswith("an agent asks for temperature=0.1") and "rollout.temperature" in first
             assert second.startswith("an agent asks for chat_template_kwargs={'enable_thinking': False}")
             assert "model.chat_template_kwargs" in second
+            assert third.startswith("an agent asks for logprobs=True") and "v1/generate" in third
+            assert fourth.startswith("an agent asks for seed=0")
 
     run(test)
 
@@ -615,6 +620,32 @@ def test_a_long_conversation_is_kept_once():
         run(test)
     finally:
         tracemalloc.stop()
+
+
+def test_a_request_looks_at_its_conversation_once_however_many_turns_it_had():
+    class Counted(list):
+        looked_at = 0
+
+        def __getitem__(self, place):
+            found = super().__getitem__(place)
+            self.looked_at += len(found) if isinstance(place, slice) else 1
+            return found
+
+    async def test():
+        limits = EpisodeLimits(max_turns=99, max_tokens=10**6, max_new_tokens=6)
+        session = GatewaySession(context_of(limits=limits), APART, base_url="", model="")
+        messages = []
+        for _ in range(30):
+            messages.append(user("3"))
+            messages.append((await session.chat({"messages": messages})).message)
+        (branch,) = session._branches
+        keys = branch.keys = Counted(branch.keys)
+        await session.chat({"messages": [*messages, user("4")]})
+        assert keys.looked_at <= 2 * len(keys)
+        with pytest.raises(Refused, match="no message follows the last answer"):
+            await session.chat({"messages": messages})
+
+    run(test)
 
 
 def test_a_limit_is_not_forgotten_for_a_turn_that_was_asked_for_before_it():

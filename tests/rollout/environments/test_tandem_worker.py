@@ -109,6 +109,9 @@ class TestChat:
 
         with pytest.raises(Failure, match="functions and JSON schemas"):
             of("chat", reset=lambda self, p: [], step=step, tools=[add, *written])
+        for bare in ({"name": "add", "parameters": {}}, {"type": "function", "function": {"name": 3}}):
+            with pytest.raises(Failure, match=r'tools has dict .*; write it as \{"type": "function"'):
+                of("chat", reset=lambda self, p: [], step=step, tools=[bare])
 
 
 @pytest.mark.parametrize(

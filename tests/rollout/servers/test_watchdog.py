@@ -6,6 +6,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,7 +152,8 @@ def test_files_in_memory_are_known_before_a_server_crashes_with_its_workers(monk
         return {"/dev/shm/sgl_shm_mq_1_2"}
 
     monkeypatch.setattr(watchdog, "shared_memory_of", look)
-    monkeypatch.setattr(watchdog, "LOOK_MS", 1)
+    monkeypatch.setattr(watchdog, "LOOK_S", 0.001)
+    monkeypatch.setattr(watchdog, "shared_memory_changed_at", lambda: time.time() + 3600)
     reader, writer = os.pipe()
     with open(reader) as owner, open(writer, "w"):
         monkeypatch.setattr(sys, "stdin", owner)

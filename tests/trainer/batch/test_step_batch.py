@@ -430,6 +430,14 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, m
     assert_same(found, wanted, magnitudes(groups, minibatches, setup))
 
 
+def test_numbers_of_the_whole_step_are_one_list_for_all_ranks():
+    """512 ranks of 16,384 sequences would be eight million of each."""
+    groups = make_groups([[4] * 8], [[1.0] * 8], seed=0)
+    first, *others = split_groups(groups, num_minibatches=1, dp_size=8, token_budget=20)
+    for name in ("lengths", "rewards", "group_ids", "episode_ids", "group_sizes"):
+        assert all(getattr(share, name) is getattr(first, name) for share in others), name
+
+
 def denominators(correction: CorrectionConfig) -> st.SearchStrategy[CorrectionConfig]:
     return st.sampled_from(("kept", "all")).map(
         lambda which: correction.model_copy(update={"denominator": which})
