@@ -122,6 +122,8 @@ class SGLangControl:
         """Per replica: whether another learner opened an update and never closed it."""
         self._tensor_parallel = tensor_parallel
         self._timeout_s = timeout_s
+        # The margin lets the message of the socket's own deadline, which comes first, through.
+        self._patience_s = timeout_s + 5.0
         self._lines = [
             ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s, key=key) for url in self.urls
         ]
@@ -204,9 +206,7 @@ class SGLangControl:
         # SGLang does not tell whether an update is open. This request to receive always fails and changes
         # nothing; the reason of the refusal tells it.
         body = _announced([], [], [], NO_GROUP, "flattened_bucket")
-        refusals = [
-            line.ask("POST", RECEIVE_PATH, body).exception(self._timeout_s + 5.0) for line in self._lines
-        ]
+        refusals = [line.ask("POST", RECEIVE_PATH, body).exception(self._patience_s) for line in self._lines]
         for refusal in refusals:
             is_known = NO_UPDATE in str(refusal) or NO_GROUP in str(refusal)
             if not isinstance(refusal, ControlError) or not is_known:
@@ -232,7 +232,7 @@ class SGLangControl:
             line.ask("POST", RECEIVE_PATH, _announced([], [], [], NO_GROUP, QUESTION)) for line in self._lines
         ]
         for url, future in zip(self.urls, futures, strict=True):
-            error = future.exception(self._timeout_s + 5.0)
+            error = future.exception(self._patience_s)
             answer = str(error) if error is not None else future.result().get("message")
             if answer == PROTOCOL and self._needs_experts:
                 raise ControlError(
@@ -268,7 +268,8 @@ class SGLangControl:
         """
         action = f"receive {len(names)} tensors in {len(announcement.counts)} buckets"
         group_name = self.group_name if announcement.meeting is None else NO_GROUP
-        return self._receive(action, names, dtypes, shapes, announcement.load_format(), version, group_name)
+        body = _announced(names, dtypes, shapes, group_name, announcement.load_format())
+        return self._receive(action, body, version)
 
     def receive_bucket(
         self, *, names: Sequence[str], dtype: str, shapes: Sequence[Sequence[int]], version: int | None
@@ -290,27 +291,18 @@ class SGLangControl:
             ValueError: no group was joined, or names and shapes do not fit together.
         """
         action = f"receive a bucket of {len(names)} tensors"
-        dtypes = [dtype] * len(names)
-        return self._receive(action, names, dtypes, shapes, "flattened_bucket", version, self.group_name)
+        body = _announced(names, [dtype] * len(names), shapes, self.group_name, "flattened_bucket")
+        return self._receive(action, body, version)
 
-    def _receive(
-        self,
-        action: str,
-        names: Sequence[str],
-        dtypes: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        load_format: str,
-        version: int | None,
-        group_name: str | None,
-    ) -> Pending:
-        if group_name is None:
+    def _receive(self, action: str, body: dict, version: int | None) -> Pending:
+        if body["group_name"] is None:
             raise ValueError("the servers have joined no group to receive weights in; call join_group first")
+        names, dtypes, shapes = (body[field] for field in ("names", "dtypes", "shapes"))
         if not names or not len(names) == len(dtypes) == len(shapes):
             raise ValueError(
                 f"a transfer needs at least one name, and a dtype and a shape for each: {len(names)} names, {len(dtypes)} dtypes, "
                 f"{len(shapes)} shapes"
             )
-        body = _announced(names, dtypes, shapes, group_name, load_format)
         if version is not None:
             # A request to /flush_cache would also collect garbage, which takes 0.4 s on CPU.
             body |= {"weight_version": str(version), "flush_cache": True}
@@ -424,15 +416,14 @@ class SGLangControl:
         return [line.ask(method, path, body) for line in self._lines]
 
     def _as_pending(self, action: str, futures: Sequence[Future]) -> Pending:
-        # The margin lets the message of the socket's own deadline, which comes first, through.
-        return Pending(action, futures, self._timeout_s + 5.0)
+        return Pending(action, futures, self._patience_s)
 
 
 def _announced(
     names: Sequence[str],
     dtypes: Sequence[str],
     shapes: Sequence[Sequence[int]],
-    group_name: str,
+    group_name: str | None,
     load_format: str,
 ) -> dict:
     """The body of a request to receive weights."""
