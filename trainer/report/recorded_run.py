@@ -20,10 +20,6 @@ from trainer.tracking.ledger import LEDGER, read_ledger, summary
 from trainer.tracking.metrics_file import read_metrics
 
 FEWEST_FLAT = 5
-HEALTHY_AT_ONE = ("kept_min", "first_ratio_tolerance", "weight_mean_min", "weight_mean_max", "ess_min")
-"""Alarms of quantities whose healthy value is 1; that of the others is 0."""
-HEALTHY_WHEN_GREAT = ("advantage_std_min",)
-"""Alarms of quantities of which the least value is the worst."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,16 +136,10 @@ def alarm_histories(rows: Sequence[Mapping[str, Any]], config: AlarmsConfig) -> 
             raised.setdefault(alarm.name, {})[step] = alarm
     histories = []
     for name, by_step in raised.items():
-        worst_step = max(by_step, key=lambda step: _distance_from_healthy(by_step[step]))
+        worst_step = max(by_step, key=lambda step: by_step[step].badness)
         worst = by_step[worst_step]
         histories.append(AlarmHistory(name=name, steps=sorted(by_step), worst_step=worst_step, worst=worst))
     return sorted(histories, key=lambda history: -len(history.steps))
-
-
-def _distance_from_healthy(alarm: Alarm) -> float:
-    away = abs(alarm.value - (alarm.name in HEALTHY_AT_ONE))
-    away = -away if alarm.name in HEALTHY_WHEN_GREAT else away
-    return math.inf if math.isnan(away) else away
 
 
 def note_the_data(run: RecordedRun) -> None:

@@ -3,6 +3,7 @@
 An alarm has the name of its level in ``AlarmsConfig``. trainer/README.md gives the advice at more length.
 """
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ class Alarm:
     name: str
     """The field of ``AlarmsConfig`` that is its level; None there turns the alarm off."""
     value: float
+    badness: float
+    """Of two alarms of this name the worse one has the greater."""
     message: str
     """One paragraph: what is wrong, what usually causes it, what to try."""
 
@@ -31,10 +34,16 @@ class _Rule:
     wrong: str
     cause: str
     advice: str
+    badness: Callable[[float], float] = abs
+    """The distance of a value from the healthy one."""
 
     def __post_init__(self) -> None:
         for metric in self.metrics:
             known(metric)
+
+
+def _from_one(value: float) -> float:
+    return abs(value - 1)
 
 
 _RULES = (
@@ -42,6 +51,7 @@ _RULES = (
         name="kept_min",
         metrics=("mismatch/kept_fraction",),
         healthy=operator.gt,
+        badness=_from_one,
         wrong="the correction leaves nothing to learn from, and this step's policy gradient is zero",
         cause="a rejection rule that is too narrow for this gap (a geometric bound of 1.001 wants engines that agree to 0.1 % a token), or "
         "a gap that no rule can mend: other weights, tokens or temperature on one side",
@@ -52,6 +62,7 @@ _RULES = (
         name="advantage_std_min",
         metrics=("advantage/std",),
         healthy=operator.gt,
+        badness=operator.neg,
         wrong="all advantages of the step are equal, so it teaches the policy nothing",
         cause="all samples have the same reward: the problems are too hard or too easy, the reward looks for another form of answer, "
         "responses are cut at rollout.max_new_tokens before they answer, or the policy has collapsed and writes the same everywhere",
@@ -62,6 +73,7 @@ _RULES = (
         name="first_ratio_tolerance",
         metrics=("policy/first_ratio_max", "policy/first_ratio_min"),
         healthy=lambda ratio, tolerance: abs(ratio - 1) <= tolerance,
+        badness=_from_one,
         wrong="current differs from old on the first minibatch, before any weight has changed",
         cause="the recompute and the update do not run the same computation: other micro-batches, dropout, nondeterministic or other "
         "kernels, or MoE routing that is not replayed",
@@ -72,6 +84,7 @@ _RULES = (
         name="weight_mean_min",
         metrics=("mismatch/weight_mean", "mismatch/weight_normaliser"),
         healthy=operator.ge,
+        badness=_from_one,
         wrong="importance weights are far below 1 on average, where they should average 1: the loss shrinks and leans to few tokens",
         cause="the learner finds the sampled tokens much less likely than the rollout did: old samples, a quantised rollout, a mask of the "
         "sampler (top_p, top_k) or a temperature that the learner lacks; or sequence weights of long responses, cut from above only",
@@ -82,6 +95,7 @@ _RULES = (
         name="weight_mean_max",
         metrics=("mismatch/weight_mean", "mismatch/weight_normaliser"),
         healthy=operator.le,
+        badness=_from_one,
         wrong="importance weights are far above 1 on average: a few tokens or responses outweigh the rest",
         cause="tokens that the rollout held unlikely and the learner does not, multiplied over long responses, with a loose bound or none",
         advice="bound weights from above (decoupled_token_is with upper 2), drop what is over the bound (decoupled_token_icepop, "
@@ -91,6 +105,7 @@ _RULES = (
         name="ess_min",
         metrics=("mismatch/ess",),
         healthy=operator.ge,
+        badness=_from_one,
         wrong="before the bound few samples carry most of the weight: the gradient is noisier than the batch size suggests",
         cause="heavy-tailed ratios: stale or quantised rollouts, or sequence weights of long responses",
         advice="a lower level of weights (decoupled_token_is for decoupled_seq_is), rejection of the outliers (decoupled_geo_rs, "
@@ -171,7 +186,9 @@ def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Ala
                 f"{name} is {metrics[name]:.4g} (alarms.{rule.name}: {level:g}): {rule.wrong}. "
                 f"Usual cause: {rule.cause}. Try: {rule.advice}.{_share_of_staleness(name, metrics)}"
             )
-            alarms.append(Alarm(name=rule.name, value=metrics[name], message=message))
+            value = metrics[name]
+            badness = math.inf if math.isnan(value) else rule.badness(value)
+            alarms.append(Alarm(name=rule.name, value=value, badness=badness, message=message))
     return alarms
 
 
