@@ -194,24 +194,33 @@ def _rotated(heads_TAD: Tensor, cos_T1F: Tensor, sin_T1F: Tensor, *, backward: b
     return rotated(heads_TAD.to(cos_T1F.dtype), cos_T1F, sin_T1F).to(heads_TAD.dtype)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How a token's query scores the keys of its sequence."""
+
+    scale: float | None = None
+    """None: the root of a head's size, as torch has it."""
+    window: int | None = None
+    """The tokens that a token sees, itself included; None: all before it."""
+    sinks_A: Tensor | None = None
+    """See ``_with_sink``."""
+
+
 def packed_attention(
     query_TAD: Tensor,
     key_TKD: Tensor,
     value_TKD: Tensor,
     buckets: tuple[Bucket, ...],
+    scoring: Scoring,
     *,
-    scale: float | None,
     dtype: torch.dtype,
-    window: int | None = None,
-    sinks_A: Tensor | None = None,
 ) -> Tensor:
     """softmax(q k^T scale + causal mask) v within each sequence: [T, A, D] in the dtype of the query.
 
-    Tokens are in the order of ``buckets``; A is a multiple of K (grouped queries). The sums run in ``dtype``. window: the
-    tokens that a token sees, itself included; None: all before it. sinks_A: see ``_with_sink``.
+    Tokens are in the order of ``buckets``; A is a multiple of K (grouped queries). The sums run in ``dtype``.
     """
     query, key, value = (x.to(dtype) for x in (query_TAD, key_TKD, value_TKD))
-    parts = [_bucket_attention(query, key, value, bucket, scale, window, sinks_A) for bucket in buckets]
+    parts = [_bucket_attention(query, key, value, bucket, scoring) for bucket in buckets]
     out_TAD = parts[0] if len(parts) == 1 else torch.cat(parts)
     return out_TAD.to(query_TAD.dtype)
 
@@ -221,16 +230,15 @@ def _bucket_attention(
     key_TKD: Tensor,
     value_TKD: Tensor,
     bucket: Bucket,
-    scale: float | None,
-    window: int | None,
-    sinks_A: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     query_NALD, key_NKLD, value_NKLD = (
         x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
         for x in (query_TAD, key_TKD, value_TKD)
     )
-    if sinks_A is not None or (window is not None and bucket.length > window):
-        out_NALD = lower_right_causal_attention(query_NALD, key_NKLD, value_NKLD, scale, window, sinks_A)
+    window = scoring.window
+    if scoring.sinks_A is not None or (window is not None and bucket.length > window):
+        out_NALD = lower_right_causal_attention(query_NALD, key_NKLD, value_NKLD, scoring)
         return out_NALD.transpose(1, 2).flatten(0, 1)
     key_NKLD, value_NKLD = _for_kernels(query_NALD, key_NKLD, value_NKLD)
     out_NALD = F.scaled_dot_product_attention(
@@ -238,7 +246,7 @@ def _bucket_attention(
         key_NKLD,
         value_NKLD,
         is_causal=True,
-        scale=scale,
+        scale=scoring.scale,
         enable_gqa=query_NALD.shape[1] != key_NKLD.shape[1],
     )
     return out_NALD.transpose(1, 2).flatten(0, 1)
@@ -261,20 +269,13 @@ def _for_kernels(
     return key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
 
 
-def lower_right_causal_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float | None,
-    window: int | None = None,
-    sinks_A: Tensor | None = None,
-) -> Tensor:
+def lower_right_causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Attention of the last n of L tokens, [N, A, n, D], to all up to themselves, [N, K, L, D], or to those of a window.
-    sinks_A: see ``_with_sink``.
 
     No mask of n L bytes is made. CUDA's kernels know this mask. The CPU's kernel takes a mask with any strides: with
     the queries in reverse, row i of the mask is one line of n + L - 1 numbers, from its place i on.
     """
+    scale, window, sinks_A = scoring.scale, scoring.window, scoring.sinks_A
     if sinks_A is not None:
         size = query.shape[-1]
         own_scale = size**-0.5 if scale is None else scale  # that of torch would be of the longer heads

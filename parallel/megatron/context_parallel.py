@@ -29,7 +29,7 @@ from torch import Tensor
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from parallel.megatron.attention import PackedPlan, Predictions, lower_right_causal_attention
+from parallel.megatron.attention import PackedPlan, Predictions, Scoring, lower_right_causal_attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,11 +173,9 @@ def split_attention(
     key_TKD: Tensor,
     value_TKD: Tensor,
     plan: SplitPlan,
+    scoring: Scoring,
     *,
-    scale: float | None,
     dtype: torch.dtype,
-    window: int | None = None,
-    sinks_A: Tensor | None = None,
 ) -> Tensor:
     """``packed_attention`` of this rank's tokens, [T, A, D] in the dtype of the query. A collective of the
     context-parallel ranks.
@@ -199,9 +197,7 @@ def split_attention(
                 query_NnAD.transpose(1, 2),
                 key_NKLD[:, :, : chunk.stop],
                 value_NKLD[:, :, : chunk.stop],
-                scale,
-                window,
-                sinks_A,
+                scoring,
             )
             parts.append(out_NAnD.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).to(query_TAD.dtype)

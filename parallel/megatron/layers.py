@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 
 from numerics.delta_rule import ChunkPlan
 from parallel.megatron import accumulation, aligned, moe, platform
-from parallel.megatron.attention import PackedPlan, packed_attention, paired_in_halves, rotate
+from parallel.megatron.attention import PackedPlan, Scoring, packed_attention, paired_in_halves, rotate
 from parallel.megatron.config import uses_transformer_engine
 from parallel.megatron.context_parallel import SplitPlan, split_attention
 from parallel.megatron.gated_activation import GeGLU, SwiGLU, use_gated_activation
@@ -109,12 +109,12 @@ class PackedCoreAttention(nn.Module):
 
     def attend(self, query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, plan: PackedPlan) -> Tensor:
         """[T, A, D] of rotated queries and keys."""
-        settings = {"scale": self.scale, "dtype": self.dtype, "window": self.window, "sinks_A": self.sinks}
+        scoring = Scoring(scale=self.scale, window=self.window, sinks_A=self.sinks)
         if isinstance(plan, SplitPlan):
-            return split_attention(query_TAD, key_TKD, value_TKD, plan, **settings)
+            return split_attention(query_TAD, key_TKD, value_TKD, plan, scoring, dtype=self.dtype)
         if isinstance(plan, SharedPlan):
-            return shared_attention(query_TAD, key_TKD, value_TKD, plan, **settings)
-        return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, **settings)
+            return shared_attention(query_TAD, key_TKD, value_TKD, plan, scoring, dtype=self.dtype)
+        return packed_attention(query_TAD, key_TKD, value_TKD, plan.buckets, scoring, dtype=self.dtype)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None

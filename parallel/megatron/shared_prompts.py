@@ -24,6 +24,7 @@ from torch import Tensor
 from parallel.megatron.attention import (
     Bucket,
     PackedPlan,
+    Scoring,
     lower_right_causal_attention,
     packed_attention,
     plan_packing,
@@ -188,20 +189,14 @@ def shared_attention(
     key_TKD: Tensor,
     value_TKD: Tensor,
     plan: SharedPlan,
+    scoring: Scoring,
     *,
-    scale: float | None,
     dtype: torch.dtype,
-    window: int | None = None,
-    sinks_A: Tensor | None = None,
 ) -> Tensor:
     """``packed_attention`` with branches, [T, A, D] in the dtype of the query."""
     query, key, value = (x.to(dtype) for x in (query_TAD, key_TKD, value_TKD))
-    plain_TAD = packed_attention(
-        query, key, value, plan.buckets, scale=scale, dtype=dtype, window=window, sinks_A=sinks_A
-    )
-    parts = [
-        _branch_attention(query, key, value, branches, scale, window, sinks_A) for branches in plan.branches
-    ]
+    plain_TAD = packed_attention(query, key, value, plan.buckets, scoring, dtype=dtype)
+    parts = [_branch_attention(query, key, value, branches, scoring) for branches in plan.branches]
     return torch.cat([plain_TAD, *parts]).to(query_TAD.dtype)
 
 
@@ -210,9 +205,7 @@ def _branch_attention(
     key_TKD: Tensor,
     value_TKD: Tensor,
     branches: Branches,
-    scale: float | None,
-    window: int | None,
-    sinks_A: Tensor | None,
+    scoring: Scoring,
 ) -> Tensor:
     """Attention of the branches' tokens to their prompts and, causally, to themselves. A filling is behind every token of
     its branch, so that none sees it; its own results are dropped."""
@@ -224,9 +217,7 @@ def _branch_attention(
         query_NLAD.transpose(1, 2),
         key_NPKD.transpose(1, 2),
         value_NPKD.transpose(1, 2),
-        scale,
-        window,
-        sinks_A,
+        scoring,
     )
     out = out_NALD.transpose(1, 2).flatten(0, 1)
     return out if branches.cells is None else out[branches.cells]

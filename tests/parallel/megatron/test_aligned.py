@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from numerics import aligned as forward
 from parallel.megatron import aligned
-from parallel.megatron.attention import packed_attention, plan_packing
+from parallel.megatron.attention import Scoring, packed_attention, plan_packing
 from parallel.megatron.vocab_parallel import linear_logprobs
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -46,7 +46,7 @@ def test_attention_has_plain_values_and_gradients(heads):
     query, key, value = (random(113, n, 16, seed=i) for i, n in enumerate((heads[0], heads[1], heads[1])))
     assert_same_gradients(
         lambda *qkv: torch.cat([aligned._bucket_attention(*qkv, bucket, 0.25) for bucket in plan.buckets]),
-        lambda *qkv: packed_attention(*qkv, plan.buckets, scale=0.25, dtype=torch.float32),
+        lambda *qkv: packed_attention(*qkv, plan.buckets, Scoring(scale=0.25), dtype=torch.float32),
         query, key, value,
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from parallel.megatron import attention, platform
-from parallel.megatron.attention import packed_attention, plan_packing, rotary_tables, rotate
+from parallel.megatron.attention import Scoring, packed_attention, plan_packing, rotary_tables, rotate
 from parallel.planning.architecture import ROTATED_IN_FLOAT32
 
 CPU = torch.device("cpu")
@@ -112,10 +112,8 @@ def test_matches_the_naive_loop_with_gradients(lengths, heads, window, has_sinks
         out = packed_attention(
             *(plan.to_model_order(x) for x in found_in[:3]),
             plan.buckets,
-            scale=None,
+            Scoring(window=window, sinks_A=found_in[3] if has_sinks else None),
             dtype=torch.float32,
-            window=window,
-            sinks_A=found_in[3] if has_sinks else None,
         )
     found = plan.to_batch_order(out)
     found.backward(upstream)
@@ -128,9 +126,9 @@ def test_a_sequence_sees_nothing_of_its_neighbours():
     g = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(12, 2, 8, generator=g) for _ in range(3))
     plan = plan_packing(bounds([4, 4, 4]), CPU)
-    before = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
+    before = packed_attention(query, key, value, plan.buckets, Scoring(), dtype=torch.float32)
     key[4:8], value[4:8] = 50.0, 50.0
-    after = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
+    after = packed_attention(query, key, value, plan.buckets, Scoring(), dtype=torch.float32)
     assert (
         torch.equal(before[:4], after[:4])
         and torch.equal(before[8:], after[8:])
@@ -145,9 +143,9 @@ def test_bitwise_the_same_with_and_without_gradient(dtype):
     query, key, value = (torch.randn(80, h, 16, generator=g).to(dtype) for h in (4, 2, 2))
     plan = plan_packing(bounds(lengths), CPU)
     with torch.no_grad():
-        scored = packed_attention(query, key, value, plan.buckets, scale=None, dtype=torch.float32)
+        scored = packed_attention(query, key, value, plan.buckets, Scoring(), dtype=torch.float32)
     trained = packed_attention(
-        query.requires_grad_(), key, value, plan.buckets, scale=None, dtype=torch.float32
+        query.requires_grad_(), key, value, plan.buckets, Scoring(), dtype=torch.float32
     )
     assert scored.dtype == dtype and torch.equal(scored, trained.detach())
 
@@ -219,7 +217,7 @@ def test_grouped_queries_in_float32_get_a_copy_of_their_head_on_a_gpu(monkeypatc
     results = []
     for copies in (False, True):
         monkeypatch.setattr(attention, "_wants_copies", lambda query, copies=copies: copies)
-        out = packed_attention(*batch, plan.buckets, scale=None, dtype=torch.float32)
+        out = packed_attention(*batch, plan.buckets, Scoring(), dtype=torch.float32)
         results.append((out, *torch.autograd.grad(out, batch, upstream)))
     for without, with_copies in zip(*results, strict=True):
         torch.testing.assert_close(with_copies, without)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.megatron import attention
-from parallel.megatron.attention import plan_packing
+from parallel.megatron.attention import Scoring, plan_packing
 from parallel.megatron.context_parallel import lower_right_causal_attention, split_context
 from tests.parallel.megatron.test_attention import CPU, bounds
 
@@ -109,7 +109,7 @@ def test_the_end_of_a_sequence_attends_like_the_whole(heads, n, length, window, 
     mask = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - (window or length))
     wanted = F.scaled_dot_product_attention(*whole, attn_mask=mask, enable_gqa=heads[0] != heads[1])
     wanted = wanted[:, :, -n:]
-    found = lower_right_causal_attention(whole[0][:, :, -n:], whole[1], whole[2], None, window)
+    found = lower_right_causal_attention(whole[0][:, :, -n:], whole[1], whole[2], Scoring(window=window))
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
     upstream = torch.randn(found.shape, generator=g)
     gradients = [torch.autograd.grad(out, whole, upstream, retain_graph=True) for out in (found, wanted)]
@@ -128,8 +128,8 @@ def test_the_end_of_a_sequence_on_a_gpu_makes_no_mask(dtype):
     )
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    out = lower_right_causal_attention(query, key, value, None)
+    out = lower_right_causal_attention(query, key, value, Scoring())
     out.sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 300e6
-    wanted = lower_right_causal_attention(*(x.detach().cpu().float() for x in (query, key, value)), None)
+    wanted = lower_right_causal_attention(*(x.detach().cpu().float() for x in (query, key, value)), Scoring())
     torch.testing.assert_close(out.cpu().float(), wanted, rtol=2e-2, atol=2e-2)

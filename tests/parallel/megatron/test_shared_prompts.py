@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parallel.megatron import shared_prompts
-from parallel.megatron.attention import packed_attention, plan_packing
+from parallel.megatron.attention import Scoring, packed_attention, plan_packing
 from parallel.megatron.shared_prompts import SharedPlan, plan_shared_prompts, shared_attention
 from parallel.packing import PackedBatch, pack_sequences
 from tests.parallel.megatron.test_attention import bounds, naive_attention, windows
@@ -107,12 +107,11 @@ def test_attention_is_that_of_whole_sequences_with_gradients(
     expected = naive_attention(*in_order, batch.lengths, window, *theirs[3:])
     expected.backward(upstream.double())
     mine = [x.clone().requires_grad_() for x in inputs]
-    settings = {"scale": None, "dtype": torch.float32, "window": window}
-    settings["sinks_A"] = mine[3] if has_sinks else None
+    scoring = Scoring(window=window, sinks_A=mine[3] if has_sinks else None)
     if isinstance(plan, SharedPlan):
-        out = shared_attention(*mine[:3], plan, **settings)
+        out = shared_attention(*mine[:3], plan, scoring, dtype=torch.float32)
     else:
-        out = packed_attention(*mine[:3], plan.buckets, **settings)
+        out = packed_attention(*mine[:3], plan.buckets, scoring, dtype=torch.float32)
     plan.to_batch_order(out).backward(upstream)
     torch.testing.assert_close(plan.to_batch_order(out).double(), expected, rtol=1e-5, atol=1e-5)
     for x, y in zip(mine, theirs, strict=True):

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel.megatron.attention import lower_right_causal_attention
+from parallel.megatron.attention import Scoring, lower_right_causal_attention
 from parallel.simulation.device import BLOCK_BYTES, NotKnown, SimulatedDevice
 from parallel.simulation.kernels import attention_flops, fused
 
@@ -145,7 +145,7 @@ def test_attention_keeps_what_flash_attention_keeps(queries, keys):
             torch.empty(2, 4, keys, 64, device=META, dtype=torch.bfloat16, requires_grad=True) for _ in "kv"
         )
         before = device.memory.total
-        out = lower_right_causal_attention(q, k, v, scale=None)
+        out = lower_right_causal_attention(q, k, v, Scoring())
         blocks = [2 * 8 * queries * 64 * 2, 2 * 8 * queries * 4]
         assert device.memory.total - before == sum(-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in blocks)
         pairs = sum(keys - queries + i + 1 for i in range(queries))
