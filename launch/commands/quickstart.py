@@ -35,7 +35,7 @@ def settings_of_machine() -> list[str]:
     return [*ON_GPUS, *alone] if gpus else []
 
 
-def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool = False) -> None:
+def run_quickstart(*, seed: int, steps: int, install_seconds: float, study: bool) -> None:
     """Writes runs into ``runs/``, and the models in between into ``runs/quickstart-DATE-TIME``."""
     from rollout.tiny_model import make_tiny_countdown_model
 

@@ -230,7 +230,7 @@ def _nearest_layouts(a: Architecture, layout: LayoutConfig, num_processes: int |
 
 
 def fitting_layouts(
-    a: Architecture, world: int | None, *, chunks: Sequence[int] = (1,), context: Sequence[int] = (1,)
+    a: Architecture, world: int | None, *, chunks: Sequence[int] = (1,), context: Sequence[int]
 ) -> Iterator[LayoutConfig]:
     """Every layout of ``world`` processes (None: of any number, with dp auto) in which the learner can compute
     the model; of pipelines with a shorter last stage those of a power of two. ``chunks`` and ``context``: the values of vpp and

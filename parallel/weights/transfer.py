@@ -324,9 +324,8 @@ class WeightBroadcaster:
         backend: str,
         timeout_s: float,
         address: str = "127.0.0.1",
-        group_name: str | None = None,
+        group_name: str,
     ):
-        """group_name: None for a name that is unique in this process."""
         self._timeout = timedelta(seconds=timeout_s)
         # A store listens on every interface, unless it gets a listening socket. Port 0 leaves no moment in
         # which another process can take the port.
@@ -338,7 +337,7 @@ class WeightBroadcaster:
         self._newest: UnderWay[None] | None = None
         self._is_given_up = self._is_over = False
         self.address, self.port, self.world_size = address, port, world_size
-        self.group_name = group_name or f"tandem-weights-{port}"
+        self.group_name = group_name
 
     def join(self, check: Callable[[], None]) -> None:
         """Return when every rank is in the group."""

@@ -34,7 +34,7 @@ from rollout.sampling.messages import (
     SamplingError,
     SamplingStats,
 )
-from rollout.sampling.order import Order, epoch_order
+from rollout.sampling.order import Order
 from rollout.sampling.pool import GroupPool, ScoredGroup
 from rollout.tasks import Task, digest_of, ids_of
 from rollout.terminal_text import on_one_visible_line
@@ -68,18 +68,18 @@ class GroupSampler:
         self,
         *,
         client: GenerationClient,
-        evaluation_client: GenerationClient | None = None,
+        evaluation_client: GenerationClient,
         task: Task,
         samples: SampleMaker,
-        evaluation_samples: SampleMaker | None = None,
+        evaluation_samples: SampleMaker,
         scorer: AnyScorer,
         rollout: RolloutConfig,
         evaluation: EvaluationConfig,
         seed: int,
-        order: Order | None = None,
+        order: Order,
     ) -> None:
-        """evaluation_client, evaluation_samples: for held-out prompts, which then do not wait behind training prompts;
-        None: ``client`` and ``samples``. scorer: of ``samples``, for its count of retries. order: None for a shuffled one.
+        """evaluation_client, evaluation_samples: for held-out prompts, which do not wait behind training prompts. scorer: of
+        ``samples``, for its count of retries.
 
         Raises:
             ValueError: the task has no training prompts.
@@ -87,14 +87,13 @@ class GroupSampler:
         if not len(task.train):
             raise ValueError(f"task {task.name} has no training prompts; check its train_path")
         self._client, self._task, self._samples, self._scorer = client, task, samples, scorer
-        self._evaluation_client = evaluation_client or client
-        self._evaluation_samples = evaluation_samples or samples
+        self._evaluation_client, self._evaluation_samples = evaluation_client, evaluation_samples
         self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
         self._dynamic = rollout.dynamic_sampling
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
         self._pool = GroupPool(self._sample_group, max_rounds=max_rounds)
         self._counted = (client.stats, scorer.retries)
-        self._order_of = order or (lambda epoch: epoch_order(len(task.train), seed=seed, epoch=epoch))
+        self._order_of = order
         self._order: Sequence[int] = ()
         self._order_epoch = -1
 

@@ -61,9 +61,9 @@ def load_file_task(
     config: Gsm8kTask | JsonlTask,
     *,
     tokenizer: "PreTrainedTokenizerBase",
-    chat_template_kwargs: Mapping[str, Any] = {},
-    keep_rows: bool = False,
-    source_field: str | None = None,
+    chat_template_kwargs: Mapping[str, Any],
+    keep_rows: bool,
+    source_field: str | None,
 ) -> Task:
     """The problems of a file of prompts and answers.
 
@@ -285,7 +285,7 @@ def _is_of(record: dict, of: tuple[str, str] | None) -> bool:
         return False
 
 
-def first_in_file(config: Gsm8kTask | JsonlTask, of: tuple[str, str] | None = None) -> Problem:
+def first_in_file(config: Gsm8kTask | JsonlTask, of: tuple[str, str] | None) -> Problem:
     """The first training problem, with its record; the file is read no further.
 
     of: (a field, its value as text): the first one with this value.

@@ -142,23 +142,24 @@ def make_sampler(
     evaluation_samples=None,
     **rollout,
 ) -> GroupSampler:
-    scorer = scorer or LengthScorer()
+    scorer, client = scorer or LengthScorer(), engine or FakeEngine()
+    samples = single_turns(tokenizer, scorer, max_new_tokens=6)
     return GroupSampler(
-        client=engine or FakeEngine(),
-        evaluation_client=evaluation_client,
-        evaluation_samples=evaluation_samples,
+        client=client,
+        evaluation_client=evaluation_client or client,
+        evaluation_samples=evaluation_samples or samples,
         task=Task(
             name="toy",
             train=make_prompts(num_train),
             heldout=make_prompts(num_heldout, "h"),
             heldout_sets=heldout_sets or {},
         ),
-        samples=single_turns(tokenizer, scorer, max_new_tokens=6),
+        samples=samples,
         scorer=scorer,
         rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout),
         evaluation=evaluation or EvaluationConfig(),
         seed=seed,
-        order=order,
+        order=order or (lambda epoch: epoch_order(num_train, seed=seed, epoch=epoch)),
     )
 
 
