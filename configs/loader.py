@@ -71,11 +71,9 @@ _MOST_BYTES = 10_000_000
 _ROOT = Shape.of(AnyConfig)
 
 
-def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, files: bool = False, notes: list[str] | None = None
-) -> RunConfig | SftConfig:
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig | SftConfig:
     """``parse_config``, then ``ParsedConfig.validated``."""
-    return parse_config(path, overrides).validated(files=files, notes=notes)
+    return parse_config(path, overrides).validated()
 
 
 def parse_config(path: str | Path, overrides: Sequence[str] = ()) -> "ParsedConfig":

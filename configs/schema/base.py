@@ -37,6 +37,8 @@ def _check_path(value: Any) -> Any:
 
 
 GivenPath = Annotated[Path, BeforeValidator(_check_path)]
+PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
+"""A name that may be a part of a metric's."""
 
 
 def at_most(limit: float, reason: str) -> AfterValidator:

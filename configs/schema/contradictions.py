@@ -9,17 +9,10 @@ from configs.schema.correction import ImportanceWeight
 from configs.schema.environment import AgentEnvironment, MessageEnvironment, SingleTurn
 from configs.schema.learner import OptimizerConfig
 from configs.schema.objective import PER_SEQUENCE_OBJECTIVES, WITHIN_GROUPS
+from configs.schema.reward import CodeReward, OverlongPenalty, RewardByField, rewards_in
 from configs.schema.sampler import MixtureOrder
 from configs.schema.server_contradictions import of_servers
-from configs.schema.task import (
-    CodeReward,
-    CountdownTask,
-    FileTask,
-    JsonlTask,
-    OverlongPenalty,
-    RewardByField,
-    rewards_in,
-)
+from configs.schema.task import CountdownTask, FileTask, JsonlTask
 
 if TYPE_CHECKING:
     from configs.schema.run import RunConfig

@@ -39,16 +39,10 @@ from configs.schema.objective import (
     ObjectiveConfig,
     PolicyGradientObjective,
 )
+from configs.schema.reward import AnyReward, CountdownReward, Gsm8kReward, MathVerifyReward
 from configs.schema.rollout import RolloutConfig
 from configs.schema.sampler import SamplerConfig, ShuffledOrder
-from configs.schema.task import (
-    AnyReward,
-    CountdownReward,
-    CountdownTask,
-    Gsm8kReward,
-    MathVerifyReward,
-    TaskConfig,
-)
+from configs.schema.task import CountdownTask, TaskConfig
 
 DEFAULT_REWARD = {"countdown": CountdownReward(), "gsm8k": Gsm8kReward(), "jsonl": MathVerifyReward()}
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]

@@ -16,16 +16,10 @@ from typing import TYPE_CHECKING, Any
 from configs.errors import did_you_mean
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
+from configs.schema.reward import CodeReward, RewardByField, rewards_in
 from configs.schema.run import CountdownSftData, JsonlSftData
 from configs.schema.sampler import MixtureOrder
-from configs.schema.task import (
-    CodeReward,
-    CountdownTask,
-    Gsm8kTask,
-    JsonlTask,
-    RewardByField,
-    rewards_in,
-)
+from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
 from launch.checks.conversations import check_conversations, token_counts
 from launch.checks.findings import finding_of
 from launch.checks.model_files import check_tokenizer, check_weights, open_tokenizer, reward_tokenizers

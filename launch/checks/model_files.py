@@ -9,8 +9,9 @@ from configs.loader import Finding
 from configs.reading.named_files import TOKENIZERS, missing_weights
 from configs.schema import RunConfig, SftConfig
 from configs.schema.environment import MessageEnvironment
+from configs.schema.reward import ModelReward, rewards_in
 from configs.schema.run import CountdownSftData, SftData
-from configs.schema.task import CountdownTask, ModelReward, TaskConfig, rewards_in
+from configs.schema.task import CountdownTask, TaskConfig
 from launch.checks.findings import finding_of
 from parallel.planning.architecture import architecture_of
 from parallel.weights.hf_headers import weight_problems

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from configs.schema.task import AnyReward, RewardByField
+from configs.schema.reward import AnyReward, RewardByField
 from rollout.records import FinishReason, Prompt, Score, source_name, source_of
 from rollout.rewards.scorer import Scorer, check_reward, default_num_workers
 

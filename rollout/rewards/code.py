@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from configs.schema.task import CodeReward
+from configs.schema.reward import CodeReward
 from rollout.guarded_process import guarded_process
 from rollout.records import Prompt, Score, field_of
 

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from configs.schema.task import JudgeReward
+from configs.schema.reward import JudgeReward
 from rollout.http_replicas import Replica
 from rollout.records import Prompt, Score
 from rollout.rewards.served import PROBE, Refused, ServedReward, score_of

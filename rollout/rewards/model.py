@@ -32,7 +32,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from configs.schema.task import ModelReward, PlainText
+from configs.schema.reward import ModelReward, PlainText
 from rollout.http_replicas import Replica
 from rollout.records import Messages, Prompt, Score
 from rollout.rewards.served import PROBE, Refused, ServedReward, score_of

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from configs.schema.task import (
+from configs.schema.reward import (
     AnyReward,
     FunctionReward,
     JudgeReward,

@@ -21,7 +21,7 @@ from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
-from configs.schema.task import JudgeReward, ModelReward
+from configs.schema.reward import JudgeReward, ModelReward
 from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
 from rollout.records import Prompt, Score
 from rollout.rewards.function import to_score

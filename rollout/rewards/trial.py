@@ -9,7 +9,7 @@ is a remark, on both an error. Errors for any response: a hang, a process that d
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from configs.schema.task import FunctionReward
+from configs.schema.reward import FunctionReward
 from rollout.rewards import worker
 from rollout.rewards.trial_process import TrialProcess
 from rollout.rewards.worker import Job

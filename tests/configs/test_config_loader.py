@@ -54,7 +54,7 @@ def write(name: str, text: str) -> str:
 
 def problems_of(path, overrides=(), **options) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as raised:
-        load_config(path, overrides, **options)
+        parse_config(path, overrides).validated(**options)
     for problem in raised.value.problems:  # each part is in the text that the user sees
         for part in (problem.where, problem.field, problem.value, problem.error, problem.fix):
             assert part and part in str(raised.value)
@@ -409,7 +409,7 @@ environment: {type: chat, environment: 'a:B', template_arguments: {thinking: fal
 
 def test_the_place_of_template_arguments_in_earlier_records_is_read(folder):
     notes = []
-    config = load_config(write("old.yaml", GAME), notes=notes)
+    config = parse_config(write("old.yaml", GAME)).validated(notes=notes)
     assert config.model.chat_template_kwargs == {"thinking": False}
     assert notes == [
         "environment.template_arguments (old.yaml:3) is model.chat_template_kwargs now, for every prompt"
@@ -1027,7 +1027,7 @@ def make_model(path: str) -> None:
 def test_files_that_are_there(folder):
     make_model("model")
     write("train.jsonl", "{}\n")
-    config = load_config("base.yaml", ["task={type: jsonl, train_path: train.jsonl}"], files=True)
+    config = parse_config("base.yaml", ["task={type: jsonl, train_path: train.jsonl}"]).validated(files=True)
     assert check_files(config) == []
 
 
@@ -1076,7 +1076,7 @@ def test_a_sharded_model_is_complete_and_a_critic_needs_no_tokenizer(folder):
     make_model("critic")
     Path("critic", "tokenizer.json").unlink()
     critic = ["advantage.type=gae", "critic.model.path=critic"]
-    load_config("base.yaml", critic, files=True)
+    parse_config("base.yaml", critic).validated(files=True)
     Path("critic", "model.safetensors").unlink()
     assert the_problem("base.yaml", critic, files=True).field == "critic.model.path"
 

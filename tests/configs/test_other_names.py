@@ -15,7 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.loader import ConfigError, Problem, load_config, resolved_yaml
+from configs.loader import ConfigError, Problem, load_config, parse_config, resolved_yaml
 from configs.other_systems.values import ALGORITHMS, NEARLY, OUR_NAMES, algorithm
 from configs.other_systems.verl import VERL_PRESETS, from_roll, from_verl
 from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
@@ -90,7 +90,7 @@ def test_every_alias_is_expected_and_none_hides_a_preset_of_ours():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_an_alias_is_what_verl_s_preset_is(folder, name):
     notes: list[str] = []
-    config = load_config("base.yaml", [f"correction={name}"], notes=notes)
+    config = parse_config("base.yaml", [f"correction={name}"]).validated(notes=notes)
     assert config.correction == ALIASES[name] == from_verl(VERL_PRESETS[name])[0] == EXPECTED[name]
     assert CorrectionConfig.model_validate(preset_body(name)) == EXPECTED[name]
     assert (
@@ -134,7 +134,7 @@ CASES = [(*place, theirs, ours) for place, names in OUR_NAMES.items() for theirs
 @pytest.mark.parametrize(("block", "key", "theirs", "ours"), CASES)
 def test_a_value_in_verl_s_name_is_ours(folder, block, key, theirs, ours):
     notes: list[str] = []
-    config = load_config("base.yaml", [f"{block}.{key}={theirs}"], notes=notes)
+    config = parse_config("base.yaml", [f"{block}.{key}={theirs}"]).validated(notes=notes)
     assert config == load_config("base.yaml", [f"{block}.{key}={ours}"])
     assert notes == [f"{block}.{key} (command line): {theirs} is verl's name -> {ours}"]
 
@@ -508,7 +508,7 @@ def test_rolls_newer_block_in_a_config(folder):
         encoding="utf-8",
     )
     notes: list[str] = []
-    config = load_config("top.yaml", notes=notes)
+    config = parse_config("top.yaml").validated(notes=notes)
     assert config.correction == CorrectionConfig(
         weight=ImportanceWeight(level="segment_geometric", upper=1.2),
         reject=(

@@ -15,7 +15,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from configs.loader import ConfigError, Problem, load_config, resolved_yaml
+from configs.loader import ConfigError, Problem, load_config, parse_config, resolved_yaml
 from configs.other_systems.answers import answer
 from configs.other_systems.verl import ROLL_KEYS, VERL_KEYS, from_roll, from_verl
 from configs.presets import PRESETS
@@ -913,7 +913,7 @@ def test_a_block_in_a_config(folder):
     block = "correction: {verl: {rollout_is: token, rollout_rs: token_k1, rollout_rs_threshold: 0.5_1.25}, veto: 1e-5}\n"
     path = write("top.yaml", f"extends: base.yaml\n{block}")
     notes: list[str] = []
-    config = load_config(path, notes=notes)
+    config = parse_config(path).validated(notes=notes)
     expected = CorrectionConfig(
         weight=ImportanceWeight(upper=2.0),
         reject=(RatioRule(level="token", lower=0.8, upper=2.0),),
@@ -927,7 +927,7 @@ def test_a_block_in_a_config(folder):
     assert "verl bounds 1 / rho there" in notes[1] and len(notes) == 2
     assert load_config(write("resolved.yaml", resolved_yaml(config))) == config
     assert load_config(path, ["correction.weight.upper=3"]).correction.weight == ImportanceWeight(upper=3.0)
-    roll = load_config("base.yaml", ["correction={roll: {infer_correction: true}}"], notes=notes)
+    roll = parse_config("base.yaml", ["correction={roll: {infer_correction: true}}"]).validated(notes=notes)
     assert roll.correction == PRESETS["tis"]
     assert "correction.roll (command line): infer_correction: true -> mode: decoupled" in notes
 
@@ -948,7 +948,7 @@ def test_a_block_over_a_block_of_the_same_system_is_read_together_with_it(folder
 def test_notes_are_of_the_block_that_the_correction_starts_from(folder):
     path = write("top.yaml", "extends: base.yaml\ncorrection: {verl: {rollout_is: sequence}}\n")
     notes: list[str] = []
-    load_config(path, ["correction=pg_is"], notes=notes)
+    parse_config(path, ["correction=pg_is"]).validated(notes=notes)
     assert notes == []
 
 

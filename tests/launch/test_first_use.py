@@ -14,7 +14,7 @@ import pytest
 import yaml
 from pydantic import BaseModel
 
-from configs.loader import ConfigError, load_config, resolved_yaml
+from configs.loader import ConfigError, load_config, parse_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig
 from configs.schema.task import JsonlTask
 from launch import cli
@@ -177,11 +177,8 @@ def test_an_experiment_whose_model_is_not_there_or_not_chosen_says_what_to_do(tm
     assert not Path("mine").exists()
     make_experiment(Path("mine"), None)
     with pytest.raises(ConfigError, match="fix:   set it to a Hugging Face folder of yours"):
-        load_config(
-            Path("mine/experiment.yaml"),
-            ["task.train_path=mine/train.jsonl", "task.heldout_path=null"],
-            files=True,
-        )
+        overrides = ["task.train_path=mine/train.jsonl", "task.heldout_path=null"]
+        parse_config(Path("mine/experiment.yaml"), overrides).validated(files=True)
 
 
 @pytest.mark.parametrize(

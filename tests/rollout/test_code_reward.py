@@ -21,7 +21,7 @@ import psutil
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from configs.schema.task import AnyReward, CodeReward, MathVerifyReward, WeightedReward
+from configs.schema.reward import AnyReward, CodeReward, MathVerifyReward, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import code, program_runner
 from rollout.rewards.code import (

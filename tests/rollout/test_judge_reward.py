@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 from pydantic import TypeAdapter, ValidationError
 
-from configs.schema.task import AnyReward, CountdownReward, JudgeReward, WeightedReward
+from configs.schema.reward import AnyReward, CountdownReward, JudgeReward, WeightedReward
 from rollout import http_replicas
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import served

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from configs.schema import RunConfig
-from configs.schema.task import RewardByField
+from configs.schema.reward import RewardByField
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards.by_field import ScorerByField, check_rewards, scorer_of
 from rollout.rewards.scorer import Scorer, may_read_rows

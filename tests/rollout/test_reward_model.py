@@ -30,7 +30,7 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from configs.schema.task import ChatText, CountdownReward, ModelReward, PlainText, WeightedReward
+from configs.schema.reward import ChatText, CountdownReward, ModelReward, PlainText, WeightedReward
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import model as model_module
 from rollout.rewards import served

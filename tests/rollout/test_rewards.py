@@ -18,7 +18,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from configs.schema.task import (
+from configs.schema.reward import (
     AnyReward,
     CodeReward,
     CountdownReward,

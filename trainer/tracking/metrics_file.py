@@ -15,17 +15,17 @@ log = logging.getLogger(__name__)
 BLOCK_BYTES = 1 << 16
 
 
-def read_metrics(path: Path, *, is_written: bool = False) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl, two of one step joined; None stands for a value that was not finite.
 
-    Lines that are no JSON object of a step and numbers (torn by a crash, or edited) are left out, with a warning unless
-    ``is_written``: the last line may then be on its way. Raises OSError.
+    Lines that are no JSON object of a step and numbers (torn by a crash, or edited) are left out, with a warning. Raises
+    OSError.
     """
     rows, torn = list[dict[str, Any]](), list[str]()
     for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
         if not _join(rows, line):
             torn.append(str(number))
-    if torn and not is_written:
+    if torn:
         log.warning("%s: line %s not readable as a step and numbers, left out", path, ", ".join(torn))
     return rows
 

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from configs.schema import RunConfig
 from configs.schema.launch import EvaluationConfig
+from configs.schema.reward import ModelReward
 from configs.schema.rollout import ResampleGroups, RolloutConfig
 from configs.schema.sampler import MixtureOrder
-from configs.schema.task import ModelReward
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from rollout.rewards.served import RewardModelError

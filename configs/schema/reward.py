@@ -1,0 +1,378 @@
+"""The rewards: how a response is scored."""
+
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import AfterValidator, Field, field_validator, model_validator
+
+from configs.errors import Contradiction
+from configs.schema.base import (
+    PART_NAME,
+    Count,
+    FiniteFloat,
+    GivenPath,
+    KeyVariable,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    Schema,
+    Seconds,
+    Tokens,
+    at_least,
+    at_most,
+    served_at,
+)
+from configs.schema.own_function import ModuleAndName
+
+
+class OwnReward(Schema):
+    """What every reward has that scores by itself."""
+
+    type: str
+    weight: FiniteFloat = 1.0
+    """Factor of this reward, as a part of ``weighted`` and alone."""
+
+
+class CountdownReward(OwnReward):
+    """1 for an expression that uses each given number once and equals the target, else 0."""
+
+    type: Literal["countdown"] = "countdown"
+
+
+class Gsm8kReward(OwnReward):
+    """1 for a final number equal to the reference, else 0."""
+
+    type: Literal["gsm8k"] = "gsm8k"
+
+
+class MathVerifyReward(OwnReward):
+    """1 for a final expression that math-verify finds equal to the reference, else 0."""
+
+    type: Literal["math_verify"] = "math_verify"
+    timeout_s: Seconds = 10.0
+    """Deadline of one sample. A sample that misses it is not scored, and counts as failed."""
+    num_workers: PositiveInt | None = None
+    """Processes that score at the same time, one sample each, started when needed. null: half of the cores, at
+    most 32."""
+
+
+class FunctionReward(OwnReward):
+    """A function of the user's own."""
+
+    type: Literal["function"] = "function"
+    function: ModuleAndName
+    """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or
+    ``(number, parts)``, where ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. It may be
+    ``async``. Further parameters, by name: ``row``, the whole record of the data file as a dict (None for
+    countdown); ``num_tokens`` of the response; ``finish_reason``, ``stop`` or ``length``. The module is
+    looked for in the current folder, and among the installed ones."""
+    timeout_s: Seconds = 10.0
+    """Deadline of one call. A sample that misses it is not scored, and counts as failed."""
+    num_workers: PositiveInt | None = None
+    """Processes that score at the same time, one sample each, started when needed. null: half of the cores, at
+    most 32."""
+    import_timeout_s: Seconds = 60.0
+    """Deadline for a process to start and import the module."""
+    check: Literal["call", "import", "none"] = "call"
+    """The trial before anything starts, in a process that is killed if it hangs. ``call`` imports the module and
+    calls the function on an empty and an ordinary response to the task's first problem. ``import`` only imports
+    it. ``none`` is for a module that only a job's own nodes have."""
+
+
+def _checked_template(field: str, template: str) -> str:
+    """The template, if it can be filled in and holds the response. Raises ValueError."""
+    mark = "a response"
+    try:
+        text = template.format(prompt="", response=mark, reference="")
+    except (KeyError, IndexError, ValueError, AttributeError) as error:
+        raise ValueError(
+            f"{field} {template!r} cannot be filled in ({type(error).__name__}: {error}); its places are {{prompt}}, {{response}} and "
+            "{reference}, and a literal brace is written twice"
+        ) from error
+    if mark not in text:
+        raise ValueError(f"{field} {template!r} leaves out the response; write {{response}} where it belongs")
+    return template
+
+
+class PlainText(Schema):
+    """The reward model reads ``template`` with ``{prompt}``, ``{response}`` and ``{reference}`` filled in."""
+
+    type: Literal["plain"] = "plain"
+    template: str = "{prompt}{response}"
+    """The text that is scored; a literal brace is written twice."""
+
+    @field_validator("template")
+    @classmethod
+    def _known_places(cls, template: str) -> str:
+        return _checked_template("template", template)
+
+
+class ChatText(Schema):
+    """The reward model reads a conversation: the prompt as the user's turn, the response as the assistant's."""
+
+    type: Literal["chat"] = "chat"
+    tokenizer: GivenPath
+    """Folder of the *reward model's* tokenizer, whose chat template writes the conversation."""
+
+
+RewardModelText = Annotated[PlainText | ChatText, Field(discriminator="type")]
+
+
+class ModelReward(OwnReward):
+    """The score of a reward model served over HTTP (``rollout/rewards/model.py`` describes request and answer)."""
+
+    type: Literal["model"] = "model"
+    urls: Annotated[tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:30000")]
+    """Replicas of the same model; each batch goes to the least loaded. ``sglang``: ``http://host:port``.
+    ``json``: the full address."""
+    protocol: Literal["sglang", "json"] = "sglang"
+    """``sglang``: ``/classify`` of a server started with ``--is-embedding``. ``json``: a server of the user's
+    own."""
+    text: RewardModelText = PlainText()
+    """The text of a sample that the model reads. Prompt and response as they are: no system prompt, no end
+    token."""
+    batch_size: Count = 32
+    """Most samples of one request; fewer are sent where no more arrive within a moment."""
+    max_concurrency: Count = 16
+    """Requests in flight over all replicas."""
+    timeout_s: Seconds = 120.0
+    """Deadline of one attempt at a request."""
+    max_retries: NonNegativeInt = 3
+    """Most further attempts at a request that got no answer, HTTP 429 or 5xx. After the last the run stops."""
+    api_key_variable: KeyVariable | None = None
+    """Name of the environment variable that holds the key of the servers, which is sent as a bearer token."""
+
+
+class JudgeReward(OwnReward):
+    """The score that a language model gives in words, asked through any OpenAI-compatible server. The value is
+    ``(score - low) / (high - low)``, from 0 to 1; the score itself is recorded as ``reward/part/judge_score``."""
+
+    type: Literal["judge"]
+    urls: Annotated[tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:8000/v1")]
+    """Base addresses of replicas of the same model, like ``http://host:8000/v1``. Each request goes to
+    ``/chat/completions`` of the least loaded."""
+    model: str
+    """The model's name, as the server knows it."""
+    prompt: str
+    """The user's message to the judge, with ``{prompt}``, ``{response}`` and ``{reference}`` filled in; a literal
+    brace is written twice. Texts that are filled in are not searched for places again."""
+    system_prompt: str | None = None
+    """A system message before it, as it stands."""
+    score_pattern: str = r"Score:\s*(-?\d+(?:\.\d+)?)"
+    """Regular expression with one group, the score. Its last match in the judge's answer counts. An answer
+    without one is a failed sample."""
+    score_range: tuple[FiniteFloat, FiniteFloat]
+    """Lowest and highest score. A score outside is a failed sample."""
+    api_key_variable: KeyVariable | None = None
+    """Name of the environment variable that holds the key of the server. The key itself belongs into no config."""
+    max_tokens: Tokens | None = 1024
+    """Most tokens of the judge's answer. null: the field is not sent."""
+    temperature: (
+        Annotated[NonNegativeFloat, at_most(100, "every token is nearly as likely as any other there")] | None
+    ) = 0.0
+    """Temperature of the judge's answer. null: the field is not sent."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """Further fields of every request, such as ``{max_completion_tokens: 1024}``."""
+    max_concurrency: Count = 32
+    """Requests in flight over all replicas."""
+    timeout_s: Seconds = 120.0
+    """Deadline of one attempt at a request."""
+    max_retries: NonNegativeInt = 5
+    """Most further attempts at a request that got no answer, HTTP 429 or 5xx. After the last the run stops."""
+
+    @field_validator("urls")
+    @classmethod
+    def _are_base_addresses(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
+        for url in urls:
+            if url.rstrip("/").endswith("/chat/completions"):
+                raise ValueError(f"{url!r} is not a base address; leave out /chat/completions")
+        return urls
+
+    @field_validator("prompt")
+    @classmethod
+    def _known_places(cls, prompt: str) -> str:
+        return _checked_template("prompt", prompt)
+
+    @field_validator("score_pattern")
+    @classmethod
+    def _has_one_group(cls, pattern: str) -> str:
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(
+                f"score_pattern {pattern!r} is no regular expression: {error}; correct it"
+            ) from error
+        if groups != 1:
+            raise ValueError(
+                f"score_pattern {pattern!r} has {groups} groups; put the score alone into ( ), and write other groups as (?: )"
+            )
+        return pattern
+
+    @field_validator("score_range")
+    @classmethod
+    def _is_a_range(cls, limits: tuple[float, float]) -> tuple[float, float]:
+        if limits[0] >= limits[1]:
+            raise ValueError(f"score_range [{limits[0]:g}, {limits[1]:g}] is empty; write [lowest, highest]")
+        return limits
+
+    @field_validator("extra_body")
+    @classmethod
+    def _adds_only(cls, fields: dict[str, Any]) -> dict[str, Any]:
+        taken = sorted(fields.keys() & {"model", "messages", "max_tokens", "temperature", "n", "stream"})
+        if taken:
+            raise ValueError(f"extra_body has {', '.join(taken)}, which Tandem sets itself; leave it out")
+        return fields
+
+
+class CodeReward(OwnReward):
+    """The tests that the Python program of a response passes. The program is the last fenced block of Python, or
+    one without a language; a response without one scores 0, and counts in ``reward/part/no_code``. So does a response whose last
+    block is not closed, since it was cut off."""
+
+    type: Literal["code"]
+    tests_field: str = "tests"
+    """The data's field with the tests; a field inside others is named with dots. A list, or a single one. A test
+    is ``{"input": text, "output": text}``, the standard input of the program and its output; or a text of Python
+    assertions, which run after the program in the same process."""
+    score: Literal["all", "fraction"] = "all"
+    """``all``: 1 where every test passes, else 0. ``fraction``: the share of the tests that pass."""
+    timeout_s: Seconds = 10.0
+    """Deadline of one test, also for its seconds of CPU. The tests after a late one are not run, and do not pass."""
+    memory_mib: Annotated[
+        PositiveInt, at_least(64, "Python itself needs as much"), at_most(2**24, "no machine has as much")
+    ] = 1024
+    """Address space of one process, in MiB."""
+    max_processes: Count = 32
+    """Processes of one program. One that starts more is ended."""
+    sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
+    """``bubblewrap``: no network, no files but Python's and the system's, and a folder that is removed; refused
+    where it does not work. ``none``: limits alone. ``auto``: bubblewrap if it works, else the kernel's namespaces
+    (no network, no other processes), else none; a line says which. Only bubblewrap, or a container around the
+    run, is a security boundary."""
+    num_workers: PositiveInt | None = None
+    """Programs that run at the same time. null: half of the cores, at most 32."""
+
+
+def _punishes(weight: float) -> float:
+    if weight <= 0:
+        effect = "rewards long responses" if weight < 0 else "adds nothing"
+        raise ValueError(
+            f"the penalty is negative itself, so that it {effect} with a weight of {weight:g}; use a weight above 0, or remove the part"
+        )
+    return weight
+
+
+class OverlongPenalty(Schema):
+    """DAPO's soft overlong punishment, only as a part of ``weighted``. It reaches -1 times ``weight`` at
+    ``rollout.max_new_tokens``."""
+
+    type: Literal["overlong"] = "overlong"
+    weight: Annotated[FiniteFloat, AfterValidator(_punishes)] = 1.0
+    """Factor of the penalty, above 0: the penalty itself is negative."""
+    buffer_tokens: PositiveInt
+    """L_cache: the penalty grows linearly from 0 to 1 over this many tokens before max_new_tokens."""
+
+
+SingleReward = (
+    CountdownReward | Gsm8kReward | MathVerifyReward | FunctionReward | CodeReward | ModelReward | JudgeReward
+)
+RewardPart = Annotated[SingleReward | OverlongPenalty, Field(discriminator="type")]
+
+
+class WeightedReward(Schema):
+    """The sum of several rewards, each times its ``weight``; every part is also recorded by its name,
+    unweighted."""
+
+    type: Literal["weighted"] = "weighted"
+    parts: Annotated[dict[str, RewardPart], Field(min_length=1)]
+    """The rewards by name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...],
+    weight: 0.2}``.
+
+    One part alone decides whether a response counts as right in an evaluation, by a value of at least 1: the
+    first part that checks an answer (countdown, gsm8k, math_verify, function, code) or, where there is none, the
+    first model or judge."""
+
+    @model_validator(mode="after")
+    def _something_is_rewarded(self):
+        if all(part.type == "overlong" for part in self.parts.values()):
+            raise Contradiction(
+                ("parts",),
+                "parts hold an overlong penalty and nothing to penalise",
+                "add a part that rewards, e.g. correct: {type: gsm8k}",
+            )
+        wrong = next((name for name in self.parts if not PART_NAME.fullmatch(name)), None)
+        if wrong is not None:
+            raise Contradiction(
+                (),
+                f"{wrong!r} cannot name a part, since metrics are named after it",
+                "use letters, digits, `_` and `-`",
+            )
+        return self
+
+
+RewardOfAll = Annotated[SingleReward | WeightedReward, Field(discriminator="type")]
+"""A reward of every prompt, or of those of one source."""
+
+
+class RewardByField(Schema):
+    """Another reward for the prompts of each source of the data, by a field of their records. ``reward/part/SOURCE`` is the mean
+    over the responses to the prompts of a source, and ``reward/part/SOURCE/NAME`` that of a part of its reward."""
+
+    type: Literal["by_field"]
+    field: str = "data_source"
+    """The records' field with the name of the source; a field inside others is named with dots."""
+    rewards: Annotated[dict[str, RewardOfAll], Field(min_length=1)]
+    """The rewards by the values of the field, e.g. ``{math: {type: math_verify}, code: {type: code}}``. Every record of the
+    task's files needs one of these values."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names in metrics by the values of the field: parts between slashes, of characters that MLflow takes."""
+        parts = {value: re.sub(r"[^\w./-]", "_", value).split("/") for value in self.rewards}
+        return {value: "/".join(p for p in of if p not in ("", ".", "..")) for value, of in parts.items()}
+
+    @model_validator(mode="after")
+    def _sources_have_names(self):
+        names = self.names
+        for value, name in names.items():
+            others = (
+                other for other in names if other != value and f"{names[other]}/".startswith(f"{name}/")
+            )
+            same = next(others, None)
+            if not name or same is not None:
+                why = (
+                    f"is {same!r} or its beginning in the names of metrics"
+                    if name
+                    else "cannot name a metric"
+                )
+                raise Contradiction(
+                    ("rewards",), f"the value {value!r} {why}", "write another value into the data"
+                )
+        return self
+
+
+AnyReward = Annotated[SingleReward | WeightedReward | RewardByField, Field(discriminator="type")]
+
+
+class OneReward(NamedTuple):
+    """A reward that is neither a sum nor a choice of others."""
+
+    field: str
+    """Of the config, such as ``reward.rewards.math.parts.correct``."""
+    reward: RewardPart
+    source: tuple[str, str] | None = None
+    """(field, value) of the records that it scores; None: all records."""
+
+
+def rewards_in(reward: AnyReward, field: str = "reward") -> Iterator[OneReward]:
+    """The rewards that ``reward`` is made of, in the order of the config. ``field``: its own."""
+    if isinstance(reward, RewardByField):
+        for source, of_source in reward.rewards.items():
+            for one in rewards_in(of_source, f"{field}.rewards.{source}"):
+                yield one._replace(source=(reward.field, source))
+    elif isinstance(reward, WeightedReward):
+        for name, part in reward.parts.items():
+            yield OneReward(f"{field}.parts.{name}", part)
+    else:
+        yield OneReward(field, reward)
