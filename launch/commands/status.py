@@ -230,7 +230,10 @@ def _checkpoint_text(folder: RunFolder, now: float) -> str:
     newest = folder.newest_checkpoint()
     if newest is None:
         return "none"
-    age = max(now - (newest / MANIFEST).stat().st_mtime, 0)
+    try:
+        age = max(now - (newest / MANIFEST).stat().st_mtime, 0)
+    except FileNotFoundError:  # the run has removed it meanwhile, since it has a newer one
+        return _checkpoint_text(folder, now)
     return f"step {step_of(newest)}, written {duration(age)} ago"
 
 

@@ -300,6 +300,15 @@ def test_a_finished_run_that_is_resumed_to_more_steps_is_not_finished(folder):
     assert brief_state(folder) == "finished"
 
 
+def test_a_checkpoint_that_is_removed_during_the_look_is_looked_for_again(folder, monkeypatch):
+    train(folder, 20)
+    checkpoint(folder, 20, ago_s=1.0)
+    found = iter([folder.checkpoints / "step_000016"])
+    newest = RunFolder.newest_checkpoint
+    monkeypatch.setattr(RunFolder, "newest_checkpoint", lambda self: next(found, None) or newest(self))
+    assert lines_of(folder)["checkpoint"].startswith("step 20, ")
+
+
 @pytest.mark.parametrize(
     ("config", "request_file", "summary", "lines"),
     [

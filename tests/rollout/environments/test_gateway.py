@@ -501,14 +501,16 @@ def test_requests_that_cannot_be_understood(monkeypatch, caplog):
                 thinking = {"chat_template_kwargs": {"enable_thinking": False}}
                 await one.ask([user("3")], max_tokens=2, extra_body=thinking, logprobs=False)
                 assert (await one.ask([user("3")], max_tokens=2, logprobs=True)).choices[0].logprobs is None
-                await one.ask([user("3")], max_tokens=2, seed=0)
+                both = {"seed": 0, "reasoning_effort": "high"}
+                await one.ask([user("3")], max_tokens=2, parallel_tool_calls=True, **both)
             assert answer.usage.completion_tokens <= 2
-            first, second, third, fourth = (record.getMessage() for record in caplog.records)
+            first, second, third, fourth, fifth = (record.getMessage() for record in caplog.records)
             assert first.startswith("an agent asks for temperature=0.1") and "rollout.temperature" in first
             assert second.startswith("an agent asks for chat_template_kwargs={'enable_thinking': False}")
             assert "model.chat_template_kwargs" in second
             assert third.startswith("an agent asks for logprobs=True") and "v1/generate" in third
             assert fourth.startswith("an agent asks for seed=0")
+            assert fifth.startswith("an agent asks for reasoning_effort='high'") and "model.chat" in fifth
 
     run(test)
 
