@@ -44,6 +44,7 @@ _COMPARISONS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 PATTERNS = {
     r"^[A-Za-z0-9][A-Za-z0-9._-]*$": "letters, digits, `.`, `_` and `-`, the first a letter or a digit",
     r"^[A-Za-z0-9][A-Za-z0-9_-]*$": "letters, digits, `_` and `-`, the first a letter or a digit",
+    r"^[A-Za-z0-9_.-]+$": "letters, digits, `.`, `_` and `-`",
     r"^[A-Za-z_][A-Za-z0-9_]*$": "letters, digits and `_`, the first no digit",
     r"^\d+[KMGT]?$": "a number and perhaps a unit, such as `500G`",
     r"^\S+$": "text without blanks",
