@@ -612,7 +612,7 @@ def test_programs_end_with_a_run_that_is_killed(sandbox):
         pytest.skip(f"{sandbox} does not work here: {reason}")
     script = (
         f"import asyncio, sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from configs.schema.task import CodeReward; from rollout.rewards.code import run_program\n"
+        "from configs.schema.reward import CodeReward; from rollout.rewards.code import run_program\n"
         "program = 'import time\\ntime.sleep(600)'\n"
         f"config = CodeReward(type='code', timeout_s=500.0)\n"
         f"asyncio.run(run_program(config, {sandbox!r}, program, [{{'code': 'assert True'}}]))\n"

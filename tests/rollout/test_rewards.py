@@ -577,7 +577,7 @@ def test_a_worker_that_ended_between_two_jobs_is_started_anew_and_none_after_the
 def test_workers_end_with_a_parent_that_is_killed(user_module, tmp_path):
     script = (
         "import asyncio, os, signal, sys; sys.path.insert(0, {root!r})\n"
-        "from configs.schema.task import FunctionReward; from rollout.records import FinishReason, Prompt\n"
+        "from configs.schema.reward import FunctionReward; from rollout.records import FinishReason, Prompt\n"
         "from rollout.rewards.scorer import Scorer\n"
         "p = Prompt(prompt_id='i', token_ids=[1], text='p', task='t', reference='r')\n"
         "async def main():\n"
@@ -868,7 +868,7 @@ def test_a_module_that_hangs_ends_with_a_check_that_is_killed(trial, number):
     script = (
         f"import signal, sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r})\n"
         f"signal.signal({int(signal.SIGHUP)}, signal.SIG_DFL)\n"  # under nohup it would be ignored
-        "from configs.schema.task import FunctionReward; from rollout.rewards.trial import try_function\n"
+        "from configs.schema.reward import FunctionReward; from rollout.rewards.trial import try_function\n"
         "try_function(FunctionReward(function='hangs:f', import_timeout_s=300), None, print)"
     )
     owner = subprocess.Popen([sys.executable, "-c", script])

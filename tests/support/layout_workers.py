@@ -350,9 +350,7 @@ def work_frozen(layout: LayoutConfig, folder: Path, **unused: Any) -> list[Tenso
         ModelConfig(path=folder, dtype="float32"),
         layout,
         None,
-        total_optimizer_steps=1,
         logprob_chunk_tokens=7,
-        recompute="none",
         seed=0,
     )
     microbatches = microbatches_of(trained)
