@@ -23,6 +23,7 @@ from parallel.megatron.groups import destroy_groups
 from parallel.weights.transfer import plan_transfer
 from rollout.client import GenerationError
 from rollout.records import FinishReason, Prompt, Score
+from rollout.sampling.order import epoch_order
 from rollout.sampling.remote import RemoteSampler
 from rollout.sampling.role import serve
 from rollout.sampling.sampler import GroupSampler
@@ -143,17 +144,21 @@ def toy_prompts(count: int, name: str) -> list[Prompt]:
 
 
 def start_sample_role(config: RunConfig, engine: FakeEngine, script: Script) -> RemoteSampler:
-    scorer = EvenLength()
+    scorer, train = EvenLength(), toy_prompts(7, "p")
+    samples = single_turns(
+        load_tokenizer(config.model.path), scorer, max_new_tokens=config.rollout.max_new_tokens
+    )
     sampler = ScriptedSampler(
         client=engine,
-        task=Task(name="toy", train=toy_prompts(7, "p"), heldout=toy_prompts(4, "h")),
-        samples=single_turns(
-            load_tokenizer(config.model.path), scorer, max_new_tokens=config.rollout.max_new_tokens
-        ),
+        evaluation_client=engine,
+        task=Task(name="toy", train=train, heldout=toy_prompts(4, "h")),
+        samples=samples,
+        evaluation_samples=samples,
         scorer=scorer,
         rollout=config.rollout,
         evaluation=config.evaluation,
         seed=config.seed,
+        order=lambda epoch: epoch_order(len(train), seed=config.seed, epoch=epoch),
     )
     sampler.script = script
     addresses, ready = [], threading.Event()
