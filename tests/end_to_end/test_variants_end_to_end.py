@@ -409,10 +409,12 @@ def test_kl_is_zero_at_the_reference_and_its_coefficient_follows_the_formula(fin
 
 
 def test_groups_without_signal_are_resampled(finished):
+    """A group is filled in where none of four rounds had one with signal, so that each filled one was sampled anew three
+    times."""
     assert sum(row["sampling/resampled_groups"] for row in finished.rows) > 10
     for row in finished.rows:
         assert row["groups/no_signal_fraction"] * 4 == row["sampling/filled_groups"]
-    assert sum(row["sampling/filled_groups"] == 0 for row in finished.rows) > 0.9 * len(finished.rows)
+        assert row["sampling/filled_groups"] * 3 <= row["sampling/resampled_groups"]
 
 
 def test_many_learners_in_one_process_leave_no_memory_behind(finished):
