@@ -95,10 +95,7 @@ def train(run: Run) -> None:
             correction = correct(batch.packed, config.correction, learner.total)
         with span("advantages"):
             penalty_T, kl_metrics = learner.kl_in_reward.penalty(
-                batch.packed,
-                num_samples=batch.num_episodes,
-                total=learner.total,
-                trains_policy=trains_policy,
+                batch.packed, num_samples=batch.num_episodes, total=learner.total, trains_policy=trains_policy
             )
             advantages = compute_advantages(
                 batch.packed,
