@@ -4,12 +4,11 @@ An answer to a prompt of P tokens with R sampled ones has P + R - 1 rows: one fo
 that row t belongs to input token t (``docs/notation.md``). No row is there for the last token, which was no input.
 """
 
-import base64
-import binascii
 from itertools import combinations
 from typing import Protocol
 
 import numpy as np
+import pybase64
 
 from rollout.client import GenerationError
 from rollout.sglang_plugin.tandem_routed_experts import wire_type
@@ -49,8 +48,8 @@ def decode_experts(answer: object, experts: Experts, *, rows: int) -> np.ndarray
     kind = np.dtype(wire_type(experts.num_experts))
     layers, chosen = len(experts.is_sparse), experts.experts_per_token
     try:
-        content = base64.b64decode(answer, validate=True)
-    except binascii.Error as error:
+        content = pybase64.b64decode(answer, validate=True)
+    except ValueError as error:
         raise GenerationError(f"the server's routed experts are no base64: {error}") from error
     expected = rows * layers * chosen * kind.itemsize
     if len(content) != expected:
