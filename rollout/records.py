@@ -113,8 +113,8 @@ class Completion(_WithArrays):
     weights, or for lack of memory."""
     experts: np.ndarray | None = None
     """uint8 or int16 [rows, L, K], where asked for: the experts of the last input tokens, in the L layers that have
-    experts. Row -1 is that of the token before the last one. None also after a retraction: the server has the experts
-    of the second computation, and the log-probs of the first."""
+    experts. Row -1 is that of the token before the last one. After a retraction they are those of the last computation,
+    by the weights that sampled the last token."""
     num_kept: np.ndarray | None = None
     """int32 [n], where the sampler truncated: how many ids it kept for each token, the sampled one among them."""
     kept_ids: np.ndarray | None = None

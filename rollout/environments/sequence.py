@@ -28,6 +28,9 @@ class TokenSequence:
         self._parts: list[tuple[np.ndarray, Completion | None]] = []
         self._length = 0
         self._turns: list[Turn] = []
+        self.known_experts: KnownExperts | None = None
+        """All inputs up to the last token of the last turn, by the weights that sampled it. None: before the first turn, and
+        where answers do not tell them of all these."""
 
     @classmethod
     def of_single_turn(cls, prompt_ids: Sequence[int], completion: Completion) -> Self:
@@ -47,15 +50,6 @@ class TokenSequence:
     @property
     def turns(self) -> list[Turn]:
         return list(self._turns)
-
-    @property
-    def known_experts(self) -> KnownExperts | None:
-        """The inputs up to the last token of the last turn, by the weights that sampled it. None: before the first turn, and
-        where that turn's answer does not tell them."""
-        sampled = next((sampled for _, sampled in reversed(self._parts) if sampled is not None), None)
-        if sampled is None or sampled.experts is None or not sampled.token_versions.size:
-            return None
-        return KnownExperts(before=self._turns[-1].end - 1, version=int(sampled.token_versions[-1]))
 
     def observe(self, token_ids: Sequence[int] | np.ndarray) -> None:
         """Append tokens that the policy did not sample."""
@@ -90,6 +84,7 @@ class TokenSequence:
             )
         )
         self._append(completion.token_ids, completion)
+        self.known_experts = self._known_behind(completion)
 
     def reward_turn(self, reward: float) -> None:
         """Add to the reward of the last turn. Raises ValueError: there is no turn."""
@@ -135,11 +130,22 @@ class TokenSequence:
             kept_ids=kept_ids,
         )
 
+    def _known_behind(self, last: Completion) -> KnownExperts | None:
+        """See ``known_experts``. The answer tells the experts of all inputs, or of those behind what was known before, by
+        the same weights."""
+        if last.experts is None or not last.token_versions.size:
+            return None
+        inputs, known = self._length - 1, self.known_experts
+        is_whole = len(last.experts) == inputs or (
+            known is not None and (last.token_versions == known.version).all()
+        )
+        return KnownExperts(before=inputs, version=int(last.token_versions[-1])) if is_whole else None
+
     def _experts(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
         """Each token has the experts by the newest weights that sampled a turn behind it, as far as answers told them.
 
-        After an update the server computes the whole sequence anew, and may choose other experts for its beginning: those
-        of a turn before the update are none by which the tokens behind were sampled."""
+        After an update, also one inside a turn, the server computes the whole sequence anew, and may choose other experts for
+        its beginning: those from before the update are none by which the tokens behind were sampled."""
         known = [sampled.experts for _, sampled in self._parts if sampled and sampled.experts is not None]
         if not known:
             return None, None

@@ -127,6 +127,7 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
     if sent.truncation is not None:
         kept = decode_kept(meta, sampled_ids, sent.truncation.vocab_size)
         logprobs = kept.logprobs
+    rows = sent.num_tokens + len(token_ids) - 1 - sent.experts_from
     return Completion(
         token_ids=sampled_ids,
         rollout_logprobs=logprobs,
@@ -135,19 +136,10 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
         prompt_digest=sent.digest,
         cached_tokens=meta.get("cached_tokens", 0),
         num_retractions=meta.get("num_retractions", 0),
-        experts=_experts_of(meta, len(token_ids), sent),
+        experts=None if sent.experts is None else decode_experts(meta.get("routed_experts"), sent.experts, rows=rows),
         num_kept=None if kept is None else kept.num_kept,
         kept_ids=None if kept is None else kept.kept_ids,
     )
-
-
-def _experts_of(meta: Mapping, num_sampled: int, sent: Sent) -> np.ndarray | None:
-    """None also after a retraction: see ``Completion.experts``."""
-    if sent.experts is None:
-        return None
-    rows = sent.num_tokens + num_sampled - 1 - sent.experts_from
-    experts = decode_experts(meta.get("routed_experts"), sent.experts, rows=rows)
-    return None if meta["num_retractions"] else experts
 
 
 def finite_logprobs(triples: Sequence[Sequence]) -> np.ndarray:

@@ -9,6 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -866,8 +867,8 @@ def test_servers_of_all_kinds_of_layers_take_the_learners_weights_exactly(tmp_pa
                 if family == "deepseek_v3":
                     control.require_plugin()
                     control.resume()
-                    experts = architecture_of(tmp_path / f"{family}0").experts
-                    check_an_interruption(control, fleets[family].urls, experts)
+                    folders = [tmp_path / f"{family}{seed}" for seed in (0, 1)]
+                    check_an_interruption(control, fleets[family].urls, folders)
                 elif family == "mixtral":
                     with pytest.raises(
                         ControlError, match=r"does not return routed experts.*learner\.routing=own"
@@ -912,33 +913,41 @@ def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
             assert gap(urls, engine, replays=replays) <= EXACT
 
 
-def check_an_interruption(control, urls, experts) -> None:
-    """A response that the server puts back into its queue, and goes on with from a cache that is computed anew, comes
-    without experts: those that it has then are of the second computation. The next one has them again."""
+def check_an_interruption(control, urls, folders) -> None:
+    """A response that an update interrupts comes with the experts by which its last token was sampled: those that the new
+    weights choose for all its tokens, from an empty cache."""
+    prompt, experts = [3, 8, 5, 14, 9], architecture_of(folders[0]).experts
 
-    def sample(max_new_tokens: int):
+    def sample(token_ids: list[int], max_new_tokens: int):
         async def ask():
             async with SGLangClient(
                 urls, experts=experts, max_concurrency=1, timeout_s=120, max_retries=0
             ) as client:
                 options = {"max_new_tokens": max_new_tokens, "temperature": 1.3, "stop_token_ids": []}
-                return await client.generate_group([3, 8, 5, 14, 9], **options, seeds=[0])
+                return await client.generate_group(token_ids, **options, seeds=[0])
 
         return asyncio.run(ask())[0]
 
+    def load(folder, version):
+        control.pause()
+        control.load_from_disk(folder, version=version)
+        control.resume()
+
     with ThreadPoolExecutor(1) as thread:
-        for attempt in range(40):  # again, and later, until the pause is inside the response
-            response = thread.submit(sample, 240)
+        for attempt in range(40):  # again, and later, until the update is inside the response
+            load(folders[0], 0)
+            response = thread.submit(sample, prompt, 240)
             wait([response], timeout=0.02 * (attempt + 1))
-            control.pause()
-            control.resume()
+            load(folders[1], 1)
             completion = response.result()
-            assert (completion.experts is None) == (completion.num_retractions > 0)
-            if completion.num_retractions:
+            if completion.num_retractions and set(completion.token_versions) == {0, 1}:
                 break
-    assert completion.num_retractions
-    after = sample(4)
-    assert after.experts.shape == (5 + len(after.token_ids) - 1, 3, 2) and not after.num_retractions
+    assert set(completion.token_versions) == {0, 1}
+    inputs = [*prompt, *completion.token_ids.tolist()][:-1]
+    load(folders[1], 1)
+    assert np.array_equal(completion.experts, sample(inputs, 1).experts)
+    load(folders[0], 0)
+    assert (completion.experts != sample(inputs, 1).experts).any(), "the old weights choose others"
 
 
 def gap(urls, engine, *, replays: bool) -> float:

@@ -33,35 +33,35 @@ def rows_of(turn: int, first: int, last: int) -> np.ndarray:
 )
 def test_each_token_has_the_experts_by_the_newest_weights_behind_it(turns, behind):
     """turns: (observed tokens, sampled tokens, what became of the weights since the turn before). Where the client knew of newer
-    ones it asked for the rows of all tokens. A turn that an update interrupts is of two versions, and has none.
-    behind: tokens observed after the last."""
+    ones it asked for the rows of all tokens. A turn that an update interrupts is of two versions, and its rows are by the
+    newer one; a turn that the server retracts for lack of memory keeps its version. Only what is not known by the newest
+    weights is asked for. behind: tokens observed after the last."""
     sequence, version = TokenSequence(), 7
     sequence.observe([1])
     rows: dict[int, tuple[int, int]] = {}  # place -> (turn, version); written out token by token
-    length, tells = 1, False
+    length, inputs = 1, None
     for number, (observed, sampled, change) in enumerate(turns, start=1):
         sequence.observe([2] * observed)
         asked = sequence.known_experts
-        assert asked == (KnownExperts(before=length - 1, version=version) if tells else None)
+        assert asked == (KnownExperts(before=inputs, version=version) if len(rows) == inputs else None)
         length += observed + sampled
+        inputs = length - 1
         version += change in ("newer", "known to be newer")
         versions = [version] * sampled
         if change == "interrupted":
             version += 1
             versions[-1] = version
-        tells = change in ("same", "newer", "known to be newer")
         first = 0 if asked is None or change == "known to be newer" else asked.before
         rows = {place: row for place, row in rows.items() if row[1] == version == versions[0]}
-        if tells:
-            rows |= {place: (number, version) for place in range(first, length - 1)}
+        rows |= {place: (number, version) for place in range(first, inputs)}
         sequence.append(
             completion(
                 token_ids=[3] * sampled,
                 rollout_logprobs=[-1.0] * sampled,
                 token_versions=versions,
                 finish_reason=FinishReason.STOP,
-                experts=rows_of(number, first, length - 1) if tells else None,
-                num_retractions=int(not tells),
+                experts=rows_of(number, first, inputs),
+                num_retractions=int(change in ("retracted", "interrupted")),
             )
         )
     sequence.observe([4] * behind)
@@ -69,11 +69,8 @@ def test_each_token_has_the_experts_by_the_newest_weights_behind_it(turns, behin
         group_id=0, sibling_id=0, prompt_id="p", reward=1.0, reward_parts={}, status=Status.OK
     )
     assert {row[1] for row in rows.values()} <= {version}, "one policy for the whole beginning"
-    if all(change in ("same", "known to be newer") for *_, change in turns):
-        assert len(rows) == length - 1, "every input"
-    if made.experts is None:
-        assert made.is_replayed is None and not rows
-        return
+    if all(change in ("same", "retracted", "known to be newer") for *_, change in turns):
+        assert len(rows) == inputs, "every input"
     assert made.experts.shape == (length + behind, LAYERS, CHOSEN)
     assert np.flatnonzero(made.is_replayed).tolist() == sorted(rows)
     for place in range(length + behind):
