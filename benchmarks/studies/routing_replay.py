@@ -7,24 +7,41 @@ scores the same samples three ways, in one process and over expert-parallel and 
 table per model and server, and the share of (token, layer) whose set of experts is another in the learner.
 
     python benchmarks/studies/routing_replay.py --folder routing [--prompts 24] [--quick]
+
+With ``--interrupted`` an update comes in the middle of the responses: the servers go on with weights that differ by a
+thousandth, which the learner then has too. Prints a table for each model, by the version that sampled a token.
+
+    python benchmarks/studies/routing_replay.py --folder routing --interrupted [--prompts 48]
 """
 
 import argparse
+import asyncio
+import shutil
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
 from torch import Tensor  # noqa: E402
 
-from benchmarks.common import announce, table_head, table_row  # noqa: E402
-from benchmarks.studies.served_samples import packed, sample, sharpen  # noqa: E402
+from benchmarks.common import announce, serving, table_head, table_row  # noqa: E402
+from benchmarks.studies.served_samples import (  # noqa: E402
+    Samples,
+    ask,
+    made_up_prompts,
+    packed,
+    sample,
+    sharpen,
+)
 from configs.schema import RunConfig  # noqa: E402
 from configs.schema.layout import LayoutConfig  # noqa: E402
 from configs.schema.learner import LearnerConfig, OptimizerConfig  # noqa: E402
@@ -33,6 +50,7 @@ from parallel.engine import MegatronEngine  # noqa: E402
 from parallel.engine_base import Training  # noqa: E402
 from parallel.packing import PackedBatch  # noqa: E402
 from parallel.planning.architecture import architecture_of  # noqa: E402
+from rollout.servers.control import SGLangControl  # noqa: E402
 from rollout.tiny_model import make_tiny_countdown_model  # noqa: E402
 from tests.support.megatron_workers import run_ranks  # noqa: E402
 from trainer.studies.layout_statistics import pair_statistics  # noqa: E402
@@ -47,19 +65,50 @@ LAYOUTS = {
 ENGINE = {"logprob_chunk_tokens": 512, "seed": 0}
 
 
-def sample_with_experts(folder: Path, logs: Path, *, tensor_parallel: int, prompts: int) -> PackedBatch:
-    """Samples of one server, with its experts."""
-    rollout = {"dtype": "bfloat16", "tp": tensor_parallel, "max_total_tokens": 8192}
-    config = RunConfig(
+def replaying_server(folder: Path, tensor_parallel: int) -> RunConfig:
+    rollout = {"dtype": "bfloat16", "tp": tensor_parallel, "max_total_tokens": 65536}
+    return RunConfig(
         model=ModelConfig(path=folder),
         task={"type": "countdown"},
         rollout=rollout,
         learner=LearnerConfig(routing="rollout"),
     )
-    experts = architecture_of(folder).experts
+
+
+def sample_with_experts(folder: Path, logs: Path, *, tensor_parallel: int, prompts: int) -> PackedBatch:
+    """Samples of one server, with its experts."""
+    config, experts = replaying_server(folder, tensor_parallel), architecture_of(folder).experts
     limits = {"new_tokens": NEW_TOKENS, "temperature": TEMPERATURE, "end": END}
     (samples,) = sample(config, logs, prompts=prompts, **limits, clients=[{"experts": experts}])
-    batch, experts_TLK = packed(samples), torch.cat([torch.from_numpy(c.experts) for _, c in samples])
+    return with_experts(samples)
+
+
+def sample_interrupted(folder: Path, newer: Path, logs: Path, *, prompts: int) -> tuple[PackedBatch, Tensor]:
+    """(the responses that an update to the weights of ``newer`` interrupts, the version of each token [T]: 0 or 1). The update
+    comes after a quarter of the time that the same prompts took without it, which was the server's first work."""
+    config = replaying_server(folder, 1)
+    options = {"max_new_tokens": 2 * NEW_TOKENS, "temperature": TEMPERATURE, "stop_token_ids": [END]}
+    asked, client = made_up_prompts(prompts), {"experts": architecture_of(folder).experts}
+    with (
+        serving(config, logs) as fleet,
+        SGLangControl(fleet.urls, tensor_parallel=1, timeout_s=120) as control,
+    ):
+        with ThreadPoolExecutor(1) as thread:
+            begin = monotonic()
+            asyncio.run(ask(fleet.urls, asked, options, client))
+            answers = thread.submit(asyncio.run, ask(fleet.urls, asked, options, client))
+            wait([answers], timeout=(monotonic() - begin) / 4)
+            control.pause()
+            control.load_from_disk(newer, version=1)
+            control.resume()
+            samples = [(p, c) for p, c in answers.result() if len(set(c.token_versions)) == 2]
+    versions = [torch.tensor([*[0] * (len(p) - 1), *c.token_versions]) for p, c in samples]
+    return with_experts(samples), torch.cat(versions)
+
+
+def with_experts(samples: Samples) -> PackedBatch:
+    experts_TLK = torch.cat([torch.tensor(c.experts) for _, c in samples])
+    batch = packed(samples)
     return replace(batch, experts_TLK=experts_TLK, is_replayed_T=torch.ones_like(batch.response_mask_T))
 
 
@@ -157,6 +206,39 @@ def print_table(batch: PackedBatch, scores: dict[str, dict[str, Tensor]]) -> Non
         print(f"{layout} against {one_process}, greatest difference in nats: {', '.join(distances)}.")
 
 
+def interrupted(options: argparse.Namespace) -> None:
+    """The gap of responses that an update interrupts, by the version that sampled a token."""
+    for family in ("qwen3_moe", "mixtral"):
+        folder, newer = (options.folder / f"{family}-{version}" for version in (0, 1))
+        make_tiny_countdown_model(folder, seed=0, family=family)
+        sharpen(folder, 3)
+        shutil.copytree(folder, newer)
+        move(newer / "model.safetensors")
+        runs = options.folder / family
+        batch, versions_T = sample_interrupted(folder, newer, runs / "logs", prompts=options.prompts)
+        (ways,) = run_ranks(partial(score, newer), 1, runs / "score", LayoutConfig(dp=1), batch)
+        print(f"\n{family} sharpened: {len(batch.lengths)} interrupted responses\n")
+        print(table_head(["sampled by", "experts", "tokens", "max Δp", "mean Δp", "max nats", "k3"]))
+        for version, weights in enumerate(("the old weights", "the learner's weights")):
+            mask_T = batch.response_mask_T & (versions_T == version)
+            for name in WAYS[:2]:
+                old_N, rollout_N = ways[name][mask_T].double(), batch.rollout_logprobs_T[mask_T].double()
+                gap_N, prob_N = old_N - rollout_N, (old_N.exp() - rollout_N.exp()).abs()
+                k3 = (gap_N.expm1() - gap_N).mean()
+                figures = [prob_N.max(), prob_N.mean(), gap_N.abs().max(), k3]
+                print(table_row([weights, name, len(gap_N), *(f"{f:.2e}" for f in figures)]), flush=True)
+
+
+def move(file: Path) -> None:
+    """Change each number of a matrix by a thousandth of itself, as a few updates do."""
+    generator = torch.Generator().manual_seed(5)
+    moved = {
+        name: tensor * (1 + 1e-3 * torch.randn(tensor.shape, generator=generator)) if tensor.dim() > 1 else tensor
+        for name, tensor in load_file(file).items()
+    }  # fmt: skip
+    save_file(moved, file, metadata={"format": "pt"})
+
+
 def main() -> None:
     arguments = argparse.ArgumentParser(description="Routing replay: own, replayed and random experts")
     arguments.add_argument(
@@ -164,10 +246,13 @@ def main() -> None:
     )
     arguments.add_argument("--prompts", type=int, default=24)
     arguments.add_argument("--quick", action="store_true", help="one model and one server")
+    arguments.add_argument("--interrupted", action="store_true", help="an update in the middle of responses")
     options = arguments.parse_args()
     options.folder.mkdir(parents=True)
     torch.set_num_threads(1)
-    announce(prompts=options.prompts, quick=options.quick)
+    announce(prompts=options.prompts, quick=options.quick, interrupted=options.interrupted)
+    if options.interrupted:
+        return interrupted(options)
     cases = [(f, s, tp) for f in ("qwen3_moe", "mixtral") for s in (False, True) for tp in (1, 2)]
     for family, is_sharp, tensor_parallel in cases[:1] if options.quick else cases:
         name = f"{family}{' sharpened' if is_sharp else ''}"

@@ -38,21 +38,27 @@ def sample(
     clients: Sequence[dict[str, Any]] = ({},),
 ) -> list[Samples]:
     """The samples of one server: ``SIBLINGS`` to each prompt, anew for each of ``clients``, options of the client."""
-    generator = torch.Generator().manual_seed(0)
-    asked = [torch.randint(3, 20, (10 + i % 30,), generator=generator).tolist() for i in range(prompts)]
+    asked = made_up_prompts(prompts)
     options = {"max_new_tokens": new_tokens, "temperature": temperature, "stop_token_ids": [end]}
-
-    async def ask(urls: Sequence[str], client_options: dict[str, Any]) -> list[list[Completion]]:
-        async with SGLangClient(
-            urls, max_concurrency=256, timeout_s=600, max_retries=0, **client_options
-        ) as client:
-            return await asyncio.gather(
-                *(client.generate_group(p, **options, seeds=range(SIBLINGS)) for p in asked)
-            )
-
     with serving(config, logs) as fleet:
-        answers = [asyncio.run(ask(fleet.urls, each)) for each in clients]
-    return [[(p, c) for p, group in zip(asked, groups, strict=True) for c in group] for groups in answers]
+        return [asyncio.run(ask(fleet.urls, asked, options, each)) for each in clients]
+
+
+def made_up_prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 20, (10 + i % 30,), generator=generator).tolist() for i in range(count)]
+
+
+async def ask(
+    urls: Sequence[str], prompts: list[list[int]], options: dict[str, Any], client_options: dict[str, Any]
+) -> Samples:
+    async with SGLangClient(
+        urls, max_concurrency=256, timeout_s=600, max_retries=0, **client_options
+    ) as client:
+        groups = await asyncio.gather(
+            *(client.generate_group(p, **options, seeds=range(SIBLINGS)) for p in prompts)
+        )
+    return [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
 
 
 def packed(samples: Samples, **kept: Any) -> PackedBatch:

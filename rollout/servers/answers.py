@@ -136,7 +136,9 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
         prompt_digest=sent.digest,
         cached_tokens=meta.get("cached_tokens", 0),
         num_retractions=meta.get("num_retractions", 0),
-        experts=None if sent.experts is None else decode_experts(meta.get("routed_experts"), sent.experts, rows=rows),
+        experts=None
+        if sent.experts is None
+        else decode_experts(meta.get("routed_experts"), sent.experts, rows=rows),
         num_kept=None if kept is None else kept.num_kept,
         kept_ids=None if kept is None else kept.kept_ids,
     )
