@@ -148,6 +148,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("policy/first_ratio_max", None, "ratio", "ratio_max of the first minibatch, likewise"),
     Entry("policy/clip_fraction", "mean", "share of tokens", "kept tokens whose ratio met a bound of the objective"),
     Entry("policy/dual_clip_fraction", "mean", "share of tokens", "kept tokens that the dual clip held"),
+    Entry("policy/off_policy_fraction", "mean", "share of tokens", "kept tokens with A < 0 that correction.off_policy_mask masks"),
     Entry("optim/grad_norm", "max", "L2 norm", "gradient norm before clipping, the greatest of the minibatches"),
     Entry("optim/lr", "mean", "learning rate", "mean learning rate of the updates done"),
     Entry("optim/skipped", "sum", "minibatches", "updates that the optimizer skipped"),

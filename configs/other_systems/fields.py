@@ -173,6 +173,8 @@ OTHER_FIELDS = {
          "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"], _WEIGHT,
     ),
     "use_rollout_logprobs": "`correction.mode`, bypass",
+    **dict.fromkeys(["use_opsm", "opsm_delta", "off_policy_mask_threshold"], "`correction.off_policy_mask`, in nats per token"),
+    **dict.fromkeys(["use_unbiased_kl", "use_bias_correction_kl"], "`kl.unbiased`"),
     "custom_tis_function_path": "`correction.weight`, with level function",
     "custom_generate_function_path": "`environment={type: tokens}`, a class of your own",
     **dict.fromkeys(

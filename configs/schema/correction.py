@@ -165,6 +165,10 @@ class CorrectionConfig(Schema):
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """One valid token with rho below this (before any bound) rejects its whole sequence. Usual: 1e-4 to 1e-6.
     """
+    off_policy_mask: PositiveFloat | None = None
+    """Off-policy sequence masking (arXiv 2512.02556): tokens with A < 0 have no policy loss where the mean of log pi_rollout -
+    log pi_current over their response is above this, in nats. It sees both drifts, at every optimizer step. These tokens stay
+    in the means, whatever ``denominator`` is."""
     denominator: Literal["kept", "all"] = "kept"
     """The tokens that the loss is averaged over. kept: those that no rule rejected; all: rejected tokens count
     as zeros."""

@@ -243,6 +243,9 @@ class KLConfig(Schema):
     estimator: Estimator = Field(default_factory=lambda data: "k1" if data.get("place") == "reward" else "k3")
     """Where it is left out: k3 in the loss, and k1 in the reward, which uses the value alone, and k1 is
     unbiased."""
+    unbiased: bool = False
+    """Multiply the KL of a token in the loss by pi_current / pi_old, with gradient, and by the correction's weight: value and
+    gradient then estimate KL(current || ref) for samples of the rollout, up to the weight's bound (arXiv 2512.02556)."""
     controller: Annotated[FixedController | AdaptiveController, Field(discriminator="type")] = (
         FixedController()
     )
@@ -276,6 +279,12 @@ class KLConfig(Schema):
                 ("coefficient",),
                 "an adaptive controller multiplies the coefficient, so it must start above 0",
                 "set kl.coefficient",
+            )
+        if self.unbiased and not (self.in_loss and self.estimator in ("k1", "k3")):
+            raise Contradiction(
+                ("unbiased", "place", "coefficient", "estimator"),
+                "an unbiased KL is one of the loss, by k1 or k3: others' gradients are no estimates once they are multiplied",
+                "set kl.estimator=k3 and kl.place=loss, or remove kl.unbiased",
             )
         if self.place == "reward" and self.estimator.endswith("_straight_through"):
             raise Contradiction(

@@ -8,6 +8,10 @@ the log-probs instead.
 In the loss only gradients matter. The gradient of k2 is an unbiased estimate of the KL's gradient. The gradient
 of k1 has expectation zero. That of k3 estimates the gradient of the reverse divergence KL(ref || current). A
 straight-through form has the value of its estimator, which is logged, and the gradient of k2.
+
+``kl.unbiased`` multiplies the estimator by r = pi_current / pi_sampler, with gradient. With d = log pi_ref - log
+pi_current the gradient of r k3 is -r d grad log pi_current, and that of r k1 has r grad log pi_current more, whose expectation
+is zero: over samples of any policy both estimate the gradient of KL(current || ref). At r = 1 it is k2's.
 """
 
 import math

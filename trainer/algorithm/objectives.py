@@ -14,7 +14,7 @@ response mask first. All of them bound log r to +-20, which the papers do not.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,8 @@ class ObjectiveLoss:
     gradient."""
     dual_clipped_T: Tensor | None = None
     """bool: A < 0 and the loss was held at -c A."""
+    off_policy_T: Tensor | None = None
+    """bool: what ``without_off_policy`` has masked."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
     """What an objective of the user's own records, by its name."""
 
@@ -233,6 +235,31 @@ def policy_gradient(current_logprobs_T: Tensor, advantages_T: Tensor) -> Objecti
     """REINFORCE: loss = -A log pi_current. Williams 1992; with importance weights in the loss, the off-policy
     policy gradient."""
     return ObjectiveLoss(loss_T=-advantages_T * current_logprobs_T)
+
+
+def without_off_policy(
+    result: ObjectiveLoss,
+    current_logprobs_T: Tensor,
+    rollout_logprobs_T: Tensor,
+    advantages_T: Tensor,
+    mask_T: Tensor,
+    cu_seqlens: Tensor,
+    *,
+    threshold: float,
+) -> ObjectiveLoss:
+    """Off-policy sequence masking of any objective.
+
+    With n the tokens of a sequence that are on the mask [T], summed over them, a token's loss is 0 where
+        A < 0  and  (1/n) sum_t (log pi_rollout,t - log pi_current,t) > threshold, in nats.
+    So a response that the policy would hardly give any more is not unlearned further; one with A > 0 is learned from, however
+    far the policy is from it.
+
+    Source: DeepSeek-V3.2 2025 (arXiv 2512.02556), section 3.1, whose pi_old is the rollout as its engine tells it.
+    """
+    drift_T = torch.where(mask_T, rollout_logprobs_T - current_logprobs_T.detach(), 0.0)
+    is_far_T = spread(_mean_per_sequence(drift_T, mask_T, cu_seqlens) > threshold, cu_seqlens)
+    masked_T = is_far_T & (advantages_T < 0)
+    return replace(result, loss_T=torch.where(masked_T, 0.0, result.loss_T), off_policy_T=masked_T)
 
 
 def _clip(

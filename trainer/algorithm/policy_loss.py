@@ -38,7 +38,7 @@ from trainer.algorithm.inputs import (
     require_numbers,
     sequences_of,
 )
-from trainer.algorithm.kl import ESTIMATORS
+from trainer.algorithm.kl import ESTIMATORS, bounded
 from trainer.algorithm.objectives import (
     ObjectiveLoss,
     cispo,
@@ -49,6 +49,7 @@ from trainer.algorithm.objectives import (
     gspo,
     policy_gradient,
     sapo,
+    without_off_policy,
 )
 from trainer.algorithm.own_parts import OBJECTIVE, call, metrics_of
 from trainer.ranks.metrics import Metric, Reduction
@@ -80,11 +81,13 @@ def policy_loss(
     and its metrics.
 
     loss = sum_t objective_t * importance_weights_t * aggregation_t
-         + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss)
+         + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss; KL_t times importance_weights_t
+                                                          pi_current / pi_old where kl.unbiased)
          - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
     aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks add up. It is
     zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo``. In
-    ``gmpo`` importance weights enter as their geometric mean over the sequence. Values off the response mask do
+    ``gmpo`` importance weights enter as their geometric mean over the sequence. The objective's term is without tokens that
+    ``correction.off_policy_mask`` masks. Values off the response mask do
     not matter, not even NaN. Without response tokens loss and gradient are exact zeros, still connected to the
     graph. A current log-prob of a response token that is not finite, or above 0, makes the loss NaN.
 
@@ -116,11 +119,17 @@ def policy_loss(
     importance_T = importance_T.detach()
     kept_T = mask_T & aggregation_T.bool()
     result = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
+    if correction.off_policy_mask is not None:
+        rollout_T = _on_mask(batch, "rollout_logprobs_T")
+        result = without_off_policy(
+            result, current_T, rollout_T, advantages_T, kept_T, batch.cu_seqlens, threshold=correction.off_policy_mask
+        )  # fmt: skip
+    weights_T = importance_T
     if isinstance(objective, GmpoObjective):
-        importance_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
-    terms = {"policy": _weighted_sum(result.loss_T, importance_T * aggregation_T, kept_T)}
+        weights_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
+    terms = {"policy": _weighted_sum(result.loss_T, weights_T * aggregation_T, kept_T)}
     metrics |= _objective_metrics(result, kept_T)
-    del result, importance_T
+    del result, weights_T
     old_sum, current_sum = (x_T.detach().sum(dtype=torch.float64).item() for x_T in (old_T, current_T))
     metrics |= {
         "policy/entropy": _mean(entropy_T, num_tokens),
@@ -130,6 +139,8 @@ def policy_loss(
         kl_T = ESTIMATORS[kl.estimator](current_T, _on_mask(batch, "ref_logprobs_T"))
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
         if kl.in_loss:
+            if kl.unbiased:
+                kl_T = kl_T * importance_T * bounded(current_T - old_T).exp()
             terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
@@ -242,7 +253,11 @@ def _objective_metrics(result: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metri
     num_kept = int(torch.count_nonzero(kept_T).item())
     metrics = {} if result.ratio_T is None else _ratio_metrics(result.ratio_T, kept_T, num_kept)
     metrics |= metrics_of(OBJECTIVE, result.recorded, kept_T)
-    shares = {"policy/clip_fraction": result.clipped_T, "policy/dual_clip_fraction": result.dual_clipped_T}
+    shares = {
+        "policy/clip_fraction": result.clipped_T,
+        "policy/dual_clip_fraction": result.dual_clipped_T,
+        "policy/off_policy_fraction": result.off_policy_T,
+    }
     for name, hits_T in shares.items():
         if hits_T is not None:
             metrics[name] = Metric.quotient(torch.count_nonzero(hits_T & kept_T).item(), num_kept)

@@ -568,3 +568,100 @@ def test_kept_tokens_are_counted_only_where_a_rule_may_reject(mode, reject):
     without = policy_loss(batch, current_T, current_T, correction=CorrectionConfig(), **terms)
     assert (found.counted is None) == (not reject) and without.counted is None
     assert torch.equal(found.loss, without.loss)
+
+
+def test_off_policy_sequences_by_hand():
+    """Drifts log rollout - log current, on the mask: 0.4 and 0.0 (mean 0.2), 0.1, and 0.3. The third has A > 0."""
+    batch = random_batch([3, 1, 1], seed=0, mask_T=torch.tensor([True, True, False, True, True])).with_fields(
+        rollout_logprobs_T=torch.tensor([-1.0, -1.0, 9.0, -1.0, -1.0]),
+        old_logprobs_T=None,
+        ref_logprobs_T=None,
+        advantages_T=torch.tensor([-1.0, -1.0, -1.0, -2.0, 3.0]),
+        importance_weights_T=torch.ones(5),
+        aggregation_T=torch.tensor([0.25, 0.25, 0.0, 0.25, 0.25]),
+    )
+    current_T = torch.tensor([-1.4, -1.0, -9.0, -1.1, -1.3], requires_grad=True)
+    terms = {"objective": ClippedObjective(), "kl": NO_KL, "entropy": NO_ENTROPY, "aggregation": "token_mean"}
+    for threshold, gradient, fraction in (
+        (0.19, [0.0, 0.0, 0.0, 0.5, -0.75], 0.5),
+        (0.21, [0.25, 0.25, 0.0, 0.5, -0.75], 0.0),
+        (0.09, [0.0, 0.0, 0.0, 0.0, -0.75], 0.75),
+    ):
+        correction = CorrectionConfig(off_policy_mask=threshold)
+        loss, metrics, _ = policy_loss(batch, current_T, torch.zeros(5), correction=correction, **terms)
+        (found,) = torch.autograd.grad(loss, current_T)
+        torch.testing.assert_close(found, torch.tensor(gradient))
+        assert metrics["policy/off_policy_fraction"].value == fraction
+        assert loss.item() == pytest.approx(
+            -sum(gradient) * -1
+        )  # each ratio is 1: a token's loss is its gradient
+
+
+@pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 999), threshold=st.floats(0.01, 0.5), mode=st.sampled_from(MODES), rejects=st.booleans()
+)  # fmt: skip
+def test_what_is_off_policy_and_went_wrong_leaves_the_policy_term_alone(name, seed, threshold, mode, rejects):
+    """Gradients of all other tokens keep their bits, and so do the terms of KL and entropy."""
+    batch = random_batch([6, 1, 4, 8], seed=seed)
+    keep_T = torch.rand(19, generator=torch.Generator().manual_seed(seed)) < (0.8 if rejects else 1.1)
+    of_sequence_S = torch.randn(4, generator=torch.Generator().manual_seed(seed + 1))
+    batch = batch.with_fields(advantages_T=of_sequence_S.repeat_interleave(torch.tensor(batch.lengths)))
+    batch = with_weights(batch, mode, keep_T=keep_T)
+    current_T = (
+        batch.rollout_logprobs_T
+        - 0.2
+        + 0.2 * torch.randn(19, generator=torch.Generator().manual_seed(seed + 2))
+    )
+    whole, masked = (
+        loss_and_gradients(batch, current_T, torch.ones(19), name, correction=CorrectionConfig(off_policy_mask=bound))
+        for bound in (1e9, threshold)
+    )  # fmt: skip
+    without = loss_and_gradients(batch, current_T, torch.ones(19), name)
+    assert all(map(torch.equal, whole[:3], without[:3])), "a bound that nothing meets changes nothing"
+    _, plain, _, _ = loss_and_gradients(
+        batch.with_fields(advantages_T=torch.zeros(19)), current_T, torch.ones(19), name
+    )
+    counts_T = keep_T & batch.response_mask_T
+    is_masked_T, start = torch.zeros(19, dtype=torch.bool), 0
+    for length, advantage in zip(batch.lengths, of_sequence_S.tolist(), strict=True):
+        places = [t for t in range(start, start + length) if counts_T[t]]
+        drifts = [(batch.rollout_logprobs_T[t] - current_T[t]).item() for t in places]
+        is_masked_T[places] = bool(places) and advantage < 0 and math.fsum(drifts) / len(drifts) > threshold
+        start += length
+    assert torch.equal(masked[1], torch.where(is_masked_T, plain, whole[1]))
+    assert torch.equal(masked[2], whole[2])
+    share = masked[3]["policy/off_policy_fraction"]
+    assert share.value == pytest.approx(is_masked_T.sum().item() / max(counts_T.sum().item(), 1))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("level", ["token", "none"])
+def test_an_unbiased_kl_has_value_and_gradient_of_the_kl_for_samples_of_the_rollout(estimator, level):
+    """One token of a vocabulary of six, all of them listed with the rollout's probabilities as weights of the mean. With weights
+    rollout, old and current differ; without (bypass mode) old is the rollout."""
+    generator = torch.Generator().manual_seed(3)
+    current_V, old_V, rollout_V, ref_V = torch.randn(4, 6, generator=generator, dtype=torch.float64)
+    rollout_V, ref_V, old_V = (x_V.log_softmax(0) for x_V in (rollout_V, ref_V, old_V))
+    old_V = rollout_V if level == "none" else old_V
+    batch = random_batch([1] * 6, seed=0, dtype=torch.float64, mask_T=torch.ones(6, dtype=torch.bool)).with_fields(
+        rollout_logprobs_T=rollout_V, old_logprobs_T=old_V, ref_logprobs_T=ref_V, advantages_T=torch.zeros(6, dtype=torch.float64),
+        importance_weights_T=(old_V - rollout_V).exp(), aggregation_T=rollout_V.exp(),
+    )  # fmt: skip
+
+    def value_and_gradient(**kl):
+        logits_V = current_V.clone().requires_grad_()
+        terms = {"objective": PolicyGradientObjective(type="policy_gradient"), "entropy": NO_ENTROPY, **KNOWN}
+        kl = KLConfig(coefficient=1.0, estimator=estimator, **kl)
+        loss, *_ = policy_loss(batch, logits_V.log_softmax(0), torch.zeros(6), kl=kl, **terms)
+        return loss.item(), torch.autograd.grad(loss, logits_V)[0]
+
+    logits_V = current_V.clone().requires_grad_()
+    logprobs_V = logits_V.log_softmax(0)
+    exact = (logprobs_V.exp() * (logprobs_V - ref_V)).sum()
+    (gradient,) = torch.autograd.grad(exact, logits_V)
+    loss, found = value_and_gradient(unbiased=True)
+    assert loss == pytest.approx(exact.item(), rel=1e-9)
+    torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
+    assert (value_and_gradient()[1] - gradient).abs().max() > 0.01, "a biased one is told apart"
