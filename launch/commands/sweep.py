@@ -94,8 +94,6 @@ def _check_keys(varied: Sequence[str], fixed: Sequence[str]) -> None:
         raise BadInput(f"{key}: all runs of a sweep have one {key}; give it one value, or leave it out")
     for text in fixed:
         key = text.partition("=")[0]
-        if key == "resume":
-            raise BadInput("resume: a sweep goes on by itself, by the same command; leave it out")
         if key in keys:
             raise BadInput(f"{text}: {key} has several values as well; give it once")
 
@@ -103,10 +101,13 @@ def _check_keys(varied: Sequence[str], fixed: Sequence[str]) -> None:
 def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequence[str]]) -> list[Cell]:
     """The runs. Raises ConfigError with the problems of all of them, each once; notes are printed once, too."""
     parsed, cells = parse_config(config_path, fixed), list[Cell]()
-    base = parsed.validated().name
+    base = parsed.validated()
+    # All of them would go on in one folder, each with the weights of the one before.
+    if isinstance(base, RunConfig) and base.resume is not None:
+        raise BadInput("resume: a sweep goes on by itself, by the same command; leave it out")
     problems, said, shown = dict[Problem, None](), io.StringIO(), dict[str, None]()
     for element in elements:
-        name = _name(base, element)
+        name = _name(base.name, element)
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 named = parsed.with_overrides([*element, f"name={name}"])
