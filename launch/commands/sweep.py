@@ -4,6 +4,7 @@ The runs themselves, and the sweep's memory: launch/processes/sweeping.py.
 """
 
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from configs.errors import ConfigError, Problem, counted
 from configs.loader import parse_config
 from configs.schema import RunConfig
+from configs.schema.run import LONGEST_NAME
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.checks.config import TRAINING, load_checked
 from launch.checks.device_memory import need_of
@@ -125,7 +127,8 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
 
 
 def _name(base: str, element: Sequence[str]) -> str:
-    """``tiny-seed-0-lr-1e-5``: each key by its shortest end that no other key of the sweep has."""
+    """``tiny-seed-0-lr-1e-5``: each key by its shortest end that no other key of the sweep has. A name that is too long for a
+    run ends with a hash of the whole."""
     keys = [text.partition("=")[0] for text in element]
     parts = [base]
     for key, text in zip(keys, element, strict=True):
@@ -133,7 +136,11 @@ def _name(base: str, element: Sequence[str]) -> str:
         others = [other for other in keys if other != key]
         short = next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others))
         parts.append(f"{short}-{text.partition('=')[2][-60:]}")
-    return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 9]}-{digest}"
 
 
 def _check_memory(made: Sweep, cells: Sequence[Cell]) -> None:
