@@ -123,6 +123,8 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
         raise ConfigError([*problems])
     if len({cell.name for cell in cells}) < len(cells):
         raise BadInput("KEY=V1,V2: two values give one name of a run; write them apart in letters and digits")
+    if len({cell.config.model_dump_json(exclude={"name"}) for cell in cells}) < len(cells):
+        raise BadInput("KEY=V1,V2: two of the runs have the same settings; give each value once")
     return cells
 
 

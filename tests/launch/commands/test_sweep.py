@@ -223,6 +223,7 @@ def start_script(work: Path, *arguments: str):
     [
         (["seed=0"], "no key has several values"),
         (["seed=0,0"], "a value is given twice"),
+        (["learner.optimizer.lr=1e-5,0.00001"], "two of the runs have the same settings"),
         (["seed=0,1", "seed=3"], "seed has several values as well"),
         (["name=a,b"], "all runs of a sweep have one name"),
         (["launch.runs_dir=a,b"], "all runs of a sweep have one launch.runs_dir"),
