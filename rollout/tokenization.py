@@ -296,7 +296,19 @@ def _write_response(
             f"the chat template of {tokenizer.name_or_path or 'this model'} leaves out the response, or its calls of tools; give the "
             "response as a text"
         )
+    if any(_is_quoted(call, written) for call in calls if isinstance(call, dict)):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'this model'} puts the arguments of a call, which are a text, into quotes, "
+            "and so no parser of calls reads them; write the arguments as an object"
+        )
     return before, written
+
+
+def _is_quoted(call: Mapping[str, Any], written: str) -> bool:
+    """Whether arguments in OpenAI's form, the JSON of an object as a text, were written as the JSON of that text."""
+    arguments = call.get("arguments")
+    is_json = isinstance(arguments, str) and arguments.lstrip().startswith("{")
+    return is_json and json.dumps(arguments, ensure_ascii=False) in written
 
 
 def _encode_chat(

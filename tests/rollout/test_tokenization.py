@@ -207,6 +207,20 @@ def test_a_response_that_the_template_hides_or_rewrites_is_refused():
     assert encode_response(tokenizer, "2 + 2?", "4", [479]) == [*tokenizer.encode("4"), 479]
 
 
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1", "mistral_v3"])
+def test_arguments_of_a_call_that_a_template_would_quote_are_refused(family):
+    """OpenAI's form has them as a text. A template that writes a text as it stands takes it."""
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": '{"a": "é"}'}}
+    response = said("assistant", "", tool_calls=[call])
+    with pytest.raises(
+        ValueError, match=r"puts the arguments .* into quotes.*; write the arguments as an object$"
+    ):
+        encode_response(chat_tokenizer(family), "2 + 2?", response, [0])
+    as_it_stands = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name ~ c.function.arguments }}{% endfor %}{% endfor %}"
+    tokenizer = chat_tokenizer(template=as_it_stands)
+    assert tokenizer.decode(encode_response(tokenizer, "2 + 2?", response, [479])[:-1]) == 'add{"a": "é"}'
+
+
 MARKED = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
     "{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
