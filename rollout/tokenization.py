@@ -5,6 +5,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -119,9 +120,10 @@ def encode_response(
     response: str | Message,
     ends: Sequence[int],
     *,
+    apply_chat_template: bool = True,
     chat_template_kwargs: Mapping[str, Any] = {},
 ) -> list[int]:
-    """Token ids of a response to learn, which follow those of the prompt.
+    """Token ids of a response to learn, which follow those of the prompt (see ``_encode_behind``).
 
     A text stands as it is; the first of ``ends`` follows it. A message of the assistant is what the chat template makes of
     it, up to the token of ``ends`` that closes its turn. The model samples nothing after that one, such as the line break
@@ -130,12 +132,40 @@ def encode_response(
     Raises ValueError: the template refuses the messages, or renders the prompt otherwise before a response.
     """
     if isinstance(response, str):
-        return [*tokenizer.encode(response, add_special_tokens=False), ends[0]]
-    _, written, token_ids = _write_response(tokenizer, prompt, response, ends, chat_template_kwargs)
-    if (turn := _until_end(tokenizer, written, ends)) is not None:
-        token_ids = list(tokenizer.encode(turn, add_special_tokens=False))
+        renders = apply_chat_template and _puts_blank(tokenizer)
+        before = (
+            _render_chat(
+                tokenizer, prompt, None, chat_template_kwargs, add_generation_prompt=True, tokenize=False
+            )
+            if renders
+            else str(prompt)
+        )
+        return [*_encode_behind(tokenizer, before, response), ends[0]]
+    before, written = _write_response(tokenizer, prompt, response, ends, chat_template_kwargs)
+    turn = _until_end(tokenizer, written, ends)
+    token_ids = _encode_behind(tokenizer, before, written if turn is None else turn)
     last = max((place for place, token_id in enumerate(token_ids) if token_id in ends), default=None)
     return [*token_ids, ends[0]] if last is None else token_ids[: last + 1]
+
+
+def _encode_behind(tokenizer: "Tokenizer", before: str, text: str) -> list[int]:
+    """Token ids of a text as it stands behind another.
+
+    They are those of the text alone where no blank is put before it (``_puts_blank``), and where both become other tokens
+    together: the tokens of the prompt are given, and the model samples after them.
+    """
+    alone = list(tokenizer.encode(text, add_special_tokens=False))
+    if not _puts_blank(tokenizer):
+        return alone
+    first, both = (list(tokenizer.encode(part, add_special_tokens=False)) for part in (before, before + text))
+    return both[len(first) :] if both[: len(first)] == first else alone
+
+
+@lru_cache(maxsize=4)
+def _puts_blank(tokenizer: "Tokenizer") -> bool:
+    """Whether a text that stands alone gets a blank before it, as by the tokenizers of Llama 2 and Mistral 7B."""
+    alone, behind = (list(tokenizer.encode(text, add_special_tokens=False)) for text in ("4", "\n4"))
+    return behind[-len(alone) :] != alone
 
 
 def find_turns(
@@ -204,7 +234,7 @@ def _find_turn(
     arguments: Mapping[str, Any],
 ) -> tuple[int, int]:
     """Start and end in ``text``, a whole conversation, of a response within it. Raises ValueError, see ``find_turns``."""
-    before, written, _ = _write_response(tokenizer, prompt, response, ends, arguments)
+    before, written = _write_response(tokenizer, prompt, response, ends, arguments)
     turn = _until_end(tokenizer, written, ends)
     sampled = before + (written if turn is None else turn)
     if not text.startswith(sampled):
@@ -244,9 +274,9 @@ def _write_response(
     response: Message,
     ends: Sequence[int],
     arguments: Mapping[str, Any],
-) -> tuple[str, str, list[int]]:
-    """What the chat template writes for a prompt with the header of the assistant's turn, and for the response after it,
-    with the response's tokens. Raises ValueError, see ``encode_response``."""
+) -> tuple[str, str]:
+    """What the chat template writes for a prompt with the header of the assistant's turn, and for the response after it.
+    Raises ValueError, see ``encode_response``."""
     before = _render_chat(tokenizer, prompt, None, arguments, add_generation_prompt=True, tokenize=False)
     whole = _with_messages(prompt, (*messages_of(prompt), response))
     text = _render_chat(tokenizer, whole, None, arguments, add_generation_prompt=False, tokenize=False)
@@ -266,7 +296,19 @@ def _write_response(
             f"the chat template of {tokenizer.name_or_path or 'this model'} leaves out the response, or its calls of tools; give the "
             "response as a text"
         )
-    return before, written, token_ids
+    if any(_is_quoted(call, written) for call in calls if isinstance(call, dict)):
+        raise ValueError(
+            f"the chat template of {tokenizer.name_or_path or 'this model'} puts the arguments of a call, which are a text, into quotes, "
+            "and so no parser of calls reads them; write the arguments as an object"
+        )
+    return before, written
+
+
+def _is_quoted(call: Mapping[str, Any], written: str) -> bool:
+    """Whether arguments in OpenAI's form, the JSON of an object as a text, were written as the JSON of that text."""
+    arguments = call.get("arguments")
+    is_json = isinstance(arguments, str) and arguments.lstrip().startswith("{")
+    return is_json and json.dumps(arguments, ensure_ascii=False) in written
 
 
 def _encode_chat(

@@ -118,7 +118,14 @@ def load_examples(config: SftConfig) -> list[Example]:
                 apply_chat_template=template,
                 chat_template_kwargs=arguments,
             )
-            answer_ids = encode_response(tokenizer, prompt, answer, ends, chat_template_kwargs=arguments)
+            answer_ids = encode_response(
+                tokenizer,
+                prompt,
+                answer,
+                ends,
+                apply_chat_template=template,
+                chat_template_kwargs=arguments,
+            )
             earlier = (
                 find_turns(tokenizer, prompt, prompt_ids, ends, chat_template_kwargs=arguments)
                 if config.learns_all_turns

@@ -154,8 +154,14 @@ def token_counts(
         num_tokens = len(encode(prompt))
         if response:
             # The end token adds a place, and the last token of a sequence takes none.
-            num_tokens += (
-                len(encode_response(tokenizer, prompt, response, ends, chat_template_kwargs=arguments)) - 1
+            answer = encode_response(
+                tokenizer,
+                prompt,
+                response,
+                ends,
+                apply_chat_template=data.apply_chat_template,
+                chat_template_kwargs=arguments,
             )
+            num_tokens += len(answer) - 1
         counts.append((where, num_tokens))
     return counts

@@ -13,7 +13,7 @@ from launch.checks.arguments import BadInput, as_bad_input, check_new_folder, ch
 from launch.processes.locks import locked
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import Supervisor
-from launch.roles.start import existing_run, role
+from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
 from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
 
@@ -134,6 +134,7 @@ def _one_error_for(out: Path) -> Iterator[None]:
 def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
     """Into the run's own ``export/``, and adapters into ``export-adapter/``."""
     if folder.newest_checkpoint() is None:
+        refuse_warm_start(folder)
         reason = folder.why_no_checkpoint()
         error = f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{reason}"
         raise BadInput(f"{error}; set checkpoint.every to get them")

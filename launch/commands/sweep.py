@@ -4,6 +4,7 @@ The runs themselves, and the sweep's memory: launch/processes/sweeping.py.
 """
 
 import contextlib
+import hashlib
 import io
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from configs.errors import ConfigError, Problem, counted
 from configs.loader import parse_config
 from configs.schema import RunConfig
+from configs.schema.run import LONGEST_NAME
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.checks.config import TRAINING, load_checked
 from launch.checks.device_memory import need_of
@@ -94,8 +96,6 @@ def _check_keys(varied: Sequence[str], fixed: Sequence[str]) -> None:
         raise BadInput(f"{key}: all runs of a sweep have one {key}; give it one value, or leave it out")
     for text in fixed:
         key = text.partition("=")[0]
-        if key == "resume":
-            raise BadInput("resume: a sweep goes on by itself, by the same command; leave it out")
         if key in keys:
             raise BadInput(f"{text}: {key} has several values as well; give it once")
 
@@ -103,10 +103,13 @@ def _check_keys(varied: Sequence[str], fixed: Sequence[str]) -> None:
 def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequence[str]]) -> list[Cell]:
     """The runs. Raises ConfigError with the problems of all of them, each once; notes are printed once, too."""
     parsed, cells = parse_config(config_path, fixed), list[Cell]()
-    base = parsed.validated().name
+    base = parsed.validated()
+    # All of them would go on in one folder, each with the weights of the one before.
+    if isinstance(base, RunConfig) and base.resume is not None:
+        raise BadInput("resume: a sweep goes on by itself, by the same command; leave it out")
     problems, said, shown = dict[Problem, None](), io.StringIO(), dict[str, None]()
     for element in elements:
-        name = _name(base, element)
+        name = _name(base.name, element)
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 named = parsed.with_overrides([*element, f"name={name}"])
@@ -120,11 +123,14 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
         raise ConfigError([*problems])
     if len({cell.name for cell in cells}) < len(cells):
         raise BadInput("KEY=V1,V2: two values give one name of a run; write them apart in letters and digits")
+    if len({cell.config.model_dump_json(exclude={"name"}) for cell in cells}) < len(cells):
+        raise BadInput("KEY=V1,V2: two of the runs have the same settings; give each value once")
     return cells
 
 
 def _name(base: str, element: Sequence[str]) -> str:
-    """``tiny-seed-0-lr-1e-5``: each key by its shortest end that no other key of the sweep has."""
+    """``tiny-seed-0-lr-1e-5``: each key by its shortest end that no other key of the sweep has. A name that is too long for a
+    run ends with a hash of the whole."""
     keys = [text.partition("=")[0] for text in element]
     parts = [base]
     for key, text in zip(keys, element, strict=True):
@@ -132,7 +138,11 @@ def _name(base: str, element: Sequence[str]) -> str:
         others = [other for other in keys if other != key]
         short = next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others))
         parts.append(f"{short}-{text.partition('=')[2][-60:]}")
-    return re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
+    name = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
+    if len(name) <= LONGEST_NAME:
+        return name
+    digest = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()[:8]
+    return f"{name[: LONGEST_NAME - 9]}-{digest}"
 
 
 def _check_memory(made: Sweep, cells: Sequence[Cell]) -> None:

@@ -25,7 +25,15 @@ from launch.processes.going_on import way_on
 from launch.processes.heartbeat import Watch
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import Interrupted, RoleFailed, Supervisor
-from launch.roles.start import existing_run, folder_of, new_run, role, start_sampling, wait_ready
+from launch.roles.start import (
+    existing_run,
+    folder_of,
+    new_run,
+    refuse_warm_start,
+    role,
+    start_sampling,
+    wait_ready,
+)
 from launch.slurm.job import is_finished
 from parallel.checkpoints.files import step_of
 
@@ -212,6 +220,7 @@ def evaluate(
 def _trained_model(folder: RunFolder, overrides: list[str]) -> tuple[Path, list[str]]:
     """The config and the overrides by which a run's own model is evaluated. Its config names the model that it began with."""
     if not folder.has_final_model():
+        refuse_warm_start(folder)
         raise BadInput(
             f"RUN: {folder.path} has not written its trained model; `tandem export {folder.path} OUT` writes that of its newest "
             f"checkpoint, and `tandem eval {folder.config} model.path=OUT` measures it"

@@ -67,6 +67,16 @@ def config_of(folder: RunFolder, kind: type[Config]) -> Config:
     return config
 
 
+def refuse_warm_start(folder: RunFolder) -> None:
+    """For what takes a run's trained model. Raises BadInput for a warm start, which writes its model elsewhere."""
+    config = load_config(folder.config)
+    if isinstance(config, SftConfig):
+        raise BadInput(
+            f"RUN: {folder.path} is a warm start, whose model is the Hugging Face folder {config.output}; for its accuracy, take "
+            f"`tandem eval CONFIG model.path={config.output}` with the config of a training run"
+        )
+
+
 def new_run(config: RunConfig | SftConfig, name: str, *, needs_lock: bool = False) -> RunFolder:
     """A new folder, which this process runs until it ends. Raises ConfigError or BadInput.
 

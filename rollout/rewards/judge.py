@@ -89,7 +89,7 @@ class Judge(ServedReward):
         try:
             choice = json.loads(content)["choices"][0]
             text = choice["message"].get("content")
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
             raise self.wrong_form(
                 url, f"sent {self.shown(content)[:_SHOWN]!r}, which is no chat completion"
             ) from error

@@ -174,7 +174,7 @@ class RewardModel(ServedReward):
     def _parse_scores(self, url: str, content: bytes, count: int) -> list[Score]:
         try:
             reply = json.loads(content)  # reads NaN too, which then fails its own sample only
-        except ValueError:
+        except (ValueError, RecursionError):  # invalid JSON or UTF-8; values nested too deep
             reply = None
         is_json = self._config.protocol == "json"
         scores = reply.get("scores") if is_json and isinstance(reply, dict) else reply

@@ -263,12 +263,17 @@ def test_a_folder_of_another_kind_is_refused(tmp_path, model, command, monkeypat
     )
 
 
-def test_a_warm_start_is_not_resumed(tmp_path, model):
+def test_a_warm_start_is_neither_resumed_nor_exported(tmp_path, model):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({
         "kind": "sft", "model": {"path": str(model)}, "data": {"type": "countdown"}, "output": "warm",
     }))  # fmt: skip
     with pytest.raises(BadInput, match="is a warm start, which saves nothing to go on from"):
         training.resume(tmp_path, ["steps=3"])
+    for command in (training.evaluate, results.export):  # its model is not in its folder
+        with pytest.raises(
+            BadInput, match=r"is a warm start, whose model is .* folder warm; .* model.path=warm`"
+        ):
+            command(tmp_path, [] if command is training.evaluate else tmp_path / "out")
 
 
 @pytest.mark.parametrize("saved", [False, True])

@@ -285,7 +285,8 @@ def test_a_judge_that_stays_away_ends_the_run():
 
 
 @pytest.mark.parametrize(
-    "act", ['{"choices": []}', '{"error": "x"}', "{", '{"choices": [{"message": null}]}', "404"]
+    "act",
+    ['{"choices": []}', '{"error": "x"}', "{", '{"choices": [{"message": null}]}', '{"a":' * 100_000, "404"],
 )
 def test_an_answer_of_another_form_ends_the_run_at_once(act):
     server = Server([act])

@@ -133,6 +133,8 @@ class Server:
             return web.Response(status=int(act), text="the reason")
         if act == "garbage":
             return web.Response(body=b"<html>busy</html>")
+        if act == "deep":
+            return web.Response(body=b"[" * 100_000)
         if act == "object":
             return web.json_response({"embedding": [1.0]})
         if any(self.refuses(text) for text in texts):
@@ -434,6 +436,7 @@ def test_a_model_that_stays_away_is_one_clear_error_for_all_who_wait(act, messag
         ("json", "long", r"was asked for 2 scores as \{.scores.*\} and sent 4 of them"),
         ("sglang", "garbage", "<html>busy"),
         ("json", "garbage", "<html>busy"),
+        ("json", "deep", r"and sent b'\[\["),
         ("sglang", "object", "and sent b'{"),
         ("json", "object", "and sent b'{"),
         ("sglang", "404", "answered HTTP 404: the reason"),

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import processors
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, LlamaTokenizer, PreTrainedTokenizerBase
 
 from configs.schema.model import SET_BY_TANDEM
 from rollout.records import WithTools, messages_of
@@ -152,6 +152,45 @@ def test_a_response_of_a_template_has_the_tokens_of_transformers(family):
         assert not str(tokenizer.decode(whole[len(found) :])).strip()
 
 
+def llama_tokenizer(template: str, *texts: str, **options) -> LlamaTokenizer:
+    """transformers' own class, which puts a blank before a text that stands alone, with a token per character and word."""
+    vocabulary = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *sorted({*"".join(texts), "▁"}),
+    ]
+    merges = [
+        (word[:end], word[end]) for text in texts for word in text.split() for end in range(1, len(word))
+    ]
+    ids = {token: number for number, token in enumerate(dict.fromkeys([*vocabulary, *map("".join, merges)]))}
+    tokenizer = LlamaTokenizer(vocab=ids, merges=[*dict.fromkeys(merges)], **options)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize("header", ["[/INST]", "<|assistant|>\n"])
+def test_a_response_has_no_blank_that_nobody_wrote(header, blank, legacy):
+    """Of Llama 2's tokenizers: prompt and response have the tokens of the whole, as a message and as a text."""
+    template = (
+        f"{{% for m in messages %}}{{{{ m.content ~ {header!r} if m.role == 'user' else {blank!r} ~ m.content ~ eos_token }}}}"
+        "{% endfor %}"
+    )
+    tokenizer = llama_tokenizer(template, "2 + 2?", "The sum is 4.", header, legacy=legacy)
+    asked, told, ends = said("user", "2 + 2?"), said("assistant", "The sum"), [int(tokenizer.eos_token_id)]
+    whole = tokenizer.apply_chat_template([asked, told], return_dict=False)
+    prompt_ids = encode_prompt(tokenizer, "2 + 2?", system_prompt=None, apply_chat_template=True)
+    for response in (told, f"{blank}The sum"):
+        assert prompt_ids + encode_response(tokenizer, "2 + 2?", response, ends) == whole
+    text = f"2 + 2?{header}"
+    plain = encode_prompt(tokenizer, text, system_prompt=None, apply_chat_template=False)
+    plain += encode_response(tokenizer, text, f"{blank}The sum", ends, apply_chat_template=False)
+    assert plain == [*tokenizer.encode(f"{text}{blank}The sum"), *ends]
+
+
 def test_a_response_that_the_template_hides_or_rewrites_is_refused():
     response = {"role": "assistant", "content": "4", "tool_calls": [{"function": {"name": "add"}}]}
     body = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"
@@ -166,6 +205,20 @@ def test_a_response_that_the_template_hides_or_rewrites_is_refused():
     tokenizer = chat_tokenizer(template=body)
     assert encode_response(tokenizer, "2 + 2?", told, [479]) == [*tokenizer.encode("4"), 479]
     assert encode_response(tokenizer, "2 + 2?", "4", [479]) == [*tokenizer.encode("4"), 479]
+
+
+@pytest.mark.parametrize("family", ["qwen2_5", "qwen3", "llama3_1", "mistral_v3"])
+def test_arguments_of_a_call_that_a_template_would_quote_are_refused(family):
+    """OpenAI's form has them as a text. A template that writes a text as it stands takes it."""
+    call = {"type": "function", "id": "abcdefghi", "function": {"name": "add", "arguments": '{"a": "é"}'}}
+    response = said("assistant", "", tool_calls=[call])
+    with pytest.raises(
+        ValueError, match=r"puts the arguments .* into quotes.*; write the arguments as an object$"
+    ):
+        encode_response(chat_tokenizer(family), "2 + 2?", response, [0])
+    as_it_stands = "{% for m in messages %}{% for c in m.tool_calls %}{{ c.function.name ~ c.function.arguments }}{% endfor %}{% endfor %}"
+    tokenizer = chat_tokenizer(template=as_it_stands)
+    assert tokenizer.decode(encode_response(tokenizer, "2 + 2?", response, [479])[:-1]) == 'add{"a": "é"}'
 
 
 MARKED = (

@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from configs.loader import resolved_yaml
+from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
+from configs.schema.run import LONGEST_NAME
 from launch.commands.sweep import _is_list, _name
-from launch.processes import sweeping
+from launch.processes import run_folder, sweeping
+from parallel.checkpoints.files import write_manifest
 from rollout.tiny_model import make_tiny_countdown_model
 from tests.support.command import tandem
 from tests.support.whole_runs import ROOT, assert_nothing_left, finish, wait_for
@@ -221,6 +223,7 @@ def start_script(work: Path, *arguments: str):
     [
         (["seed=0"], "no key has several values"),
         (["seed=0,0"], "a value is given twice"),
+        (["learner.optimizer.lr=1e-5,0.00001"], "two of the runs have the same settings"),
         (["seed=0,1", "seed=3"], "seed has several values as well"),
         (["name=a,b"], "all runs of a sweep have one name"),
         (["launch.runs_dir=a,b"], "all runs of a sweep have one launch.runs_dir"),
@@ -236,6 +239,20 @@ def test_bad_input_is_refused_before_anything_starts(work, arguments, said):
     done = tandem("sweep", "run.yaml", *arguments, cwd=work)
     assert done.returncode == 2 and said in done.stderr, done.stderr
     assert calls(work) == [] and not (work / "runs").exists()
+
+
+def test_a_run_that_the_config_goes_on_with_is_of_no_sweep(work):
+    """Every run of the sweep would train in its folder. ``resume=null`` takes it out again."""
+    config = yaml.safe_load((work / "run.yaml").read_text())
+    (work / "on.yaml").write_text(yaml.safe_dump(config | {"resume": "old/run"}))
+    folder = run_folder.create(work / "old", "run", resolved_yaml(load_config(work / "run.yaml")))
+    folder.path.rename(work / "old/run")
+    saved = work / "old/run/checkpoints/step_000001"
+    saved.mkdir(parents=True)
+    write_manifest(saved, world_size=1)
+    for arguments, said in ((["steps=4,5"], "a sweep goes on by itself"), (["steps=4,5", "resume=null"], "")):
+        done = tandem("sweep", "on.yaml", *arguments, "--dry-run", cwd=work)
+        assert done.returncode == (2 if said else 0) and said in done.stderr, done.stderr
 
 
 def test_the_problems_of_all_runs_are_told_at_once(work):
@@ -291,6 +308,9 @@ def test_names_have_the_shortest_keys_that_differ():
     assert _name("a", ["seed=0", "learner.optimizer.lr=1e-5"]) == "a-seed-0-lr-1e-5"
     assert _name("a", ["x.lr=1", "y.z.lr=2"]) == "a-x.lr-1-z.lr-2"
     assert _name("a", ["task.path=data/x.jsonl"]) == "a-path-data_x.jsonl"
+    many = [_name("a", [*(f"some_long_key_{n}=0.1" for n in range(9)), f"seed={seed}"]) for seed in (0, 1)]
+    assert many[0] != many[1] and {len(name) for name in many} == {LONGEST_NAME}
+    assert many[0].startswith("a-some_long_key_0-0.1-some_long_key_1-0.1-")
 
 
 def test_commas_inside_brackets_and_quotes_are_of_one_value():
