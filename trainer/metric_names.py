@@ -242,7 +242,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("sampling/running_groups", None, "groups", "groups of later steps that are being sampled then"),
     Entry("sampling/idle_s", None, "s", "seconds since the step before without a sample at the servers"),
     Entry("sampling/requests", None, "completions", "completions requested of the servers: a sample has one for each turn"),
-    Entry("sampling/retries", None, "completions", "completions requested again, since an attempt failed in transport"),
+    Entry("sampling/retries", None, "completions", "completions requested again, since an attempt failed in transport or ran out of time"),
     Entry("sampling/reward_retries", None, "requests", "requests to reward models and judges that were repeated"),
     Entry("sampling/resampled_groups", None, "groups", "groups sampled in place of groups without signal (dynamic sampling)"),
     Entry("sampling/filled_groups", None, "groups", "groups without signal that were taken after the last round of dynamic sampling"),
