@@ -31,7 +31,7 @@ class ClientStats:
     timeouts: int = 0
     """Those of them whose attempt ran out of time."""
     idle_s: float = 0.0
-    """Seconds in which no sample was at the servers."""
+    """Seconds in which no sample was at the servers, from the first sample on."""
 
     def __sub__(self, earlier: "ClientStats") -> "ClientStats":
         return ClientStats(

@@ -240,7 +240,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("staleness/by_lag/*/kept_fraction", "mean", "share of tokens", "tokens of a lag that rejection and veto leave in the loss"),
     Entry("sampling/ready_groups", None, "groups", "groups of later steps that are finished when the step's groups are handed out"),
     Entry("sampling/running_groups", None, "groups", "groups of later steps that are being sampled then"),
-    Entry("sampling/idle_s", None, "s", "seconds since the step before without a sample at the servers"),
+    Entry("sampling/idle_s", None, "s", "seconds since the step before, or the run's first sample, without a sample at the servers"),
     Entry("sampling/requests", None, "completions", "completions requested of the servers: a sample has one for each turn"),
     Entry("sampling/retries", None, "completions", "completions requested again, since an attempt failed in transport or ran out of time"),
     Entry("sampling/reward_retries", None, "requests", "requests to reward models and judges that were repeated"),

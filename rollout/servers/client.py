@@ -414,16 +414,16 @@ class _Places:
 
 
 class _InFlight:
-    """The samples at the servers, and the time without any."""
+    """The samples at the servers, and the time without any since the first: before it the other roles start."""
 
     def __init__(self) -> None:
-        self._count, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
+        self._count, self._idle_s, self._idle_since = 0, 0.0, math.inf
         self.none = asyncio.Event()
         self.none.set()
 
     @property
     def idle_s(self) -> float:
-        return self._idle_s + (0.0 if self._count else time.monotonic() - self._idle_since)
+        return self._idle_s + (0.0 if self._count else max(0.0, time.monotonic() - self._idle_since))
 
     @contextmanager
     def counted(self, count: int) -> Iterator[None]:

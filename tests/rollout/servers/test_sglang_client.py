@@ -1040,6 +1040,7 @@ def test_idle_time_is_that_without_a_sample_at_the_servers():
         async with LocalServer(lambda n: answer(), hold=hold) as server, make_client(server) as client:
             running = asyncio.create_task(ask(client))
             await until(lambda: server.running == 1)
+            assert client.stats.idle_s == 0  # so far the learner may have started
             at_work, began = client.stats.idle_s, time.monotonic()
             await asyncio.sleep(0.02)
             assert client.stats.idle_s == at_work
