@@ -616,11 +616,12 @@ def test_no_password_of_a_server_that_is_not_there_is_said(tmp_path, monkeypatch
     assert f"API request to http://…@{host}/api" in said[0] and "secret" not in caplog.text
 
 
-def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("password", ["secret", "a/secret", "a/b@secret"])
+def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, caplog, password):
     def fail(thread: mlflow_thread.MlflowThread) -> None:
         raise RuntimeError(f"no answer from {thread._uri}")
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "foo://user:secret@host/?password=secret")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"foo://user:{password}@host/?password=secret")
     monkeypatch.setattr(mlflow_thread.MlflowThread, "_open_run", fail)
     Tracker(make_config(), tmp_path).close("FINISHED")
     assert "RuntimeError: no answer from foo://…@host/?password=…\n" in caplog.text
