@@ -587,6 +587,13 @@ def test_what_is_rarely_meant_is_said(capsys):
     assert "# task.train_path: its 3 prompts are fewer than rollout.prompts_per_step=5" in said
 
 
+@pytest.mark.parametrize(("every", "is_said"), [(0, False), (5, False), (6, True)])
+def test_evaluations_that_no_step_is_due_for_are_said(capsys, every, is_said):
+    assert problems("steps=5", f"evaluation.every={every}", "evaluation.at_ends=false") == []
+    note = f"# evaluation: every={every} with at_ends=false evaluates nothing in steps=5"
+    assert (note in capsys.readouterr().out) == is_said
+
+
 def test_what_trl_does_and_a_warm_start_does_not_is_said(capsys):
     write_jsonl("pairs.jsonl", {"messages": [ASKED, ANSWERED, ASKED, ANSWERED], "tools": [TOOL]})
     assert problems("data.messages_field=messages", config="sft.yaml") == []
