@@ -200,6 +200,11 @@ CASES = {
         overrides=("task.apply_chat_template=false", "environment={type: agent, command: [sh]}"), field="environment.template",
         error="has no chat template", fix="or set environment.template=plain",
     ),
+    "a template that cannot be continued": Case(
+        damage=template(CHATML.replace("{% if add_generation_prompt %}", "{% if false %}")),
+        overrides=("environment={type: agent, command: [sh]}",), field="environment.template", error="ignores add_generation_prompt",
+        fix="or set environment.template=plain",
+    ),
     "template that is no Jinja": Case(
         damage=template("{% for m in messages %}"), field="task.apply_chat_template",
         error="is no Jinja template: Unexpected end of template",
