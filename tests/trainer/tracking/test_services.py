@@ -242,7 +242,7 @@ def test_no_password_of_its_server_is_in_an_error_of_wandb(tmp_path, monkeypatch
 
     monkeypatch.setattr(wandb, "init", fail)
     service = WandbService(run_dir(tmp_path), project="tiny", entity=None)
-    with pytest.raises(ServiceError, match="^W&B: no answer from https://…@wandb.example/graphql$"):
+    with pytest.raises(ServiceError, match=r"^W&B: no answer from https://…@wandb\.example/graphql$"):
         service.open([])
 
 
