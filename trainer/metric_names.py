@@ -268,7 +268,7 @@ METRICS = {entry.name: entry for entry in (
     Entry("time/sync", None, "s", "seconds of sending and verifying the weights; colocated, of making room for the servers too"),
     Entry("time/evaluation", None, "s", "seconds of the evaluation after the step, which is no part of time/step"),
     Entry("time/checkpoint", None, "s",
-          "seconds of the checkpoint before the step, which is no part of time/step; that after the last step is in no line"),
+          "seconds of the checkpoint before the step, which is no part of time/step; that after the last step is on the console"),
     Entry("throughput/tokens_per_s", None, "tokens/s",
           "response tokens per second of time/step, without those that dynamic sampling leaves out"),
 )}
