@@ -628,6 +628,26 @@ def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, capl
     assert "secret" not in caplog.text
 
 
+def test_a_store_that_another_user_makes_first_is_left_to_that_user(tmp_path, monkeypatch):
+    """Neither run has seen a store, and then the lock is the other user's."""
+    monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.01)
+    shared, open_lock, taken = tmp_path.parent / mlflow_thread.STORE, mlflow_thread.open_lock, []
+
+    def refused(path: Path):
+        if path.parent == tmp_path:
+            return open_lock(path)
+        taken.append(path)
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(mlflow_thread, "open_lock", refused)
+    monkeypatch.setattr(mlflow_thread.os, "access", lambda path, mode: not (taken and path == shared))
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    assert taken == [shared.with_suffix(".lock")]
+    assert (tmp_path / mlflow_thread.STORE).is_file()
+    assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
+
+
 def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):
     """The sqlite file's folder appears only after the first attempt failed."""
     monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.05)
