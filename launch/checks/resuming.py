@@ -47,7 +47,7 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
             f"resume with `tandem resume {resume}`, or start a new run"
         )
     old_models, new_models = ({"model": each.model, **each.other_models} for each in (before, config))
-    for field in old_models.keys() & new_models.keys():
+    for field in [name for name in old_models if name in new_models]:
         yield from _check_moved_model(field, old_models[field].path, new_models[field].path, resume, say)
 
 
