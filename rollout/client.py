@@ -27,14 +27,17 @@ class ClientStats:
     requests: int = 0
     """Completions requested; retries of a completion do not count."""
     retries: int = 0
-    """Completions requested again, since an attempt failed in transport: all those of the attempt."""
+    """Completions requested again, since an attempt failed in transport or ran out of time: all those of the attempt."""
+    timeouts: int = 0
+    """Those of them whose attempt ran out of time."""
     idle_s: float = 0.0
-    """Seconds in which no sample was at the servers."""
+    """Seconds in which no sample was at the servers, from the first sample on."""
 
     def __sub__(self, earlier: "ClientStats") -> "ClientStats":
         return ClientStats(
             requests=self.requests - earlier.requests,
             retries=self.retries - earlier.retries,
+            timeouts=self.timeouts - earlier.timeouts,
             idle_s=self.idle_s - earlier.idle_s,
         )
 

@@ -91,15 +91,24 @@ class TokenizerFiles:
     def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
-    def decode(self, ids: Sequence[int], clean_up_tokenization_spaces: bool = False) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+    def get_added_vocab(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items()}
+
+    def decode(
+        self,
+        ids: Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         tokenize: bool,
-        return_dict: Literal[False],
+        return_dict: Literal[False] = False,
         **arguments: Any,
     ) -> list[int] | str:
         """The conversation, or its ids. Raises ValueError for a template that cannot be rendered."""

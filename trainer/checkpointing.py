@@ -78,6 +78,8 @@ class Checkpointer:
         self._turns, self._max_failed = turns or OwnDevices(), max_failed
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
         self.complete, self._saved = 0, 0
+        self.last_save_s: float | None = None
+        """Seconds of the newest checkpoint that this process has written."""
         self._position: dict | None = None
         self.notices: list[str] = []
         """Checkpoints that ``restore`` could not use, for console.log. They are on the console already."""
@@ -146,7 +148,7 @@ class Checkpointer:
     def save(self, step: int, learner: Learner) -> str | None:
         """Raises DiskFull on all ranks. Returns, on rank 0, the warning of a disk that had space for the checkpoint and none
         for the name of the best one."""
-        warning, full = None, None
+        warning, full, began = None, None, time.perf_counter()
         progress = Progress(
             step=step,
             version=learner.version,
@@ -169,6 +171,7 @@ class Checkpointer:
                 warning = self._prune() if learner.is_first_rank else None
         if full is not None:
             raise full
+        self.last_save_s = time.perf_counter() - began
         return warning
 
     def _prune(self) -> str | None:

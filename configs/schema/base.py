@@ -72,8 +72,9 @@ def address_of(url: str) -> SplitResult | None:
 
 
 def without_credentials(text: str) -> str:
-    """The text without the users and passwords of the addresses in it. A password may hold an `@`."""
-    text = re.sub(r"//[^/\s]*@", "//…@", text)
+    """The text without the users and passwords of the addresses in it. A password may hold an `@` or, as those of databases, a
+    `/`: rather too much is taken out."""
+    text = re.sub(r"//([^/\s]*|[^/\s:@]*:\S*)@", "//…@", text)
     return re.sub(r"([?&](?:password|passwd)=)[^&\s'\"]+", r"\1…", text)
 
 

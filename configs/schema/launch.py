@@ -19,6 +19,7 @@ from configs.schema.base import (
     Temperature,
     address_of,
     at_most,
+    without_credentials,
 )
 
 
@@ -205,7 +206,10 @@ class TraceConfig(Schema):
 
 
 def _without_password(uri: str | None) -> str | None:
-    if uri and (address := address_of(uri)) and (address.password or "password" in parse_qs(address.query)):
+    address = address_of(without_credentials(uri)) if uri else None
+    # The part of the address ends at a slash, which the password of a database may hold; a port is none.
+    in_address = re.search(r"//[^/\s:@]*:(?!\d+/)\S+@", uri or "")
+    if address and (in_address or "password" in parse_qs(address.query)):
         error = f"the URI of {address.hostname} holds a password, which would stay readable in the run folder"
         raise ValueError(f"{error}; leave uri out, and set MLFLOW_TRACKING_URI where the run is started")
     return uri

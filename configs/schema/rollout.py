@@ -136,10 +136,11 @@ class RolloutConfig(Schema):
     max_concurrency: Count = 512
     """Samples in flight over all replicas; a group larger than this is sent in parts."""
     request_timeout_s: Seconds = 600.0
-    """Deadline of one generation, from the request to its last token. A server that makes no progress for half of it,
-    and at least 30 s, is taken for hung: it is killed, and started again where it may be (max_server_restarts)."""
+    """Deadline of one generation, from the request to its last token. One that is late is aborted and asked for again
+    (max_retries). A server that makes no progress for half of it, and at least 30 s, is taken for hung: it is killed, and
+    started again where it may be (max_server_restarts)."""
     max_retries: NonNegativeInt = 3
-    """Most retries of a request whose transport failed; the metrics count each."""
+    """Most retries of a request whose transport failed or whose time ran out; the metrics count each."""
     max_total_tokens: Annotated[PositiveInt, at_most(2**40, "no memory holds so many")] | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
     max_server_restarts: NonNegativeInt = 3

@@ -50,6 +50,11 @@ def input_findings(config: RunConfig | SftConfig, notes: list[str]) -> Iterator[
         for folder in reward_tokenizers(config):
             yield from finding_of("reward", open_tokenizer, folder)
         yield from _check_task(config, tokenizer, notes)
+        evaluation = config.evaluation
+        if evaluation.every > config.steps and not evaluation.at_ends:
+            notes.append(
+                f"evaluation: every={evaluation.every} with at_ends=false evaluates nothing in steps={config.steps}"
+            )
 
 
 @contextlib.contextmanager

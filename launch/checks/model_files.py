@@ -61,14 +61,38 @@ def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> It
         from rollout.tasks.countdown import check_characters
 
         yield from finding_of("model.path", check_characters, tokenizer)
+    template_findings = []
     if tokenizer.chat_template or getattr(data, "apply_chat_template", False):
-        yield from _check_template(config, tokenizer, data)
+        template_findings = [*_check_template(config, tokenizer, data)]
+        yield from template_findings
     environment = config.environment if isinstance(config, RunConfig) else None
     is_rendered = isinstance(environment, MessageEnvironment) and environment.template == "chat"
     if is_rendered and not tokenizer.chat_template:
         error = f"environment.template=chat: the tokenizer of {folder} has no chat template"
         fix = "put its chat_template.jinja into the folder, or set environment.template=plain"
         yield "environment.template", f"{error}; {fix}"
+    elif is_rendered and not template_findings:
+        yield from finding_of("environment.template", _check_is_continued, config, tokenizer)
+
+
+def _check_is_continued(config: RunConfig, tokenizer: "Tokenizer") -> None:
+    """Check that messages can follow what was sampled. Of tools nothing is known before the environment starts, and a template
+    for them may be another one. Raises ValueError."""
+    from rollout.environments.rendering import ChatRenderer
+
+    arguments, templates = config.model.chat_template_kwargs, tokenizer.chat_template
+    if isinstance(templates, dict) and "tool_use" in templates and config.environment.type != "agent":
+        return
+    try:
+        ChatRenderer(tokenizer, arguments=arguments)
+    except ValueError:
+        from rollout.tokenization import load_tokenizer
+
+        # Its files do not say all that transformers makes of them; it decides, and takes seconds.
+        try:
+            ChatRenderer(load_tokenizer(config.model.path), arguments=arguments)
+        except ValueError as error:
+            raise ValueError(f"{error}, or set environment.template=plain") from error
 
 
 def _check_template(

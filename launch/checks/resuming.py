@@ -46,18 +46,23 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
             f"resume: `{field}` of {resume} is {show(old)}, but {show(new)} was given; "
             f"resume with `tandem resume {resume}`, or start a new run"
         )
-    yield from _check_moved_model(before.model.path, config.model.path, resume, say)
+    old_models, new_models = ({"model": each.model, **each.other_models} for each in (before, config))
+    for field in [name for name in old_models if name in new_models]:
+        yield from _check_moved_model(field, old_models[field].path, new_models[field].path, resume, say)
 
 
 def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str, Any, Any]]:
     """(field, value of the run, value now) of what makes another run. The model may have moved."""
-    for part in ("seed", "model", "task"):
-        old, new = (each.model_dump(mode="json", include={part})[part] for each in (before, config))
+    old_parts, new_parts = map(_parts_compared, (before, config))
+    for part in [name for name in old_parts if name in new_parts]:
+        old, new = old_parts[part], new_parts[part]
         fields = {part: (old, new)}
-        if isinstance(old, dict) and old.get("type") == new.get("type"):
+        if isinstance(old, dict) and isinstance(new, dict) and old.get("type") == new.get("type"):
             fields = {f"{part}.{name}": (old[name], new[name]) for name in new}
         yield from (
-            (field, *both) for field, both in fields.items() if both[0] != both[1] and field != "model.path"
+            (field, *both)
+            for field, both in fields.items()
+            if both[0] != both[1] and not field.endswith("model.path")
         )
     # Its state on disk has another form.
     for block in ("learner", "critic"):
@@ -66,7 +71,16 @@ def _changed_fields(before: RunConfig, config: RunConfig) -> Iterator[tuple[str,
             yield f"{block}.optimizer.distributed", old.optimizer.distributed, new.optimizer.distributed
 
 
-def _check_moved_model(old: Path, new: Path, resume: Path, say: Callable[[str], None]) -> Iterator[str]:
+def _parts_compared(config: RunConfig) -> dict[str, Any]:
+    """Plain values by field. A critic has a model where there is one: that it has come or gone is told elsewhere."""
+    whole = config.model_dump(mode="json", include={"seed", "model", "task", "kl", "critic"})
+    parts = {part: whole[part] for part in ("seed", "model", "task")} | {"kl.model": whole["kl"]["model"]}
+    return parts | ({"critic.model": whole["critic"]["model"]} if whole["critic"] else {})
+
+
+def _check_moved_model(
+    field: str, old: Path, new: Path, resume: Path, say: Callable[[str], None]
+) -> Iterator[str]:
     """The checkpoint has weights of its own. What is read from the model's folder, such as those of ``ref``, must be
     what the run began with."""
     weights = _weights_of(new)
@@ -75,11 +89,11 @@ def _check_moved_model(old: Path, new: Path, resume: Path, say: Callable[[str], 
     before = _weights_of(old)
     if before is None:
         say(
-            f"the weights of {old}, the model of {resume}, are not here: that those in {new} are the same cannot be seen"
+            f"the weights of {old}, the {field} of {resume}, are not here: that those in {new} are the same cannot be seen"
         )
     elif before != weights:
         yield (
-            f"resume: `model.path` of {resume} is {old}, and the weights in {new} are others; give the same model, or start "
+            f"resume: `{field}.path` of {resume} is {old}, and the weights in {new} are others; give the same model, or start "
             "a new run"
         )
 

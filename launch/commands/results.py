@@ -106,7 +106,7 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         is_final = step is None and folder.has_final_model()
         if not is_final:
             _export_checkpoint(folder, step)
-        with _one_error_for(out):
+        with _one_error_for(out, finished if is_final else None):
             partial.parent.mkdir(parents=True, exist_ok=True)
             if is_final:
                 shutil.copytree(finished, partial)
@@ -120,10 +120,14 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
 
 
 @contextlib.contextmanager
-def _one_error_for(out: Path) -> Iterator[None]:
+def _one_error_for(out: Path, copied: Path | None) -> Iterator[None]:
+    """copied: the finished model, which the learner of a resume renames."""
     try:
         yield
     except OSError as error:
+        if copied is not None and not copied.exists():
+            renamed = f"RUN: {copied} was renamed while it was copied, as its run goes on; the partial copy was removed"
+            raise BadInput(f"{renamed}. The same command exports the newest weights") from error
         # shutil.Error lists an error for each file that could not be copied.
         reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
         raise BadInput(

@@ -232,7 +232,8 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
     """(for the file of the summary, in words)."""
     summary: dict[str, Any] = {"accuracy": result.accuracy, "count": result.count, "model": str(model)}
     summary |= {"reward_mean": result.reward_mean, "failed": result.failed}
-    text = f"accuracy {result.accuracy:.4f} on {result.count} held-out samples{_failed_text(result)}"
+    summary["accuracy_error"] = result.accuracy_error
+    text = f"accuracy {_accuracy_text(result)} on {result.count} held-out samples{_failed_text(result)}"
     if result.reward_mean != result.accuracy:  # equal where all rewards are 0 or 1
         text += f", mean reward {result.reward_mean:.4f}"
     if result.pass_at:
@@ -240,17 +241,25 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
         text += "".join(f", pass@{k} {share:.4f}" for k, share in result.pass_at.items())
     if result.greedy:
         summary |= {"greedy_accuracy": result.greedy.accuracy, "greedy_failed": result.greedy.failed}
-        text += f", at temperature 0 {result.greedy.accuracy:.4f}{_failed_text(result.greedy)}"
+        summary["greedy_accuracy_error"] = result.greedy.accuracy_error
+        text += f", at temperature 0 {_accuracy_text(result.greedy)}{_failed_text(result.greedy)}"
     for kind, results in (("sets", result.sets), ("sources", result.sources)):
         if results:
             summary[kind] = {name: one.accuracy for name, one in results.items()}
+            summary[f"{kind}_accuracy_error"] = {name: one.accuracy_error for name, one in results.items()}
             summary[f"{kind}_failed"] = {name: one.failed for name, one in results.items()}
             text += "".join(
-                f", {name} {one.accuracy:.4f}{_failed_text(one)}" for name, one in results.items()
+                f", {name} {_accuracy_text(one)}{_failed_text(one)}" for name, one in results.items()
             )
     if result.first_failure is not None:
         text += f"; a failed reward counts as wrong; the first, of {result.first_failure}"
     return summary, text
+
+
+def _accuracy_text(result: "EvaluationResult") -> str:
+    """With one standard error, which a single problem does not have."""
+    error = f" ± {result.accuracy_error:.4f}" if result.accuracy_error is not None else ""
+    return f"{result.accuracy:.4f}{error}"
 
 
 def _failed_text(result: "EvaluationResult") -> str:

@@ -1,5 +1,8 @@
 """How a run that has ended goes on: one answer for all that say it (train, status, stop and the job of Slurm)."""
 
+import re
+import shlex
+
 from launch.processes.run_folder import RunFolder
 
 
@@ -10,11 +13,18 @@ def next_command(folder: RunFolder, command: str = "train", *, here: bool = Fals
     run it before.
     """
     is_saved = folder.newest_checkpoint() is not None
-    if folder.script.exists() and not here:
+    has_script = folder.script.exists()
+    if has_script and not here and not _is_of_another(folder):
         return f"sbatch {folder.script}"
-    if folder.job.exists() and not here:  # an element of an array has no script of its own
+    if (has_script or folder.job.exists()) and not here:  # an element of an array has no script of its own
         return f"tandem slurm {folder.config}{f' resume={folder.path}' if is_saved else ''} --submit"
     return f"tandem resume {folder.path}" if is_saved else f"tandem {command} {folder.config}"
+
+
+def _is_of_another(folder: RunFolder) -> bool:
+    """Whether the batch script runs another folder: that from which this one was moved or copied."""
+    runs = re.search(r" -m launch job (.+)$", folder.script.read_text(), re.MULTILINE)
+    return runs is not None and runs[1] != shlex.quote(str(folder.path.resolve()))
 
 
 def way_on(folder: RunFolder, command: str = "train", *, here: bool = False) -> str:

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.schema import RunConfig
+from launch.processes.heartbeat import living_roles
 from launch.processes.run_folder import RunFolder, write_json
-from launch.processes.supervisor import KILL_TIMEOUT_S, Role, Supervisor
+from launch.processes.supervisor import KILL_TIMEOUT_S, Role, RoleFailed, Supervisor
 from launch.roles.start import environment
 from launch.slurm.job import is_finished
 from launch.tables import on_one_line
@@ -127,9 +128,10 @@ class Sweep:
         devices: the value of CUDA_VISIBLE_DEVICES of each run at a time; None: that of this process.
         Raises Interrupted on Ctrl-C or SIGTERM, after every run has stopped.
         """
-        left = [cell for cell in cells if not self.is_finished(cell)]
-        limits = [cell.config.launch for cell in left]  # in which a run that is asked to stop ends by itself
+        limits = [cell.config.launch for cell in cells]  # in which a run that is asked to stop ends by itself
         grace_s = max((s.stop_timeout_s + s.stop_grace_s + 2 * KILL_TIMEOUT_S for s in limits), default=0.0)
+        self._wait_for_earlier(cells, grace_s)
+        left = [cell for cell in cells if not self.is_finished(cell)]
         running: dict[Cell, int] = {}  # each with its place among the devices
         show = _Progress(self, left, len(cells))
         ended: list[Ended] = []
@@ -152,6 +154,23 @@ class Sweep:
                 for cell in running:
                     self._note_folder(cell, show)
         return ended
+
+    def _wait_for_earlier(self, cells: Sequence[Cell], limit_s: float) -> None:
+        """Runs of a sweep that was killed may be finishing and saving a step, from which they are to go on. Raises RoleFailed."""
+        deadline = time.monotonic() + limit_s
+        for cell in cells:
+            told, folder = False, self.run_folder(cell.name)
+            while folder is not None and (folder.holders() or living_roles(folder)):
+                if not told:
+                    print(
+                        f"waiting for the end of {cell.name}, which still runs in {folder.path}", flush=True
+                    )
+                if time.monotonic() > deadline:
+                    raise RoleFailed(
+                        f"{cell.name} still runs in {folder.path}; end it by `tandem stop {folder.path}`"
+                    )
+                told = True
+                time.sleep(POLL_S)
 
     def _take_ended(self, supervisor: Supervisor, running: dict[Cell, int], show: "_Progress") -> list[Ended]:
         """Take out of ``running`` what has ended. Returns those of them that did not finish."""

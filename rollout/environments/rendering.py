@@ -22,7 +22,7 @@ from configs.schema.model import SET_BY_TANDEM
 from rollout.tokenizer_files import check_template_arguments
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from rollout.tokenization import Tokenizer
 
 Message = Mapping[str, Any]
 
@@ -87,7 +87,7 @@ class ChatRenderer:
 
     def __init__(
         self,
-        tokenizer: "PreTrainedTokenizerBase",
+        tokenizer: "Tokenizer",
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         arguments: Mapping[str, Any] = {},

@@ -14,7 +14,8 @@ from rollout.http_replicas import OwnServers
 from rollout.records import Completion, Prompt
 from rollout.run_key import RunKey
 from rollout.sampling.order import epoch_order
-from rollout.servers.answers import neutral_sampling_params, server_message
+from rollout.sampling.prompt_room import BEHIND_PROMPT, BEHIND_SEQUENCE
+from rollout.servers.answers import is_too_long, neutral_sampling_params, server_message
 from rollout.tasks import Task
 
 PREFILL_TOKENS = 16_384
@@ -132,8 +133,12 @@ async def _request_prefill(session: aiohttp.ClientSession, url: str, part: list[
     ) as response:
         content = await response.read()
         if response.status != 200:
+            message = server_message(content)
+            # A server takes longer sequences than prompts, and the whole sequence is the prompt here.
+            less = BEHIND_PROMPT - BEHIND_SEQUENCE
+            fix = f"; lower rollout.max_new_tokens by {less}" if is_too_long(message) else ""
             raise GenerationError(
-                f"{url} refused to score {len(part)} sequences with HTTP {response.status}: {server_message(content)}"
+                f"{url} refused to score {len(part)} sequences with HTTP {response.status}: {message}{fix}"
             )
     return orjson.loads(content)
 

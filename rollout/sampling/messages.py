@@ -61,7 +61,7 @@ class SamplingStats:
     requests: int
     """Completions requested."""
     retries: int
-    """Completions requested again, since an attempt failed in transport."""
+    """Completions requested again, since an attempt failed in transport or ran out of time."""
     failed_rewards: int
     """Samples whose reward raised or ran out of time; they are not scored."""
     reward_retries: int = 0

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -56,6 +56,10 @@ class _ServerUnreached(AttemptFailed):
     """The router answered, but it did not reach a server."""
 
 
+class _TimedOut(AttemptFailed):
+    """The server has not answered in time."""
+
+
 class _AllLost(Exception):
     """No server is left; one may be started again."""
 
@@ -68,10 +72,10 @@ class SGLangClient:
     over all replicas: further ones wait here in order of arrival, and a larger group becomes several
     requests, one after another. An attempt that fails in transport (connection refused or reset, 5xx, any
     sample aborted by the server) is repeated as a whole up to ``max_retries`` times, on a replica that has
-    not failed this request if there is one. Attempts that did not reach a host do not count for
+    not failed this request if there is one. So is an attempt without an answer after ``timeout_s``; its server
+    sees the connection end, and aborts the samples. Attempts that did not reach a host do not count for
     ``peer_timeout_s``: the network may come back. A host whose kernel answers no probe for that time is given
-    up in the middle of a request. ``timeout_s`` bounds all attempts of a request together, without its wait
-    for places, and for servers that are started again.
+    up in the middle of a request.
 
     Args:
         servers_restart: whether servers that end are started again, so that requests wait for one that has the
@@ -275,28 +279,20 @@ class SGLangClient:
                 await stack.enter_async_context(self._places.take(count))
                 await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
+            attempt = partial(
+                self._attempt, request=request, count=count, sent=sent, known_experts=known_experts
+            )
             while True:
-                if sent.experts is not None:  # the weights may have changed while the request waited
-                    sent = sent._replace(experts_from=self._newest.first_unknown(known_experts))
-                    request |= {"return_routed_experts": True, "routed_experts_start_len": sent.experts_from}
-                body = orjson.dumps(request)
                 try:
-                    async with asyncio.timeout(self._timeout_s):
-                        with self._in_flight.counted(count):
-                            return await self._request_with_retries(body, count, sent, session)
+                    with self._in_flight.counted(count):
+                        return await self._request_with_retries(attempt, count, session)
                 except _AllLost:
                     with waiting():
                         await self._some_server()
                         await self._is_open.wait()  # a drain may have begun meanwhile
-                except TimeoutError as error:
-                    raise GenerationError(
-                        f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {len(prompt_ids)} "
-                        f"tokens (max_new_tokens={samplings[0]['max_new_tokens']}); raise rollout.request_timeout_s, or lower "
-                        "max_concurrency"
-                    ) from error
 
     async def _request_with_retries(
-        self, body: bytes, count: int, sent: "Sent", session: Session | None
+        self, attempt: Callable[[str], Awaitable[list[Completion]]], count: int, session: Session | None
     ) -> list[Completion]:
         num_counted, patience = 0, _NetworkPatience(self._peer_timeout_s)
 
@@ -307,21 +303,45 @@ class SGLangClient:
                 self._stats = replace(self._stats, retries=self._stats.retries + count)
                 raise _AllLost
             num_counted += not is_cut
+            is_late = isinstance(error, _TimedOut)
             if num_counted > self._max_retries:
                 last = failures[-1 - self._max_retries :]
+                fix = "; raise rollout.request_timeout_s, or lower rollout.max_concurrency" if is_late else ""
                 raise GenerationError(
-                    f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}"
+                    f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}{fix}"
                 )
-            self._stats = replace(self._stats, retries=self._stats.retries + count)
+            stats = self._stats
+            self._stats = replace(
+                stats, retries=stats.retries + count, timeouts=stats.timeouts + count * is_late
+            )
 
-        attempt = partial(self._attempt, body=body, count=count, sent=sent)
         return await request_with_retries(
             self._replicas, attempt, count_failure, num_samples=count, backoff_s=BACKOFF_S, session=session
         )
 
-    async def _attempt(self, url: str, body: bytes, count: int, sent: "Sent") -> list[Completion]:
+    async def _attempt(
+        self,
+        url: str,
+        *,
+        request: dict[str, object],
+        count: int,
+        sent: "Sent",
+        known_experts: KnownExperts | None,
+    ) -> list[Completion]:
+        if sent.experts is not None:  # the weights may have changed while the request waited
+            sent = sent._replace(experts_from=self._newest.first_unknown(known_experts))
+            request = request | {"return_routed_experts": True, "routed_experts_start_len": sent.experts_from}
+        body = orjson.dumps(request)
         with span("generate", server=url) as generating:
-            completions = await self._answered(url, body, count, sent)
+            try:
+                async with asyncio.timeout(self._timeout_s) as deadline:
+                    completions = await self._answered(url, body, count, sent)
+            except TimeoutError as error:
+                if not deadline.expired():  # but a connection's own
+                    raise
+                raise _TimedOut(
+                    f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {sent.num_tokens} tokens"
+                ) from error
             generating.note(tokens=sum(len(completion.token_ids) for completion in completions))
         return completions
 
@@ -394,16 +414,16 @@ class _Places:
 
 
 class _InFlight:
-    """The samples at the servers, and the time without any."""
+    """The samples at the servers, and the time without any since the first: before it the other roles start."""
 
     def __init__(self) -> None:
-        self._count, self._idle_s, self._idle_since = 0, 0.0, time.monotonic()
+        self._count, self._idle_s, self._idle_since = 0, 0.0, math.inf
         self.none = asyncio.Event()
         self.none.set()
 
     @property
     def idle_s(self) -> float:
-        return self._idle_s + (0.0 if self._count else time.monotonic() - self._idle_since)
+        return self._idle_s + (0.0 if self._count else max(0.0, time.monotonic() - self._idle_since))
 
     @contextmanager
     def counted(self, count: int) -> Iterator[None]:

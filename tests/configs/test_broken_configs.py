@@ -975,6 +975,10 @@ TABLE = {
          "name a variable in api_key_variable"),
         ("tracking.uri", "tracking.uri=postgresql://me:secret@host/mlflow", "the URI of host holds a password", "set MLFLOW_TRACKING_URI"),
     ]},
+    "a password with a slash": Broken(
+        options="tracking.uri=postgresql://me:pa/secret@host/mlflow", field="tracking.uri", value="postgresql://…@host/mlflow",
+        error="the URI of host holds a password", fix="set MLFLOW_TRACKING_URI",
+    ),
     "a password with an @": Broken(
         options="reward={type: model, urls: ['ftp://me:pa@secret@host:1']}", field="reward.urls", value="ftp://…@host:1",
         error="'ftp://…@host:1' is not an address of a server", fix="write it like http://",

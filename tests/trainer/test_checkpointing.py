@@ -258,6 +258,7 @@ def test_before_the_export_the_last_step_is_saved_where_it_could_be_lost(
         checkpointer.after_step(step, run, data)
     checkpointer.save_before_export(run, data)
     assert sorted(p.name for p in tmp_path.glob("step_*")) == found
+    assert (checkpointer.last_save_s is not None) == bool(found)
 
 
 @pytest.mark.parametrize(
@@ -298,9 +299,11 @@ def test_a_kill_while_the_model_is_written_leaves_no_steps_of_an_older_one(tmp_p
         tracker=Mock(), checkpointer=Mock(), learner=SimpleNamespace(save_hf=killed), sampler=None
     )
     run.checkpointer.save_before_export.return_value = None
+    run.checkpointer.last_save_s = 1.26
     with pytest.raises(KeyboardInterrupt):
         learning.export(run, folder, start_up_s=0.0, training_s=0.0)
     assert not folder.summary.exists()
+    run.tracker.say.assert_called_with("the last checkpoint took 1.3 s")  # no further step has it in its line
 
 
 ACCURACIES = {0: 0.1, 2: 0.5, 4: 0.5, 6: 0.7, 8: 0.6}

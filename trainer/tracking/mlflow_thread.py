@@ -212,6 +212,8 @@ class MlflowThread(threading.Thread):
 
     def _send_all(self, rejected: type[Exception]) -> None:
         if self._run_id is None:
+            # Another user's first run may have made the shared store in the meantime.
+            self._uri, self._client = tracking_uri(self._config, self._run_dir), None
             with self._others_kept_out():
                 self._open_run()
             self._first = []  # as long as the history of a resumed run, and the queue has what is still to be sent
@@ -270,7 +272,7 @@ class MlflowThread(threading.Thread):
     def _open_run(self) -> None:
         from mlflow.tracking import MlflowClient
 
-        self._client = self._client or MlflowClient(tracking_uri=self._uri)
+        self._client = MlflowClient(tracking_uri=self._uri)
         id_file = self._run_dir / "mlflow_run_id"
         if self._continue_previous(id_file):
             return

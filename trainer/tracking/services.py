@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import yaml
 
 from configs.errors import counted
+from configs.schema.base import without_credentials
 from trainer.file_system import write_whole
 from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.mlflow_thread import Status
@@ -153,13 +154,13 @@ class WandbService:
 
 @contextmanager
 def _its_errors() -> Iterator[None]:
-    """Inside, an error of W&B becomes a ServiceError."""
+    """Inside, an error of W&B becomes a ServiceError. It may hold the address of a server."""
     import wandb
 
     try:
         yield
     except wandb.Error as error:
-        raise ServiceError(f"W&B: {' '.join(str(error).split())}") from error
+        raise ServiceError(f"W&B: {without_credentials(' '.join(str(error).split()))}") from error
 
 
 def _digest(lines: Sequence[Line]) -> str:

@@ -202,6 +202,22 @@ def test_an_export_onto_a_full_disk_is_one_error_and_leaves_nothing(finished, tm
     assert (tmp_path / "out" / "model.safetensors").stat().st_size == 5000
 
 
+def test_an_export_says_that_a_resume_took_its_model(finished, tmp_path, monkeypatch):
+    copy = shutil.copytree
+
+    def copy_late(source: Path, target: Path) -> None:
+        finished.put_model_aside()
+        copy(source, target)
+
+    with (
+        monkeypatch.context() as patched,
+        pytest.raises(BadInput, match=r"^RUN: \S+/hf was renamed while it was copied"),
+    ):
+        patched.setattr(results.shutil, "copytree", copy_late)
+        results.export(finished.path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_an_interrupted_export_leaves_nothing(finished, tmp_path, monkeypatch):
     def interrupted(source, target):
         target.mkdir()

@@ -200,6 +200,11 @@ CASES = {
         overrides=("task.apply_chat_template=false", "environment={type: agent, command: [sh]}"), field="environment.template",
         error="has no chat template", fix="or set environment.template=plain",
     ),
+    "a template that cannot be continued": Case(
+        damage=template(CHATML.replace("{% if add_generation_prompt %}", "{% if false %}")),
+        overrides=("environment={type: agent, command: [sh]}",), field="environment.template", error="ignores add_generation_prompt",
+        fix="or set environment.template=plain",
+    ),
     "template that is no Jinja": Case(
         damage=template("{% for m in messages %}"), field="task.apply_chat_template",
         error="is no Jinja template: Unexpected end of template",
@@ -585,6 +590,13 @@ def test_what_is_rarely_meant_is_said(capsys):
     assert "# task.train_path: 2 of 3 prompts of train.jsonl repeat an earlier one" in said
     assert "# task.heldout_path: 1 of the 2 held-out prompts are trained on too" in said
     assert "# task.train_path: its 3 prompts are fewer than rollout.prompts_per_step=5" in said
+
+
+@pytest.mark.parametrize(("every", "is_said"), [(0, False), (5, False), (6, True)])
+def test_evaluations_that_no_step_is_due_for_are_said(capsys, every, is_said):
+    assert problems("steps=5", f"evaluation.every={every}", "evaluation.at_ends=false") == []
+    note = f"# evaluation: every={every} with at_ends=false evaluates nothing in steps=5"
+    assert (note in capsys.readouterr().out) == is_said
 
 
 def test_what_trl_does_and_a_warm_start_does_not_is_said(capsys):

@@ -58,3 +58,45 @@ def test_the_steps_that_are_done_are_those_of_the_step_that_it_goes_on_from(conf
     assert not [*resume_problems(asked, tmp_path, print)]
     asked = config.model_copy(update={"steps": 9})
     assert ["has done 10 steps" in text for text in resume_problems(asked, tmp_path, print)] == [True]
+
+
+@pytest.fixture
+def resumed(tmp_path):
+    """The problems of a resume, by overrides of the run and of the resume. Its models lie in the folders a, b and of a."""
+    for name in ("a", "b", "moved"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("b" if name == "b" else "a")
+    run = tmp_path / "run"
+    folder = step_folder(run / "checkpoints", 1)
+    folder.mkdir(parents=True)
+    write_manifest(folder, world_size=1)
+    critic = step_folder(run / "checkpoints/critic", 1)
+    critic.mkdir(parents=True)
+    write_manifest(critic, world_size=1)
+
+    def problems(before: list[str], now: list[str]) -> list[str]:
+        given = [f"model.path={tmp_path}/a", "advantage={type: gae}", "critic={}"]
+        (run / "config.yaml").write_text(resolved_yaml(load_config(RECIPE, [*given, *before])))
+        config = load_config(RECIPE, [*given, *before, *now])
+        assert isinstance(config, RunConfig)
+        return [*resume_problems(config, run, print)]
+
+    return problems
+
+
+@pytest.mark.parametrize("field", ["kl.model", "critic.model"])
+def test_the_models_beside_the_policy_are_those_of_the_run(resumed, tmp_path, field):
+    a, b, moved = (f"{field}={{path: {tmp_path}/{name}}}" for name in ("a", "b", "moved"))
+    kl = ["kl.coefficient=0.1"]
+    assert not resumed([*kl, a], [])
+    assert not resumed([*kl, a], [moved])
+    (other,) = resumed([*kl, a], [b])
+    assert (
+        f"`{field}.path` of {tmp_path}/run is {tmp_path}/a, and the weights in {tmp_path}/b are others"
+        in other
+    )
+    (precision,) = resumed([*kl, a], [f"{field}.dtype=float16"])
+    assert f"`{field}.dtype` of {tmp_path}/run is bfloat16, but float16 was given" in precision
+    for before, now in (([*kl, a], [f"{field}=null"]), (kl, [a])):
+        (changed,) = resumed(before, now)
+        assert f"`{field}` of {tmp_path}/run is " in changed

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 import yaml
@@ -37,6 +38,7 @@ FAKE = """
     folder = RunFolder(given)
     if what == "train":
         folder = run_folder.create(config.launch.runs_dir, config.name, resolved_yaml(config))
+    folder.claim()
     print(f"run folder: {folder.path}", flush=True)
     asked = []
     signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
@@ -47,7 +49,7 @@ FAKE = """
     if config.seed == 7 and what == "train":
         (folder.path / "waiting").touch()
         deadline = time.monotonic() + 60
-        while not asked:
+        while not asked or Path("hold").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
         saved = folder.checkpoints / "step_000001"
@@ -145,12 +147,7 @@ def test_a_failed_run_ends_the_sweep_or_is_told_at_its_end(work):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_sweep_that_is_stopped_saves_its_run_and_goes_on(work, number):
     """In a process of its own: the signal must reach the sweep alone, which asks its run."""
-    code = (
-        "import sys; from launch import cli; from launch.processes import sweeping; "
-        f"sweeping.TANDEM = (sys.executable, {str(work / 'fake.py')!r}); cli.main()"
-    )
-    (work / "sweeper.py").write_text(code)
-    process = start_script(work, "sweep", "run.yaml", "seed=7,0")
+    process = start_sweep(work)
     wait_for(lambda: [*work.glob("runs/tiny-seed-7-2*/waiting")], process, "the first run to wait")
     process.send_signal(number)
     said = finish(process, deadline_s=60)
@@ -161,6 +158,25 @@ def test_a_sweep_that_is_stopped_saves_its_run_and_goes_on(work, number):
     assert "goes on from step 1" in dry.stdout and "begins" in dry.stdout
     done = tandem("sweep", "run.yaml", "seed=7,0", cwd=work)
     assert done.returncode == 0, done.stderr
+    assert calls(work) == ["train tiny-seed-7.yaml", "resume tiny-seed-7", "train tiny-seed-0.yaml"]
+
+
+def test_a_sweep_that_was_killed_goes_on_once_its_run_has_saved_its_step(work):
+    """The run learns of the end of its sweep, and saves its first checkpoint while the next sweep has begun."""
+    (work / "hold").touch()
+    process = start_sweep(work)
+    wait_for(lambda: [*work.glob("runs/tiny-seed-7-2*/waiting")], process, "the first run to wait")
+    wait_for((work / "runs/tiny-sweep/sweep.json").exists, process, "the memory of the run")
+    process.kill()
+    process.wait()
+    with (work / "said").open("w") as said:
+        again = start_sweep(work, stdout=said)
+    told = (work / "said").read_text
+    wait_for(lambda: "tiny-seed-7" in told(), again, "the next sweep to tell of its first run")
+    assert "waiting for the end of tiny-seed-7, which still runs in" in told()
+    (work / "hold").unlink()
+    again.wait(60)
+    assert again.returncode == 0, told()
     assert calls(work) == ["train tiny-seed-7.yaml", "resume tiny-seed-7", "train tiny-seed-0.yaml"]
 
 
@@ -205,13 +221,27 @@ def test_a_full_disk_ends_a_sweep_by_its_own_name(work, monkeypatch):
     assert f"No space left on device: '{work}/runs/tiny-sweep/tiny-seed-0.yaml'" in done.stderr
 
 
-def start_script(work: Path, *arguments: str):
+def start_sweep(work: Path, stdout: int | TextIO = subprocess.PIPE) -> subprocess.Popen:
+    code = (
+        "import sys; from launch import cli; from launch.processes import sweeping; "
+        f"sweeping.TANDEM = (sys.executable, {str(work / 'fake.py')!r}); cli.main()"
+    )
+    (work / "sweeper.py").write_text(code)
     interruptible = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     return subprocess.Popen(
-        [sys.executable, "-c", interruptible, sys.executable, str(work / "sweeper.py"), *arguments],
+        [
+            sys.executable,
+            "-c",
+            interruptible,
+            sys.executable,
+            str(work / "sweeper.py"),
+            "sweep",
+            "run.yaml",
+            "seed=7,0",
+        ],
         cwd=work,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE,
+        stdout=stdout,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,

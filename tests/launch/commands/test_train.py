@@ -56,6 +56,26 @@ def test_a_run_that_saved_nothing_names_the_command_that_starts_it_again(train, 
     assert f"start again with `tandem train {run}/config.yaml`" in str(ended.value)
 
 
+def test_an_evaluation_tells_the_standard_error_of_every_set():
+    first, second, greedy = (
+        EvaluationResult(
+            accuracy=accuracy, reward_mean=accuracy, count=4, length_mean=3.0, truncated_fraction=0.0, accuracy_error=error
+        )
+        for accuracy, error in ((0.5, 0.125), (0.25, 0.0625), (0.75, None))
+    )  # fmt: skip
+    summary, text = training._evaluation_summary(
+        replace(first, greedy=greedy, sets={"hard": second}, sources={"sums": first}), Path("m")
+    )
+    assert text == (
+        "accuracy 0.5000 ± 0.1250 on 4 held-out samples, at temperature 0 0.7500, hard 0.2500 ± 0.0625, sums 0.5000 ± 0.1250"
+    )
+    assert (summary["accuracy_error"], summary["greedy_accuracy_error"]) == (0.125, None)
+    assert (summary["sets_accuracy_error"], summary["sources_accuracy_error"]) == (
+        {"hard": 0.0625},
+        {"sums": 0.125},
+    )
+
+
 def test_an_evaluation_tells_which_of_its_rewards_failed():
     sound = EvaluationResult(
         accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0, pass_at={2: 0.75}

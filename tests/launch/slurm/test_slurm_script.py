@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
+from launch.processes.going_on import next_command
+from launch.processes.run_folder import RunFolder
 from launch.slurm import script as slurm_script
 from launch.slurm.script import elements, note_on_cores, place_of_array, place_of_run, script_text, seconds
 from parallel.checkpoints.files import write_manifest
@@ -378,6 +380,11 @@ def test_it_writes_a_run_folder_with_its_script(config_file):
         config, place_of_run(run), submitted_from=config_file.parent
     )
     assert not (run / "job.json").exists()
+    assert next_command(RunFolder(run)) == f"sbatch {run}/train.sbatch"
+    moved = run.rename(run.with_name(f"{run.name[:-1]}"))  # its name is the beginning of the old one
+    assert next_command(RunFolder(moved)) == f"tandem slurm {moved}/config.yaml --submit", (
+        "the script runs the old folder"
+    )
 
 
 def test_an_array_has_a_checked_run_folder_for_each_element(config_file):

@@ -18,6 +18,7 @@ from rollout.environments.template_probes import (
     TRIMS,
     probe_template,
 )
+from rollout.tokenizer_files import TokenizerFiles
 from tests.support.chat_tokenizer import SPECIAL, chat_tokenizer, template_of
 
 CHATML = (
@@ -243,6 +244,20 @@ def test_blanks_before_the_end_are_left_out():
     renderer = ChatRenderer(chat_tokenizer(template=CHATML.replace("}}<|im_end|>", "}} <|im_end|>")))
     assert renderer.notes[0].startswith("the template writes ' ' between an answer and the end of its turn")
     assert renderer.following([USER], sampled_end=False)[0] == renderer.end_token_ids[0]
+
+
+@pytest.mark.parametrize("family", [*KEEPS, "mistral_v3"])
+def test_the_files_of_a_tokenizer_give_the_same_tokens(family, tmp_path):
+    chat_tokenizer(family).save_pretrained(str(tmp_path))
+    by_transformers, by_files = (
+        ChatRenderer(tokenizer) for tokenizer in (chat_tokenizer(family), TokenizerFiles(tmp_path))
+    )
+    assert by_files.end_token_ids == by_transformers.end_token_ids
+    assert by_files.replies == by_transformers.replies
+    assert by_files.opening([USER]) == by_transformers.opening([USER])
+    assert by_files.following([USER], sampled_end=False) == by_transformers.following(
+        [USER], sampled_end=False
+    )
 
 
 REFUSED = {

@@ -498,6 +498,22 @@ def test_the_deadline_of_a_request_covers_a_server_that_never_answers():
                 await ask_group(client, [1, 2])
             assert time.monotonic() - began < 5
             await until(lambda: server.running == 0)  # the server sees that nobody waits any more
+            assert (len(server.bodies), client.stats.retries) == (3, 4)  # max_retries=2
+
+    asyncio.run(scenario())
+
+
+def test_a_late_request_is_asked_for_again_at_another_server_and_counted():
+    async def scenario():
+        async with (
+            LocalServer(lambda n: answer(), hold=asyncio.Event()) as late,
+            LocalServer(lambda n: answer()) as other,
+            make_client(late, other, timeout_s=0.2) as client,
+        ):
+            assert len(await ask_group(client, [1, 2])) == 2
+            await until(lambda: late.running == 0)
+            assert late.bodies == other.bodies
+            assert (client.stats.requests, client.stats.retries, client.stats.timeouts) == (2, 2, 2)
 
     asyncio.run(scenario())
 
@@ -1028,6 +1044,7 @@ def test_idle_time_is_that_without_a_sample_at_the_servers():
         async with LocalServer(lambda n: answer(), hold=hold) as server, make_client(server) as client:
             running = asyncio.create_task(ask(client))
             await until(lambda: server.running == 1)
+            assert client.stats.idle_s == 0  # so far the learner may have started
             at_work, began = client.stats.idle_s, time.monotonic()
             await asyncio.sleep(0.02)
             assert client.stats.idle_s == at_work

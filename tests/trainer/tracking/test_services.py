@@ -20,7 +20,7 @@ from trainer.file_system import write_whole
 from trainer.tracking import metrics_file
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import Publisher, missing_package, services_of
-from trainer.tracking.services import TensorBoardService, WandbService, publish
+from trainer.tracking.services import ServiceError, TensorBoardService, WandbService, publish
 
 ROWS = [
     {"step": 0, "elapsed_s": 0.5, "eval/accuracy": 0.25},
@@ -232,6 +232,18 @@ def test_a_copy_that_fails_says_so_in_a_line_and_how_to_make_it_later(tmp_path, 
     publisher.tell("FINISHED")  # nobody listens
     assert "API key" in publisher.finish(deadline)
     assert "--to wandb` copies all of it at any time" in publisher.finish(deadline)
+
+
+def test_no_password_of_its_server_is_in_an_error_of_wandb(tmp_path, monkeypatch):
+    import wandb
+
+    def fail(**options):
+        raise wandb.errors.CommError("no answer from https://me:a/secret@wandb.example/graphql")
+
+    monkeypatch.setattr(wandb, "init", fail)
+    service = WandbService(run_dir(tmp_path), project="tiny", entity=None)
+    with pytest.raises(ServiceError, match=r"^W&B: no answer from https://…@wandb\.example/graphql$"):
+        service.open([])
 
 
 def test_services_are_those_of_the_config_and_a_missing_package_is_named(monkeypatch):

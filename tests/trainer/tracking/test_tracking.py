@@ -616,15 +616,36 @@ def test_no_password_of_a_server_that_is_not_there_is_said(tmp_path, monkeypatch
     assert f"API request to http://…@{host}/api" in said[0] and "secret" not in caplog.text
 
 
-def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, caplog):
+@pytest.mark.parametrize("password", ["secret", "a/secret", "a/b@secret"])
+def test_no_password_is_in_the_traceback_of_a_plugin(tmp_path, monkeypatch, caplog, password):
     def fail(thread: mlflow_thread.MlflowThread) -> None:
         raise RuntimeError(f"no answer from {thread._uri}")
 
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", "foo://user:secret@host/?password=secret")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"foo://user:{password}@host/?password=secret")
     monkeypatch.setattr(mlflow_thread.MlflowThread, "_open_run", fail)
     Tracker(make_config(), tmp_path).close("FINISHED")
     assert "RuntimeError: no answer from foo://…@host/?password=…\n" in caplog.text
     assert "secret" not in caplog.text
+
+
+def test_a_store_that_another_user_makes_first_is_left_to_that_user(tmp_path, monkeypatch):
+    """Neither run has seen a store, and then the lock is the other user's."""
+    monkeypatch.setattr(mlflow_thread, "RETRY_S", 0.01)
+    shared, open_lock, taken = tmp_path.parent / mlflow_thread.STORE, mlflow_thread.open_lock, []
+
+    def refused(path: Path):
+        if path.parent == tmp_path:
+            return open_lock(path)
+        taken.append(path)
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(mlflow_thread, "open_lock", refused)
+    monkeypatch.setattr(mlflow_thread.os, "access", lambda path, mode: not (taken and path == shared))
+    with Tracker(make_config(), tmp_path) as tracker:
+        tracker.log(1, {"reward/mean": 0.5})
+    assert taken == [shared.with_suffix(".lock")]
+    assert (tmp_path / mlflow_thread.STORE).is_file()
+    assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
 
 
 def test_items_wait_for_a_store_that_comes_back(tmp_path, monkeypatch):

@@ -1,0 +1,32 @@
+"""Log-probs by prefill, from a small HTTP server in an engine's place."""
+
+import asyncio
+
+import pytest
+
+from rollout.client import GenerationError
+from rollout.sampling.fixed_samples import prefill_logprobs
+from rollout.sampling.prompt_room import server_limit
+from tests.rollout.servers.test_sglang_client import LocalServer
+
+
+@pytest.mark.parametrize(
+    ("message", "fix"),
+    [
+        ("Input length (62 tokens) exceeds the maximum allowed length (58 tokens). Use", "; lower rollout.max_new_tokens by 5"),
+        ("no such model", ""),
+    ],
+)  # fmt: skip
+def test_a_sequence_that_has_no_room_as_a_prompt_is_refused_with_the_fix(message, fix):
+    limit = server_limit("max_position_embeddings", 64)
+    assert (limit.sequence, limit.prompt) == (62, 57)  # 5 less
+
+    async def scenario():
+        async with LocalServer(lambda n: (400, {"error": {"message": message}})) as server:
+            with pytest.raises(GenerationError) as refused:
+                await prefill_logprobs(
+                    server.url, [[1] * 62], [4], vocab_size=9, name="prefill", timeout_s=20, report=print, key=None
+                )  # fmt: skip
+            assert str(refused.value).endswith(f"with HTTP 400: {message}{fix}")
+
+    asyncio.run(scenario())
