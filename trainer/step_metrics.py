@@ -92,16 +92,14 @@ def what_came_along(packed: PackedBatch) -> dict[str, Metric]:
     if packed.is_replayed_T is not None:
         metrics["mismatch/replayed_fraction"] = Metric.mean(packed.is_replayed_T, mask_T)
     if packed.num_kept_T is not None:
-        metrics["mismatch/kept_ids"] = Metric.mean(packed.num_kept_T.float(), mask_T)
+        metrics["mismatch/kept_ids"] = Metric.mean(packed.num_kept_T, mask_T)
     return metrics
 
 
 def first_and_sign(updates: Sequence[Update], mode: str) -> dict[str, float]:
     """Share of the policy's updates with a negative k1 of KL(old || current). In decoupled mode also the ratio's
     extremes on the first minibatch, where current is old and every ratio 1."""
-    policy = [values(u.metrics) for u in updates if "policy/ppo_kl" in u.metrics]
-    if not policy:
-        return {}
+    policy = [values(update.metrics) for update in updates]
     names = {"policy/ratio_max", "policy/ratio_min"} & policy[0].keys() if mode == "decoupled" else ()
     first = {name.replace("/", "/first_"): policy[0][name] for name in names}
     estimates = [metrics["policy/ppo_kl"] for metrics in policy if "policy/ppo_kl" in metrics]

@@ -29,7 +29,7 @@ from trainer.algorithm.value_loss import value_loss
 from trainer.batch.step_batch import StepBatch
 from trainer.learner import Update, _optimizer_metrics, skipped_metrics
 from trainer.metric_names import METRICS, TIME_PARTS, entry_of, find_entry, known
-from trainer.ranks.metrics import Metric, Reduction, per_minibatch, values
+from trainer.ranks.metrics import Metric, Reduction, merge_metrics, per_minibatch, values
 from trainer.ranks.totals import alone
 from trainer.report.pictures import Lines, Picture
 from trainer.sampling import Sampled
@@ -65,6 +65,8 @@ OWN_CORRECTION = CorrectionConfig(
 EVALUATION = EvaluationResult(
     accuracy=0.5, reward_mean=0.5, count=4, length_mean=3.0, truncated_fraction=0.0, accuracy_error=0.1
 )
+
+SYNC = SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6)
 
 
 def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str, Metric]]]:
@@ -147,7 +149,7 @@ def whole_step(**changes) -> StepMetrics:
         "batch": step,
         "measured": [*measured, step_rewards(step, step.packed.old_logprobs_T, alone)],
         "updates": [Update(metrics=per_minibatch(metrics)) for metrics in updates],
-        "sync": SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=1e-6),
+        "sync": SYNC,
         "evaluation": replace(evaluated, sets={"hard": evaluated}, sources={"openai/gsm8k": evaluated}),
         "seconds": dict.fromkeys(("step", *TIME_PARTS), 1.0),
         "mode": "decoupled",
@@ -179,9 +181,16 @@ def test_losses_are_means_over_minibatches_and_counts_are_sums():
     assert recorded["mismatch/veto/tokens"] == 0 and recorded["optim/skipped"] == 0
 
 
-def test_an_update_that_was_skipped_has_neither_norm_nor_rate():
-    result = UpdateResult(grad_norm=math.inf, lr=0.0, skipped=True, outputs=[])
-    assert values(_optimizer_metrics("optim", result)) == {"optim/skipped": 1}
+def test_norm_and_rate_are_of_the_updates_that_were_done():
+    skipped = _optimizer_metrics("optim", UpdateResult(grad_norm=math.inf, lr=0.0, skipped=True, outputs=[]))
+    assert values(skipped) == {"optim/skipped": 1}
+    done = [
+        _optimizer_metrics("optim", UpdateResult(grad_norm=norm, lr=rate, skipped=False, outputs=[]))
+        for norm, rate in ((3.0, 0.25), (2.0, 0.75))
+    ]
+    assert values(merge_metrics([*done, skipped])) == {
+        "optim/grad_norm": 3.0, "optim/lr": 0.5, "optim/skipped": 1
+    }  # fmt: skip
 
 
 def test_the_gap_that_may_end_a_run_is_the_steps_own():
@@ -203,8 +212,7 @@ def test_so_is_that_of_log_probs_that_only_the_update_has():
 
 def test_tokens_are_counted_by_the_time_of_the_step_and_a_gap_of_zero_is_a_gap():
     seconds = {**dict.fromkeys(TIME_PARTS, 1.0), "step": 2.0}
-    sync = SyncResult(version=1, bytes=8, seconds=0.1, max_logprob_gap=0.0)
-    found = whole_step(seconds=seconds, sync=sync).recorded
+    found = whole_step(seconds=seconds, sync=replace(SYNC, max_logprob_gap=0.0)).recorded
     assert found["throughput/tokens_per_s"] == 3 / 2 and found["sync/max_logprob_gap"] == 0.0
 
 
@@ -232,6 +240,21 @@ def test_what_the_sampler_and_an_evaluation_say_is_recorded_under_its_name():
         assert found[f"eval/{name}"] == getattr(result, name)
     assert found["eval/greedy/accuracy"] == 0.6 and found["eval/failed_fraction"] == 0
     assert evaluation_metrics(replace(result, failed=1))["eval/failed_fraction"] == 1 / 3
+    assert result.accuracy_error is None and "eval/accuracy_error" not in found, "of one problem"
+
+
+def test_what_a_rank_or_a_step_lacks_is_left_out():
+    """Another rank than the first has neither samples nor evaluation; an update of the weights may have failed."""
+    found = whole_step(sampled=Sampled(groups=None, stats=None), sync=None, evaluation=None).recorded
+    parts = {name.split("/")[0] for name in found}
+    assert {"loss", "mismatch", "time"} <= parts
+    assert not parts & {"sync", "eval", "sampling", "response", "episode", "groups", "throughput"}
+    step, *_ = measured_parts()
+    assert step_rewards(step, None, alone) == {}
+    without_policy = whole_step(
+        updates=[Update(metrics={})], sync=replace(SYNC, max_logprob_gap=None)
+    ).recorded
+    assert not {"critic/explained_variance", "sync/max_logprob_gap"} & without_policy.keys()
 
 
 def test_what_came_along_is_counted_on_response_tokens_alone():

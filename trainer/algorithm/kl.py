@@ -24,7 +24,7 @@ from configs.schema.correction import LOG_RATIO_BOUND
 from configs.schema.objective import Estimator
 
 K3_BOUND = 10.0
-"""k3 of a token is at most this in the loss, where a single exp(20) would be the whole gradient."""
+"""k3 to the reference is at most this, in the loss and in the reward: a single exp(20) would be all of either."""
 
 ERROR_BOUND = 0.2
 """Bound of the proportional error of the adaptive coefficient."""

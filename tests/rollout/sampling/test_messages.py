@@ -8,6 +8,7 @@ import pytest
 
 from rollout.records import FinishReason, Group
 from rollout.sampling.messages import (
+    BeforeSelection,
     Done,
     Failure,
     Groups,
@@ -169,3 +170,22 @@ def test_nothing_but_arrays_is_packed_specially():
     strange = replace(sent.groups[0].trajectories[0], reward_parts={"correct": 1j})
     with pytest.raises(TypeError, match="complex"):
         encode(Groups([replace(sent.groups[0], trajectories=[strange])], STATS, STATE))
+
+
+def answer_of(group_id: int, sibling_id: int, reward: float | None, branch: int = 0):
+    return trajectory(
+        group_id=group_id, sibling_id=sibling_id, prompt_id="p", token_ids=[1, 2, 3], response_mask=[False, True, True],
+        rollout_logprobs=[0.0, -1.0, -1.0], token_versions=[0, 0, 0], reward=reward, reward_parts={}, branch=branch,
+    )  # fmt: skip
+
+
+def test_before_selection_a_fork_is_no_sample_and_one_without_a_score_is_no_sibling():
+    groups = [
+        Group(
+            group_id=0,
+            prompt_id="p",
+            trajectories=[answer_of(0, 0, 1.0), answer_of(0, 0, 1.0, branch=1), answer_of(0, 1, None)],
+        ),
+        Group(group_id=1, prompt_id="p", trajectories=[answer_of(1, 0, 0.0), answer_of(1, 1, 0.5)]),
+    ]
+    assert BeforeSelection.of(groups) == BeforeSelection(reward_mean=0.5, no_signal_fraction=0.5, tokens=10)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from configs.schema.sampler import MOST_TURNS, MixtureOrder
-from rollout.sampling.mixture import source_round
+from rollout.sampling.mixture import PASSES_OF_A_SEED, passes_of, source_round
 from rollout.sampling.order import prompt_order
 
 NAMES = ["math", "code", "chat", "tools", "a.b"]
@@ -79,6 +79,17 @@ def test_passes_are_shuffled_each_by_itself_and_by_the_seed():
     orders = [order_of({"math": 1}, ["math"] * 40, seed=seed) for seed in (0, 1)]
     passes = {tuple(order(epoch)) for order in orders for epoch in range(20)}
     assert len(passes) == 40 and all(sorted(one) == [*range(40)] for one in passes)
+
+
+@pytest.mark.parametrize("size", [10, 12, PASSES_OF_A_SEED, 300])
+def test_a_stretch_of_a_sources_passes_is_a_part_of_its_endless_row(size):
+    """Wherever it begins, also behind the passes that one generator shuffles."""
+    indices, count = range(size), 2 * max(size, PASSES_OF_A_SEED) + 5
+    row = passes_of(indices, 0, count, "0 math")
+    for start in (1, size - 1, count // 2, count - 3):
+        assert passes_of(indices, start, count - start, "0 math") == row[start:]
+    passes = {tuple(row[start : start + size]) for start in range(0, count - size, size)}
+    assert len(passes) == len(range(0, count - size, size))
 
 
 def test_the_order_of_a_seed_stays():

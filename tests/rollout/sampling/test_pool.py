@@ -151,9 +151,11 @@ def test_a_group_that_fails_is_told_of_when_its_step_is_due():
 
 def test_a_replacement_starts_while_nobody_waits():
     """A group without signal admits a further one at once, not when the learner asks again."""
-    is_started = asyncio.Event()
+    is_handed_out, is_started = asyncio.Event(), asyncio.Event()
 
     async def sample(number: int) -> ScoredGroup:
+        if number in (2, 3):
+            await is_handed_out.wait()
         if number == 4:
             is_started.set()
         group = Group(group_id=number, prompt_id="p", trajectories=[])
@@ -164,6 +166,8 @@ def test_a_replacement_starts_while_nobody_waits():
         pool.admit(2, ahead=1)
         await pool.next_step()
         pool.hand_out(2)
+        assert (pool.running, pool.ready) == (2, 0)
+        is_handed_out.set()
         await is_started.wait()
 
     asyncio.run(asyncio.wait_for(steps(), 20))

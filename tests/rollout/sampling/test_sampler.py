@@ -581,6 +581,10 @@ def test_an_evaluation_counts_a_sample_without_a_score_as_zero():
     )
     found = _summarise_samples([[right, unscored]])
     assert (found.accuracy, found.reward_mean, found.count, found.failed) == (0.5, 0.5, 2, 1)
+    assert found.accuracy_error is None, "of one problem there is none"
+    # Shares of 1/2 and 1: their standard deviation is the root of 1/8, and that of their mean the root of 1/16.
+    of_two = _summarise_samples([[right, unscored], [right, right]])
+    assert of_two.accuracy_error == pytest.approx(0.25)
 
 
 def test_lengths_and_cuts_of_an_evaluation_are_those_of_samples_with_a_turn():
@@ -591,7 +595,8 @@ def test_lengths_and_cuts_of_an_evaluation_are_those_of_samples_with_a_turn():
     ]
     found = _summarise_samples([samples])
     assert (found.length_mean, found.truncated_fraction, found.count) == (4.0, 0.5, 3)
-    assert _summarise_samples([samples[-1:]]).length_mean == 0
+    of_one, of_none = _summarise_samples([samples[:1]]), _summarise_samples([samples[-1:]])
+    assert (of_one.length_mean, of_one.truncated_fraction, of_none.length_mean) == (3.0, 1.0, 0)
 
 
 def test_rounds_and_the_bound_by_hand(tokenizer, caplog):

@@ -708,6 +708,53 @@ def test_what_fills_up_a_minibatch_has_neither_experts_nor_kept_sets():
             assert one.is_replayed_T.any() != is_filling and one.num_kept_T.sum() == one.response_mask_T.sum()
 
 
+def test_each_rank_has_a_multiple_of_micro_batches_also_behind_forks():
+    """Six sequences, a seventh of a fork, and what fills these up; a micro-batch has room for more than all."""
+    groups = make_groups([[9, 5, 14, 4], [12, 3, 20]], [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0]], seed=3)
+    groups[0] = forked(groups[0], [False, False, True, False])
+    for multiple in (1, 2, 3):
+        shares = split_groups(
+            groups, num_minibatches=1, dp_size=2, token_budget=100, microbatch_multiple=multiple
+        )
+        assert [len(microbatches) for share in shares for microbatches in share.rows] == [multiple, multiple]
+        assert sum(len(share.trajectories) for share in shares) == {1: 8, 2: 8, 3: 12}[multiple]
+
+
+def test_groups_of_one_prompt_share_micro_batches_where_the_model_computes_it_once():
+    """Two prompts of six tokens with three answers of two each: whole, two of them are more than the budget."""
+    groups = [
+        Group(group_id=number, prompt_id=str(number), trajectories=[
+            trajectory(
+                group_id=number, sibling_id=sibling, prompt_id=str(number), token_ids=[*[number] * 6, 2, sibling],
+                response_mask=[False] * 6 + [True] * 2, rollout_logprobs=[-1.0] * 8, token_versions=[0] * 8,
+                reward=float(sibling), reward_parts={},
+            )
+            for sibling in range(3)
+        ])
+        for number in range(2)
+    ]  # fmt: skip
+    for shares_prompts, micro_batches in (
+        (False, [[0], [1], [2], [3], [4], [5]]),
+        (True, [[0, 1, 2], [3, 4, 5]]),
+    ):
+        (share,) = split_groups(
+            groups, num_minibatches=1, dp_size=1, token_budget=13, shares_prompts=shares_prompts
+        )
+        assert (
+            sorted(sorted(share.sequence_ids[row] for row in rows) for rows in share.rows[0]) == micro_batches
+        )
+
+
+def test_rewards_of_turns_are_there_where_they_are_credited():
+    """Without them an advantage is of whole episodes (``compute_advantages``)."""
+    groups = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
+    for credits_turns in (False, True):
+        (share,) = split_groups(
+            groups, num_minibatches=1, dp_size=1, token_budget=20, credits_turns=credits_turns
+        )
+        assert (step_batch(share).turn_rewards is not None) == credits_turns
+
+
 def test_lags_and_shared_prompts_are_packed_where_the_step_asks_for_them():
     groups = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
     (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=20)

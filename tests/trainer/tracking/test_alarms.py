@@ -72,6 +72,19 @@ def test_each_level_fires_alone_and_can_be_turned_off(name, metric, value):
     assert check_alarms(HEALTHY | {metric: value}, AlarmsConfig(**{name: None})) == []
 
 
+@pytest.mark.parametrize(("name", "metric", "value"), FIRING)
+def test_the_worst_value_is_the_farthest_from_a_healthy_one(name, metric, value):
+    """By which the report chooses the step that it shows; one that is no number is worse than all."""
+    beyond = 2 * value - HEALTHY.get(metric, 0.0)
+    badness = [
+        alarm.badness
+        for one in (value, beyond, math.nan)
+        for alarm in check_alarms(HEALTHY | {metric: one}, AlarmsConfig())
+        if alarm.name == name
+    ]
+    assert badness[0] < badness[1] < badness[2] == math.inf
+
+
 def test_every_level_is_tested():
     assert {name for name, _, _ in FIRING} == set(AlarmsConfig.model_fields)
 
