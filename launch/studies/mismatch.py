@@ -206,12 +206,10 @@ def score(folder: RunFolder, config: RunConfig) -> None:
     """The score-rank role, on all ranks: serves request.json with the learner's engine in this folder's layout."""
     import torch.distributed as dist
 
-    from parallel.megatron.platform import init_distributed
     from trainer.studies.layout_scoring import Scorer, score_under_switches
     from trainer.studies.layout_statistics import read_samples, write_tensors
 
     request = json.loads(folder.request.read_text())
-    init_distributed(timeout_s=config.launch.collective_timeout_s)
     first = dist.get_rank() == 0
     scorer = Scorer(config, _print_indented)
     scores = {name: scorer.score(name, read_samples(Path(path))) for name, path in request["sets"].items()}
@@ -225,5 +223,3 @@ def score(folder: RunFolder, config: RunConfig) -> None:
             write_tensors(folder.path / "switches.safetensors", switched)
             left_out = {name: reason for name, (_, reason) in answers.items() if reason}
             write_json(folder.path / "left_out.json", left_out)
-    dist.barrier()
-    dist.destroy_process_group()

@@ -369,9 +369,6 @@ def _short_list(names: Sequence[str]) -> str:
 def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     """Load weights that no server holds, export them, and send them to all servers of the request, like a training
     run."""
-    import torch.distributed as dist
-
-    from parallel.megatron.platform import init_distributed
     from parallel.weights.hf_files import PerturbedWeights
     from rollout.run_key import run_key
     from rollout.servers.control import SGLangControl
@@ -380,7 +377,6 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     from trainer.weight_sync import WeightSync
 
     timeout_s = config.launch.collective_timeout_s
-    init_distributed(timeout_s=timeout_s)
     learner = Learner.of_policy_alone(config)
     learner.engine.load_weights(PerturbedWeights(config.model.path))
     learner.save_hf(folder.export)
@@ -402,5 +398,3 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
                 f"sent {result.bytes / 2**20:.1f} MiB to rollout tp={servers['tp']} in {result.seconds:.2f} s"
             )
             print(f"    {sent}, probe gap {result.max_logprob_gap:.1e} nats", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()
