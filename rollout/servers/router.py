@@ -13,14 +13,15 @@ import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from configs.schema import RunConfig
 from configs.schema.rollout import RouterConfig
-from rollout.client import ClientStats, GenerationClient, GenerationError
+from rollout.client import GenerationClient, GenerationError
 from rollout.connections import require_own
 from rollout.records import Completion
 from rollout.run_key import RunKey
@@ -60,12 +61,12 @@ async def generation_client(
     """
     rollout = config.rollout
     with ExitStack() as stack:
+        client_of: Callable[..., SGLangClient] = partial(SGLangClient, urls)
         if rollout.router is not None:
             log_file, timeout_s = log_dir / "router.log", rollout.request_timeout_s
             router = Router(rollout.router, urls, log_file=log_file, request_timeout_s=timeout_s, key=key)
-            urls = [stack.enter_context(router).url]
-        async with SGLangClient(
-            urls,
+            client_of = partial(_RoutedClient, stack.enter_context(router))
+        async with client_of(
             max_concurrency=rollout.max_concurrency,
             timeout_s=rollout.request_timeout_s,
             max_retries=rollout.max_retries,
@@ -76,43 +77,25 @@ async def generation_client(
             experts=experts,
             truncation=truncation,
         ) as client:
-            yield client if rollout.router is None else _RoutedClient(client, router)
+            yield client
 
 
-class _RoutedClient:
-    """A ``GenerationClient`` that reports a router that has ended as the cause of a failure."""
+class _RoutedClient(SGLangClient):
+    """Reports a router that has ended as the cause of a failure."""
 
-    def __init__(self, client: SGLangClient, router: "Router") -> None:
-        self._client, self._router = client, router
-
-    @property
-    def stats(self) -> ClientStats:
-        return self._client.stats
-
-    def with_own_places(self) -> "_RoutedClient":
-        return _RoutedClient(self._client.with_own_places(), self._router)
-
-    async def see_version(self, newest: int) -> None:
-        await self._client.see_version(newest)
-
-    async def drain(self, within_s: float) -> None:
-        await self._client.drain(within_s)
-
-    def reopen(self) -> None:
-        self._client.reopen()
+    def __init__(self, router: "Router", **options: Any) -> None:
+        super().__init__([router.url], **options)
+        self._router = router
 
     async def generate_group(self, prompt_ids: Sequence[int], **sampling: Any) -> list[Completion]:
         try:
-            return await self._client.generate_group(prompt_ids, **sampling)
+            return await super().generate_group(prompt_ids, **sampling)
         except GenerationError as error:
             try:
                 self._router.poll()
             except RouterEnded as end:
                 raise GenerationError(f"{end}\n({error})") from error
             raise
-
-    async def close(self) -> None:
-        await self._client.close()
 
 
 class RouterEnded(RuntimeError):
