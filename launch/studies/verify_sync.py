@@ -372,7 +372,6 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     from parallel.weights.hf_files import PerturbedWeights
     from rollout.run_key import run_key
     from rollout.servers.control import SGLangControl
-    from trainer.engine_agreement import EngineAgreement
     from trainer.learner import Learner
     from trainer.weight_sync import WeightSync
 
@@ -387,10 +386,7 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
             control = SGLangControl(urls, tensor_parallel=tp, timeout_s=timeout_s, key=key)
         learner.version = 0
         rollout = config.rollout.model_copy(update={"tp": servers["tp"]})
-        agreement = EngineAgreement.of(
-            rollout, learner.engine.dtype, is_aligned=False, compares_samples=False
-        )
-        sync = WeightSync(learner, control, rollout, config.launch, agreement, key=key)
+        sync = WeightSync(learner, control, rollout, config.launch, key=key)
         result = sync.publish()
         sync.close()
         if learner.is_first_rank:

@@ -314,7 +314,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
             rollout, learner.engine.dtype, is_aligned=is_aligned, compares_samples=compares_samples
         )
         launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
-        sync = WeightSync(learner, control, rollout, launch, agreement, lives=lives)
+        sync = WeightSync(learner, control, rollout, launch, agreement=agreement, lives=lives)
         return sync, control
 
     yield make
