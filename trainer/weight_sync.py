@@ -174,7 +174,6 @@ class WeightSync:
             try:
                 self._sender = StageSender(
                     control,
-                    self._rollout.tp,
                     carrier_of(self._rollout, self._launch, devices_are_shared=self._turns.are_shared),
                     self._launch.patience_s,
                     self._address,
