@@ -136,7 +136,7 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     from rollout.tokenization import end_token_ids
 
     request = json.loads(folder.request.read_text())
-    tokenizer, task = load_checked_task(config)
+    tokenizer, task = load_checked_task(config, architecture_of(config.model.path))
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
     show, began = progress_printer("  waiting for SGLang", still="waiting for SGLang"), time.monotonic()
