@@ -150,11 +150,11 @@ def measure(given, rounds: int, scratch: Path) -> dict:
 
     with Receivers(given.tp) as receivers, served(model, scratch, given) as control:
         in_memory = {"carrier": MEMORY}
-        to_sglang = sender(control, given.tp, **in_memory)
-        by_broadcasts = sender(receivers, given.tp)
-        to_sglang_by_broadcasts = sender(control, given.tp, stage=1)
+        to_sglang = sender(control, **in_memory)
+        by_broadcasts = sender(receivers)
+        to_sglang_by_broadcasts = sender(control, stage=1)
         ways = {
-            RECEIVER: (sender(receivers, given.tp, **in_memory), None),
+            RECEIVER: (sender(receivers, **in_memory), None),
             SGLANG: (to_sglang, None),
             BROADCAST.format(RECEIVER): (by_broadcasts, None),
             BROADCAST.format(SGLANG): (to_sglang_by_broadcasts, None),
@@ -166,7 +166,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
                 BROADCAST.format(rounded): (to_sglang_by_broadcasts, precision),
             }
         if given.by_requests:
-            ways[BY_REQUESTS] = (sender(control, given.tp, stage=2, in_one_request=False), None)
+            ways[BY_REQUESTS] = (sender(control, stage=2, in_one_request=False), None)
         control.require_plugin()
         names = [BARE, *ways]
         for number in range(rounds + 1):
@@ -205,10 +205,10 @@ def loaded_by_sglang(logs: Path) -> int:
     return max(int(number) for number in re.findall(r"tensors of the learner (\d+) are loaded", text))
 
 
-def sender(control, tp: int, carrier: str = "gloo", **options):
+def sender(control, carrier: str = "gloo", **options):
     from trainer.stage_sender import StageSender
 
-    return StageSender(control, tp, carrier, TIMEOUT_S, **options)
+    return StageSender(control, carrier, TIMEOUT_S, **options)
 
 
 def transfer(to, engine, plan, buffers) -> None:
@@ -239,11 +239,10 @@ class Receivers:
     """Processes that receive as a server's ranks do and load nothing, with as much of ``SGLangControl`` as a
     sender asks for."""
 
-    urls = ("receivers",)
     group_name = ""
 
     def __init__(self, size: int):
-        self._size = size
+        self.num_receivers = size
 
     def __enter__(self) -> "Receivers":
         from rollout.servers.command import REUSED_MEMORY
@@ -251,13 +250,13 @@ class Receivers:
         context = mp.get_context("spawn")
         os.environ.update(REUSED_MEMORY)  # read by glibc as a process starts
         self._ours, self._processes = [], []
-        for _ in range(self._size):
+        for _ in range(self.num_receivers):
             ours, theirs = context.Pipe()
             process = context.Process(target=receive_forever, args=(theirs,), daemon=True)
             process.start()
             self._ours.append(ours)
             self._processes.append(process)
-        self._pool = ThreadPoolExecutor(self._size)
+        self._pool = ThreadPoolExecutor(self.num_receivers)
         return self
 
     def __exit__(self, *exception) -> None:
@@ -275,7 +274,8 @@ class Receivers:
         return Pending(str(requests[0][0]), [self._pool.submit(ours.recv) for ours in self._ours], TIMEOUT_S)
 
     def join_group(self, **meeting):
-        return self.ask(*(("join", meeting | {"rank": 1 + number}) for number in range(self._size)))
+        meeting["world_size"] = 1 + self.num_receivers
+        return self.ask(*(("join", meeting | {"rank": 1 + number}) for number in range(self.num_receivers)))
 
     def receive_transfer(
         self, *, names, dtypes: Sequence[str], shapes: Sequence, announcement, version: int | None

@@ -4,10 +4,12 @@ A connection is silent for minutes during a long generation: only probes tell a 
 """
 
 import errno
+import http.client
 import os
 import socket
 import struct
 import time
+from contextlib import closing
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -72,6 +74,20 @@ def connect(address: tuple[str, int], *, peer_timeout_s: float) -> socket.socket
                 connection.close()
                 raise
             return watch(connection, peer_timeout_s)
+
+
+def own_answer(host: str, port: int, path: str, *, key: RunKey | None, timeout_s: float) -> bytes | None:
+    """The body of a good answer to GET from a server of this run (``require_own``); None without one."""
+    headers = {} if key is None else key.http_headers
+    with closing(http.client.HTTPConnection(host, port, timeout=timeout_s)) as connection:
+        try:
+            connection.connect()
+            require_own(connection.sock)
+            connection.request("GET", path, headers=headers)
+            response = connection.getresponse()
+            return response.read() if response.status == 200 else None
+        except (OSError, http.client.HTTPException):
+            return None
 
 
 def require_own(connection: socket.socket) -> None:

@@ -171,14 +171,19 @@ async def end_guarded(guard: Guard) -> None:
             await guard.wait()
     except TimeoutError:
         logger.warning("guard %d does not end; it is killed", guard.pid)
-        tree = []
-        with suppress(psutil.NoSuchProcess):
-            top = psutil.Process(guard.pid)
-            tree = [top, *top.children(recursive=True)]
-        for process in tree:
-            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                process.kill()
+        kill_tree(guard.pid)
         await guard.wait()
+
+
+def kill_tree(pid: int) -> None:
+    """SIGKILL to a process and all its descendants."""
+    tree = []
+    with suppress(psutil.NoSuchProcess):
+        top = psutil.Process(pid)
+        tree = [top, *top.children(recursive=True)]
+    for process in tree:
+        with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            process.kill()
 
 
 async def finished(work: Coroutine[Any, Any, T]) -> T:

@@ -68,10 +68,10 @@ def import_transformers_without_torch() -> None:
         os.environ.pop(silent) if before is None else os.environ.update({silent: before})
 
 
-def check_vocabulary_size(num_ids: int, vocab_size: int | None, model_dir: Path) -> None:
+def check_vocabulary_size(num_ids: int, vocab_size: int, model_dir: Path) -> None:
     """Refuse a tokenizer with ids beyond the model's embedding: the first such prompt would kill SGLang. Raises
     ValueError: the tokenizer has more tokens than the model."""
-    if vocab_size is not None and num_ids > vocab_size:
+    if num_ids > vocab_size:
         raise ValueError(
             f"the tokenizer in {model_dir} has {num_ids} tokens, but the model's vocab_size is {vocab_size}; "
             "use the tokenizer that belongs to the model"

@@ -52,7 +52,12 @@ class EngineAgreement:
 
     @classmethod
     def of(
-        cls, rollout: RolloutConfig, learner_dtype: torch.dtype, *, is_aligned: bool, compares_samples: bool
+        cls,
+        rollout: RolloutConfig,
+        learner_dtype: torch.dtype,
+        *,
+        is_aligned: bool = False,
+        compares_samples: bool = False,
     ) -> "EngineAgreement":
         """is_aligned: both engines give a token the same bits (``model.numerics``). compares_samples: see
         ``RunConfig.compares_samples``."""

@@ -31,7 +31,6 @@ class StageSender:
     def __init__(
         self,
         control: SGLangControl,
-        tensor_parallel: int,
         carrier: str,
         timeout_s: float,
         address: str = "127.0.0.1",
@@ -44,20 +43,21 @@ class StageSender:
 
         A transfer group is made here. The servers are told over HTTP to join it, and join while this process does."""
         self._control, self._in_one_request, self._timeout_s = control, in_one_request, timeout_s
-        self._num_receivers = len(control.urls) * tensor_parallel
         self._broadcaster: WeightBroadcaster | None = None
         if carrier == MEMORY:
             return
-        world_size = 1 + self._num_receivers
         # The same name in every life of the run, so that servers that outlive a learner can leave its group.
         name = f"{GROUP}-{stage}"
         self._broadcaster = WeightBroadcaster(
-            world_size=world_size, backend=carrier, timeout_s=timeout_s, address=address, group_name=name
+            world_size=1 + control.num_receivers,
+            backend=carrier,
+            timeout_s=timeout_s,
+            address=address,
+            group_name=name,
         )
         joining = control.join_group(
             master_address=self._broadcaster.address,
             master_port=self._broadcaster.port,
-            world_size=world_size,
             group_name=self._broadcaster.group_name,
             backend=carrier,
         )
@@ -123,7 +123,7 @@ class StageSender:
         if self._broadcaster is not None:
             yield Broadcasts(self._broadcaster, kind)
             return
-        with closing(Sending(self._num_receivers, self._timeout_s)) as sending:
+        with closing(Sending(self._control.num_receivers, self._timeout_s)) as sending:
             yield FromMemory(sending, kind)
 
     def _send_by_requests(self, buckets: Iterable[Bucket], version: int | None, answers: "Answers") -> int:

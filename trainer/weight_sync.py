@@ -108,8 +108,8 @@ class WeightSync:
         control: SGLangControl | None,
         rollout: RolloutConfig,
         launch: LaunchConfig,
-        agreement: EngineAgreement,
         *,
+        agreement: EngineAgreement | None = None,
         address: str = "127.0.0.1",
         turns: OwnDevices | None = None,
         key: RunKey | None = None,
@@ -117,6 +117,7 @@ class WeightSync:
         stop_requested: Callable[[], str | None] = lambda: None,
     ):
         """control: None on all ranks but the first.
+        agreement: what is demanded of probes and samples; None: of probes alone, by the dtypes of both sides.
         address: where the servers reach this rank's host, if it is a sender.
         turns: None where the servers have devices of their own. key: the run's, which the servers check.
         lives: the address of each server that can be sent weights, with the number of its life; asked on rank 0 alone. It
@@ -125,7 +126,7 @@ class WeightSync:
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
-        self._agreement = agreement
+        self._agreement = agreement or EngineAgreement.of(rollout, learner.engine.dtype)
         self._samples_ahead = rollout.max_staleness > 0 and rollout.sglang_plugin
         self._has_met_servers = False
         self._plan = plan_transfer(
@@ -173,7 +174,6 @@ class WeightSync:
             try:
                 self._sender = StageSender(
                     control,
-                    self._rollout.tp,
                     carrier_of(self._rollout, self._launch, devices_are_shared=self._turns.are_shared),
                     self._launch.patience_s,
                     self._address,

@@ -266,12 +266,10 @@ def _check_devices(
             yield from finding_of("rollout", check_temporary_folder)
     is_cuda = device.kind == "cuda"
     if isinstance(config, RunConfig) and "serve" in runs:
-        has_kernels = partial(check_has_kernels, config.rollout, cuda=is_cuda)
-        yield from finding_of("rollout.quantization", has_kernels)
-        is_served = partial(check_dtype_is_served, config.rollout, config.model.path, cuda=is_cuda)
-        yield from finding_of("rollout.dtype", is_served)
-        on_cpu = partial(check_numerics_device, config.model, cuda=is_cuda)
-        yield from finding_of("model.numerics", on_cpu)
+        rollout, model = config.rollout, config.model
+        yield from finding_of("rollout.quantization", check_has_kernels, rollout, cuda=is_cuda)
+        yield from finding_of("rollout.dtype", check_dtype_is_served, rollout, model.path, cuda=is_cuda)
+        yield from finding_of("model.numerics", check_numerics_device, model, cuda=is_cuda)
         if "learn" not in runs:
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
     if fits_model and has_model_configs(config):
@@ -282,9 +280,8 @@ def _check_devices(
                 has_plugin = config.rollout.sglang_plugin
                 yield from finding_of("rollout.sglang_plugin", check_served_on_cpu, architecture, has_plugin)
             field = "rollout.dtype" if config.rollout.dtype == "float32" else "rollout.server_args"
-            are_served = partial(check_windows_are_served, cuda=is_cuda)
             of_model = (architecture.model_type, architecture.windows)
-            yield from finding_of(field, are_served, config.rollout, *of_model)
+            yield from finding_of(field, check_windows_are_served, config.rollout, *of_model, cuda=is_cuda)
 
 
 def _check_gpus(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterator[Finding]:

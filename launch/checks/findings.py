@@ -5,9 +5,11 @@ from collections.abc import Callable, Iterator
 from configs.loader import Finding
 
 
-def finding_of(field: str, check: Callable[..., object], *arguments: object) -> Iterator[Finding]:
+def finding_of(
+    field: str, check: Callable[..., object], *arguments: object, **named: object
+) -> Iterator[Finding]:
     """The finding of a check, where it raises ValueError."""
     try:
-        check(*arguments)
+        check(*arguments, **named)
     except ValueError as error:
         yield field, str(error)

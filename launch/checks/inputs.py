@@ -9,7 +9,6 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -108,7 +107,7 @@ def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[st
         if isinstance(reward, RewardByField):
             yield from _check_rewards_of_sources(reward, f"task.{field}", path, notes)
         for read, check, source in read_fields:
-            yield from finding_of(f"task.{field}", partial(check_field, of=source), path, read, check)
+            yield from finding_of(f"task.{field}", check_field, path, read, check, of=source)
         if field == "train_path" and isinstance(config.sampler, MixtureOrder):
             yield from finding_of("sampler", _check_sources, config.sampler, path)
         room = _prompt_room(config, "training" if field == "train_path" else "held-out")

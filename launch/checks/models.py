@@ -1,7 +1,6 @@
 """Compares a config with the models that it names: layouts, and what learner and servers compute of them."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from configs.loader import Finding
@@ -58,8 +57,8 @@ def check_models(config: RunConfig | SftConfig, *, trains: bool) -> Iterator[Fin
     if config.learner.lora is not None:
         yield from finding_of("learner.lora", check_lora, config.learner.lora, architecture)
     yield from _check_served_model(config, architecture, hf_config)
-    room = partial(prompt_room, config, "training", max_positions=architecture.max_positions)
-    yield from finding_of("rollout.max_new_tokens", room)
+    most = architecture.max_positions
+    yield from finding_of("rollout.max_new_tokens", prompt_room, config, "training", max_positions=most)
     if trains:
         for field in config.other_models:
             yield from _check_other_model(config, field, architecture, reported=layout_errors)

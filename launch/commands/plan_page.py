@@ -169,7 +169,7 @@ def lanes(time: StepTime) -> dict[str, list[Block]]:
     starts = {"servers": 0.0, "learner": both - training.total}
     last: list[tuple[str, float]] = [("transfer", time.transfer)]
     of_servers = [("prefill", sampling.prefill), ("decode", sampling.decode), ("requests", sampling.requests)]
-    found = {"servers": _blocks(0.0, [*of_servers, (WAITS, time.server_waits), *last])}
+    found = {"servers": _blocks([*of_servers, (WAITS, time.server_waits), *last])}
     together = training.compute + training.collectives + training.bubble
     for stage, own in _some([*enumerate(training.stages)]):
         of_stage = [
@@ -180,12 +180,12 @@ def lanes(time: StepTime) -> dict[str, list[Block]]:
             ("optimizer", training.optimizer),
             ("rest", training.rest),
         ]
-        found[f"learner, stage {stage}"] = _blocks(0.0, [*of_stage, *last])
+        found[f"learner, stage {stage}"] = _blocks([*of_stage, *last])
     return found
 
 
-def _blocks(start: float, parts: Sequence[tuple[str, float]]) -> list[Block]:
-    blocks = []
+def _blocks(parts: Sequence[tuple[str, float]]) -> list[Block]:
+    blocks, start = [], 0.0
     for name, seconds in parts:
         if seconds > 0:
             blocks.append(Block(name=name, start=start, seconds=seconds))
@@ -234,10 +234,10 @@ def draw_choices(plans: Sequence[Plan]) -> "Figure":
     has_table = any(math.isfinite(pair.expected) for pair in plans)
     kinds = sorted({by_rule(pair.pair) for pair in plans})
     figure, axes = _figure(max(4, len(kinds)))
-    for few, color, label in ((True, "#cccccc", None), (False, COLORS[0], None)):
+    for few, color in ((True, "#cccccc"), (False, COLORS[0])):
         chosen = [pair for pair in plans[1:] if pair.has_few == few]
         heights = [pair.expected if has_table else kinds.index(by_rule(pair.pair)) for pair in chosen]
-        axes.scatter(_seconds(chosen), heights, s=22, color=color, alpha=0.7, label=label, linewidths=0)
+        axes.scatter(_seconds(chosen), heights, s=22, color=color, alpha=0.7, linewidths=0)
     first = plans[0]
     height = first.expected if has_table else kinds.index(by_rule(first.pair))
     axes.scatter(_seconds([first]), [height], s=170, marker="*", color=COLORS[1], zorder=3)

@@ -4,22 +4,21 @@ It reads the run folder alone, and works on any machine that sees it: a login no
 may lack.
 """
 
-import fcntl
 import select
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import TextIO, get_args
+from typing import get_args
 
 from configs.loader import load_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
-from launch.processes.locks import WITHOUT_LOCKS
+from launch.processes.locks import WithoutLocks, locked
 from launch.processes.run_folder import RunFolder
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import ServiceName, missing_package
@@ -88,30 +87,26 @@ def _interrupted() -> threading.Event:
 def _alone(folder: RunFolder, service: ServiceName, *, waits: bool) -> Iterator[None]:
     """Inside, no other process copies the run to the service: both would begin anew. The process of a run ``waits`` for the end
     of another copy, or of the run. Raises BadInput."""
-    with (folder.path / f".publish-{service}.lock").open("w") as lock:
-        has_said = False
-        while not _locked(lock):
+    lock, has_said = None, False
+    while lock is None:
+        try:
+            lock = locked(folder.path / f".publish-{service}.lock")
+        except WithoutLocks:
+            lock = nullcontext()
+        except ValueError as error:
+            raise BadInput(f"RUN: {error}") from error
+        except BlockingIOError:
             how = f"{folder.logs / f'publish-{service}.log'} has its output where the run itself started it"
             problem = f"another process copies {folder.path} to {service}; {how}"
             if not waits:
-                raise BadInput(f"RUN: {problem}")
+                raise BadInput(f"RUN: {problem}") from None
             if not has_said:
                 _say(problem)
             has_said = True
             if _told() is not None:
-                raise SystemExit(0)  # the other has the whole run
+                raise SystemExit(0) from None  # the other has the whole run
+    with lock:
         yield
-
-
-def _locked(lock: TextIO) -> bool:
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        if error.errno not in WITHOUT_LOCKS:
-            raise
-    return True
 
 
 def _service(

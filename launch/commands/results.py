@@ -12,7 +12,7 @@ from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input, check_new_folder, check_new_page
 from launch.processes.locks import locked
 from launch.processes.run_folder import RunFolder, write_json
-from launch.processes.supervisor import Supervisor
+from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
 from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
@@ -147,9 +147,8 @@ def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
         remove_leftovers(folder.path, exported.name)  # of an export that was killed
     write_json(folder.export_request, {"step": step})
     folder.forget("export-rank")
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-        supervisor.start(role("export-rank", folder, config, show_stdout=True))
-        supervisor.wait_until_done("export-rank")
+    exporting = role("export-rank", folder, config, show_stdout=True)
+    run_to_end(exporting, grace_s=config.launch.stop_grace_s)
 
 
 def report(run: Path, against: Sequence[Path] = ()) -> None:

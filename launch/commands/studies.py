@@ -9,7 +9,7 @@ from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.checks.config import LoadWith, check_served_as_saved, load_checked
 from launch.checks.devices import gpus_here
-from launch.processes.supervisor import Supervisor
+from launch.processes.supervisor import run_to_end
 
 if TYPE_CHECKING:
     from launch.studies.mismatch_plan import Request
@@ -39,9 +39,7 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
             folder.forget("replay-rank")
             count = len(corrections) + 1
             print(f"replaying {count} corrections, each with a forward and a backward pass …", flush=True)
-            with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-                supervisor.start(role("replay-rank", folder, config))
-                supervisor.wait_until_done("replay-rank")
+            run_to_end(role("replay-rank", folder, config), grace_s=config.launch.stop_grace_s)
         else:
             replays.write_results(folder, config, step, corrections, with_gradients=False)
     result = replays.read_result(folder, step)

@@ -24,7 +24,7 @@ from launch.processes import stopping
 from launch.processes.going_on import way_on
 from launch.processes.heartbeat import Watch
 from launch.processes.run_folder import RunFolder, write_json
-from launch.processes.supervisor import Interrupted, RoleFailed, Supervisor
+from launch.processes.supervisor import Interrupted, RoleFailed, Supervisor, run_to_end
 from launch.roles.start import (
     existing_run,
     folder_of,
@@ -171,9 +171,8 @@ def sft(
     if config is None:
         return None
     folder = new_run(config, config.name)
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-        supervisor.start(role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True))
-        supervisor.wait_until_done("sft-rank")
+    ranks = role("sft-rank", folder, config, ranks=config.layout.world_size, show_stdout=True)
+    run_to_end(ranks, grace_s=config.launch.stop_grace_s)
     write_json(folder.summary, {"model": str(config.output.resolve()), "steps": config.steps}, flush=True)
     print(f"warm-started model: {config.output}", flush=True)
     return config.output

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Self
 
 import psutil
 
@@ -142,27 +143,47 @@ def _name(process: psutil.Process) -> str:
         return "gone by now"
 
 
-class Pulse:
-    """A context manager in which a role reports itself. It has a thread, since the role may wait in a
-    collective."""
+class _Looking:
+    """A context manager in which a thread calls ``look``, at once and every ``BEAT_S`` seconds."""
 
-    def __init__(self, folder: RunFolder, name: str, *, timeout_s: float):
-        self._file, self._who = beat_file(folder, name), role_text(name)
-        self._stopped = StoppedProcesses(timeout_s)
-        self._me = psutil.Process()
-        self._doing, self._since = "starting", time.time()
-        self._cpu, self._cpu_at = 0.0, time.monotonic()
-        self._ended: list[str] = []
+    def __init__(self, name: str):
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
-    def __enter__(self) -> "Pulse":
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
         self._thread.join(timeout=BEAT_S)
+
+    def _run(self) -> None:
+        is_over = False
+        while not is_over:
+            # A full disk, or a process that has just ended: the next look follows.
+            with contextlib.suppress(OSError, psutil.Error):
+                self.look()
+            is_over = self._over.wait(BEAT_S)
+
+    def look(self) -> None:
+        raise NotImplementedError
+
+
+class Pulse(_Looking):
+    """A role reports itself inside. It has a thread, since the role may wait in a collective."""
+
+    def __init__(self, folder: RunFolder, name: str, *, timeout_s: float):
+        super().__init__("pulse")
+        self._file, self._who = beat_file(folder, name), role_text(name)
+        self._stopped = StoppedProcesses(timeout_s)
+        self._me = psutil.Process()
+        self._doing, self._since = "starting", time.time()
+        self._cpu, self._cpu_at = 0.0, time.monotonic()
+        self._ended: list[str] = []
+
+    def __exit__(self, *exception: object) -> None:
+        super().__exit__(*exception)
         if not self._ended:  # otherwise the file has the cause of the role's failure
             with contextlib.suppress(OSError):
                 self._file.unlink(missing_ok=True)
@@ -170,15 +191,7 @@ class Pulse:
     def doing(self, activity: str) -> None:
         self._doing, self._since = activity, time.time()
 
-    def _run(self) -> None:
-        while True:
-            # A full disk, or a child that has just ended: the next beat follows.
-            with contextlib.suppress(OSError, psutil.Error):
-                self.beat()
-            if self._over.wait(BEAT_S):
-                return
-
-    def beat(self) -> None:
+    def look(self) -> None:
         children = self._me.children(recursive=True)
         self._ended += self._stopped.end(children, lambda child: f"a process of {self._who}, {_name(child)}")
         used, now = sum(map(_cpu_seconds, [self._me, *children])), time.monotonic()
@@ -200,8 +213,8 @@ def _cpu_seconds(process: psutil.Process) -> float:
     return times.user + times.system
 
 
-class Watch:
-    """A context manager in which the supervisor watches the roles' beats and the processes that it has started.
+class Watch(_Looking):
+    """The supervisor watches the roles' beats and the processes that it has started inside.
 
     started: gives the supervisor's own processes at this moment, with their names.
     """
@@ -214,6 +227,7 @@ class Watch:
         started: Callable[[], Mapping[psutil.Process, str]] = dict,
         say: Callable[[str], None] = lambda text: print(text, flush=True),
     ):
+        super().__init__("watch")
         self._folder, self._timeout_s, self._started, self._say = folder, timeout_s, started, say
         self._stopped = StoppedProcesses(timeout_s)
         self._ended: list[str] = []
@@ -221,16 +235,6 @@ class Watch:
         self._last: dict[str, Beat] = {}
         self._reported: set[tuple[str, str, float]] = set()
         self._changed: dict[str, tuple[float, float]] = {}
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
-
-    def __enter__(self) -> "Watch":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._over.set()
-        self._thread.join(timeout=BEAT_S)
 
     def ended(self) -> list[str]:
         """A line for each process that was stopped and has been killed, by this watch, a role or a guard. These
@@ -239,11 +243,6 @@ class Watch:
         guard_lines = [f"{role_text(note.stem)} {note.read_text()}" for note in notes]
         role_lines = [line for beat, _ in read_beats(self._folder) for line in beat.ended]
         return [*self._ended, *guard_lines, *role_lines]
-
-    def _run(self) -> None:
-        while not self._over.wait(BEAT_S):
-            with contextlib.suppress(OSError, psutil.Error):
-                self.look()
 
     def look(self) -> None:
         beats = read_beats(self._folder)

@@ -8,24 +8,28 @@ from typing import TextIO
 
 from trainer.file_system import mount_of, open_lock
 
-WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+_WITHOUT_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 """Errors of flock on a file system without locks."""
+
+
+class WithoutLocks(ValueError):
+    """The file system has no locks."""
 
 
 def locked(path: Path) -> TextIO:
     """The open file, made where it is missing, with a lock that ends when it is closed.
 
-    Raises BlockingIOError where another process has the lock, and ValueError with a fix on a file system without
-    locks, and where ``path`` is a link.
+    Raises BlockingIOError where another process has the lock, WithoutLocks with a fix on a file system without locks, and
+    ValueError where ``path`` is a link.
     """
     file = open_lock(path)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         file.close()
-        if error.errno not in WITHOUT_LOCKS:
+        if error.errno not in _WITHOUT_LOCKS:
             raise
-        raise ValueError(
+        raise WithoutLocks(
             f"{path.parent} is on a file system without file locks ({error.strerror}), which keep two processes from running one folder; "
             "have it mounted with them (Lustre: -o flock), or put launch.runs_dir elsewhere"
         ) from error

@@ -267,6 +267,14 @@ class Supervisor:
         return descendants
 
 
+def run_to_end(*roles: Role, grace_s: float) -> None:
+    """Start these roles, and return when the last of them has ended well; no process of theirs is left. Raises RoleFailed."""
+    with Supervisor(grace_s=grace_s) as supervisor:
+        for role in roles:
+            supervisor.start(role)
+        supervisor.wait_until_done(roles[-1].name)
+
+
 def kill(processes: Sequence[psutil.Process]) -> None:
     """Send SIGKILL to each, and wait a moment for their end."""
     for process in processes:

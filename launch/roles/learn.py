@@ -129,7 +129,7 @@ def build_run(
         config.rollout, learner.engine.dtype, is_aligned=config.model.numerics == "aligned", compares_samples=config.compares_samples
     )  # fmt: skip
     weight_sync = WeightSync(
-        learner, control, config.rollout, config.launch, agreement, address=address, turns=turns, key=key,
+        learner, control, config.rollout, config.launch, agreement=agreement, address=address, turns=turns, key=key,
         lives=partial(server_lives, folder, serve_roles(config)) if config.servers_may_restart else None,
         stop_requested=stop_requested,
     )  # fmt: skip

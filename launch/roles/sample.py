@@ -11,8 +11,6 @@ from launch.processes.addresses import own_address
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, wait_for_servers
 from parallel.planning.architecture import architecture_of
-from parallel.planning.model_parts import Experts
-from rollout.servers.kept_sets import Truncation
 
 
 def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
@@ -32,10 +30,10 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
         folder.announce("sample", {"address": address, "pid": os.getpid(), "host": socket.gethostname()})
 
     try:
-        host, key, log_dir = own_address(config.launch.nodes), folder.run_key(), folder.logs
+        policy, host = architecture_of(config.model.path), own_address(config.launch.nodes)
         role = run_sample_role(
-            config, server_urls=server_urls, announce=announce, log_dir=log_dir, host=host, key=key, doing=doing,
-            experts=experts_to_replay(config), truncation=truncation_of(config),
+            config, policy, server_urls=server_urls, announce=announce, log_dir=folder.logs, host=host,
+            key=folder.run_key(), doing=doing,
         )  # fmt: skip
         asyncio.run(role)
     finally:
@@ -54,19 +52,3 @@ def cancel_at_sigterm() -> None:
 
     if signal.getsignal(signal.SIGTERM) is not signal.SIG_IGN:
         loop.add_signal_handler(signal.SIGTERM, cancel)
-
-
-def experts_to_replay(config: RunConfig) -> Experts | None:
-    """Those of the policy; None where the learner needs none of the servers' experts."""
-    if config.learner.routing != "rollout":
-        return None
-    return architecture_of(config.model.path).experts
-
-
-def truncation_of(config: RunConfig) -> Truncation | None:
-    """None where samples to train on come from the full distribution."""
-    rollout = config.rollout
-    if not rollout.is_truncated:
-        return None
-    vocab_size = architecture_of(config.model.path).vocab_size
-    return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)

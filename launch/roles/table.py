@@ -10,7 +10,8 @@ import os
 import resource
 import signal
 import traceback
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ from launch.roles.serve import serve, serving_node
 from launch.roles.start import config_of
 from launch.selftest.ranks import run_part
 from launch.studies.mismatch import draw, score
+from launch.studies.replay import answer_request
 from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folder, step_folders
 from rollout.servers.watched_process import guard_session
@@ -41,27 +43,32 @@ INTERRUPTED = 130
 MOST_OPEN_FILES = 65_536
 
 
-def supervised(folder: RunFolder, config: SftConfig) -> None:
-    """One Megatron rank of a warm start."""
+@contextmanager
+def process_group(config: RunConfig | SftConfig) -> Iterator[None]:
+    """Inside, the ranks of a role are one group, which they leave together. ``learn`` has its own: it hears requests to stop
+    before it joins."""
     import torch.distributed as dist
 
     from parallel.megatron.platform import init_distributed
-    from trainer.sft import train_sft
 
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    train_sft(config, report=lambda line: print(line, flush=True))
+    yield
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def supervised(folder: RunFolder, config: SftConfig) -> None:
+    """One Megatron rank of a warm start."""
+    from trainer.sft import train_sft
+
+    train_sft(config, report=lambda line: print(line, flush=True))
 
 
 def export(folder: RunFolder, config: RunConfig) -> None:
     """Export the newest checkpoint of a run, or the one that the command asks for, into its ``export/`` folder, in one
     process, whatever layout wrote it, and its adapters into ``export-adapter/``."""
-    import torch.distributed as dist
-
-    from parallel.megatron.platform import init_distributed
     from trainer.learner import Learner
 
-    init_distributed(timeout_s=config.launch.collective_timeout_s)
     learner = Learner.of_policy_alone(config.model_copy(update={"layout": ONE_PROCESS}))
     step = json.loads(folder.export_request.read_text())["step"]
     if step is None:
@@ -70,7 +77,6 @@ def export(folder: RunFolder, config: RunConfig) -> None:
         learner.engine.load(step_folder(folder.checkpoints, step))
     learner.save_hf(folder.export)
     learner.save_adapter(folder.exported_adapter)
-    dist.destroy_process_group()
 
 
 def load_newest(folder: RunFolder, engine: "MegatronEngine") -> None:
@@ -93,19 +99,6 @@ def load_newest(folder: RunFolder, engine: "MegatronEngine") -> None:
         return
 
 
-def replay(folder: RunFolder, config: RunConfig) -> None:
-    """Replay the recorded step of the request file with gradients of the parameters, in one process, whatever layout
-    trained."""
-    import torch.distributed as dist
-
-    from launch.studies.replay import answer_request
-    from parallel.megatron.platform import init_distributed
-
-    init_distributed(timeout_s=config.launch.collective_timeout_s)
-    answer_request(folder, config)
-    dist.destroy_process_group()
-
-
 BESIDE_A_RUN = ("export-rank", "replay-rank")
 """Roles of a command on the folder of a run, which may go on meanwhile. They have no beat: to all who read it, such as `tandem status`
 and `tandem stop`, it would be a sign of life of the run."""
@@ -117,7 +110,7 @@ ROLES = {
     "learn": learn,
     "sft-rank": supervised,
     "export-rank": export,
-    "replay-rank": replay,
+    "replay-rank": answer_request,
     "verify-rank": send_other_weights,
     "mismatch-draw": draw,
     "score-rank": score,
@@ -159,7 +152,11 @@ def run_role(name: str, folder: RunFolder, node: int | None = None) -> None:
         install(recorder_of(folder, config, beat))
     try:
         limit_s = config.launch.heartbeat_timeout_s
-        with nullcontext() if name in BESIDE_A_RUN else Pulse(folder, beat, timeout_s=limit_s) as pulse:
+        is_grouped = name in MEGATRON_ROLES and name != "learn"
+        with (
+            nullcontext() if name in BESIDE_A_RUN else Pulse(folder, beat, timeout_s=limit_s) as pulse,
+            process_group(config) if is_grouped else nullcontext(),
+        ):
             run(folder, config, **({"doing": pulse.doing} if pulse is not None and name in SIDES else {}))
     except BaseException as error:
         # Ignore SIGTERM (of a peer's failure) during shutdown, whatever else fails (a full disk).

@@ -24,10 +24,7 @@ FOUND, FAILED = "found.json", "failed.json"
 def run_part(folder: RunFolder, config: RunConfig) -> None:
     import torch.distributed as dist
 
-    from parallel.megatron.platform import init_distributed
-
     request = json.loads(folder.request.read_text())
-    init_distributed(timeout_s=config.launch.collective_timeout_s)
     name = request["part"]
     part = getattr(importlib.import_module(f"launch.selftest.{PARTS[name]}"), name)
     try:
@@ -38,8 +35,6 @@ def run_part(folder: RunFolder, config: RunConfig) -> None:
         raise
     if dist.get_rank() == 0:
         write_json(folder.path / FOUND, asdict(found) | {"torch": torch_facts()})
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def torch_facts() -> dict[str, Any]:

@@ -26,7 +26,7 @@ from rollout.sampling.fixed_samples import prefill_logprobs
 from rollout.servers.client import SGLangClient
 from rollout.servers.control import SGLangControl
 from rollout.sglang_plugin.tandem_process_memory import Sending
-from trainer.engine_agreement import EXACT_TOLERANCE, EngineAgreement
+from trainer.engine_agreement import EXACT_TOLERANCE
 from trainer.learner import Learner
 from trainer.studies.layout_scoring import Scorer, score_under_switches
 from trainer.studies.layout_statistics import Sampled, join_groups, probability_gaps
@@ -62,10 +62,7 @@ def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
         learner = Learner.of_policy_alone(config)
         learner.version = control.versions()[0]
         turns = SharedDevices(learner, control) if is_shared else OwnDevices()
-        agreement = EngineAgreement.of(
-            config.rollout, learner.engine.dtype, is_aligned=False, compares_samples=False
-        )
-        sync = WeightSync(learner, control, config.rollout, config.launch, agreement, turns=turns, key=key)
+        sync = WeightSync(learner, control, config.rollout, config.launch, turns=turns, key=key)
         try:
             sync.take_over(sends=is_shared)
             yield Joined(learner=learner, control=control, sync=sync, turns=turns)

@@ -21,7 +21,7 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, wait_for_servers, write_json
-from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
+from launch.processes.supervisor import RoleFailed, StartRole, run_to_end
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.studies.mismatch_result import evaluate, write
 from parallel.planning.architecture import architecture_of, read_hf_config
@@ -91,10 +91,9 @@ def _draw_with(part: Part, plan: Plan, out: Path, start: StartRole, *, first: Pa
     prefilled = str(first or part.samples(out, "long")) if prefill else None
     request = {"prompts": plan.request.prompts, "sample": own, "prefill": prefilled, "repeat": first is None}
     write_json(folder.request, request | {"first_gpu": 0})  # no learner runs beside these servers
-    with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
-        supervisor.start(start("serve", folder, part.config))
-        supervisor.start(start("mismatch-draw", folder, part.config, show_stdout=True))
-        supervisor.wait_until_done("mismatch-draw")
+    serving = start("serve", folder, part.config)
+    drawing = start("mismatch-draw", folder, part.config, show_stdout=True)
+    run_to_end(serving, drawing, grace_s=part.config.launch.stop_grace_s)
 
 
 def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Sequence[Part]) -> None:
@@ -107,9 +106,8 @@ def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Se
     switches = str(base) if _has_switches(part, plan) else None
     write_json(folder.request, {"sets": sets, "switches": switches})
     ranks = part.config.layout.world_size
-    with Supervisor(grace_s=part.config.launch.stop_grace_s) as supervisor:
-        supervisor.start(start("score-rank", folder, part.config, ranks=ranks, show_stdout=True))
-        supervisor.wait_until_done("score-rank")
+    scoring = start("score-rank", folder, part.config, ranks=ranks, show_stdout=True)
+    run_to_end(scoring, grace_s=part.config.launch.stop_grace_s)
 
 
 def _has_switches(part: Part, plan: Plan) -> bool:
@@ -136,7 +134,7 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     from rollout.tokenization import end_token_ids
 
     request = json.loads(folder.request.read_text())
-    tokenizer, task = load_checked_task(config)
+    tokenizer, task = load_checked_task(config, architecture_of(config.model.path))
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
     show, began = progress_printer("  waiting for SGLang", still="waiting for SGLang"), time.monotonic()
@@ -206,12 +204,10 @@ def score(folder: RunFolder, config: RunConfig) -> None:
     """The score-rank role, on all ranks: serves request.json with the learner's engine in this folder's layout."""
     import torch.distributed as dist
 
-    from parallel.megatron.platform import init_distributed
     from trainer.studies.layout_scoring import Scorer, score_under_switches
     from trainer.studies.layout_statistics import read_samples, write_tensors
 
     request = json.loads(folder.request.read_text())
-    init_distributed(timeout_s=config.launch.collective_timeout_s)
     first = dist.get_rank() == 0
     scorer = Scorer(config, _print_indented)
     scores = {name: scorer.score(name, read_samples(Path(path))) for name, path in request["sets"].items()}
@@ -225,5 +221,3 @@ def score(folder: RunFolder, config: RunConfig) -> None:
             write_tensors(folder.path / "switches.safetensors", switched)
             left_out = {name: reason for name, (_, reason) in answers.items() if reason}
             write_json(folder.path / "left_out.json", left_out)
-    dist.barrier()
-    dist.destroy_process_group()

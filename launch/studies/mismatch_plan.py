@@ -50,11 +50,16 @@ class Part:
 
     def folder(self, out: Path) -> RunFolder:
         side = "learner" if self.kind in ("learner", "why") else "rollout"
-        return RunFolder(out / f"{side}-{self.text.replace('=', '').replace(',', '-')}")
+        return layout_folder(out, side, self.text)
 
     def samples(self, out: Path, length: str) -> Path:
         """The ``long`` or ``short`` responses of a rollout part."""
         return self.folder(out).path / f"samples.{length}.safetensors"
+
+
+def layout_folder(out: Path, side: str, layout: str) -> RunFolder:
+    """Of a study: the run folder of one side in a layout, ``learner-tp2-pp2``."""
+    return RunFolder(out / f"{side}-{layout.replace('=', '').replace(',', '-')}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,8 @@ def write_request(folder: RunFolder, step: int, names: Sequence[str]) -> None:
 
 
 def answer_request(folder: RunFolder, config: RunConfig) -> None:
-    """Run the request file, in a process group of one."""
+    """The replay-rank role: replays the recorded step of the request file with gradients of the parameters, in one process,
+    whatever layout trained."""
     request = json.loads(request_file(folder).read_text())
     corrections = corrections_named(request["corrections"])
     write_results(folder, config, request["step"], corrections, with_gradients=True)

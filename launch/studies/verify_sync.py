@@ -29,8 +29,8 @@ from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layou
 from launch.checks.config import LoadWith
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
-from launch.processes.supervisor import RoleFailed, StartRole, Supervisor
-from launch.studies.mismatch_plan import learner_layout
+from launch.processes.supervisor import RoleFailed, StartRole, Supervisor, run_to_end
+from launch.studies.mismatch_plan import layout_folder, learner_layout
 from parallel.planning.architecture import architecture_of, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
 from rollout.servers.served import check_gpus
@@ -154,7 +154,7 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
             if number > 1:
                 shutil.rmtree(folder.export)  # as large as the model, and compared with the weights already
     with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as connections:
-        model = _as_sent(_learner_folder(out, texts[0]).export, base)
+        model = _as_sent(layout_folder(out, "learner", texts[0]).export, base)
         controls = fleets.begin(supervisor, connections, name="reference", model=model, replicas=1)
         reference = {tp: _get_answers(control, base)[0] for tp, control in controls.items()}
     _check_that_it_can_fail(original, reference)
@@ -246,21 +246,16 @@ def _set_back(
 def _transfer_from(
     config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"], start: StartRole
 ) -> RunFolder:
-    folder = _learner_folder(out, text)
+    folder = layout_folder(out, "learner", text)
     folder.path.mkdir()
     folder.config.write_text(resolved_yaml(config))
     servers = [{"tp": tp, "urls": c.urls, "key_file": str(c.key.file)} for tp, c in controls.items()]
     write_json(folder.request, {"servers": servers})
     ranks = config.layout.world_size
-    # A supervisor of its own: the servers go on when it has ended its roles.
-    with Supervisor(grace_s=config.launch.stop_grace_s) as supervisor:
-        supervisor.start(start("verify-rank", folder, config, ranks=ranks, show_stdout=True))
-        supervisor.wait_until_done("verify-rank")
+    # By a supervisor of its own: the servers go on when it has ended its roles.
+    sending = start("verify-rank", folder, config, ranks=ranks, show_stdout=True)
+    run_to_end(sending, grace_s=config.launch.stop_grace_s)
     return folder
-
-
-def _learner_folder(out: Path, text: str) -> RunFolder:
-    return RunFolder(out / f"learner-{text.replace('=', '').replace(',', '-')}")
 
 
 def wrong_tensors(export: Path, config: RunConfig) -> list[str]:
@@ -369,18 +364,13 @@ def _short_list(names: Sequence[str]) -> str:
 def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     """Load weights that no server holds, export them, and send them to all servers of the request, like a training
     run."""
-    import torch.distributed as dist
-
-    from parallel.megatron.platform import init_distributed
     from parallel.weights.hf_files import PerturbedWeights
     from rollout.run_key import run_key
     from rollout.servers.control import SGLangControl
-    from trainer.engine_agreement import EngineAgreement
     from trainer.learner import Learner
     from trainer.weight_sync import WeightSync
 
     timeout_s = config.launch.collective_timeout_s
-    init_distributed(timeout_s=timeout_s)
     learner = Learner.of_policy_alone(config)
     learner.engine.load_weights(PerturbedWeights(config.model.path))
     learner.save_hf(folder.export)
@@ -391,10 +381,7 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
             control = SGLangControl(urls, tensor_parallel=tp, timeout_s=timeout_s, key=key)
         learner.version = 0
         rollout = config.rollout.model_copy(update={"tp": servers["tp"]})
-        agreement = EngineAgreement.of(
-            rollout, learner.engine.dtype, is_aligned=False, compares_samples=False
-        )
-        sync = WeightSync(learner, control, rollout, config.launch, agreement, key=key)
+        sync = WeightSync(learner, control, rollout, config.launch, key=key)
         result = sync.publish()
         sync.close()
         if learner.is_first_rank:
@@ -402,5 +389,3 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
                 f"sent {result.bytes / 2**20:.1f} MiB to rollout tp={servers['tp']} in {result.seconds:.2f} s"
             )
             print(f"    {sent}, probe gap {result.max_logprob_gap:.1e} nats", flush=True)
-    dist.barrier()
-    dist.destroy_process_group()

@@ -263,7 +263,7 @@ class LogprobGPTModel(PackedGPTModel):
         return plan.scattered(logprobs_R, predictions, mask_T), entropy_T
 
     def logits(self, *, tokens_T: Tensor, packed: PackedSequences) -> Tensor:
-        """[T, V] over the full vocabulary, gathered over ranks, without padding: for tests, not for training."""
+        """[T, V] over the full vocabulary, gathered over ranks, without padding: for studies, not for training."""
         result = self._run_request(tokens_T, packed, None)
         return packed.plan.to_batch_order(result) if self.post_process else result
 

@@ -40,8 +40,6 @@ logger = logging.getLogger(__name__)
 BOTH: tuple[PromptsOf, PromptsOf] = ("training", "held-out")
 _AFTER_AGENT_S = 60.0
 """Time to end an agent and to score its episode, after its own deadline."""
-_NO_LIMIT = 2**31 - 1
-"""Held-out episodes of a model without positions, on servers that choose their own pool."""
 _Block = TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment
 
 
@@ -52,25 +50,21 @@ async def sample_makers(
     scorer: AnyScorer,
     tokenizer: "PreTrainedTokenizerBase",
     stop_token_ids: list[int],
-    max_positions: int | None,
-    vocab_size: int | None,
+    max_positions: int,
+    vocab_size: int,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[Callable[[PromptsOf], SampleMaker]]:
     """Makes what samples training or held-out problems; each has places of its own. Leaving it ends all processes of
     environments.
 
-    vocab_size: of the model, which may have more ids than its tokenizer and sample them. None: that of the tokenizer.
+    vocab_size: of the model, which may have more ids than its tokenizer and sample them.
     host: the address on which agents reach the policy.
 
     Raises:
-        ValueError: the environment cannot be made, or nothing limits the tokens of its episodes.
+        ValueError: the environment cannot be made.
         EnvironmentStartError: its process cannot be started.
     """
-    texts = Texts(
-        tokenizer=tokenizer,
-        end_token_ids=frozenset(stop_token_ids),
-        vocab_size=len(tokenizer) if vocab_size is None else vocab_size,
-    )
+    texts = Texts(tokenizer=tokenizer, end_token_ids=frozenset(stop_token_ids), vocab_size=vocab_size)
     block, max_new_tokens = config.environment, config.rollout.max_new_tokens
     if block.type == "single_turn":
         maker = SingleTurns(
@@ -85,8 +79,8 @@ async def sample_makers(
             own = [] if block.max_tokens is None else [block.max_tokens]
             limits = EpisodeLimits(
                 max_turns=block.max_turns,
-                max_tokens=min([*own, *(limit.sequence for limit in most)], default=_NO_LIMIT),
-                max_prompt_tokens=min((limit.prompt for limit in most), default=_NO_LIMIT),
+                max_tokens=min([*own, *(limit.sequence for limit in most)]),
+                max_prompt_tokens=min(limit.prompt for limit in most),
                 max_new_tokens=max_new_tokens,
             )
             around = limits_around(block)

@@ -15,7 +15,7 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from rollout.environments.tandem_worker.failures import is_library
-from rollout.rewards.worker import kill_tree, start_process
+from rollout.rewards.worker import end_tree, start_process
 from rollout.servers.watched_process import how_it_ended
 from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 
@@ -38,7 +38,7 @@ class TrialProcess:
                 self._module, *self._arguments,
                 output=self._output.fileno(), options=[NO_BYTECODE], ends_with_this_thread=True,
             )  # fmt: skip
-            exits.callback(kill_tree, self._process)
+            exits.callback(end_tree, self._process)
             exits.enter_context(self._connection)
             self._exits = exits.pop_all()
         return self

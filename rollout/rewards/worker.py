@@ -21,15 +21,13 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-import psutil
-
 from rollout.environments.tandem_worker.failures import describe, place_of
+from rollout.guarded_process import kill_tree
 from rollout.records import Score
 from rollout.rewards.function import FURTHER, RewardFunction, import_reward_function, to_score
 from rollout.rewards.math_answers import math_verify_reward
@@ -204,7 +202,7 @@ class AnsweringProcess:
         with self._lock:
             self._is_closed = True
             if self._process is not None:
-                kill_tree(self._process)
+                end_tree(self._process)
         if self._asking.acquire(blocking=False):
             try:
                 self._end()
@@ -266,7 +264,7 @@ class AnsweringProcess:
         """Kill and reap the process, if there is one; the next question starts another."""
         with self._lock:
             if self._process is not None:
-                kill_tree(self._process)
+                end_tree(self._process)
             if self._connection is not None:
                 self._connection.close()
             self._process = self._connection = None
@@ -306,13 +304,8 @@ class _Worker(AnsweringProcess):
             raise WorkerStartError(content)
 
 
-def kill_tree(process: subprocess.Popen) -> None:
+def end_tree(process: subprocess.Popen) -> None:
     """Kill a process of ours and all its descendants, and reap it."""
-    descendants: list[psutil.Process] = []
-    with suppress(psutil.NoSuchProcess):
-        descendants = psutil.Process(process.pid).children(recursive=True)
-    process.kill()
-    for descendant in descendants:
-        with suppress(psutil.NoSuchProcess):
-            descendant.kill()
+    if process.poll() is None:  # else its number may be another's
+        kill_tree(process.pid)
     process.wait(timeout=STOP_TIMEOUT_S)

@@ -50,19 +50,16 @@ class PromptRoom:
         )
 
 
-def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int | None) -> PromptRoom | None:
-    """The room that the limits of a sequence leave to a prompt; None without a limit.
+def prompt_room(config: RunConfig, which: PromptsOf, *, max_positions: int) -> PromptRoom:
+    """The room that the limits of a sequence leave to a prompt.
 
     A sequence must fit into the model's positions and the servers' KV pool, and a training sequence also into
-    one micro-batch of the learner. ``max_positions`` is max_position_embeddings of the model's config.json, if
-    it is there.
+    one micro-batch of the learner. ``max_positions`` is max_position_embeddings of the model's config.json.
 
     Raises:
         ValueError: there is no room; the message names the limits and the fix.
     """
     limits = sequence_limits(config, which, max_positions=max_positions)
-    if not limits:
-        return None
     max_new = config.rollout.max_new_tokens
     rooms = {limit.name: min(limit.sequence - max_new, limit.prompt) for limit in limits}
     room = min(rooms.values())
@@ -85,17 +82,16 @@ def _in_words(limit: SequenceLimit) -> str:
     return f"{limit.name}={limit.value} (SGLang takes sequences of {limit.sequence} and prompts of {limit.prompt})"
 
 
-def sequence_limits(config: RunConfig, which: PromptsOf, *, max_positions: int | None) -> list[SequenceLimit]:
+def sequence_limits(config: RunConfig, which: PromptsOf, *, max_positions: int) -> list[SequenceLimit]:
     """The limits of the tokens of a sequence."""
     budget = config.learner.token_budget
     of_learner = SequenceLimit(name="learner.token_budget", value=budget, sequence=budget, prompt=budget - 1)
     return [*([of_learner] if which == "training" else []), *_server_limits(config.rollout, max_positions)]
 
 
-def _server_limits(rollout: RolloutConfig, max_positions: int | None) -> Iterator[SequenceLimit]:
+def _server_limits(rollout: RolloutConfig, max_positions: int) -> Iterator[SequenceLimit]:
     flags = {name.replace("_", "-"): value for name, value in rollout.server_args.items()}
-    if max_positions is not None:
-        yield server_limit("max_position_embeddings", max_positions)
+    yield server_limit("max_position_embeddings", max_positions)
     if (length := _whole(flags.get("context-length"))) is not None:
         yield server_limit("rollout.server_args.context-length", length)
     if rollout.max_total_tokens is not None:

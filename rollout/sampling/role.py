@@ -9,14 +9,13 @@ RemoteSampler --- request, ZeroMQ ---> serve: one request at a time
 
 import gc
 import hmac
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 import zmq
@@ -24,6 +23,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from configs.schema import RunConfig
+from configs.schema.rollout import RolloutConfig
 from configs.schema.task import FileTask
 from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S, heartbeats
@@ -74,37 +74,46 @@ def _ignore_activity(activity: str) -> None:
     """The default listener of this role's activity."""
 
 
+class Policy(Protocol):
+    """The part of a model's architecture that sampling needs; ``parallel.planning.architecture.Architecture`` has it."""
+
+    @property
+    def max_positions(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def experts(self) -> Experts | None: ...
+
+
 async def run_sample_role(
     config: RunConfig,
+    policy: Policy,
     *,
-    server_urls: Sequence[str] | Callable[[], Sequence[str]],
+    server_urls: Callable[[], Sequence[str]],
     announce: Callable[[str], None],
     log_dir: Path,
     host: str = "127.0.0.1",
     doing: Callable[[str], None] = _ignore_activity,
     key: RunKey | None = None,
-    experts: Experts | None = None,
-    truncation: Truncation | None = None,
 ) -> None:
     """Serve the learner until it sends Stop.
 
     Args:
-        server_urls: addresses, or a function that waits for the servers. It is called after the data is loaded
-            and checked and every reward model has answered, all of which happens while the servers start.
+        policy: the model of the config.
+        server_urls: waits for the servers. It is called after the data is loaded and checked and every reward model
+            has answered, all of which happens while the servers start.
         announce: called once with this role's address on ``host``, as soon as it takes requests.
         host: agents of an environment reach the policy there too.
         log_dir: folder for the log of a router, if the config has one.
         doing: called with each activity, for status reports.
         key: the learner proves it to this role, and this role to the servers.
-        experts: those of the model, where the learner replays them.
-        truncation: of the sampler, for samples to train on. Evaluations sample from the full distribution.
 
     Raises:
         ValueError: the task, one of its prompts, the environment, the reward or the tokenizer cannot be used.
         RewardModelError: a reward model does not answer, or its answer has the wrong form.
         WorkerStartError: the process of an environment cannot be started.
     """
-    tokenizer, task = load_checked_task(config)
+    tokenizer, task = load_checked_task(config, policy)
     rows = partial(rows_of, task.train)
     order = prompt_order(config.sampler, len(task.train), seed=config.seed, rows=rows)
     async with (
@@ -114,14 +123,19 @@ async def run_sample_role(
             scorer=scorer,
             tokenizer=tokenizer,
             stop_token_ids=end_token_ids(tokenizer, config.model.path),
-            max_positions=_max_positions(config),
-            vocab_size=_vocab_size(config.model.path),
+            max_positions=policy.max_positions,
+            vocab_size=policy.vocab_size,
             host=host,
         ) as samples_of,
     ):
-        urls = server_urls() if callable(server_urls) else server_urls
-        replayed = {"experts": experts, "truncation": truncation}
-        async with generation_client(config, urls, log_dir=log_dir, key=key, **replayed) as client:
+        async with generation_client(
+            config,
+            server_urls(),
+            log_dir=log_dir,
+            key=key,
+            experts=policy.experts if config.learner.routing == "rollout" else None,
+            truncation=_truncation_of(config.rollout, policy.vocab_size),
+        ) as client:
             sampler = GroupSampler(
                 client=client,
                 evaluation_client=client.with_own_places(),
@@ -139,10 +153,18 @@ async def run_sample_role(
             await serve(sampler, announce=announce, host=host, peer_timeout_s=timeout_s, key=key, doing=doing)
 
 
-def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Task]:
+def _truncation_of(rollout: RolloutConfig, vocab_size: int) -> Truncation | None:
+    """The sampler's limits for samples to train on; None where these come from the full distribution, as those of evaluations
+    do."""
+    if not rollout.is_truncated:
+        return None
+    return Truncation(top_p=rollout.top_p, top_k=rollout.top_k, min_p=rollout.min_p, vocab_size=vocab_size)
+
+
+def load_checked_task(config: RunConfig, policy: Policy) -> tuple["PreTrainedTokenizerBase", Task]:
     """The model's tokenizer and the task. Raises ValueError where one of them, or a prompt, cannot be used."""
     tokenizer = load_tokenizer(config.model.path)
-    check_vocabulary(tokenizer, config.model.path)
+    check_vocabulary_size(len(tokenizer), policy.vocab_size, config.model.path)
     keep_rows = (
         may_read_rows(config.reward_type)
         or config.environment.type != "single_turn"
@@ -155,14 +177,10 @@ def load_checked_task(config: RunConfig) -> tuple["PreTrainedTokenizerBase", Tas
         keep_rows=keep_rows,
         source_field=config.sampler.field if config.sampler.type == "mixture" else None,
     )
-    return tokenizer, task_that_fits(task, config, max_positions=_max_positions(config))
+    return tokenizer, task_that_fits(task, config, max_positions=policy.max_positions)
 
 
-def _max_positions(config: RunConfig) -> int | None:
-    return _read_json(config.model.path / "config.json").get("max_position_embeddings")
-
-
-def task_that_fits(task: Task, config: RunConfig, *, max_positions: int | None) -> Task:
+def task_that_fits(task: Task, config: RunConfig, *, max_positions: int) -> Task:
     """The task without the prompts that leave no room for ``max_new_tokens`` (see ``prompt_room``), which would end
     the run when they are drawn, perhaps hours later.
 
@@ -175,9 +193,10 @@ def task_that_fits(task: Task, config: RunConfig, *, max_positions: int | None) 
 
     def fitting(prompts: Sequence[Prompt], kind: PromptsOf) -> Sequence[Prompt]:
         nonlocal num_left_out
-        room = prompt_room(config, kind, max_positions=max_positions) if prompts else None
-        too_long = longer_than(prompts, room.tokens) if room is not None else {}
-        if room is None or not too_long:
+        if not prompts:
+            return prompts
+        room = prompt_room(config, kind, max_positions=max_positions)
+        if not (too_long := longer_than(prompts, room.tokens)):
             return prompts
         if not leaves_out or len(too_long) == len(prompts):
             longest = max(too_long.values(), key=lambda prompt: len(prompt.token_ids))
@@ -195,19 +214,6 @@ def task_that_fits(task: Task, config: RunConfig, *, max_positions: int | None) 
         heldout_sets={name: fitting(prompts, "held-out") for name, prompts in task.heldout_sets.items()},
         num_left_out=num_left_out,
     )
-
-
-def check_vocabulary(tokenizer: "PreTrainedTokenizerBase", model_dir: Path) -> None:
-    """See ``tokenization.check_vocabulary_size``."""
-    check_vocabulary_size(len(tokenizer), _vocab_size(model_dir), model_dir)
-
-
-def _vocab_size(model_dir: Path) -> int | None:
-    return _read_json(Path(model_dir) / "config.json").get("vocab_size")
-
-
-def _read_json(path: Path) -> dict:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 async def serve(

@@ -143,29 +143,22 @@ class SGLangControl:
         """Server ranks in a broadcast group; with the sender, rank 0, its size is one more."""
         return len(self.urls) * self._tensor_parallel
 
-    def join_group(
-        self, *, master_address: str, master_port: int, world_size: int, group_name: str, backend: str
-    ) -> Pending:
+    def join_group(self, *, master_address: str, master_port: int, group_name: str, backend: str) -> Pending:
         """Have all server ranks join a process group; those of replica i are 1 + i * tp and on. The caller
         joins as rank 0 while this is pending.
 
         Args:
             backend: ``gloo`` or ``nccl``.
-            world_size: of sender and receivers together.
             group_name: a group of this name that an earlier learner left behind is destroyed first, since
                 SGLang would refuse the name.
         """
-        if world_size != 1 + self.num_receivers:
-            raise ValueError(
-                f"world_size={world_size} of group {group_name!r}, but one sender and {self.num_receivers} server ranks join"
-            )
         self.group_name = group_name
         # A server without such a group refuses this request; the refusal is ignored.
         self._send_all("POST", "/destroy_weights_update_group", {"group_name": group_name})
         common = {
             "master_address": master_address,
             "master_port": master_port,
-            "world_size": world_size,
+            "world_size": 1 + self.num_receivers,
             "group_name": group_name,
             "backend": backend,
         }

@@ -4,15 +4,13 @@ Each replica, or this node's share of a replica on several nodes, is a watched p
 Requests (``client``), weights (``control``) and the choice of nodes and GPUs are not its concern.
 """
 
-import http.client
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollout.connections import require_own
+from rollout.connections import own_answer
 from rollout.run_key import RunKey
 from rollout.servers.command import (
     INITIAL_WEIGHT_VERSION,
@@ -307,13 +305,14 @@ def _is_healthy(spec: ServerSpec, port: int, timeout_s: float) -> bool:
     """Whether the server generates. A server that still loads refuses the connection or answers 503."""
     if _version_of(spec, port, timeout_s) is None:
         return False
-    return _get(spec, port, "/health_generate", timeout_s) is not None
+    path = "/health_generate"
+    return own_answer(spec.host, port, path, key=spec.key, timeout_s=timeout_s) is not None
 
 
 def _version_of(spec: ServerSpec, port: int, timeout_s: float) -> str | None:
     """The version of the server's weights. None where it does not answer, or where something else answers: another
     process may take the port while ours still loads. Ours then ends, since it cannot listen."""
-    answer = _get(spec, port, "/model_info", timeout_s)
+    answer = own_answer(spec.host, port, "/model_info", key=spec.key, timeout_s=timeout_s)
     try:
         info = {} if answer is None else json.loads(answer)
     except json.JSONDecodeError:
@@ -322,18 +321,3 @@ def _version_of(spec: ServerSpec, port: int, timeout_s: float) -> str | None:
         return None
     is_ours = info.get("model_path") == str(spec.config.model.path.resolve())
     return info.get("weight_version") if is_ours else None
-
-
-def _get(spec: ServerSpec, port: int, path: str, timeout_s: float) -> bytes | None:
-    """The body of a good answer, or None."""
-    connection = http.client.HTTPConnection(spec.host, port, timeout=timeout_s)
-    headers = {} if spec.key is None else spec.key.http_headers
-    with closing(connection):
-        try:
-            connection.connect()
-            require_own(connection.sock)
-            connection.request("GET", path, headers=headers)
-            response = connection.getresponse()
-            return response.read() if response.status == 200 else None
-        except (OSError, http.client.HTTPException):
-            return None

@@ -6,22 +6,22 @@ The learner controls the servers directly: the router does not forward pauses an
 sglang-router 0.3.2.
 """
 
-import http.client
 import importlib.util
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from configs.schema import RunConfig
 from configs.schema.rollout import RouterConfig
-from rollout.client import ClientStats, GenerationClient, GenerationError
-from rollout.connections import require_own
+from rollout.client import GenerationClient, GenerationError
+from rollout.connections import own_answer
 from rollout.records import Completion
 from rollout.run_key import RunKey
 from rollout.servers.client import SGLangClient
@@ -60,12 +60,12 @@ async def generation_client(
     """
     rollout = config.rollout
     with ExitStack() as stack:
+        client_of: Callable[..., SGLangClient] = partial(SGLangClient, urls)
         if rollout.router is not None:
             log_file, timeout_s = log_dir / "router.log", rollout.request_timeout_s
             router = Router(rollout.router, urls, log_file=log_file, request_timeout_s=timeout_s, key=key)
-            urls = [stack.enter_context(router).url]
-        async with SGLangClient(
-            urls,
+            client_of = partial(_RoutedClient, stack.enter_context(router))
+        async with client_of(
             max_concurrency=rollout.max_concurrency,
             timeout_s=rollout.request_timeout_s,
             max_retries=rollout.max_retries,
@@ -76,43 +76,25 @@ async def generation_client(
             experts=experts,
             truncation=truncation,
         ) as client:
-            yield client if rollout.router is None else _RoutedClient(client, router)
+            yield client
 
 
-class _RoutedClient:
-    """A ``GenerationClient`` that reports a router that has ended as the cause of a failure."""
+class _RoutedClient(SGLangClient):
+    """Reports a router that has ended as the cause of a failure."""
 
-    def __init__(self, client: SGLangClient, router: "Router") -> None:
-        self._client, self._router = client, router
-
-    @property
-    def stats(self) -> ClientStats:
-        return self._client.stats
-
-    def with_own_places(self) -> "_RoutedClient":
-        return _RoutedClient(self._client.with_own_places(), self._router)
-
-    async def see_version(self, newest: int) -> None:
-        await self._client.see_version(newest)
-
-    async def drain(self, within_s: float) -> None:
-        await self._client.drain(within_s)
-
-    def reopen(self) -> None:
-        self._client.reopen()
+    def __init__(self, router: "Router", **options: Any) -> None:
+        super().__init__([router.url], **options)
+        self._router = router
 
     async def generate_group(self, prompt_ids: Sequence[int], **sampling: Any) -> list[Completion]:
         try:
-            return await self._client.generate_group(prompt_ids, **sampling)
+            return await super().generate_group(prompt_ids, **sampling)
         except GenerationError as error:
             try:
                 self._router.poll()
             except RouterEnded as end:
                 raise GenerationError(f"{end}\n({error})") from error
             raise
-
-    async def close(self) -> None:
-        await self._client.close()
 
 
 class RouterEnded(RuntimeError):
@@ -198,17 +180,9 @@ class Router:
             )
 
     def _is_ready(self) -> bool:
-        connection = http.client.HTTPConnection(LOOPBACK, self._ports.http, timeout=READY_REQUEST_TIMEOUT_S)
-        headers = self._key.http_headers if self._key is not None else {}
-        with closing(connection):
-            try:
-                connection.connect()
-                require_own(connection.sock)
-                connection.request("GET", "/workers", headers=headers)
-                response = connection.getresponse()
-                return response.status == 200 and _healthy_workers(response.read()) == len(self._urls)
-            except (OSError, http.client.HTTPException):
-                return False
+        port, timeout_s = self._ports.http, READY_REQUEST_TIMEOUT_S
+        answer = own_answer(LOOPBACK, port, "/workers", key=self._key, timeout_s=timeout_s)
+        return answer is not None and _healthy_workers(answer) == len(self._urls)
 
     def _log_end(self) -> str:
         return f"last lines of {self._log_file}:\n{log_tail(self._log_file, key=self._key)}"
@@ -261,8 +235,8 @@ def check_is_installed() -> None:
 
 
 def _healthy_workers(content: bytes) -> int:
-    """Raises OSError where ``content`` is no list of workers: something else listens at this port."""
+    """0 where ``content`` is no list of workers: something else listens at this port."""
     try:
         return sum(worker["is_healthy"] for worker in json.loads(content)["workers"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise OSError(f"no answer of sglang-router: {content[:200]!r}") from error
+    except (ValueError, KeyError, TypeError):
+        return 0

@@ -210,7 +210,7 @@ def play(folder: str, problem: str, texts: list[str], workspace, *settings: str)
                 tokenizer=tokenizer,
                 stop_token_ids=[tokenizer.eos_token_id],
                 max_positions=256,
-                vocab_size=None,
+                vocab_size=len(tokenizer),
             ) as makers,
         ):
             return await makers("training").sample(engine, prompt, [7], temperature=1.0)

@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from contextlib import closing
-from dataclasses import replace
 
 import aiohttp
 import pytest
@@ -19,14 +18,12 @@ from aiohttp import web
 
 from rollout import connections
 from rollout.client import GenerationError
-from rollout.connections import PeerLost, Requester, connect, require_own, watch
+from rollout.connections import PeerLost, Requester, connect, own_answer, require_own, watch
 from rollout.run_key import run_key
 from rollout.sampling.messages import SamplingError
 from rollout.sampling.remote import RemoteSampler
-from rollout.servers import fleet
 from rollout.servers.client import SGLangClient
 from rollout.servers.control_line import ControlError, ControlLine
-from tests.support.server_specs import server_spec
 
 GONE = OSError(errno.ENETUNREACH, "Network is unreachable")
 REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
@@ -119,7 +116,7 @@ def test_another_users_process_controls_no_learner_and_is_no_healthy_server(stra
     with closing(line), pytest.raises(ControlError, match="another user"):
         line.ask("GET", "/model_info", None).result()
     assert told() == "got b''\n"
-    assert fleet._get(replace(server_spec(tmp_path), key=key), port, "/model_info", 5.0) is None
+    assert own_answer("127.0.0.1", port, "/model_info", key=key, timeout_s=5.0) is None
 
 
 class Connected(socket.socket):

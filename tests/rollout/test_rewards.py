@@ -49,7 +49,7 @@ from rollout.rewards.math_answers import (
     math_verify_reward,
 )
 from rollout.rewards.scorer import Scorer, _worker_pool, check_reward, default_num_workers, may_read_rows
-from rollout.rewards.worker import START_TIMEOUT_S, Job, WorkerStartError, _math_verify, _Worker, kill_tree
+from rollout.rewards.worker import START_TIMEOUT_S, Job, WorkerStartError, _math_verify, _Worker, end_tree
 from rollout.tasks import Problem
 
 # --- the evaluator
@@ -526,7 +526,7 @@ def test_what_its_children_started_ends_too():
     process = subprocess.Popen(["sh", "-c", shells], stdout=subprocess.PIPE, text=True)
     with process:
         grandchild = int(process.stdout.readline())
-        kill_tree(process)
+        end_tree(process)
     assert ends(grandchild)
 
 
@@ -558,7 +558,7 @@ def test_a_worker_that_ended_between_two_jobs_is_started_anew_and_none_after_the
     job = Job(prompt_text="p", response_text="fine", reference="r")
     try:
         assert worker.call(job) == Score(value=1.0)
-        kill_tree(worker._process)
+        end_tree(worker._process)
         assert worker.call(job) == Score(value=1.0)
         with ThreadPoolExecutor(1) as threads:
             late = threads.submit(worker.call, replace(job, response_text="hang"))

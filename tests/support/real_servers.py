@@ -43,7 +43,6 @@ def send(
     model,
     *,
     version: int,
-    tensor_parallel: int = 1,
     in_one_request: bool = True,
     carrier: str | None = None,
     precision: Precision | None = None,
@@ -53,7 +52,7 @@ def send(
     The sender's side is the product's; several buckets, and tensors by themselves. carrier: None for the product's
     choice. precision: a grid, to which matrices are packed."""
     carrier = carrier or (MEMORY if in_one_request else "gloo")
-    sender = StageSender(control, tensor_parallel, carrier, 60, in_one_request=in_one_request)
+    sender = StageSender(control, carrier, 60, in_one_request=in_one_request)
     try:
         plan = plan_transfer(
             units_of(model.named_parameters()),

@@ -19,7 +19,7 @@ def die_in_a_transfer(model_dir: Path, url: str, carrier: str) -> None:
     """A learner that ends by SIGKILL between two buckets of an update."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     with SGLangControl([url], tensor_parallel=1, timeout_s=60) as control:
-        sender = StageSender(control, 1, carrier, 60)
+        sender = StageSender(control, carrier, 60)
         control.take_over()
         control.open_update().wait()
         units = [[(name, tensor.shape)] for name, tensor in model.named_parameters()]

@@ -287,7 +287,7 @@ def work_failing_publishes(folder: Path, failures: dict[str, list[str]]) -> dict
             servers if dist.get_rank() == 0 else None,
             RolloutConfig(dtype="float32"),
             LaunchConfig(collective_timeout_s=60.0),
-            EngineAgreement(allowed=None, samples_are_probes=True),  # these servers hold nothing
+            agreement=EngineAgreement(allowed=None, samples_are_probes=True),  # these servers hold nothing
         )
         for place in places:
             servers.fails, servers.version, error = place, learner.version + 1, None

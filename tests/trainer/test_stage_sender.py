@@ -32,7 +32,7 @@ class Joining:
 class Control:
     """Of no servers, so that a group is whole as soon as the learner is in it."""
 
-    urls = ()
+    num_receivers = 0
 
     def __init__(self, failure: Exception | None = None):
         self._failure = failure
@@ -53,8 +53,8 @@ class Control:
 def test_a_group_whose_servers_failed_to_join_can_be_made_anew():
     platform.init_distributed(60.0)
     with pytest.raises(ControlError, match="closed the connection"):
-        StageSender(Control(ControlError("server closed the connection")), 1, "gloo", 10.0)
-    StageSender(Control(), 1, "gloo", 10.0).close()
+        StageSender(Control(ControlError("server closed the connection")), "gloo", 10.0)
+    StageSender(Control(), "gloo", 10.0).close()
 
 
 @pytest.mark.parametrize("of_learner", [True, False])
@@ -74,7 +74,7 @@ def test_an_error_of_the_learners_own_gathering_is_not_the_servers(monkeypatch, 
 
         yield SimpleNamespace(meeting=None, send=send, finish=lambda check: None)
 
-    sender = StageSender(Control(), 1, "gloo", 10.0)
+    sender = StageSender(Control(), "gloo", 10.0)
     monkeypatch.setattr(sender, "_transfer", transfer)
     plan = SimpleNamespace(counts=[1, 1], names=["a"], shapes=[[1]], form_of=lambda name: "float32")
     raised, words = (
@@ -89,7 +89,7 @@ def nccl_sender(monkeypatch, done: list, stage: int) -> StageSender:
     """Of a group that takes itself for NCCL's; what becomes of it is told to ``done``. stage: one for each test, since an
     aborted group keeps its name here."""
     platform.init_distributed(60.0)
-    sender = StageSender(Control(), 1, "gloo", 10.0, stage=stage)
+    sender = StageSender(Control(), "gloo", 10.0, stage=stage)
     group = sender._broadcaster._group
     sender._broadcaster._backend = "nccl"
     destroy = torch.distributed.destroy_process_group

@@ -203,11 +203,9 @@ def control(folder, learner) -> Iterator[LendingControl]:
 def sync_of(learner: Learner, control: LendingControl, turns: SharedDevices, *, probes: bool) -> WeightSync:
     stage_sender.GROUP = f"test-{next(GROUPS)}"  # those of the tests before may still be there
     rollout = RolloutConfig(dtype="float32", temperature=TEMPERATURE)
-    agreement = EngineAgreement.of(
-        rollout, learner.engine.dtype, is_aligned=False, compares_samples=not probes
-    )
+    agreement = EngineAgreement.of(rollout, learner.engine.dtype, compares_samples=not probes)
     launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
-    return WeightSync(learner, control, rollout, launch, agreement, turns=turns)
+    return WeightSync(learner, control, rollout, launch, agreement=agreement, turns=turns)
 
 
 TRANSFER = ["take weights", "open_update", "receive_transfer", "close_update", "take kv_cache", "resume"]

@@ -206,6 +206,7 @@ class FakeControl:
 
     def __init__(self, folder, num_replicas: int) -> None:
         self.urls = [f"replica {i}" for i in range(num_replicas)]
+        self.num_receivers = num_replicas
         self.replicas = [Replica(folder) for _ in self.urls]
         self.calls: list[str] = []
         # A replica serves one request after the other.
@@ -215,7 +216,8 @@ class FakeControl:
         return Pending(what, [pool.submit(work, i) for i, pool in enumerate(self._pools)], TIMEOUT_S)
 
     def join_group(self, **meeting) -> Pending:
-        return self._everywhere("join", lambda i: self.replicas[i].join(1 + i, **meeting))
+        size = 1 + self.num_receivers
+        return self._everywhere("join", lambda i: self.replicas[i].join(1 + i, world_size=size, **meeting))
 
     def receive_bucket(self, *, version: int | None, **bucket) -> Pending:
         self.calls.append(f"receive_bucket version={version}")
@@ -314,7 +316,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
             rollout, learner.engine.dtype, is_aligned=is_aligned, compares_samples=compares_samples
         )
         launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
-        sync = WeightSync(learner, control, rollout, launch, agreement, lives=lives)
+        sync = WeightSync(learner, control, rollout, launch, agreement=agreement, lives=lives)
         return sync, control
 
     yield make

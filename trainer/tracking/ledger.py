@@ -9,7 +9,6 @@ sampled ahead of an interruption are in no line: the resumed run samples them ag
 import json
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from itertools import chain, pairwise
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -82,15 +81,9 @@ def read_ledger(path: Path) -> Iterator[LedgerLine]:
                 yield LedgerLine.model_validate_json(text)
 
 
-def imbalance(lines: Iterable[LedgerLine]) -> str | None:
-    """The first thing that is wrong: a step that is missing, or a group that no step has used, or two have; None
-    where each group has one fate."""
-    both = pairwise(chain([None], lines))
-    return next((wrong for before, line in both if line and (wrong := _wrong_behind(before, line))), None)
-
-
 def _wrong_behind(before: LedgerLine | None, line: LedgerLine) -> str | None:
-    """What is wrong with a line. ``before``: the one before it, if there is one."""
+    """What is wrong with a line: a step that is missing, or a group that no step has used, or two have. ``before``: the line
+    before it, if there is one."""
     if before is not None:
         if line.step != before.step + 1:
             return f"step {line.step} follows step {before.step}"
@@ -104,7 +97,7 @@ def _wrong_behind(before: LedgerLine | None, line: LedgerLine) -> str | None:
 
 
 def summary(lines: Iterable[LedgerLine]) -> str:
-    """What became of all groups, in a sentence."""
+    """What became of all groups, in a sentence; the first thing that is wrong where not each of them has one fate."""
     trained = left_out = failed = 0
     before, wrong = None, None
     for line in lines:

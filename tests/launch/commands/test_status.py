@@ -337,10 +337,9 @@ def test_a_run_without_checkpoints_is_finished_by_its_result(folder, config, req
 
 
 class NoProcesses:
-    """A supervisor whose roles do their work at once; ``look`` is called meanwhile."""
+    """A supervisor that starts nothing."""
 
-    def __init__(self, look):
-        self.start, self.wait_until_done, self.processes = lambda _: None, lambda _: look(), dict
+    processes = dict
 
     def __enter__(self):
         return self
@@ -370,7 +369,8 @@ def test_a_warm_start_and_an_evaluation_hold_their_folders(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     Path("config.yaml").write_text(f"{text}\nmodel: {{path: m}}\nlayout: {{dp: 1}}\n")
     monkeypatch.setattr(training, "load_checked", lambda parsed, *_, **__: parsed.validated())
-    monkeypatch.setattr(training, "Supervisor", lambda **_: NoProcesses(look))
+    monkeypatch.setattr(training, "Supervisor", lambda **_: NoProcesses())
+    monkeypatch.setattr(training, "run_to_end", look)
     monkeypatch.setattr(training, "start_sampling", look)
     monkeypatch.setattr(training, "wait_ready", fail)
     with contextlib.nullcontext() if command is training.sft else pytest.raises(RoleFailed):

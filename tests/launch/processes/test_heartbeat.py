@@ -104,12 +104,12 @@ def test_a_process_is_not_taken_for_dead_by_two_looks_far_apart(why):
 
 def test_a_pulse_says_what_its_role_is_doing_and_whether_it_works(folder):
     pulse = Pulse(folder, "rank-3", timeout_s=60)
-    pulse.beat()
+    pulse.look()
     pulse.doing("sync")
     until = time.process_time() + 0.3
     while time.process_time() < until:
         pass
-    pulse.beat()
+    pulse.look()
     ((beat, _),) = read_beats(folder)
     assert (beat.who, beat.pid, beat.doing, beat.ended) == ("learner rank 3", os.getpid(), "sync", [])
     assert beat.cpu > 0 and beat.since <= time.time()

@@ -51,7 +51,7 @@ def test_layouts_of_a_study_are_made_of_one_reading(readings):
 def test_a_role_is_handed_the_config_that_was_read_to_start_it(tmp_path, readings, monkeypatch):
     handed = []
 
-    async def run_sample_role(config, *, server_urls, announce, **unused):
+    async def run_sample_role(config, policy, *, server_urls, announce, **unused):
         handed.append(config)
 
     monkeypatch.setattr(role, "run_sample_role", run_sample_role)

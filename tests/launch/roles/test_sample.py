@@ -18,11 +18,7 @@ from launch.roles.sample import sample
 from rollout.guarded_process import own_folder
 from rollout.sampling import role
 
-CONFIG = SimpleNamespace(
-    launch=SimpleNamespace(nodes=None),
-    learner=SimpleNamespace(routing="own"),
-    rollout=SimpleNamespace(is_truncated=False),
-)
+CONFIG = SimpleNamespace(launch=SimpleNamespace(nodes=None), model=SimpleNamespace(path=None))
 EPISODE = """
 import asyncio, os
 from rollout.guarded_process import own_folder
@@ -37,13 +33,18 @@ asyncio.run(play())
 """
 
 
+@pytest.fixture(autouse=True)
+def without_model(monkeypatch):
+    monkeypatch.setattr("launch.roles.sample.architecture_of", lambda path: None)
+
+
 def test_a_sample_role_removes_the_folders_of_one_that_was_killed_and_no_others(tmp_path, monkeypatch):
     (tmp_path / "roles").mkdir()
     (tmp_path / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr(tempfile, "tempdir", None)
 
-    async def no_episodes(config, **named) -> None:
+    async def no_episodes(config, policy, **named) -> None:
         pass
 
     monkeypatch.setattr(role, "run_sample_role", no_episodes)
@@ -75,7 +76,7 @@ def test_a_sample_role_that_is_told_to_end_leaves_no_folder_of_its_episodes(tmp_
     (tmp_path / "roles").mkdir()
     folder, folders = RunFolder(tmp_path), []
 
-    async def episodes(config, *, announce, **named) -> None:
+    async def episodes(config, policy, *, announce, **named) -> None:
         announce("tcp://127.0.0.1:1")
         async with own_folder("tandem-test-") as path:
             folders.append(path)

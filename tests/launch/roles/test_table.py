@@ -2,6 +2,7 @@
 
 import os
 import resource
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,7 @@ def test_a_command_on_a_run_that_goes_on_is_no_sign_of_life_of_it(name, monkeypa
         monkeypatch.setattr(table, patched, lambda *_, **unused: None)
     monkeypatch.setattr(table, "role_environment", lambda _: {})
     monkeypatch.setattr(table, "exit_now", lambda code: pytest.fail(f"exit code {code}"))
+    monkeypatch.setattr(table, "process_group", nullcontext)
     (tmp_path / "roles").mkdir()
     of_the_run = {"rank-0.beat": "a beat", "rank-0.stopped": "a note"}
     for file, text in of_the_run.items():

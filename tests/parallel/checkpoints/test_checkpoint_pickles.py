@@ -176,14 +176,14 @@ def test_export_and_replay_of_damaged_and_foreign_runs(model, tmp_path, capfd):
     # What their processes do, in this one.
     replays.write_request(run, 3, ["disabled"])
     with pytest.raises(CheckpointError, match=r"step_000002 is damaged: __0_1\.distcp is damaged"):
-        table.replay(run, config)
+        replays.answer_request(run, config)
     shutil.rmtree(run.checkpoints / "step_000002")
     marker = tmp_path / "marker"
     hidden_in_metadata(run.checkpoints / "step_000001", Code(marker))
     write_manifest(run.checkpoints / "step_000001", world_size=1)
     replays.write_request(run, 2, ["disabled"])
     write_json(run.export_request, {"step": None})
-    for role in (table.export, table.replay):
+    for role in (table.export, replays.answer_request):
         with pytest.raises(CheckpointError, match=REFUSED):
             role(run, config)
     assert not marker.exists() and not any(run.export.glob("*"))

@@ -174,7 +174,7 @@ def test_an_unchanged_agent_with_openais_client_is_an_environment(tmp_path):
 
     async def samples() -> list[Sample]:
         async with asyncio.timeout(DEADLINE_S), sample_makers(
-            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256, vocab_size=None  # pyright: ignore
+            config, scorer=SimpleNamespace(score=None), tokenizer=Model(), stop_token_ids=[STOP], max_positions=256, vocab_size=VOCAB  # pyright: ignore
         ) as samples_of:  # fmt: skip
             return await samples_of("training").sample(FakeEngine(), PROBLEM, [11, 12], temperature=0.5)
 
@@ -247,7 +247,8 @@ def test_an_environment_of_messages_takes_the_template_with_the_arguments_of_the
     async def start() -> None:
         tokenizer = chat_tokenizer("qwen3")
         async with sample_makers(
-            config, scorer=SimpleNamespace(score=None), tokenizer=tokenizer, stop_token_ids=[0], max_positions=256, vocab_size=None  # pyright: ignore
+            config, scorer=SimpleNamespace(score=None), tokenizer=tokenizer, stop_token_ids=[0], max_positions=256,  # pyright: ignore
+            vocab_size=len(tokenizer),
         ):  # fmt: skip
             pass
 

@@ -261,7 +261,7 @@ def test_the_sample_role_makes_training_and_held_out_episodes_and_ends_their_pro
             tokenizer=TEXTS.tokenizer,
             stop_token_ids=[STOP],
             max_positions=256,
-            vocab_size=None,
+            vocab_size=len(TEXTS.tokenizer),
         ) as samples_of:
             for which in ("training", "held-out"):
                 maker = samples_of(which)

@@ -524,14 +524,14 @@ def test_episodes_have_the_limits_of_the_servers(monkeypatch):
         engine = FakeEngine()
         async with sample_makers(
             config, scorer=SimpleNamespace(score=None), tokenizer=Numbers(), stop_token_ids=[STOP],  # pyright: ignore
-            max_positions=max_positions, vocab_size=None,
+            max_positions=max_positions, vocab_size=len(Numbers()),
         ) as samples_of:  # fmt: skip
             made = await samples_of("training").sample(engine, PROMPT, list(range(40)), temperature=0.5)
         assert {one.status for one in made} == {Status.TOKEN_LIMIT}
         longest_prompt = max(turn.start for one in made for turn in one.sequence.turns)
         return longest_prompt, max(len(one.sequence) for one in made)
 
-    for max_positions, length in [(40, 40), (64, 50), (None, 50)]:
+    for max_positions, length in [(40, 40), (64, 50)]:
         longest_prompt, longest = asyncio.run(play(max_positions))
         assert longest_prompt == length - 7 and length - 7 < longest <= length - 2
 

@@ -27,6 +27,7 @@ from configs.schema.launch import EvaluationConfig
 from configs.schema.reward import ModelReward
 from configs.schema.rollout import ResampleGroups, RolloutConfig
 from configs.schema.sampler import MixtureOrder
+from parallel.planning.architecture import architecture_of
 from rollout.client import ClientStats, GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from rollout.rewards.served import RewardModelError
@@ -48,7 +49,7 @@ from rollout.sampling.mixture import mixture_order
 from rollout.sampling.order import epoch_order
 from rollout.sampling.prompt_room import prompt_room
 from rollout.sampling.remote import RemoteSampler
-from rollout.sampling.role import check_vocabulary, load_checked_task, run_sample_role, serve, task_that_fits
+from rollout.sampling.role import load_checked_task, run_sample_role, serve, task_that_fits
 from rollout.sampling.sampler import (
     GroupSampler,
     _has_signal,
@@ -60,7 +61,7 @@ from rollout.sampling.sampler import (
 from rollout.tasks import Problem, Task, digest_of, longer_than, without
 from rollout.tasks.task import LazyPrompts
 from rollout.tiny_model import make_tiny_countdown_model
-from rollout.tokenization import load_tokenizer
+from rollout.tokenization import check_vocabulary_size, load_tokenizer
 from tests.support.fake_engine import FakeEngine, fake_tokens, single_turns
 from trainer.sampling import SharedSampler
 
@@ -905,9 +906,8 @@ def test_a_task_without_training_prompts_is_refused(tokenizer):
 
 
 def test_a_tokenizer_larger_than_the_model_is_refused(tokenizer, tmp_path):
-    (tmp_path / "config.json").write_text('{"vocab_size": 5}')
     with pytest.raises(ValueError, match=f"has {len(tokenizer)} tokens, but the model's vocab_size is 5"):
-        check_vocabulary(tokenizer, tmp_path)
+        check_vocabulary_size(len(tokenizer), 5, tmp_path)
 
 
 def run_config(
@@ -933,8 +933,6 @@ def task_of(*, train, heldout=()) -> Task:
 def test_prompts_that_fit_exactly_are_accepted():
     task = task_of(train=[60, 3], heldout=[86])
     assert task_that_fits(task, run_config(), max_positions=128) == task
-    task = task_of(train=[60], heldout=[9999])
-    assert task_that_fits(task, run_config(), max_positions=None) == task
     task = task_of(train=[1])
     assert task_that_fits(task, run_config(), max_positions=43) == task
 
@@ -945,7 +943,7 @@ def test_prompts_that_fit_exactly_are_accepted():
         (40, {}, 128, 86),  # a sequence ends 2 tokens before the last position
         (5, {}, 128, 121), (6, {}, 128, 120), (1, {}, 128, 121),  # no prompt of the last 6 is taken
         (40, {"server_args": {"context-length": 100}}, 128, 58),
-        (40, {"server_args": {"context_length": "100"}}, None, 58),
+        (40, {"server_args": {"context_length": "100"}}, 128, 58),
         (40, {"max_total_tokens": 100}, 128, 58),
         (40, {"max_total_tokens": 100, "server_args": {"page-size": 1}}, 128, 58),
         (40, {"max_total_tokens": 127, "server_args": {"page-size": 16}}, 128, 40),  # of 112 places, two pages stay free
@@ -957,7 +955,7 @@ def test_the_room_for_a_prompt_is_what_the_servers_take(max_new_tokens, rollout,
     config = run_config(max_new_tokens=max_new_tokens, token_budget=999, **rollout)
     for which in ("training", "held-out"):
         found = prompt_room(config, which, max_positions=max_positions)
-        assert found is not None and found.tokens == room
+        assert found.tokens == room
     assert "SGLang takes sequences of " in found.within
 
 
@@ -1024,7 +1022,11 @@ def test_the_sample_role_refuses_an_overlong_prompt_before_it_asks_for_servers(m
     with pytest.raises(ValueError, match=r"training prompt \S+/p\.jsonl:line 2 has 62 tokens, but only 60 "):
         asyncio.run(
             run_sample_role(
-                config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path
+                config,
+                architecture_of(model_dir),
+                server_urls=lambda: asked.append(1) or [],
+                announce=asked.append,
+                log_dir=tmp_path,
             )
         )
     assert asked == []
@@ -1048,7 +1050,15 @@ def test_the_sample_role_mixes_what_is_not_left_out(model_dir, tmp_path, longest
             asked.append(1)
             raise RuntimeError("asked")
 
-        asyncio.run(run_sample_role(config, server_urls=server_urls, announce=asked.append, log_dir=tmp_path))
+        asyncio.run(
+            run_sample_role(
+                config,
+                architecture_of(model_dir),
+                server_urls=server_urls,
+                announce=asked.append,
+                log_dir=tmp_path,
+            )
+        )
     assert asked == ([] if error else [1])
 
 
@@ -1058,7 +1068,9 @@ def test_prompts_and_those_held_out_obey_the_arguments_of_the_template(tmp_path)
     path = write_problems(tmp_path / "p.jsonl", ["1+2", "3"])
     config = run_config(tmp_path / "tiny", task={"type": "jsonl", "train_path": path, "heldout_path": path})
     model = config.model.model_copy(update={"chat_template_kwargs": {"ending": "="}})
-    tokenizer, task = load_checked_task(config.model_copy(update={"model": model}))
+    tokenizer, task = load_checked_task(
+        config.model_copy(update={"model": model}), architecture_of(model.path)
+    )
     for prompts in (task.train, task.heldout):
         assert [tokenizer.decode(prompt.token_ids) for prompt in prompts] == ["1+2=", "3="]
 
@@ -1073,7 +1085,11 @@ def test_the_sample_role_asks_its_reward_model_before_it_waits_for_servers(model
     ):
         asyncio.run(
             run_sample_role(
-                config, server_urls=lambda: asked.append(1) or [], announce=asked.append, log_dir=tmp_path
+                config,
+                architecture_of(model_dir),
+                server_urls=lambda: asked.append(1) or [],
+                announce=asked.append,
+                log_dir=tmp_path,
             )
         )
     assert asked == []
@@ -1089,13 +1105,17 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(m
         ready.set()
 
     role = run_sample_role(
-        config, server_urls=lambda: ["http://127.0.0.1:9"], announce=announce, log_dir=tmp_path
+        config,
+        architecture_of(model_dir),
+        server_urls=lambda: ["http://127.0.0.1:9"],
+        announce=announce,
+        log_dir=tmp_path,
     )
     thread = threading.Thread(target=asyncio.run, args=(role,), daemon=True)
     thread.start()
     assert ready.wait(60)
     with RemoteSampler(announced[0], timeout_s=20) as remote:
-        digest = digest_of(load_checked_task(config)[1].train)
+        digest = digest_of(load_checked_task(config, architecture_of(model_dir))[1].train)
         assert remote.state() == {"position": 0, "num_prompts": 3, "prompts": digest}
         remote.stop()
     thread.join(20)

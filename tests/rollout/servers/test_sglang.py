@@ -269,10 +269,6 @@ def test_a_control_request_that_fails_carries_the_servers_words(control):
         control.close_update()
     with pytest.raises(ValueError, match="join_group first"):
         control.receive_bucket(names=["x"], dtype="float32", shapes=[[1]], version=1)
-    with pytest.raises(ValueError, match="world_size=5"):
-        control.join_group(
-            master_address="127.0.0.1", master_port=1, world_size=5, group_name="g", backend="gloo"
-        )
 
 
 @pytest.mark.engines
@@ -303,12 +299,14 @@ def probe_truncated(
     return [parse_completion(reply, Sent.of(prompt, truncation=truncation)) for reply in replies]
 
 
-def check_an_update_in_a_response(control, urls, models, truncation: Truncation | None = None, **sending):
+def check_an_update_in_a_response(
+    control, urls, models, tensor_parallel: int, truncation: Truncation | None = None
+):
     """Weights arrive while a response is being sampled: each token's log-prob is of the version that it names. An
     even version is of the first model. Returns the model that the server has at the end."""
     prompt = [3, 8, 5, 14, 9]
     with (
-        SGLangControl(urls, tensor_parallel=sending["tensor_parallel"], timeout_s=120) as asking,
+        SGLangControl(urls, tensor_parallel=tensor_parallel, timeout_s=120) as asking,
         ThreadPoolExecutor(1) as thread,
     ):
         pause_s = 0.1
@@ -323,7 +321,7 @@ def check_an_update_in_a_response(control, urls, models, truncation: Truncation 
             is_late = bool(wait([response], timeout=pause_s).done)
             pause_s = 0.1 if is_late else 2 * pause_s
             control.pause()  # before the group is made, which takes as long as the response
-            assert send(control, sent, version=old + 1, **sending) == control.versions() == [old + 1]
+            assert send(control, sent, version=old + 1) == control.versions() == [old + 1]
             control.resume()
             (completion,) = response.result()
             if min(completion.token_versions.tolist().count(version) for version in (old, old + 1)) >= 10:
@@ -536,30 +534,27 @@ def test_the_server_finds_and_names_a_bit_that_changes_on_the_way_and_what_is_no
     control.resume()
 
 
-def check_packed_matrices_arrive_rounded(control: SGLangControl, model, tensor_parallel: int = 1) -> None:
+def check_packed_matrices_arrive_rounded(control: SGLangControl, model) -> None:
     """The servers hold, bit by bit, what they hold when the rounded numbers are sent as they are."""
     (version,), found = control.versions(), []
-    to = {"version": version, "tensor_parallel": tensor_parallel}
     for precision, carrier in (("int8", MEMORY), ("int4", "gloo"), ("fp8_e4m3_block", MEMORY)):
         whole = deepcopy(model)
         for name, parameter in whole.named_parameters():
             if is_rounded(name, precision):
                 parameter.data = rounded(parameter.data, precision)
-        send(control, whole, **to)
+        send(control, whole, version=version)
         expected = control.checksums()
-        send(control, model, **to)
+        send(control, model, version=version)
         assert control.checksums() != expected
-        send(control, model, **to, carrier=carrier, precision=precision)
+        send(control, model, version=version, carrier=carrier, precision=precision)
         assert control.checksums() == expected, precision
         found.append(expected)
     assert found[0] != found[1] != found[2]
 
 
-def send_broken(
-    control: SGLangControl, weights, broken: str | None, tensor_parallel: int = 1, carrier: str = MEMORY
-) -> None:
+def send_broken(control: SGLangControl, weights, broken: str | None, carrier: str = MEMORY) -> None:
     """An update as version 99, of which another bit is sent than was hashed: of the tensor ``broken``, or of the hashes."""
-    sender = StageSender(control, tensor_parallel, carrier, 60)
+    sender = StageSender(control, carrier, 60)
     plan = plan_transfer(units_of(weights), dtype=torch.float32, device="cpu", alone_bytes=2**17)
     last = len(plan.counts)
     wrong = last if broken == "hashes" else -1
@@ -653,15 +648,15 @@ def test_tensor_parallel_servers_take_updates_too(model_dirs, models, tmp_path, 
             if has_plugin:
                 control.require_plugin()
                 with pytest.raises(ControlError, match=r"rank [01]: other bytes were received than sent"):
-                    send_broken(control, list(models[1].named_parameters()), "model.norm.weight", 2)
+                    send_broken(control, list(models[1].named_parameters()), "model.norm.weight")
             else:
                 with pytest.raises(ControlError, match="does not answer as Tandem's SGLang plugin"):
                     control.require_plugin()
-            send(control, models[1], version=1, tensor_parallel=2, in_one_request=has_plugin)
+            send(control, models[1], version=1, in_one_request=has_plugin)
             after = control.checksums()[0]
             if has_plugin:
-                check_packed_matrices_arrive_rounded(control, models[1], tensor_parallel=2)
-                send(control, models[1], version=1, tensor_parallel=2)
+                check_packed_matrices_arrive_rounded(control, models[1])
+                send(control, models[1], version=1)
                 assert control.checksums()[0] == after
             control.resume()
             assert {name.split("/")[0] for name in after} == {"rank0", "rank1"}

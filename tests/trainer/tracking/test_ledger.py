@@ -5,7 +5,7 @@ import tracemalloc
 import pytest
 
 from rollout.sampling.messages import SamplingStats
-from trainer.tracking.ledger import LEDGER, Ledger, LedgerLine, imbalance, read_ledger, summary
+from trainer.tracking.ledger import LEDGER, Ledger, LedgerLine, read_ledger, summary
 
 
 def stats(first: int, count: int, *without_signal: int, failed: int = 0) -> SamplingStats:
@@ -39,7 +39,6 @@ def test_lines_of_steps_that_are_done_again_go_and_a_torn_one_does_too(tmp_path)
         (3, 8, 14, 4),
     ]
     assert lines[2].prompts == ["p3", "p4", "p0", "p1", "p2", "p3"]
-    assert imbalance(lines) is None
     told = "12 groups trained on, each in one step; 2 left out, since their siblings do not differ; 3 rewards failed"
     assert summary(lines) == told
     Ledger(path, keep_until=0)
@@ -56,7 +55,6 @@ def test_lines_of_steps_that_are_done_again_go_and_a_torn_one_does_too(tmp_path)
     ],
 )
 def test_what_is_wrong_is_named(lines, wrong):
-    assert imbalance(lines) == wrong
     assert summary(lines) == f"NOT BALANCED: {wrong}"
 
 
@@ -76,4 +74,4 @@ def test_a_long_ledger_is_summed_up_line_by_line(tmp_path):
 
 
 def test_a_run_that_was_begun_by_an_older_version_is_balanced_from_its_first_line_on():
-    assert imbalance([line(11, 40, 4), line(12, 44, 4)]) is None
+    assert summary([line(11, 40, 4), line(12, 44, 4)]) == "8 groups trained on, each in one step"
