@@ -90,7 +90,7 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
     tracker = run.tracker
     if tracker is not None:
         tracker.say("the steps are done; the model and the report are being written")
-    tell_once(run, "best checkpoint", run.checkpointer.save_before_export(run.learner, run.sampler))
+    tell_once(run, "last checkpoint", run.checkpointer.save_before_export(run.learner, run.sampler))
     if tracker is not None:
         # Of an earlier end of the run. A kill before the new one must not leave the new model with its steps.
         folder.summary.unlink(missing_ok=True)
