@@ -17,10 +17,11 @@ from typing import TextIO, get_args
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.arguments import BadInput
+from launch.checks.arguments import BadInput, as_bad_input
 from launch.commands.status import brief_state
 from launch.processes.locks import WITHOUT_LOCKS
 from launch.processes.run_folder import RunFolder
+from trainer.file_system import open_lock
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import ServiceName, missing_package
 from trainer.tracking.services import Service, ServiceError, TensorBoardService, WandbService, publish
@@ -88,7 +89,9 @@ def _interrupted() -> threading.Event:
 def _alone(folder: RunFolder, service: ServiceName, *, waits: bool) -> Iterator[None]:
     """Inside, no other process copies the run to the service: both would begin anew. The process of a run ``waits`` for the end
     of another copy, or of the run. Raises BadInput."""
-    with (folder.path / f".publish-{service}.lock").open("w") as lock:
+    with as_bad_input("RUN: "):
+        lock = open_lock(folder.path / f".publish-{service}.lock")
+    with lock:
         has_said = False
         while not _locked(lock):
             how = f"{folder.logs / f'publish-{service}.log'} has its output where the run itself started it"
