@@ -139,11 +139,17 @@ class Checkpointer:
         return self.save(self.complete, learner) if self._saved < self.complete else None
 
     def save_before_export(self, learner: Learner, sampler: SharedSampler) -> str | None:
-        """Save the last steps, as ``save`` does, before a long export, which may be killed.
+        """Save the last steps, as ``save`` does, before a long export, which may be killed. Returns, on rank 0, also the
+        warning of a disk without space for them: it may have space for the model, which is several times smaller.
 
         A run without checkpoints gets one only if it was asked to stop, as its time to finish may run out.
         """
-        return self.save_last(learner) if self._config.every or sampler.stop_requested() else None
+        if not (self._config.every or sampler.stop_requested()):
+            return None
+        try:
+            return self.save_last(learner)
+        except DiskFull as full:
+            return f"{full}; the model is written nevertheless, and a resume to more steps goes on from an earlier checkpoint"
 
     def save(self, step: int, learner: Learner) -> str | None:
         """Raises DiskFull on all ranks. Returns, on rank 0, the warning of a disk that had space for the checkpoint and none

@@ -106,6 +106,8 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         is_final = step is None and folder.has_final_model()
         if not is_final:
             _export_checkpoint(folder, step)
+        elif not adapter:
+            _check_model(finished)
         with _one_error_for(out, finished if is_final else None):
             partial.parent.mkdir(parents=True, exist_ok=True)
             if is_final:
@@ -117,6 +119,20 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         for left in (partial, folder.export, folder.exported_adapter):
             shutil.rmtree(left, ignore_errors=True)
         folder.export_request.unlink(missing_ok=True)
+
+
+def _check_model(hf: Path) -> None:
+    """By config.json and the weights' headers, in milliseconds. A copy of a damaged model would look like a whole one."""
+    from parallel.planning.architecture import architecture_of
+    from parallel.weights.hf_headers import weight_problems
+
+    try:
+        problems = weight_problems(hf, architecture_of(hf))
+    except ValueError as error:  # of config.json
+        problems = [str(error)]
+    if problems:
+        fix = f"move {hf} away, and the model of the newest checkpoint is exported"
+        raise BadInput(f"RUN: its model is damaged: {'; '.join(problems)}; or {fix}")
 
 
 @contextlib.contextmanager

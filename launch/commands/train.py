@@ -150,7 +150,9 @@ def resume(
 ) -> RunFolder | None:
     """``train`` with the run's own config and ``overrides``."""
     folder = existing_run(run)
-    kind = parse_config(folder.config).layers[0].at(["kind"])
+    # A file that cannot be read has no layers; ``train`` says why.
+    layers = parse_config(folder.config).layers
+    kind = layers[0].at(["kind"]) if layers else None
     if kind is not None and kind.plain() == "sft":
         raise BadInput(
             f"RUN: {run} is a warm start, which saves nothing to go on from; {way_on(folder, 'sft')}"

@@ -90,7 +90,7 @@ def export(run: "Run", folder: RunFolder, *, start_up_s: float, training_s: floa
     tracker = run.tracker
     if tracker is not None:
         tracker.say("the steps are done; the model and the report are being written")
-    tell_once(run, "best checkpoint", run.checkpointer.save_before_export(run.learner, run.sampler))
+    tell_once(run, "last checkpoint", run.checkpointer.save_before_export(run.learner, run.sampler))
     if tracker is not None:
         if (save_s := run.checkpointer.last_save_s) is not None:  # no further step has it in its line
             tracker.say(f"the last checkpoint took {save_s:.1f} s")

@@ -98,13 +98,15 @@ def hidden_folder(final: Path) -> Path:
 
 
 def share_as_new(hidden: Path) -> None:
-    """Give a folder of ``hidden_folder``, which its owner alone can read, the mode of any new folder in its place. A new
-    folder tells it: the umask belongs to all threads and cannot be read without a change, and a group's folder hands on
-    more than it."""
+    """Give a folder of ``hidden_folder``, which its owner alone can read, the mode of any new folder in its place, and its
+    files that of new files: safetensors writes for the owner alone too. A new folder tells it: the umask belongs to all
+    threads and cannot be read without a change, and a group's folder hands on more than it."""
     fresh = hidden / ".mode"
     fresh.mkdir()
     mode = stat.S_IMODE(fresh.stat().st_mode)
     fresh.rmdir()
+    for path in filter(Path.is_file, hidden.iterdir()):
+        os.chmod(path, mode & 0o666)
     os.chmod(hidden, mode)
 
 

@@ -1434,6 +1434,14 @@ def test_a_config_of_another_kind_is_refused(command, text, wanted, folder, monk
     )
 
 
+@pytest.mark.parametrize("text", ["", "name: [", "- a list"])
+def test_a_run_whose_config_cannot_be_read_is_not_resumed(text, folder, monkeypatch, capsys):
+    run = Path("run")
+    run.mkdir()
+    (run / "config.yaml").write_text(text)
+    assert "run/config.yaml" in refused(["resume", "run", "--dry-run"], folder, monkeypatch, capsys)
+
+
 OF_ANY_CONFIG = [
     "train",
     "sft",

@@ -346,7 +346,7 @@ def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(t
     results.export(run.path, tmp_path / "new" / "out")
     assert (tmp_path / "new" / "out" / "weights").read_text() == "of a checkpoint"
     assert (copied, run.export.exists()) == ([], False)
-    run.hf.mkdir()
+    shutil.copytree(model, run.hf)
     (run.hf / "weights").write_text("of the end")
     run.summary.write_text('{"steps": 1}')
     results.export(run.path, tmp_path / "out")

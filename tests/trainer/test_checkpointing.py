@@ -349,7 +349,8 @@ def test_an_evaluation_that_a_resumed_run_made_up_for_can_be_the_best(tmp_path):
 
 
 def test_a_full_disk_ends_no_run_and_costs_no_checkpoint(tmp_path):
-    """But at its end, where nothing comes after it. The critic's, which has no policy then, makes room."""
+    """But at a stop, where nothing comes after it: at the end the model does, which needs less space. The critic's, which has
+    no policy then, makes room."""
     run, checkpointer = learner(critic=True), Checkpointer(tmp_path, CheckpointConfig(every=1, keep=1))
     assert checkpointer.after_step(1, run, Data()) is None
     save, run.engine.save = run.engine.save, Mock(side_effect=DiskFull("could not write step_000002"))
@@ -358,6 +359,7 @@ def test_a_full_disk_ends_no_run_and_costs_no_checkpoint(tmp_path):
         "step 2: could not write step_000002; free space: the run goes on, and tries again"
     )
     assert steps_kept(tmp_path) == [1]
+    assert "step_000002; the model is written" in checkpointer.save_before_export(run, Data())
     with pytest.raises(DiskFull, match="step_000002"):
         checkpointer.save_last(run)
     run.engine.save = save

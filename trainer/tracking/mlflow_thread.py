@@ -52,7 +52,12 @@ _ENVIRONMENT = {
 
 def tracking_uri(config: RunConfig, run_dir: Path) -> str:
     """``tracking.uri``, else MLFLOW_TRACKING_URI, else the sqlite store of ``store_file``."""
-    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{store_file(run_dir)}"
+    return config.tracking.uri or os.environ.get("MLFLOW_TRACKING_URI") or _own_uri(run_dir)
+
+
+def _own_uri(run_dir: Path) -> str:
+    """Of the sqlite store. A ``?`` of the path would begin the URI's query, and a ``%`` an encoded letter."""
+    return f"sqlite:///{store_file(run_dir)}".replace("%", "%25").replace("?", "%3F")
 
 
 def store_file(run_dir: Path) -> Path:
@@ -286,7 +291,7 @@ class MlflowThread(threading.Thread):
     @contextlib.contextmanager
     def _others_kept_out(self) -> Iterator[None]:
         """Only one of several runs that start together makes the tables of a shared sqlite store."""
-        if self._uri != f"sqlite:///{store_file(self._run_dir)}":
+        if self._uri != _own_uri(self._run_dir):
             yield
             return
         with open_lock(_lock_of(store_file(self._run_dir))) as lock:
@@ -295,13 +300,14 @@ class MlflowThread(threading.Thread):
 
     def _experiment_id(self) -> str:
         from mlflow.exceptions import MlflowException
+        from sqlalchemy.engine import make_url
 
         name = self._config.tracking.experiment
         if experiment := self._client.get_experiment_by_name(name):
             return experiment.experiment_id
         location = None  # a server has its own
         if self._uri.startswith("sqlite:///"):  # beside the database, not in the current folder
-            location = (Path(self._uri.removeprefix("sqlite:///")).resolve().parent / ARTIFACTS).as_uri()
+            location = (Path(make_url(self._uri).database or "").resolve().parent / ARTIFACTS).as_uri()
         try:
             return self._client.create_experiment(name, artifact_location=location)
         except MlflowException:

@@ -23,6 +23,7 @@ from launch.commands import train as training
 from launch.processes.run_folder import RunFolder, locked
 from parallel.checkpoints.files import step_folder, stored_bytes, write_manifest
 from parallel.planning.memory import GIB, size_text
+from parallel.weights.hf_headers import SINGLE as WEIGHTS
 from tests.configs.test_broken_configs import BASE, MODELS
 from tests.support.megatron_workers import make_engine, make_hf_model, make_value_engine
 from tests.support.model_folders import make_model_folder
@@ -177,11 +178,9 @@ def test_dry_run_tells_the_sizes(folder, free):
 @pytest.fixture
 def finished(tmp_path) -> RunFolder:
     run = RunFolder(tmp_path / "run")
-    run.hf.mkdir(parents=True)
+    make_model_folder(run.hf, MODELS["dense"])
     run.config.write_text("kind: train\n")
     run.summary.write_text('{"steps": 1}')
-    (run.hf / "config.json").write_text("{}")
-    (run.hf / "model.safetensors").write_bytes(b"x" * 5000)
     return run
 
 
@@ -199,7 +198,21 @@ def test_an_export_onto_a_full_disk_is_one_error_and_leaves_nothing(finished, tm
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     results.export(finished.path, tmp_path / "out")
-    assert (tmp_path / "out" / "model.safetensors").stat().st_size == 5000
+    assert (tmp_path / "out" / WEIGHTS).read_bytes() == (finished.hf / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "told"),
+    [("config.json", b"{", "not valid JSON"), (WEIGHTS, b"x" * 100, "no readable safetensors file")],
+)
+def test_a_damaged_model_is_not_exported_as_if_it_were_whole(finished, tmp_path, name, content, told):
+    (finished.hf / name).write_bytes(content)
+    with pytest.raises(BadInput, match=rf"its model is damaged: .*{name} .*{told}[\s\S]*move .*hf away"):
+        results.export(finished.path, tmp_path / "out")
+    (finished.hf / name).unlink()
+    with pytest.raises(BadInput, match=r"move .*hf away, and the model of the newest checkpoint is exported"):
+        results.export(finished.path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_an_export_says_that_a_resume_took_its_model(finished, tmp_path, monkeypatch):
@@ -256,7 +269,7 @@ def test_two_exports_into_one_folder_do_not_meet(finished, tmp_path, monkeypatch
 
     monkeypatch.setattr(results.shutil, "copytree", copy_and_meet)
     results.export(finished.path, out)
-    assert (out / "model.safetensors").read_bytes() == b"x" * 5000
+    assert (out / WEIGHTS).read_bytes() == (finished.hf / WEIGHTS).read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "out", "run"]
 
     def lock_of_one_that_ends(path: Path) -> TextIO:

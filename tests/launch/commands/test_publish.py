@@ -73,6 +73,15 @@ def test_a_run_is_copied_by_one_process_at_a_time(run):
     assert tandem("publish", "run", "--to", "tensorboard", cwd=run.parent).returncode == 0
 
 
+def test_a_link_in_the_place_of_the_lock_empties_no_file(run):
+    """As the locks of runs and exports: anybody of a group may have put it into a folder that they share."""
+    (run.parent / "mine").write_text("kept")
+    (run / ".publish-tensorboard.lock").symlink_to(run.parent / "mine")
+    done = tandem("publish", "run", "--to", "tensorboard", cwd=run.parent)
+    assert done.returncode == 2 and "is a link, and a lock must be a file" in done.stderr
+    assert (run.parent / "mine").read_text() == "kept"
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -177,12 +177,13 @@ def test_a_real_file_with_float16_is_read(tmp_path):
 
 @pytest.mark.parametrize("mask", [0o077, 0o022, 0o002])
 @pytest.mark.parametrize("above", [0o755, 0o2775], ids=oct)
-def test_a_written_folder_has_the_mode_of_any_new_one(folder, tmp_path, mask, above):
+def test_a_written_folder_and_its_files_have_the_modes_of_any_new_ones(folder, tmp_path, mask, above):
     parent, before = tmp_path / "of a group", os.umask(mask)
     try:
         parent.mkdir()
         parent.chmod(above)
         (parent / "new").mkdir()
+        (parent / "new file").touch()
         hidden = hidden_folder(parent / "hf")
         assert stat.S_IMODE(hidden.stat().st_mode) & 0o077 == 0
         writer = ShardWriter(hidden, number=0, max_shard_bytes=1 << 20)
@@ -193,3 +194,5 @@ def test_a_written_folder_has_the_mode_of_any_new_one(folder, tmp_path, mask, ab
         os.umask(before)
     assert (parent / "hf").stat().st_mode == (parent / "new").stat().st_mode
     assert not [path for path in (parent / "hf").iterdir() if path.is_dir()]
+    modes = {path.name: path.stat().st_mode for path in (parent / "hf").iterdir()}
+    assert SINGLE in modes and modes == dict.fromkeys(modes, (parent / "new file").stat().st_mode)

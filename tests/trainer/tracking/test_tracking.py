@@ -202,6 +202,22 @@ def test_tracking_uri_precedence(tmp_path, monkeypatch):
     )
 
 
+def test_letters_that_mean_something_in_a_uri_do_not_lead_the_store_elsewhere(tmp_path):
+    """A ? began the URI's query, so that the database was a file beside the folder of the runs; %20 was a space."""
+    run_dir = tmp_path / "what? 100%20" / "run"
+    run_dir.mkdir(parents=True)
+    (run_dir / "config.yaml").write_text("")
+    shutil.copy(tmp_path.parent / mlflow_thread.STORE, run_dir.parent)
+    tracker = Tracker(make_config(), run_dir)
+    tracker.log(1, {"reward/mean": 0.5})
+    tracker.close("FINISHED")
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    # MLflow itself leaves an empty folder elsewhere.
+    assert all(run_dir.parent in path.parents for path in files)
+    artifacts = run_dir.parent / "mlartifacts" / (run_dir / "mlflow_run_id").read_text() / "artifacts"
+    assert (artifacts / "config.yaml").is_file()
+
+
 def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch):
     assert mlflow_thread.file_system_of(Path("/proc")) == "proc"
     monkeypatch.setattr(mlflow_thread, "file_system_of", lambda folder: "ext4")
