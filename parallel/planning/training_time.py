@@ -16,10 +16,7 @@ from parallel.planning.flops import Flops, Load, forward_flops, update_flops
 from parallel.planning.machine import Machine, spanned
 from parallel.planning.memory import trained_parameters
 from parallel.planning.traffic import Group, Sent, data_bytes, forward_sent, scored_passes, update_sent
-from parallel.planning.work import BYTES
-
-SHARED_COST = 8
-"""A micro-batch counts an eighth of a shared prompt for each sample (``learner.share_prompts``)."""
+from parallel.planning.work import BYTES, COPIED, copies_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ def batch_of(architecture: Architecture, config: RunConfig, lengths: Lengths, la
 def step_load(lengths: Lengths, groups: int, group_size: int, *, shares: bool) -> tuple[Load, float]:
     """All samples of a step, and the tokens that micro-batches count for them.
 
-    shares: samples that share a prompt compute it once, and an eighth of it is counted for each. The last token of a
+    shares: samples that share a prompt compute it once, and ``COPIED`` of it is counted for each. The last token of a
     response is no input.
     """
     responses, p = lengths.of(groups * group_size), lengths.prompt
@@ -81,7 +78,7 @@ def step_load(lengths: Lengths, groups: int, group_size: int, *, shares: bool) -
         tokens = groups * p + sum(length - 1 for length in responses)
         pairs = groups * (p * (p + 1) // 2)
         pairs += sum((length - 1) * p + (length - 1) * length // 2 for length in responses)
-        counted = tokens + len(responses) * p / SHARED_COST
+        counted = tokens + len(responses) * p * COPIED
     else:
         places = [p + length - 1 for length in responses]
         tokens = counted = sum(places)
@@ -241,10 +238,10 @@ def optimizer_seconds(
     """
     lora = config.learner.lora if is_policy else None
     shared, expert = trained_parameters(architecture, layout, stage, lora, output=is_policy)
-    copies = layout.cp * layout.dp_size
     state: float = shared + expert
     if config.learner.optimizer.distributed:
-        state = shared / copies + expert * layout.ep / (layout.tp * copies)
+        copies, expert_copies = copies_of(layout)
+        state = shared / copies + expert / expert_copies
     size = (32 + BYTES[config.model.dtype]) * state + 4 * (shared + expert)
     sent = machine.link_seconds(
         data_bytes(architecture, config, layout, stage, output=is_policy), spanned(layout, "data")
