@@ -114,6 +114,9 @@ def training_time(
     models = [(architecture, scored_passes(config) - (reference is not None), True)]
     if critic is not None:
         models.append((critic, 1, False))
+    fill = bubble_share(layout, batch.microbatches)
+    # The passes before the update take all minibatches at once.
+    with_bubble = 1 + bubble_share(layout, batch.microbatches * config.learner.minibatches)
     score = compute = collectives = bubble = optimizer = 0.0
     stages = [0.0] * layout.pp
     for model, scored, is_policy in models:
@@ -121,10 +124,7 @@ def training_time(
             _Passes(model, config, machine, layout, batch, stage, is_policy=is_policy)
             for stage in range(layout.pp)
         ]
-        fill = bubble_share(layout, batch.microbatches)
-        # The passes before the update take all minibatches at once.
-        of_score = bubble_share(layout, batch.microbatches * config.learner.minibatches)
-        score += scored * max(each.forward for each in passes) * (1 + of_score)
+        score += scored * max(each.forward for each in passes) * with_bubble
         slowest = max(passes, key=lambda each: each.update)
         compute += slowest.compute
         collectives += slowest.sending
@@ -138,8 +138,7 @@ def training_time(
         of_reference = [
             _Passes(reference, config, machine, layout, batch, stage) for stage in range(layout.pp)
         ]
-        of_score = bubble_share(layout, batch.microbatches * config.learner.minibatches)
-        score += max(each.forward for each in of_reference) * (1 + of_score)
+        score += max(each.forward for each in of_reference) * with_bubble
     sampled = rollout.prompts_per_step * rollout.group_size * lengths.response
     return Training(
         score=score,
