@@ -172,7 +172,8 @@ class RemoteSampler:
             self._look_for_successor()
             meanwhile()
         raise SamplingError(
-            f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
+            f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s, which "
+            "launch.collective_timeout_s bounds; see its log"
         )
 
     def _look_for_successor(self) -> None:

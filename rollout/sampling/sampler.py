@@ -168,11 +168,6 @@ class GroupSampler:
         chosen = choose_groups(has_signal, count)
         before, self._counted = self._counted, (self._client.stats, self._scorer.retries)
         requested = self._counted[0] - before[0]
-        if requested.timeouts:
-            logger.warning(
-                "%d samples had no answer within rollout.request_timeout_s=%g s, and were asked for again",
-                requested.timeouts, self._rollout.request_timeout_s,
-            )  # fmt: skip
         stats = SamplingStats(
             seconds=time.perf_counter() - began,
             requests=requested.requests,

@@ -28,7 +28,7 @@ from configs.schema.reward import ModelReward
 from configs.schema.rollout import ResampleGroups, RolloutConfig
 from configs.schema.sampler import MixtureOrder
 from parallel.planning.architecture import architecture_of
-from rollout.client import ClientStats, GenerationError
+from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
@@ -234,15 +234,6 @@ def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
     assert 0 < first.seconds + second.seconds < time.perf_counter() - began
     assert (first.requests, second.requests) == (6, 9)
     assert (first.reward_retries, second.reward_retries) == (2, 3)
-
-
-def test_late_requests_of_a_reply_are_told_once(tokenizer, caplog):
-    engine = FakeEngine()
-    sampler = make_sampler(tokenizer, engine=engine)
-    engine.stats = ClientStats(timeouts=6)
-    next_groups(sampler, 2)
-    next_groups(sampler, 2)
-    assert caplog.text.count("6 samples had no answer within rollout.request_timeout_s=600 s") == 1
 
 
 def test_the_client_is_told_of_the_learners_version_before_a_token_is_sampled(tokenizer):
