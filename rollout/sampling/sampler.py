@@ -181,16 +181,15 @@ class GroupSampler:
             first_group=first,
             prompts=[s.group.prompt_id for s in scored],
             without_signal=sorted(first + place for place in {*range(len(scored))} - {*chosen}),
-            before_selection=self._before_selection([s.group for s in scored]),
+            before_selection=None
+            if self._dynamic.type == "none"
+            else BeforeSelection.of([s.group for s in scored]),
             idle_s=requested.idle_s,
             running_groups=self._pool.running,
             ready_groups=self._pool.ready,
             left_out_prompts=self._task.num_left_out,
         )
         return [scored[i].group for i in chosen], stats
-
-    def _before_selection(self, groups: Sequence[Group]) -> BeforeSelection | None:
-        return None if self._dynamic.type == "none" else BeforeSelection.of(groups)
 
     async def drain(self, within_s: float) -> None:
         """See ``GenerationClient.drain``."""
