@@ -167,14 +167,13 @@ def check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
     rope = rope_of(hf_config)
     if rope_type_of(hf_config) != "default":
         read_positive_number(rope, "factor", kind)
+    if "rope_theta" in rope:  # transformers has a default for a missing one, not for null
+        read_positive_number(rope, "rope_theta", kind)
     numbers = {name: rope.get(name) for name in _ROPE_NUMBERS} | {
         "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta"))
     }
     for name, value in numbers.items():
-        is_null_theta = (
-            name == "rope_theta" and name in rope
-        )  # transformers has a default for a missing one alone
-        if (value is None and not is_null_theta) or (value == 0 and name.startswith("mscale")):  # without it
+        if value is None or (value == 0 and name.startswith("mscale")):  # without it
             continue
         if type(value) not in (int, float) or not 0 < value < math.inf:
             raise ValueError(
