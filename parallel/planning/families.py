@@ -3,8 +3,9 @@
 The page docs/model.md has both tables; a test compares it with this file.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary frequencies that do not depend on the length of the sequence."""
@@ -279,3 +280,16 @@ def family_of(model_type: object) -> Family:
     raise ValueError(
         f"model_type {model_type!r} is not supported{f': {reason}' if reason else ''}; supported are {supported}"
     )
+
+
+def check_served_class(hf_config: Mapping[str, Any], model_type: str) -> None:
+    """Raises ValueError for a config.json whose ``architectures``, by which SGLang chooses its code, is not the family's class
+    for causal language models. transformers, and the learner, go by model_type."""
+    names = hf_config.get("architectures")
+    wanted = f"{model_type.removesuffix('_text')}_for_causal_lm".replace("_", "")
+    found = [str(name).replace("_", "").lower() for name in names] if isinstance(names, list) else []
+    if found != [wanted]:
+        raise ValueError(
+            f"config.json of a {model_type} model has architectures={names!r}, by which SGLang would not serve a {model_type} for "
+            "generation; restore the file that came with the model"
+        )

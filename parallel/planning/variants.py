@@ -67,6 +67,8 @@ def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[
         # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
         "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),
         "quantization_config": hf_config.get("quantization_config") is not None,
+        # SGLang reads all sizes there.
+        "text_config": hf_config.get("text_config") is not None,
     }
 
 

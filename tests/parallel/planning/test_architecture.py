@@ -199,6 +199,10 @@ ALIKE = {"rope_type": "default", "rope_theta": 1e4}
         (dict(layer_types=["sliding_attention"]), "layer_types"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (
+            dict(text_config={"hidden_size": 64}),
+            "text_config={'hidden_size': 64}, which the learner does not",
+        ),
+        (
             dict(rope_parameters={"rope_type": "dynamic"}),
             r"rope_type 'dynamic'.*supported are default, linear, llama3, yarn",
         ),
@@ -235,7 +239,7 @@ ALIKE = {"rope_type": "default", "rope_theta": 1e4}
         (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
         (dict(head_dim=None), "head_dim=None; it must be a whole number"),
         (dict(tie_word_embeddings="false"), "tie_word_embeddings='false'; it must be true or false"),
-        (dict(rope_parameters={"rope_theta": None}), "rope_theta=None in its rope parameters"),
+        (dict(rope_parameters={"rope_theta": None}), "rope_theta=None; it must be a number above 0"),
         (dict(rope_parameters=False), "rope parameters False; they must be an object"),
         (dict(model_type="mistral", sliding_window="4"), "sliding_window='4'; it must be a whole number"),
         # transformers' default, where the file has none
