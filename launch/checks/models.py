@@ -8,6 +8,7 @@ from configs.schema import RunConfig, SftConfig
 from launch.checks.findings import finding_of
 from parallel.planning.adapters import check_lora
 from parallel.planning.architecture import Architecture, architecture_of, read_architecture, read_hf_config
+from parallel.planning.families import check_served_class
 from parallel.planning.layout import (
     check_aligned_servers,
     check_numerics,
@@ -69,6 +70,7 @@ def _check_served_model(
 ) -> Iterator[Finding]:
     """Whether SGLang serves the model with these settings, and computes what the learner does."""
     rollout, kind = config.rollout, architecture.model_type
+    yield from finding_of("model.path", check_served_class, hf_config, kind)
     yield from finding_of("rollout.tp", validate_rollout_layout, hf_config, rollout.tp)
     if config.numerics_pieces is not None:
         yield from finding_of("rollout.tp", check_aligned_servers, rollout.tp, architecture)

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from configs.reading.named_files import fix_model_path
 from parallel.planning.config_fields import (
+    read_field,
+    read_flag,
     read_positive_number,
     read_size,
     read_windows,
@@ -239,9 +241,9 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         intermediate_size=_read_intermediate_size(hf_config, kind, family),
         norm_eps=read_positive_number(hf_config, "rms_norm_eps", kind),
         max_positions=read_size(hf_config, "max_position_embeddings", kind),
-        tied=bool(hf_config.get("tie_word_embeddings", family.is_gemma)),
-        qkv_bias=_has(hf_config, family.qkv_bias),
-        qk_norm=_has(hf_config, family.qk_norm),
+        tied=read_flag(hf_config, "tie_word_embeddings", kind, default=family.is_gemma),
+        qkv_bias=_has(hf_config, family.qkv_bias, kind),
+        qk_norm=_has(hf_config, family.qk_norm, kind),
         rotary_size=rotary_size,
         is_interleaved=family.is_interleaved,
         whole_qk_norm=family.whole_qk_norm,
@@ -266,7 +268,7 @@ def _read_heads(
 ) -> tuple[Latent | None, int, int]:
     """(latent, head_dim, rotary_size). default: head_dim where config.json does not say."""
     if not family.is_latent:
-        head_dim = read_size(hf_config, "head_dim", kind, default=default)
+        head_dim = read_size(hf_config, "head_dim", kind, default=None if family.needs_head_dim else default)
         return None, head_dim, rotary_size_of(hf_config, family, head_dim)
     # head_dim is the size of the rotated part here, where transformers writes it.
     rotary_size = read_size(hf_config, "qk_rope_head_dim", kind)
@@ -277,12 +279,12 @@ def _read_heads(
             f"config.json has qk_rope_head_dim={rotary_size} and v_head_dim={value_dim}; the first must be even, and the second at "
             f"most {head_dim} (qk_nope_head_dim + qk_rope_head_dim)"
         )
-    has_query_rank = hf_config.get("q_lora_rank") is not None
+    has_query_rank = read_field(hf_config, "q_lora_rank", kind) is not None
     latent = Latent(
         query_rank=read_size(hf_config, "q_lora_rank", kind) if has_query_rank else None,
         rank=read_size(hf_config, "kv_lora_rank", kind),
         value_dim=value_dim,
-        is_interleaved=bool(hf_config.get("rope_interleave", True)),
+        is_interleaved=read_flag(hf_config, "rope_interleave", kind, default=True),
         scale=head_dim**-0.5 * yarn_scale(hf_config) ** 2,
     )
     return latent, head_dim, rotary_size
@@ -306,9 +308,9 @@ def _further_layers(hf_config: Mapping[str, Any]) -> int:
     return count
 
 
-def _has(hf_config: Mapping[str, Any], part: bool | str) -> bool:
+def _has(hf_config: Mapping[str, Any], part: bool | str, kind: str) -> bool:
     """``part`` of ``Family``: a fact, or the field that says so."""
-    return part if isinstance(part, bool) else bool(hf_config.get(part))
+    return part if isinstance(part, bool) else read_flag(hf_config, part, kind, default=False)
 
 
 def last_stage_layers(num_layers: int, stages: int, chunks: int = 1) -> int | None:

@@ -28,6 +28,14 @@ def read_size(hf_config: Mapping[str, Any], name: str, kind: str, *, default: in
     return value
 
 
+def read_flag(hf_config: Mapping[str, Any], name: str, kind: str, *, default: bool) -> bool:
+    """true or false; ``default`` for a missing field or null. A text such as "false" would count as true."""
+    value = hf_config.get(name)
+    if value is not None and type(value) is not bool:
+        raise ValueError(f"config.json of a {kind} model has {name}={value!r}; it must be true or false")
+    return default if value is None else value
+
+
 def read_windows(
     hf_config: Mapping[str, Any], kind: str, num_layers: int, family: Family
 ) -> tuple[int | None, ...]:
@@ -159,6 +167,8 @@ def check_rope_numbers(hf_config: Mapping[str, Any], kind: str) -> None:
     rope = rope_of(hf_config)
     if rope_type_of(hf_config) != "default":
         read_positive_number(rope, "factor", kind)
+    if "rope_theta" in rope:  # transformers has a default for a missing one, not for null
+        read_positive_number(rope, "rope_theta", kind)
     numbers = {name: rope.get(name) for name in _ROPE_NUMBERS} | {
         "rope_theta": rope.get("rope_theta", hf_config.get("rope_theta"))
     }
@@ -224,8 +234,9 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
             f"config.json has rope_parameters and rope_scaling={old!r}, of which transformers reads the latter alone; write all numbers "
             "into rope_parameters, and remove rope_scaling"
         )
+    for rope in (new, old):
+        if rope is not None and not isinstance(rope, Mapping):
+            raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
     rope = new or old or {}
-    if not isinstance(rope, Mapping):
-        raise ValueError(f"config.json has rope parameters {rope!r}; they must be an object or null")
     full = rope.get("full_attention")
     return full if isinstance(full, Mapping) else rope

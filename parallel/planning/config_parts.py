@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from parallel.planning.config_fields import read_field, read_positive_number, read_size
+from parallel.planning.config_fields import read_field, read_flag, read_positive_number, read_size
 from parallel.planning.families import Family
 from parallel.planning.model_parts import Experts, Recurrent
 
@@ -25,8 +25,11 @@ def read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_la
         size_name, norm_topk, dense, every = "intermediate_size", True, (), 1
     elif family.experts in ("qwen3_moe", "qwen3_next"):
         of_next = family.experts == "qwen3_next"
-        size_name, norm_topk = "moe_intermediate_size", bool(hf_config.get("norm_topk_prob", of_next))
-        dense = hf_config.get("mlp_only_layers") or ()
+        size_name, norm_topk = (
+            "moe_intermediate_size",
+            read_flag(hf_config, "norm_topk_prob", kind, default=of_next),
+        )
+        dense = _read_dense_layers(hf_config, kind, num_layers)
         every = read_size(hf_config, "decoder_sparse_step", kind, default=1)
     else:
         return None
@@ -36,7 +39,7 @@ def read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_la
     is_sparse = tuple(layer not in dense and (layer + 1) % every == 0 for layer in range(num_layers))
     if not any(is_sparse):
         raise ValueError(
-            f"config.json has mlp_only_layers={list(dense)} and decoder_sparse_step={every}, which leave none of the {num_layers} layers "
+            f"config.json has mlp_only_layers={[*dense]} and decoder_sparse_step={every}, which leave none of the {num_layers} layers "
             "with experts; restore it, or use a dense model"
         )
     has_shared = family.experts == "qwen3_next"
@@ -50,6 +53,17 @@ def read_experts(hf_config: Mapping[str, Any], kind: str, family: Family, num_la
         has_shared_gate=has_shared,
         clamp=clamp,
     )
+
+
+def _read_dense_layers(hf_config: Mapping[str, Any], kind: str, num_layers: int) -> list[int]:
+    dense = hf_config.get("mlp_only_layers")
+    if dense is None:
+        return []
+    if not isinstance(dense, list) or not all(type(n) is int and 0 <= n < num_layers for n in dense):
+        raise ValueError(
+            f"config.json of a {kind} model has mlp_only_layers={dense!r}; it must be a list of numbers of its {num_layers} layers, from 0"
+        )
+    return dense
 
 
 def _read_grouped_experts(
@@ -94,7 +108,7 @@ def _read_grouped_experts(
         num_experts=count,
         experts_per_token=chosen,
         intermediate_size=size,
-        norm_topk=bool(hf_config.get("norm_topk_prob", score == "sigmoid")),
+        norm_topk=read_flag(hf_config, "norm_topk_prob", kind, default=score == "sigmoid"),
         is_sparse=is_sparse,
         score=score,
         float32_logits=True,

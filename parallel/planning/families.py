@@ -3,8 +3,9 @@
 The page docs/model.md has both tables; a test compares it with this file.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 STATIC_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Kinds of rotary frequencies that do not depend on the length of the sequence."""
@@ -31,6 +32,8 @@ class Family:
     """Matrices that a folder holds as one: queries, keys and values; gate and up."""
     has_window: bool = False
     """Whether ``sliding_window`` alone cuts the tokens that a token sees. SGLang 0.5.23 computes none there."""
+    default_window: int | None = None
+    """transformers' ``sliding_window`` of such a family where config.json has none."""
     serves_windows: bool = False
     """Whether SGLang computes windows too, in the layers that ``layer_types`` names."""
     plain_windows: bool = False
@@ -39,6 +42,8 @@ class Family:
     """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves."""
     rotated_share: float | None = None
     """The share of a head that is rotated where config.json does not say. None: config.json may not ask for less than 1."""
+    needs_head_dim: bool = False
+    """Whether config.json must have head_dim, as transformers' default is no share of the hidden size."""
     rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
     is_recurrent: bool = False
     """Whether layers are gated delta nets (linear attention), as ``layer_types`` or ``full_attention_interval`` says. The
@@ -83,6 +88,7 @@ _QWEN3_NEXT = Family(
     title="Qwen3-Next-80B-A3B",
     layers=f"{_DELTA_NETS}; experts by softmax in every layer, and a shared expert with a gate of its own; MTP layers are left out",
     qk_norm=True,
+    needs_head_dim=True,
     rotated_share=0.25,
     rope_types=("default",),
     is_recurrent=True,
@@ -96,12 +102,18 @@ SUPPORTED: dict[str, Family] = {
         layers="attention with biases on q, k and v; gated MLP",
         qkv_bias=True,
     ),
-    "qwen3": Family(title="Qwen3, dense", layers="attention with norms of q and k; gated MLP", qk_norm=True),
+    "qwen3": Family(
+        title="Qwen3, dense",
+        layers="attention with norms of q and k; gated MLP",
+        qk_norm=True,
+        needs_head_dim=True,
+    ),
     "llama": Family(title="Llama 2, 3, 3.1 to 3.3, dense", layers="attention; gated MLP"),
     "mistral": Family(
         title="Mistral 7B v0.2 and later, Nemo, Small 24B (text)",
         layers="attention; gated MLP",
         has_window=True,
+        default_window=4096,
     ),
     "phi3": Family(
         title="Phi-3 4k and Phi-4 14B, dense",
@@ -131,6 +143,7 @@ SUPPORTED: dict[str, Family] = {
         layers="attention with biases as config.json says, half of each head rotated in neighbouring pairs; gated MLP; norms before and "
         "behind attention and MLP",
         qkv_bias="attention_bias",
+        needs_head_dim=True,
         norms="both",
         fused=("gate_up",),
         rotated_share=0.5,
@@ -142,6 +155,7 @@ SUPPORTED: dict[str, Family] = {
         layers="attention with norms of q and k, most layers with a sliding window and a rotation of their own; MLP gated by a GELU; norms "
         "before and behind attention and MLP, which multiply by 1 + weight; embeddings multiplied by a number",
         qk_norm=True,
+        needs_head_dim=True,
         norms="both",
         serves_windows=True,
         rope_types=("default", "linear"),
@@ -166,6 +180,7 @@ SUPPORTED: dict[str, Family] = {
         layers="attention with a learned sink in each head's softmax, every other layer with a sliding window, biases in all matrices; "
         "experts by softmax of the chosen logits, with biases and a clamped gate",
         qkv_bias=True,
+        needs_head_dim=True,
         has_sinks=True,
         serves_windows=True,
         rope_types=("default", "yarn"),
@@ -265,3 +280,16 @@ def family_of(model_type: object) -> Family:
     raise ValueError(
         f"model_type {model_type!r} is not supported{f': {reason}' if reason else ''}; supported are {supported}"
     )
+
+
+def check_served_class(hf_config: Mapping[str, Any], model_type: str) -> None:
+    """Raises ValueError for a config.json whose ``architectures``, by which SGLang chooses its code, is not the family's class
+    for causal language models. transformers, and the learner, go by model_type."""
+    names = hf_config.get("architectures")
+    wanted = f"{model_type.removesuffix('_text')}_for_causal_lm".replace("_", "")
+    found = [str(name).replace("_", "").lower() for name in names] if isinstance(names, list) else []
+    if found != [wanted]:
+        raise ValueError(
+            f"config.json of a {model_type} model has architectures={names!r}, by which SGLang would not serve a {model_type} for "
+            "generation; restore the file that came with the model"
+        )

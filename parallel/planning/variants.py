@@ -38,7 +38,7 @@ def refuse_variants(hf_config: Mapping[str, Any], kind: str, family: Family) -> 
     if kind == "qwen3_next":
         _refuse_unread_rotation(hf_config, rotated_share(hf_config, family))
     if family.has_window:
-        _refuse_short_window(hf_config, kind)
+        _refuse_short_window(hf_config, kind, family.default_window)
 
 
 def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[str, bool]:
@@ -67,6 +67,8 @@ def _of_layers(hf_config: Mapping[str, Any], kind: str, family: Family) -> dict[
         # transformers' DeepSeek-V2 always interleaves, SGLang as it says.
         "rope_interleave": kind == "deepseek_v2" and not hf_config.get("rope_interleave", True),
         "quantization_config": hf_config.get("quantization_config") is not None,
+        # SGLang reads all sizes there.
+        "text_config": hf_config.get("text_config") is not None,
     }
 
 
@@ -94,7 +96,6 @@ def _of_experts(hf_config: Mapping[str, Any], family: Family) -> dict[str, bool]
 
 def _check_gemma(hf_config: Mapping[str, Any], kind: str) -> None:
     check_rope_by_kind(hf_config, kind)
-    read_size(hf_config, "head_dim", kind)  # transformers' default is no share of the hidden size
     # SGLang has no other activation, and takes the embeddings for the output layer whatever config.json says.
     for name, value in (("hidden_activation", "gelu_pytorch_tanh"), ("tie_word_embeddings", True)):
         if hf_config.get(name, value) != value:
@@ -116,9 +117,14 @@ def _check_gpt_oss(hf_config: Mapping[str, Any], kind: str) -> None:
         )
 
 
-def _refuse_short_window(hf_config: Mapping[str, Any], kind: str) -> None:
-    window, positions = (hf_config.get(name) for name in ("sliding_window", "max_position_embeddings"))
-    if window is not None and (type(positions) is not int or window < positions):
+def _refuse_short_window(hf_config: Mapping[str, Any], kind: str, default: int | None) -> None:
+    fields = {"sliding_window": default, **hf_config}
+    if fields["sliding_window"] is None:
+        return
+    window, positions = (
+        read_size(fields, name, kind) for name in ("sliding_window", "max_position_embeddings")
+    )
+    if window < positions:
         raise ValueError(
             f"config.json has sliding_window={window!r}, which SGLang does not compute in a {kind}, with "
             f"max_position_embeddings={positions!r}; set sliding_window to null and max_position_embeddings to at most {window!r}: up to "

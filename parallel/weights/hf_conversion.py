@@ -104,7 +104,7 @@ def _check_tied_output(weights: HuggingFaceWeights, architecture: Architecture) 
 def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) -> None:
     """Fill every parameter of this rank but a critic's head and adapters from ``weights``, converted to its dtype.
 
-    Raises ValueError for tensors that are missing, left over, or of another shape than in config.json.
+    Raises ValueError for tensors that are missing, left over, of another shape than in config.json, or not finite.
     """
     shapes = hf_shapes(models[0].architecture)
     problem = next(name_problems(weights.names, models[0].architecture, weights.folder), None)
@@ -121,6 +121,11 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
             }
             _check_shapes(parts, shapes)
             parameter.copy_(_local_shard(name, _merge_parts(name, list(parts.values()), model), parameter))
+            if not parameter.isfinite().all():
+                raise ValueError(
+                    f"{weights.folder} has NaN or infinity in {' or '.join(parts)}, as {parameter.dtype}; use a copy of the model that is "
+                    "whole"
+                )
 
 
 def _check_shapes(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:

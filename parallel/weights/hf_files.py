@@ -166,11 +166,12 @@ def _name_shards(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def _amend_config(config: Path, dtype: torch.dtype) -> None:
-    """Write the weights' dtype into config.json, under ``torch_dtype`` if it has this older key, and that there are no
-    layers for further tokens (``Architecture.further_layers``)."""
-    content = json.loads(config.read_text())
-    key, name = "torch_dtype" if "torch_dtype" in content else "dtype", str(dtype).removeprefix("torch.")
-    changes = {key: name} | {further: 0 for further in _FURTHER if content.get(further)}
+    """Write the weights' dtype into config.json, under ``dtype`` or ``torch_dtype``, the older key, as it has them, and that
+    there are no layers for further tokens (``Architecture.further_layers``)."""
+    content = json.loads(config.read_text(encoding="utf-8"))
+    keys = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype"]
+    changes: dict[str, object] = dict.fromkeys(keys, str(dtype).removeprefix("torch."))
+    changes |= {further: 0 for further in _FURTHER if content.get(further)}
     if content | changes != content:
         config.write_text(json.dumps(content | changes, indent=2) + "\n")
 

@@ -6,7 +6,7 @@ Names and shapes are those that ``hf_conversion`` reads: a folder that passes fi
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +20,7 @@ SINGLE = "model.safetensors"
 FLOATING = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
 """Buffers of some published checkpoints that models do not need."""
+_OF_MISTRAL = "consolidated.safetensors"
 _FEW = 3
 _LFS_POINTER = b"version https://git-lfs"
 _DOWNLOAD_AGAIN = "download or copy it again"
@@ -53,16 +54,18 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     """Every tensor of the folder, by its name. Raises WeightsUnreadable, with a line for each broken file."""
     mapping = shard_of_names(folder)
     files = sorted({SINGLE} if mapping is None else set(mapping.values()))
-    all_headers, broken = {}, []
+    _refuse_rivals(Path(folder), files, has_index=mapping is not None)
+    all_headers: dict[str, TensorHeader] = {}
+    broken, unnamed = [], []
     for file in files:
         try:
             headers = read_header(Path(folder) / file)
         except WeightsUnreadable as error:
             broken.append(str(error))
         else:
-            all_headers |= {
-                n: header for n, header in headers.items() if mapping is None or mapping.get(n) == file
-            }
+            named = {n for n in headers if mapping is None or mapping.get(n) == file}
+            all_headers |= {n: headers[n] for n in named}
+            unnamed += [(file, n) for n in sorted(headers.keys() - named) if not IGNORED.match(n)]
     if len(broken) > _FEW:
         broken[_FEW:] = [f"{len(broken) - _FEW} further broken files; {_DOWNLOAD_AGAIN}"]
     if broken:
@@ -74,7 +77,27 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
             f"{INDEX} says that {file} holds {lost[0]}, which it does not ({len(lost)} such tensors); index and files are of two models: "
             "download or copy the folder again"
         )
+    if unnamed:
+        file, name = unnamed[0]
+        elsewhere = f"in {mapping[name]}" if mapping and name in mapping else "nowhere"
+        raise WeightsUnreadable(
+            f"{file} holds {name}, which by {INDEX} is {elsewhere} ({len(unnamed)} such tensors), and SGLang loads both; index and files "
+            "are of two models: download or copy the folder again"
+        )
     return all_headers
+
+
+def _refuse_rivals(folder: Path, files: Sequence[str], *, has_index: bool) -> None:
+    """Without an index SGLang loads every file, one over the other, but not what Mistral's own programs read. Beside one
+    transformers loads the single file."""
+    visible = {path.name for path in folder.glob("*.safetensors") if not path.name.startswith(".")}
+    rivals = visible & {SINGLE} if has_index else visible - {_OF_MISTRAL}
+    if wrong := sorted(rivals - {*files}):
+        names = f"the files of {INDEX}" if has_index else SINGLE
+        raise WeightsUnreadable(
+            f"{folder} has {', '.join(wrong[:_FEW])} beside {names}, and programs differ in which of them they load; move away what is not "
+            "this model"
+        )
 
 
 def shard_of_names(folder: Path) -> dict[str, str] | None:
@@ -84,7 +107,7 @@ def shard_of_names(folder: Path) -> dict[str, str] | None:
         return None
     try:
         mapping = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise WeightsUnreadable(
             f"{index} is no index of safetensors ({_error_text(error)}); {_DOWNLOAD_AGAIN}"
         ) from error

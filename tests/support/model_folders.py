@@ -26,7 +26,8 @@ def make_model_folder(folder: Path, hf_config: Mapping[str, Any], *, tokens: int
     """A folder of this config.json; ``tokens`` are those of its tokenizer. Of an unsupported model the
     weights are an empty file."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf_config))
+    served = {"architectures": [f"{str(hf_config.get('model_type')).removesuffix('_text')}ForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(served | {**hf_config}))
     if hf_config.get("model_type") in SUPPORTED:
         write_weights(folder / "model.safetensors", hf_shapes(read_architecture(hf_config)))
     else:

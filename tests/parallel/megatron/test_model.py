@@ -203,6 +203,11 @@ def test_a_failed_save_leaves_the_previous_folder(tmp_path, monkeypatch):
             lambda w: w.update({"model.norm.weight": torch.zeros(3)}),
             r"model.norm.weight has shape \(3,\).*\(32,\)",
         ),
+        (
+            lambda w: w["model.layers.1.self_attn.k_proj.weight"][3, 5:6].fill_(torch.nan),
+            "has NaN or infinity in .*layers.1.self_attn.k_proj.weight.*, as torch.float32; use a copy",
+        ),
+        (lambda w: w["model.norm.weight"][2:3].fill_(-torch.inf), "has NaN or infinity in model.norm.weight"),
     ],
 )
 def test_wrong_tensors_are_named(tmp_path, damage, message):
@@ -212,6 +217,29 @@ def test_wrong_tensors_are_named(tmp_path, damage, message):
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=message):
         make_engine(folder)
+
+
+def test_weights_that_the_dtype_cannot_hold_are_named(tmp_path):
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.0.mlp.up_proj.weight"][0, 0] = 1e6  # beyond float16
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    make_engine(folder, dtype="bfloat16")
+    with pytest.raises(ValueError, match=r"infinity in .*layers.0.mlp.up_proj.weight, as torch.float16"):
+        make_engine(folder, dtype="float16")
+
+
+@pytest.mark.parametrize("keys", [(), ("dtype",), ("torch_dtype",), ("dtype", "torch_dtype")])
+def test_the_config_has_the_dtype_of_the_weights_under_every_key(tmp_path, keys):
+    """transformers prefers the newer one."""
+    folder = make_hf_model(tmp_path / "m", "qwen3")
+    config = json.loads((folder / "config.json").read_text())
+    del config["dtype"]
+    (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, "float32")))
+    make_engine(folder, dtype="bfloat16").save_hf(tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    saved = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert saved == config | dict.fromkeys(keys or ("dtype",), "bfloat16")
 
 
 def test_a_tied_model_may_repeat_its_embedding_and_nothing_else(tmp_path):

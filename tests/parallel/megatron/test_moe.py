@@ -165,6 +165,14 @@ def test_heads_of_latent_attention():
         (moe_config(num_experts=0), "num_experts=0; it must be"),
         (moe_config(num_experts_per_tok=9), "num_experts_per_tok=9, more than its num_experts=8"),
         (moe_config(mlp_only_layers=[0, 1, 2, 3, 4, 5]), "leave none of the 6 layers with experts"),
+        (moe_config(mlp_only_layers=2), "mlp_only_layers=2; it must be a list of numbers of its 6 layers"),
+        (moe_config(mlp_only_layers=["2"]), r"mlp_only_layers=\['2'\]; it must be a list"),
+        (moe_config(mlp_only_layers=[6]), r"mlp_only_layers=\[6\]; it must be a list"),
+        (moe_config(norm_topk_prob="false"), "norm_topk_prob='false'; it must be true or false"),
+        (
+            {k: v for k, v in deepseek_config().items() if k != "q_lora_rank"},
+            "lacks 'q_lora_rank'",
+        ),
         (moe_config(decoder_sparse_step=7), "decoder_sparse_step=7, which leave none"),
         (
             moe_config(shared_expert_intermediate_size=64),

@@ -6,7 +6,9 @@ import pytest
 
 from configs.schema.layout import LayoutConfig
 from parallel.planning.architecture import architecture_of, read_architecture, read_hf_config
+from parallel.planning.families import SUPPORTED
 from parallel.planning.layout import check_numerics, validate_layout, validate_rollout_layout
+from rollout.tiny_model import FAMILIES
 from tests.support.megatron_workers import make_hf_model
 
 CONFIG = {
@@ -37,6 +39,15 @@ def test_what_transformers_writes_is_read(tmp_path, kind):
     assert (architecture.qkv_bias, architecture.qk_norm) == (kind == "qwen2", kind == "qwen3")
 
 
+@pytest.mark.parametrize("kind", SUPPORTED)
+def test_head_dim_is_left_out_where_transformers_makes_the_same_of_it(kind):
+    config_class, _, own = FAMILIES[kind]
+    fields = {name: value for name, value in own.items() if name != "head_dim"}
+    made = config_class(**fields | {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4})
+    is_latent = SUPPORTED[kind].is_latent  # head_dim is another size there
+    assert is_latent or SUPPORTED[kind].needs_head_dim == (getattr(made, "head_dim", None) not in (None, 32))
+
+
 def test_a_window_that_covers_every_position_hides_nothing():
     for kind in ("mistral", "phi3"):
         for window in (None, 256, 4096):
@@ -44,7 +55,8 @@ def test_a_window_that_covers_every_position_hides_nothing():
 
 
 def test_optional_sizes_follow_from_the_others():
-    architecture = read_architecture({k: v for k, v in CONFIG.items() if k not in OPTIONAL})
+    config = {k: v for k, v in CONFIG.items() if k not in OPTIONAL} | {"model_type": "llama"}
+    architecture = read_architecture(config)
     assert (architecture.num_kv_heads, architecture.head_dim) == (4, 8)
 
 
@@ -187,6 +199,10 @@ ALIKE = {"rope_type": "default", "rope_theta": 1e4}
         (dict(layer_types=["sliding_attention"]), "layer_types"),
         (dict(quantization_config={"bits": 4}), "quantization_config"),
         (
+            dict(text_config={"hidden_size": 64}),
+            "text_config={'hidden_size': 64}, which the learner does not",
+        ),
+        (
             dict(rope_parameters={"rope_type": "dynamic"}),
             r"rope_type 'dynamic'.*supported are default, linear, llama3, yarn",
         ),
@@ -221,6 +237,16 @@ ALIKE = {"rope_type": "default", "rope_theta": 1e4}
         (dict(num_key_value_heads=0), "num_key_value_heads=0"),
         (dict(hidden_size=True), "hidden_size=True"),
         (dict(rms_norm_eps=float("nan")), "rms_norm_eps=nan"),
+        (dict(head_dim=None), "head_dim=None; it must be a whole number"),
+        (dict(tie_word_embeddings="false"), "tie_word_embeddings='false'; it must be true or false"),
+        (dict(rope_parameters={"rope_theta": None}), "rope_theta=None; it must be a number above 0"),
+        (dict(rope_parameters=False), "rope parameters False; they must be an object"),
+        (dict(model_type="mistral", sliding_window="4"), "sliding_window='4'; it must be a whole number"),
+        # transformers' default, where the file has none
+        (
+            dict(model_type="mistral", max_position_embeddings=4097),
+            "sliding_window=4096, which SGLang does not compute",
+        ),
         (dict(num_key_value_heads=3), "num_attention_heads=4, not a multiple of num_key_value_heads=3"),
         (dict(hidden_size=30, head_dim=None), "hidden_size=30, which does not divide"),
     ],

@@ -18,7 +18,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from configs.schema.layout import LayoutConfig
 from parallel.planning.architecture import read_architecture
-from parallel.planning.families import REFUSED, SUPPORTED, family_of
+from parallel.planning.families import REFUSED, SUPPORTED, check_served_class, family_of
 from parallel.planning.memory import stage_parameters
 from parallel.weights.hf_names import hf_shapes
 from rollout.tiny_model import FAMILIES
@@ -61,6 +61,23 @@ def test_names_are_those_of_published_models():
     assert not SUPPORTED.keys() & REFUSED.keys()
     known = CONFIG_MAPPING_NAMES.keys()
     assert known >= SUPPORTED.keys() and REFUSED.keys() - known <= TEXT_PARTS
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_class_of_a_family_is_what_transformers_saves(name):
+    saved = FAMILIES[name][1].__name__
+    check_served_class({"architectures": [saved]}, name)
+    other = "Qwen2ForCausalLM" if name != "qwen2" else "Qwen3ForCausalLM"
+    for wrong in (
+        None,
+        [],
+        [other],
+        [saved, other],
+        [saved.replace("CausalLM", "SequenceClassification")],
+        saved,
+    ):
+        with pytest.raises(ValueError, match=f"of a {name} model has architectures="):
+            check_served_class({"architectures": wrong}, name)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -72,6 +72,16 @@ def test_shards_are_as_good_as_one_file(folder):
     assert problems(folder) == []
 
 
+def stray(file: str, *names: str) -> Callable[[Path], object]:
+    """Further tensors in a file of the folder, as a copy over an older model leaves them."""
+
+    def damage(folder: Path) -> None:
+        shapes = {name: tuple(tensor.shape) for name, tensor in load_file(folder / file).items()}
+        write_weights(folder / file, shapes | dict.fromkeys(names, (32, 16)))
+
+    return damage
+
+
 def cut(file: str, size: int) -> Callable[[Path], object]:
     def damage(folder: Path) -> None:
         with (folder / file).open("r+b") as opened:
@@ -135,6 +145,16 @@ BROKEN = {
         sharded(lambda folder: shutil.copy(folder / "model-1.safetensors", folder / "model-2.safetensors")),
         "model-2.safetensors holds model.layers.0.mlp.up_proj.weight, which it does not",
     ),
+    "a tensor in two shards": (
+        sharded(stray("model-2.safetensors", "lm_head.weight")),
+        "model-2.safetensors holds lm_head.weight, which by model.safetensors.index.json is in model-1.safetensors (1 such tensors)",
+    ),
+    "a tensor that the index lacks": (sharded(stray("model-1.safetensors", "extra")), "which by model.safetensors.index.json is nowhere"),
+    "a single file beside shards": (
+        sharded(write(SINGLE, b"")), "has model.safetensors beside the files of model.safetensors.index.json, and programs differ",
+    ),
+    "another file without an index": (write("old.safetensors", b""), "has old.safetensors beside model.safetensors, and programs differ"),
+    "index that cannot be read": (lambda folder: (folder / INDEX).symlink_to("/proc/self/mem"), "is no index of safetensors"),
     "index without a map": (sharded(write(INDEX, b"{}")), "is no index of safetensors (no key 'weight_map')"),
     "index that is no JSON": (sharded(write(INDEX, b"{")), "is no index of safetensors (Expecting"),
     "index of other folders": (sharded(write(INDEX, b'{"weight_map": {"a": "../b"}}')), "names no files of the folder"),
@@ -148,6 +168,15 @@ def test_broken_weights_are_named(name, folder):
     found = problems(folder)
     assert any(says in line for line in found), f"{says!r} is in none of {found}"
     assert all("; " in line for line in found), "each says what to do"
+
+
+def test_what_no_program_takes_for_the_model_may_lie_beside_it(folder):
+    for name in ("consolidated.safetensors", ".model.safetensors.part", ".hidden.safetensors"):
+        (folder / name).touch()
+    assert problems(folder) == []
+    split_in_two(folder)
+    (folder / "old.safetensors").touch()
+    assert problems(folder) == []
 
 
 def test_all_broken_files_are_named_at_once(folder):
