@@ -573,30 +573,29 @@ def test_kept_tokens_are_counted_only_where_a_rule_may_reject(mode, reject):
 
 
 def test_off_policy_sequences_by_hand():
-    """Drifts log rollout - log current, on the mask: 0.4 and 0.0 (mean 0.2), 0.1, and 0.3. The third has A > 0."""
-    batch = random_batch([3, 1, 1], seed=0, mask_T=torch.tensor([True, True, False, True, True])).with_fields(
-        rollout_logprobs_T=torch.tensor([-1.0, -1.0, 9.0, -1.0, -1.0]),
+    """Drifts log rollout - log current, on the mask: 1/2 and 0 (mean 1/4), 1/8, 3/8 where A > 0, and 8 where A = 0."""
+    mask_T = torch.tensor([True, True, False, True, True, True])
+    batch = random_batch([3, 1, 1, 1], seed=0, mask_T=mask_T).with_fields(
+        rollout_logprobs_T=torch.tensor([-1.0, -1.0, 9.0, -1.0, -1.0, -1.0]),
         old_logprobs_T=None,
         ref_logprobs_T=None,
-        advantages_T=torch.tensor([-1.0, -1.0, -1.0, -2.0, 3.0]),
-        importance_weights_T=torch.ones(5),
-        aggregation_T=torch.tensor([0.25, 0.25, 0.0, 0.25, 0.25]),
+        advantages_T=torch.tensor([-1.0, -1.0, -1.0, -2.0, 3.0, 0.0]),
+        importance_weights_T=torch.ones(6),
+        aggregation_T=mask_T / 4,
     )
-    current_T = torch.tensor([-1.4, -1.0, -9.0, -1.1, -1.3], requires_grad=True)
+    current_T = torch.tensor([-1.5, -1.0, -9.0, -1.125, -1.375, -9.0], requires_grad=True)
     terms = {"objective": ClippedObjective(), "kl": NO_KL, "entropy": NO_ENTROPY, "aggregation": "token_mean"}
     for threshold, gradient, fraction in (
-        (0.19, [0.0, 0.0, 0.0, 0.5, -0.75], 0.5),
-        (0.21, [0.25, 0.25, 0.0, 0.5, -0.75], 0.0),
-        (0.09, [0.0, 0.0, 0.0, 0.0, -0.75], 0.75),
+        (0.24, [0.0, 0.0, 0.0, 0.5, -0.75, 0.0], 0.4),
+        (0.25, [0.25, 0.25, 0.0, 0.5, -0.75, 0.0], 0.0),
+        (0.1, [0.0, 0.0, 0.0, 0.0, -0.75, 0.0], 0.6),
     ):
         correction = CorrectionConfig(off_policy_mask=threshold)
-        loss, metrics, _ = policy_loss(batch, current_T, torch.zeros(5), correction=correction, **terms)
+        loss, metrics, _ = policy_loss(batch, current_T, torch.zeros(6), correction=correction, **terms)
         (found,) = torch.autograd.grad(loss, current_T)
         torch.testing.assert_close(found, torch.tensor(gradient))
         assert metrics["policy/off_policy_fraction"].value == fraction
-        assert loss.item() == pytest.approx(
-            -sum(gradient) * -1
-        )  # each ratio is 1: a token's loss is its gradient
+        assert loss.item() == pytest.approx(sum(gradient)), "each ratio is 1: a token's loss is its gradient"
 
 
 @pytest.mark.parametrize("name", NAMES)
