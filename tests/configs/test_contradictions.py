@@ -37,7 +37,7 @@ OF_A_RUN = [
     ("advantage.type=gae steps=5 critic.warmup_steps=4", ""),
     ("advantage.type=gae steps=5 critic.warmup_steps=5", "critic.warmup_steps"),
     ("environment={type: tokens, environment: 'a:B'} advantage={type: grpo, credit: turn}", ""),
-    ("environment={type: tokens, environment: 'a:B'} advantage={type: reinforce_pp, credit: turn} kl={coefficient: 0.1, place: reward}", ""),
+    ("environment={type: tokens, environment: 'a:B'} advantage={type: gae, credit: turn} kl={coefficient: 0.1, place: reward}", ""),
     ("environment={type: tokens, environment: 'a:B'} advantage={type: grpo, credit: turn} kl={coefficient: 0.1}", ""),
     ("environment={type: tokens, environment: 'a:B'} kl={coefficient: 0.1, place: reward}", ""),
     ("environment={type: agent, command: [a.py]}", ""),

@@ -676,3 +676,17 @@ def test_an_unbiased_kl_has_value_and_gradient_of_the_kl_for_samples_of_the_roll
     assert loss == pytest.approx(exact.item(), rel=1e-9)
     torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
     assert (value_and_gradient()[1] - gradient).abs().max() > 0.01, "a biased one is told apart"
+
+
+def test_the_ratio_of_an_unbiased_kl_is_bounded():
+    """log current - log old = 30, log current - log ref = 1."""
+    batch = random_batch([1], seed=0, dtype=torch.float64, mask_T=torch.ones(1, dtype=torch.bool))
+    fields = {"old": -31.0, "ref": -2.0}
+    batch = with_weights(batch, "token_mean").with_fields(
+        **{f"{name}_logprobs_T": torch.tensor([x], dtype=torch.float64) for name, x in fields.items()}
+    )
+    current_T = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    kl = KLConfig(coefficient=0.5, estimator="k1", unbiased=True)
+    terms = {"objective": ClippedObjective(), "entropy": NO_ENTROPY, **KNOWN}
+    _, metrics, _ = policy_loss(batch, current_T, torch.zeros(1, dtype=torch.float64), kl=kl, **terms)
+    assert metrics["loss/kl"].value == pytest.approx(0.5 * math.exp(20))
