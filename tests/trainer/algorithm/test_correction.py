@@ -528,17 +528,14 @@ def test_log_ratios_are_bounded_after_their_sum_not_before():
 
 
 def test_sums_over_a_response_of_float32_keep_their_digits():
-    rollout_T = torch.full((1999,), -9.0)
-    old_T = rollout_T + 0.01
-    each = (old_T - rollout_T)[0].item()
+    log_ratio_N = 0.018 * torch.rand(1999, generator=torch.Generator().manual_seed(0))
     valid = valid_tokens(torch.ones(1999, dtype=torch.bool), torch.tensor([0, 1999]))
-    found = level_ratio(old_T - rollout_T, valid, "sequence")[0].item()
-    assert found == pytest.approx(math.exp(1999 * each), rel=1e-6)
-    config = config_of(reject=[{"rule": "k2", "reduce": "sum", "upper": 1.0}])
-    metrics = correct(batch_of(rollout_T, old_T, valid.mask_T, [1999]), config).metrics
-    assert metrics["mismatch/rejected/k2_sum/statistic_max"].value == pytest.approx(
-        1999 * each**2 / 2, rel=1e-6
-    )
+    found = level_ratio(log_ratio_N, valid, "sequence")[0].item()
+    assert found == pytest.approx(math.exp(math.fsum(log_ratio_N.tolist())), rel=2e-7)
+    old_T, config = log_ratio_N - 9.0, config_of(reject=[{"rule": "k2", "reduce": "sum", "upper": 1.0}])
+    batch = batch_of(torch.full((1999,), -9.0), old_T, valid.mask_T, [1999])
+    found = correct(batch, config).metrics["mismatch/rejected/k2_sum/statistic_max"].value
+    assert found == pytest.approx(math.fsum(((old_T + 9.0).square() / 2).tolist()), rel=1e-12)
 
 
 def test_divergences_are_of_the_bounded_log_ratio():
