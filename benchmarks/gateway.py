@@ -149,7 +149,7 @@ async def measure(template: str, sessions: int, repeats: int, given: argparse.Na
     problem = Prompt(prompt_id="p", token_ids=[1], text="?", task="t", reference="")
     question = tokenizer.decode((tokenizer.encode(WORDS) * given.question)[: given.question])
     async with AsyncExitStack() as exits:
-        gateway = await exits.enter_async_context(Gateway())
+        gateway = await exits.enter_async_context(Gateway(vocab_size=len(tokenizer)))
         opened = []
         for _ in range(sessions * repeats):
             context = EpisodeContext(

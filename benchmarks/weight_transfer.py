@@ -125,7 +125,7 @@ def measure(given, rounds: int, scratch: Path) -> dict:
     from parallel.engine import MegatronEngine
     from parallel.megatron import platform
     from parallel.weights.transfer import Buffers, plan_transfer
-    from trainer.stage_sender import MEMORY
+    from trainer.weight_carriers import MEMORY
 
     model = make_model(scratch / "model", moe=given.moe, layers=given.layers, dtype=given.dtype)
     dtype = getattr(torch, given.dtype)

@@ -37,12 +37,12 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean, dotted, shorten
+from configs.errors import COMMAND_LINE, ConfigError, Problem, did_you_mean, shorten
 from configs.other_systems.values import in_our_names
 from configs.reading.named_files import check_files, close_name
 from configs.reading.schema_shape import Shape
@@ -136,9 +136,7 @@ class ParsedConfig:
         layers, understood = expand(layers, problems)
         if notes is not None:
             notes += [*renamed, *understood]
-        tree, moved = _with_moved_fields(_merge_layers(layers, problems), problems)
-        if notes is not None:
-            notes += moved
+        tree = _merge_layers(layers, problems)
         place = str(self.path)
         tree = Value({"kind": tree.at(["kind"]) or Value("train", place), **tree.data}, place)
         config = _validate(tree, problems)
@@ -204,29 +202,6 @@ def _merge_layers(layers: Sequence[Value], problems: list[Problem]) -> Value:
             layer = Value({k: v for k, v in layer.data.items() if k != "kind"}, layer.where)
         merged = _merge(merged, layer, _ROOT)
     return merged
-
-
-def _with_moved_fields(tree: Value, problems: list[Problem]) -> tuple[Value, list[str]]:
-    """The tree with ``environment.template_arguments``, as earlier versions wrote it, in its present place; notes."""
-    was, now = ("environment", "template_arguments"), ("model", "chat_template_kwargs")
-    given, model = tree.at(was), tree.at(now[:1])
-    if given is None:
-        return tree, []
-    blocks, notes = dict(tree.data), list[str]()
-    environment = blocks[was[0]]
-    rest = {key: value for key, value in environment.data.items() if key != was[1]}
-    blocks[was[0]] = replace(environment, data=rest)
-    if given.plain() and model is not None and isinstance(model.data, dict):
-        there = model.at(now[1:])
-        if there is not None and there.plain() not in ({}, given.plain()):
-            error, fix = f"it is an earlier name of {dotted(now)}, which has another value", "remove this one"
-            problems.append(
-                Problem(where=given.where, field=dotted(was), value=show(given.plain()), error=error, fix=fix)
-            )
-        else:
-            blocks[now[0]] = replace(model, data={**model.data, now[1]: given})
-            notes.append(f"{dotted(was)} ({given.where}) is {dotted(now)} now, for every prompt")
-    return replace(tree, data=blocks), notes
 
 
 def _merge(lower: Value, upper: Value, shape: Shape) -> Value:

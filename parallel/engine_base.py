@@ -30,7 +30,7 @@ from parallel.megatron import platform
 from parallel.megatron.groups import groups_of_this_process, join_groups
 from parallel.megatron.lora import Lora
 from parallel.megatron.model import Backbone, PackedGPTModel, make_backbone
-from parallel.megatron.optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler
+from parallel.megatron.optimizer import LEAST_LOSS_SCALE, build_optimizer, build_scheduler, optimizer_parts
 from parallel.megatron.schedule import Forward, NonFiniteError, Schedule
 from parallel.packing import PackedBatch
 from parallel.planning.adapters import check_lora
@@ -268,7 +268,7 @@ class Engine(ABC):
 
     def _optimizer_step(self, grad_norm: float) -> float:
         """Clip the gradient, set this step's learning rate, step. Returns the learning rate."""
-        for part in checkpoint.optimizer_parts(self._optimizer):
+        for part in optimizer_parts(self._optimizer):
             clip_grad_by_total_norm_fp32(
                 part.get_parameters(), max_norm=self._training.optimizer.clip_grad, total_norm=grad_norm
             )

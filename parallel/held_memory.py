@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.engine import MegatronEngine
+from parallel.megatron.optimizer import optimizer_tensors
 
 
 class _Kept:
@@ -63,11 +63,7 @@ def lasting_bytes(engine: MegatronEngine) -> dict[str, int]:
 def _states(engine: MegatronEngine, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
     """Moments, steps and float32 weights, but no parameter of the model itself."""
     own = {p.untyped_storage().data_ptr() for p in parameters}
-    for part in optimizer_parts(engine._optimizer):
-        inner = part.optimizer
-        found = [p for group in inner.param_groups for p in group["params"]]
-        found += [v for state in inner.state.values() for v in state.values() if isinstance(v, Tensor)]
-        yield from (t for t in found if t.untyped_storage().data_ptr() not in own)
+    yield from (t for t in optimizer_tensors(engine._optimizer) if t.untyped_storage().data_ptr() not in own)
 
 
 def _bytes_of(tensors: Iterable[Tensor]) -> int:

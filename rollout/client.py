@@ -28,8 +28,6 @@ class ClientStats:
     """Completions requested; retries of a completion do not count."""
     retries: int = 0
     """Completions requested again, since an attempt failed in transport or ran out of time: all those of the attempt."""
-    timeouts: int = 0
-    """Those of them whose attempt ran out of time."""
     idle_s: float = 0.0
     """Seconds in which no sample was at the servers, from the first sample on."""
 
@@ -37,7 +35,6 @@ class ClientStats:
         return ClientStats(
             requests=self.requests - earlier.requests,
             retries=self.retries - earlier.retries,
-            timeouts=self.timeouts - earlier.timeouts,
             idle_s=self.idle_s - earlier.idle_s,
         )
 

@@ -8,7 +8,7 @@
                           (no backward for groups without signal, whose gradient is zero)
                           (with a single minibatch current is old: score then leaves old out, and the loss
                           corrects by its own forward pass; in bypass mode it does so against current)
-    weight_sync.publish   pause, broadcast, verify, resume
+    weight_sync.publish   pause, send, verify, resume
 
 With ``rollout.max_staleness: 0`` every token of a step is sampled by the weights that the step starts from. With
 k >= 1 the sample role goes on with the groups of the next k steps while this page trains: a token is then at most

@@ -90,23 +90,24 @@ class SharedSampler:
 
     def _asked_by_first_rank(self, ask: Callable[[RemoteSampler], T]) -> T | None:
         """Rank 0's answer there, None elsewhere. A collective: an interruption of rank 0 is raised on all ranks."""
-        answer, interruption = None, None
-        if self._remote is not None:
-            try:
-                answer = self._ask_role_or_successor(self._remote, ask)
-            except INTERRUPTIONS as error:
-                interruption = error
+        if self._remote is None:
+            return self._wait_for_first_rank()
+        try:
+            answer = self._ask_role_or_successor(self._remote, ask)
+        except INTERRUPTIONS as interruption:
             from_first_rank(interruption)
-        else:
-            while isinstance(news := from_first_rank(None), str):
-                if news == _SEND_WEIGHTS:
-                    assert self._weights is not None
-                    with suppress(*INTERRUPTIONS):  # rank 0 has it too, and tells of it next
-                        self._weights.send_again()
-            interruption = news
-        if interruption is not None:
-            raise interruption
+            raise
+        from_first_rank(None)
         return answer
+
+    def _wait_for_first_rank(self) -> None:
+        while isinstance(news := from_first_rank(None), str):
+            if news == _SEND_WEIGHTS:
+                assert self._weights is not None
+                with suppress(*INTERRUPTIONS):  # rank 0 has it too, and tells of it next
+                    self._weights.send_again()
+        if news is not None:
+            raise news
 
     def _ask_role_or_successor(self, remote: RemoteSampler, ask: Callable[[RemoteSampler], T]) -> T:
         self._heed_stop()

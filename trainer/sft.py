@@ -4,8 +4,9 @@ loss = -(1 / N) sum over answer tokens of log pi(token | preceding tokens),   N 
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from parallel.engine_base import Training
 from parallel.packing import PackedBatch
 from parallel.planning.architecture import architecture_of
 from parallel.rank_objects import from_first_rank
+from rollout.records import DataPrompt, Message
 from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
 from rollout.tokenization import (
@@ -29,6 +31,9 @@ from rollout.tokenization import (
 )
 from trainer.batch.plan import pack_responses, packed_length, plan_batches
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
+
+if TYPE_CHECKING:
+    from rollout.tokenization import Tokenizer
 
 REPORT_EVERY_S = 5.0
 
@@ -98,43 +103,14 @@ def load_examples(config: SftConfig) -> list[Example]:
     the model, naming its line.
     """
     tokenizer = load_tokenizer(config.model.path)
-    ends, arguments = end_token_ids(tokenizer, config.model.path), config.model.chat_template_kwargs
-    data = config.data
-    if isinstance(data, CountdownSftData):
-        examples = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
-        pairs = [(f"generated example {number}", *pair) for number, pair in enumerate(examples, start=1)]
-        template = False
-    else:
-        template = data.apply_chat_template
-        pairs = read_pairs(data)
+    ends = end_token_ids(tokenizer, config.model.path)
     max_positions = architecture_of(config.model.path).max_positions
     examples = []
-    for where, prompt, answer in pairs:
+    for where, prompt, answer in _pairs(config):
         try:
-            prompt_ids = encode_prompt(
-                tokenizer,
-                prompt,
-                system_prompt=None,
-                apply_chat_template=template,
-                chat_template_kwargs=arguments,
-            )
-            answer_ids = encode_response(
-                tokenizer,
-                prompt,
-                answer,
-                ends,
-                apply_chat_template=template,
-                chat_template_kwargs=arguments,
-            )
-            earlier = (
-                find_turns(tokenizer, prompt, prompt_ids, ends, chat_template_kwargs=arguments)
-                if config.learns_all_turns
-                else []
-            )
+            example = _tokenised(tokenizer, ends, prompt, answer, config)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
-        token_ids = [*prompt_ids, *answer_ids]
-        example = Example(token_ids=token_ids, answers=[*earlier, range(len(prompt_ids), len(token_ids))])
         check_example_length(
             where,
             packed_length(example.token_ids),
@@ -143,6 +119,30 @@ def load_examples(config: SftConfig) -> list[Example]:
         )
         examples.append(example)
     return examples
+
+
+def _pairs(config: SftConfig) -> list[tuple[str, DataPrompt, str | Message]]:
+    """(where it is from, prompt, answer) of each example."""
+    data = config.data
+    if not isinstance(data, CountdownSftData):
+        return read_pairs(data)
+    examples = generate_sft_examples(data.task, count=data.examples, noise=data.noise, seed=config.seed)
+    return [(f"generated example {number}", *pair) for number, pair in enumerate(examples, start=1)]
+
+
+def _tokenised(
+    tokenizer: "Tokenizer", ends: Sequence[int], prompt: DataPrompt, answer: str | Message, config: SftConfig
+) -> Example:
+    has_template = not isinstance(config.data, CountdownSftData) and config.data.apply_chat_template
+    arguments = config.model.chat_template_kwargs
+    template: dict[str, Any] = {"apply_chat_template": has_template, "chat_template_kwargs": arguments}
+    prompt_ids = encode_prompt(tokenizer, prompt, system_prompt=None, **template)
+    answer_ids = encode_response(tokenizer, prompt, answer, ends, **template)
+    earlier = []
+    if config.learns_all_turns:
+        earlier = find_turns(tokenizer, prompt, prompt_ids, ends, chat_template_kwargs=arguments)
+    token_ids = [*prompt_ids, *answer_ids]
+    return Example(token_ids=token_ids, answers=[*earlier, range(len(prompt_ids), len(token_ids))])
 
 
 def batches(count: int, config: SftConfig) -> Iterator[list[int]]:

@@ -14,11 +14,9 @@ from rollout.client import RolloutError
 from rollout.servers.control import Pending, SGLangControl
 from rollout.sglang_plugin.tandem_process_memory import Sending
 from rollout.sglang_plugin.tandem_weight_transfer import GIVEN_UP, Announcement, hash_kind
-from trainer.weight_carriers import Broadcasts, FromMemory
+from trainer.weight_carriers import MEMORY, Broadcasts, FromMemory
 
 GROUP = "tandem-weights"
-MEMORY = "memory"
-"""The carrier that is no backend of a process group."""
 
 
 class WeightSyncError(RolloutError):

@@ -1,5 +1,5 @@
 """Two ways of a bucket's bytes to the servers: a broadcast in a process group, or a copy by each server out of the
-learner's memory, on one machine.
+learner's memory, on one machine. ``carrier_of`` says which one a run takes.
 
 Each brings the buckets of a transfer in order, and at the end their hashes, which are of the sender's own bytes. What
 is in them and who asks the servers to receive is not its concern (``trainer/stage_sender.py``).
@@ -11,12 +11,39 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from configs.schema.launch import LaunchConfig
+from configs.schema.rollout import RolloutConfig
+from parallel.megatron.platform import collective_backend
 from parallel.planning.memory import NUM_BUFFERS
 from parallel.weights.transfer import UnderWay, WeightBroadcaster
-from rollout.sglang_plugin.tandem_process_memory import Sending
+from rollout.sglang_plugin.tandem_process_memory import Sending, let_others_read
 from rollout.sglang_plugin.tandem_weight_transfer import weight_hash
 
 Check = Callable[[], None]
+MEMORY = "memory"
+"""The carrier that is no backend of a process group."""
+
+
+def carrier_of(rollout: RolloutConfig, launch: LaunchConfig, *, devices_are_shared: bool) -> str:
+    """What carries the weights (``rollout.weight_transfer``): a backend of torch.distributed, or ``MEMORY``.
+
+    GPUs of their own exchange weights by NCCL, which does not go through host memory. It refuses two ranks of a group on
+    one GPU; gloo takes a GPU's tensors through host memory and the loopback device. Not run on GPUs by this project.
+
+    Raises ValueError where the servers are to read memory that this machine lets nobody read.
+    """
+    backend = "gloo" if devices_are_shared else collective_backend()
+    is_suited = launch.nodes is None and rollout.sglang_plugin and backend == "gloo"
+    if rollout.weight_transfer == "broadcast" or (rollout.weight_transfer == "auto" and not is_suited):
+        return backend
+    if let_others_read():
+        return MEMORY
+    if rollout.weight_transfer == "memory":
+        raise ValueError(
+            "rollout.weight_transfer=memory: this machine does not let a process read the memory of another one of its user (a container "
+            "without process_vm_readv, or kernel.yama.ptrace_scope above 1); set rollout.weight_transfer=broadcast"
+        )
+    return backend
 
 
 class Broadcasts:

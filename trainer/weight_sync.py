@@ -48,14 +48,12 @@ from torch import Tensor
 
 from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig
-from parallel.megatron.platform import collective_backend, device
+from parallel.megatron.platform import device
 from parallel.rank_objects import from_all_ranks, from_first_rank
 from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.client import RolloutError
 from rollout.records import Completion
-from rollout.run_key import RunKey
 from rollout.servers.control import Pending, SGLangControl
-from rollout.sglang_plugin.tandem_process_memory import let_others_read
 from tracing import span
 from trainer.algorithm.mismatch import SampledGap
 from trainer.batch.farthest_token import Measure
@@ -64,8 +62,9 @@ from trainer.file_system import SHARED_FOLDER_S
 from trainer.learner import Learner
 from trainer.ranks.interruption import StopRequested
 from trainer.ranks.totals import answer_of_first_rank, on_first_rank
-from trainer.stage_sender import MEMORY, StageSender, WeightSyncError, in_turn
+from trainer.stage_sender import StageSender, WeightSyncError, in_turn
 from trainer.turns import OwnDevices
+from trainer.weight_carriers import carrier_of
 
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
 """Any tokens serve to compare two engines; ids this small exist in every vocabulary."""
@@ -97,6 +96,7 @@ class SyncResult:
 
 T = TypeVar("T")
 Lives = Callable[[], Mapping[str, int]]
+ControlOf = Callable[[Sequence[str]], SGLangControl]
 
 
 class WeightSync:
@@ -112,14 +112,15 @@ class WeightSync:
         agreement: EngineAgreement | None = None,
         address: str = "127.0.0.1",
         turns: OwnDevices | None = None,
-        key: RunKey | None = None,
+        control_of: ControlOf | None = None,
         lives: Lives | None = None,
         stop_requested: Callable[[], str | None] = lambda: None,
     ):
         """control: None on all ranks but the first.
         agreement: what is demanded of probes and samples; None: of probes alone, by the dtypes of both sides.
         address: where the servers reach this rank's host, if it is a sender.
-        turns: None where the servers have devices of their own. key: the run's, which the servers check.
+        turns: None where the servers have devices of their own.
+        control_of: makes a control of these servers, as ``control`` is of those at the start; None: of servers without a key.
         lives: the address of each server that can be sent weights, with the number of its life; asked on rank 0 alone. It
         raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
         stay the same until the run ends. stop_requested: the reason to stop, or None; heeded while servers start."""
@@ -138,7 +139,8 @@ class WeightSync:
         )
         self._sender: StageSender | None = None
         self._buffers = Buffers(device().type)
-        self._launch, self._address, self._key = launch, address, key
+        self._launch, self._address = launch, address
+        self._control_of = control_of or partial(SGLangControl.of, rollout, launch)
         self._lives, self._stop_reason = lives, stop_requested
         self._served: dict[str, int] = {}
         if lives is not None and control is not None:
@@ -183,15 +185,6 @@ class WeightSync:
             except BaseException:
                 control.close()  # the next try makes one anew
                 raise
-
-    def _control_of(self, urls: Sequence[str]) -> SGLangControl:
-        return SGLangControl(
-            urls,
-            tensor_parallel=self._rollout.tp,
-            timeout_s=self._launch.patience_s,
-            peer_timeout_s=self._launch.peer_timeout_s,
-            key=self._key,
-        )
 
     def are_needed(self) -> bool:
         """Whether all servers that had the weights have ended, and others wait for them; to be asked on the first
@@ -416,28 +409,6 @@ class WeightSync:
                 self._sender.close()
             except RolloutError:
                 self._sender.abandon()
-
-
-def carrier_of(rollout: RolloutConfig, launch: LaunchConfig, *, devices_are_shared: bool) -> str:
-    """What carries the weights (``rollout.weight_transfer``): a backend of torch.distributed, or ``MEMORY``.
-
-    GPUs of their own exchange weights by NCCL, which does not go through host memory. It refuses two ranks of a group on
-    one GPU; gloo takes a GPU's tensors through host memory and the loopback device. Not run on GPUs by this project.
-
-    Raises ValueError where the servers are to read memory that this machine lets nobody read.
-    """
-    backend = "gloo" if devices_are_shared else collective_backend()
-    is_suited = launch.nodes is None and rollout.sglang_plugin and backend == "gloo"
-    if rollout.weight_transfer == "broadcast" or (rollout.weight_transfer == "auto" and not is_suited):
-        return backend
-    if let_others_read():
-        return MEMORY
-    if rollout.weight_transfer == "memory":
-        raise ValueError(
-            "rollout.weight_transfer=memory: this machine does not let a process read the memory of another one of its user (a container "
-            "without process_vm_readv, or kernel.yama.ptrace_scope above 1); set rollout.weight_transfer=broadcast"
-        )
-    return backend
 
 
 def _raise_first(failures: Sequence[RolloutError | None]) -> None:

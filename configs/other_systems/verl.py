@@ -16,7 +16,6 @@ from typing import Any
 
 from configs.errors import did_you_mean
 from configs.other_systems.block import TWO_BOUNDS, ForeignBlock, shown
-from configs.other_systems.roll import ROLL_KEYS, from_roll
 from configs.reading.yaml_values import show
 from configs.schema.correction import (
     CorrectionConfig,
@@ -27,8 +26,6 @@ from configs.schema.correction import (
     RatioRule,
     RejectionRule,
 )
-
-__all__ = ["ROLL_KEYS", "VERL_KEYS", "VERL_PRESETS", "from_roll", "from_verl"]
 
 VERL_KEYS = (
     "rollout_is",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from configs.errors import ConfigError, did_you_mean
+from configs.errors import COMMAND_LINE, ConfigError, did_you_mean
 from configs.reading.schema_shape import Shape
 from configs.reading.wording import problems_of
 from configs.reading.yaml_values import read_yaml, show
@@ -29,7 +29,7 @@ def read_hardware(given: str) -> HardwareConfig:
     if not is_file and given not in hardware_names():
         fix = did_you_mean(given, hardware_names(), "descriptions")
         error = "no description of hardware has this name"
-        raise ConfigError.of("command line", OPTION, given, error, f"{fix}, or a file FILE.yaml of your own")
+        raise _refusal(given, error, f"{fix}, or a file FILE.yaml of your own")
     path = Path(given) if is_file else FOLDER / f"{given}.yaml"
     tree = read_yaml(_text_of(path), str(path))
     if tree is None or not isinstance(tree.data, dict):
@@ -47,15 +47,15 @@ def read_hardware(given: str) -> HardwareConfig:
 def _text_of(path: Path) -> str:
     try:
         if path.exists() and not path.is_file():
-            raise ConfigError.of(
-                "command line", OPTION, str(path), "this is no regular file", "name a YAML file"
-            )
+            raise _refusal(str(path), "this is no regular file", "name a YAML file")
         if path.stat().st_size > _MOST_BYTES:
-            error = "no description of hardware is that large"
-            raise ConfigError.of("command line", OPTION, str(path), error, "name a YAML file")
+            raise _refusal(str(path), "no description of hardware is that large", "name a YAML file")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        wrong = f"the file cannot be read ({reason})"
         fix = f"correct the name, or take one of {', '.join(hardware_names())}"
-        raise ConfigError.of("command line", OPTION, str(path), wrong, fix) from error
+        raise _refusal(str(path), f"the file cannot be read ({reason})", fix) from error
+
+
+def _refusal(given: str, error: str, fix: str) -> ConfigError:
+    return ConfigError.of(COMMAND_LINE, OPTION, given, error, fix)

@@ -15,7 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from configs.errors import ConfigError, Problem, did_you_mean
-from configs.other_systems.verl import from_roll, from_verl
+from configs.other_systems.roll import from_roll
+from configs.other_systems.verl import from_verl
 from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
 from configs.reading.yaml_values import Value, show
 

@@ -152,8 +152,7 @@ def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: V
         theirs = answer(path, given.plain() if given else None, names)
         if theirs is not None:
             return theirs
-    keys = [*names, *(SHORTHANDS if path[:-1] == ("correction",) else ())]
-    return did_you_mean(key, keys, "keys here", _other_places(path, root))
+    return did_you_mean(key, _keys_at(path[:-1], parent), "keys here", _other_places(path, root))
 
 
 def fix_for_name(name: str, schema: type[Schema]) -> str | None:
@@ -165,45 +164,59 @@ def fix_for_name(name: str, schema: type[Schema]) -> str | None:
 def _fix_value(
     kind: str, context: dict, path: tuple, shape: Shape, parent: Shape, given: Value | None
 ) -> str:
-    data = None if given is None else given.data
-    name, default = dotted(path), _default_note(shape)
-    bounds = [f"{words} {context[key]}" for key, words in _COMPARISONS.items() if key in context]
-    if bounds:
+    default = _default_note(shape)
+    if bounds := [f"{words} {context[key]}" for key, words in _COMPARISONS.items() if key in context]:
         return f"use a value {' and '.join(bounds)}{default}"
+    if kind == "too_short":
+        return f"give one or more{_description(shape)}"
+    if kind.startswith(("model", "dict")) and (given is None or given.data is None):
+        return f"give it keys, or remove `{dotted(path)}:`"
+    fix = None
+    if given is not None:
+        fix = _fix_form(kind, path, shape, parent, given) or _fix_block(path, shape, given)
+    if fix is not None:
+        return fix
+    if shape.models:
+        return f"give a block with keys of: {', '.join(shape.names())}"
+    return f"correct the value{default or _description(shape)}"
+
+
+def _fix_form(kind: str, path: tuple, shape: Shape, parent: Shape, given: Value) -> str | None:
+    """The same value as YAML writes it where this field is."""
+    name, data = dotted(path), given.data
     if isinstance(data, str) and kind.startswith(("int", "float", "bool")) and is_number_or_bool(data):
         return f"write it without quotes: `{name}: {data}`"
     if isinstance(data, float) and kind.startswith("int") and data.is_integer():
         return f"write `{name}: {int(data)}`"
-    if kind == "too_short":
-        return f"give one or more{_description(shape)}"
     needs_text = kind.startswith(("string", "path"))
-    if needs_text and given and isinstance(data, int | float) and parent.takes(path[-1], show(data)):
+    if needs_text and isinstance(data, int | float) and parent.takes(path[-1], show(data)):
         text = f'"{given.written or show(data)}"'
         if given.where.startswith(COMMAND_LINE) and all(isinstance(part, str) for part in path):
             return f"put it in quotes that the shell leaves: '{name}={text}'"
         return f"put it in quotes: `{name}: {text}`"
     if kind.startswith(("tuple", "list")) and data is not None and not shape.length:
         return f"write a list: `{name}: {show([given.plain()])}`"
-    if kind.startswith(("model", "dict")) and data is None:
-        return f"give it keys, or remove `{name}:`"
-    if (
-        isinstance(data, str)
-        and (torn := re.match(r"(\w+):", data))
-        and torn[1] in [*shape.names(), *(SHORTHANDS if path == ("correction",) else ())]
-    ):
+    return None
+
+
+def _fix_block(path: tuple, shape: Shape, given: Value) -> str | None:
+    """The block that a text or a boolean in its place stands for."""
+    name, data = dotted(path), given.data
+    if isinstance(data, bool):
+        return _switch_text(path, data, given.where, shape)
+    if not isinstance(data, str):
+        return None
+    if (torn := re.match(r"(\w+):", data)) and torn[1] in _keys_at(path, shape):
         return f"quote the override, since the shell takes braces apart: '{name}={{{data.replace(':', ': ', 1)}, ...}}'"
-    if shape.tag_key and isinstance(data, str):
+    if shape.tag_key:
         told = None if data in shape.tags else algorithm(path, data)
         return told or _variant_text(name, data, shape)
-    if (
-        isinstance(data, bool)
-        and given is not None
-        and (switch := _switch_text(path, data, given.where, shape))
-    ):
-        return switch
-    if shape.models:
-        return f"give a block with keys of: {', '.join(shape.names())}"
-    return f"correct the value{default or _description(shape)}"
+    return None
+
+
+def _keys_at(path: tuple, shape: Shape) -> list[str]:
+    """All keys that a block may have, with the shorthands of a correction."""
+    return [*shape.names(), *(SHORTHANDS if path == ("correction",) else ())]
 
 
 def _switch_text(path: tuple, wanted: bool, where: str, shape: Shape) -> str | None:

@@ -140,7 +140,8 @@ class RolloutConfig(Schema):
     (max_retries). A server that makes no progress for half of it, and at least 30 s, is taken for hung: it is killed, and
     started again where it may be (max_server_restarts)."""
     max_retries: NonNegativeInt = 3
-    """Most retries of a request whose transport failed or whose time ran out; the metrics count each."""
+    """Most retries of a request whose transport failed or whose time ran out; the metrics count each. The learner waits
+    for all attempts together for 0.9 of ``launch.collective_timeout_s``."""
     max_total_tokens: Annotated[PositiveInt, at_most(2**40, "no memory holds so many")] | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
     max_server_restarts: NonNegativeInt = 3

@@ -253,7 +253,7 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
         elif path.is_file() and KILLED_WRITE.fullmatch(path.name):
             yield Item(path, "left by a write that was killed")
     for path in _inside(run.batches):
-        if path.suffix == ".partial" or KILLED_WRITE.fullmatch(path.name):  # the first by an earlier version
+        if KILLED_WRITE.fullmatch(path.name):
             yield Item(path, "left by a write that was killed")
     job, logs = recorded_job(run), [path for path in _inside(run.logs) if SLURM_LOG.fullmatch(path.name)]
     # Where the last job has left no log, one of the others may be its own, or is the newest that there is.

@@ -295,7 +295,7 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
     if summary["accuracy_after"] is not None:
         before = summary["accuracy_before"]
         text = f"{before:.1%} before, " if before is not None else ""
-        step = summary.get("accuracy_after_step", summary["steps"])  # an older summary has no such key
+        step = summary["accuracy_after_step"]
         done = "" if step == summary["steps"] else f"{step} of "
         print(
             f"held-out accuracy: {text}{summary['accuracy_after']:.1%} after {done}{counted(summary['steps'], 'step')}"

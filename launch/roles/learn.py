@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.loop import Run
     from trainer.recording import Recorder
     from trainer.tracking.tracker import Tracker
+    from trainer.weight_sync import ControlOf
 
 START_PROBE_TEMPERATURE = 0.7
 """Not 1: a server whose log-probs ignore the temperature would agree at 1."""
@@ -110,6 +111,7 @@ def build_run(
 ) -> "Run":
     """Build the parts of ``train`` on this rank, resumed where the run folder holds a checkpoint."""
     from parallel.megatron.platform import init_distributed
+    from rollout.servers.control import SGLangControl
     from trainer.checkpointing import Checkpointer
     from trainer.engine_agreement import EngineAgreement
     from trainer.loop import Run
@@ -122,14 +124,17 @@ def build_run(
     from trainer.weight_sync import WeightSync
 
     init_distributed(timeout_s=config.launch.collective_timeout_s)
-    learner, remote, control = learner_and_rollout(folder, config)
+    control_of = partial(
+        SGLangControl.of, config.rollout, config.launch, key=folder.run_key(), needs_experts=config.learner.routing == "rollout"
+    )  # fmt: skip
+    learner, remote, control = learner_and_rollout(folder, config, control_of)
     turns = SharedDevices(learner, control) if config.launch.takes_turns else OwnDevices()
-    address, key = own_address(config.launch.nodes), folder.run_key()
+    address = own_address(config.launch.nodes)
     agreement = EngineAgreement.of(
         config.rollout, learner.engine.dtype, is_aligned=config.model.numerics == "aligned", compares_samples=config.compares_samples
     )  # fmt: skip
     weight_sync = WeightSync(
-        learner, control, config.rollout, config.launch, agreement=agreement, address=address, turns=turns, key=key,
+        learner, control, config.rollout, config.launch, agreement=agreement, address=address, turns=turns, control_of=control_of,
         lives=partial(server_lives, folder, serve_roles(config)) if config.servers_may_restart else None,
         stop_requested=stop_requested,
     )  # fmt: skip
@@ -262,7 +267,7 @@ def server_lives(folder: RunFolder, names: Sequence[str]) -> dict[str, int]:
 
 
 def learner_and_rollout(
-    folder: RunFolder, config: RunConfig
+    folder: RunFolder, config: RunConfig, control_of: "ControlOf"
 ) -> "tuple[Learner, RemoteSampler | None, SGLangControl | None]":
     """This rank's learner and, on rank 0, the connections to the sample role and to the servers. A learner that shares
     the servers' devices is built once they have freed their memory."""
@@ -275,27 +280,26 @@ def learner_and_rollout(
     takes_turns = config.launch.takes_turns
     learner = None if takes_turns else Learner(config)
     wait_for_rollout(folder, config)
-    remote, control = _connect(folder, config) if dist.get_rank() == 0 else (None, None)
+    remote, control = _connect(folder, config, control_of) if dist.get_rank() == 0 else (None, None)
     if takes_turns:
         on_first_rank(lambda: make_room(control, CACHE, WEIGHTS))
     return learner or Learner(config), remote, control
 
 
-def _connect(folder: RunFolder, config: RunConfig) -> "tuple[RemoteSampler, SGLangControl]":
+def _connect(
+    folder: RunFolder, config: RunConfig, control_of: "ControlOf"
+) -> "tuple[RemoteSampler, SGLangControl]":
     """Rank 0's connections to the sample role and to the servers."""
     from rollout.sampling.remote import RemoteSampler
-    from rollout.servers.control import SGLangControl
 
     timeout_s = config.launch.start_timeout_s
     urls = wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s)
     address = folder.wait_for_address("sample", timeout_s=timeout_s)["address"]
-    limits = {
-        "timeout_s": config.launch.patience_s,
-        "peer_timeout_s": config.launch.peer_timeout_s,
-        "key": folder.run_key(),
-    }
-    find = partial(folder.read_address, "sample") if config.rollout.max_sampler_restarts else None
-    remote = RemoteSampler(address, find=find, **limits)
-    needs_experts = config.learner.routing == "rollout"
-    control = SGLangControl(urls, tensor_parallel=config.rollout.tp, needs_experts=needs_experts, **limits)
-    return remote, control
+    remote = RemoteSampler(
+        address,
+        find=partial(folder.read_address, "sample") if config.rollout.max_sampler_restarts else None,
+        timeout_s=config.launch.patience_s,
+        peer_timeout_s=config.launch.peer_timeout_s,
+        key=folder.run_key(),
+    )
+    return remote, control_of(urls)

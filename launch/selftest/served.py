@@ -54,7 +54,7 @@ class Joined:
 @contextmanager
 def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
     """On one GPU learner and server take turns, as in a colocated run, and the server gets the learner's weights first."""
-    control, key = _control(config, request)
+    control, _ = _control(config, request)
     is_shared = config.launch.takes_turns
     with control:
         if is_shared:
@@ -62,7 +62,7 @@ def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
         learner = Learner.of_policy_alone(config)
         learner.version = control.versions()[0]
         turns = SharedDevices(learner, control) if is_shared else OwnDevices()
-        sync = WeightSync(learner, control, config.rollout, config.launch, turns=turns, key=key)
+        sync = WeightSync(learner, control, config.rollout, config.launch, turns=turns)
         try:
             sync.take_over(sends=is_shared)
             yield Joined(learner=learner, control=control, sync=sync, turns=turns)
@@ -72,10 +72,7 @@ def joined(config: RunConfig, request: Mapping[str, Any]) -> Iterator[Joined]:
 
 def _control(config: RunConfig, request: Mapping[str, Any]) -> tuple[SGLangControl, RunKey]:
     key = run_key(Path(request["key_file"]))
-    timeout_s = config.launch.patience_s
-    return SGLangControl(
-        request["urls"], tensor_parallel=config.rollout.tp, timeout_s=timeout_s, key=key
-    ), key
+    return SGLangControl.of(config.rollout, config.launch, request["urls"], key=key), key
 
 
 def engines(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:

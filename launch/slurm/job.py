@@ -97,7 +97,7 @@ def recorded_job(folder: RunFolder) -> str | None:
 
 
 def _cluster_of(folder: RunFolder) -> str | None:
-    """The cluster of ``recorded_job``; None where that is not known, as in files of earlier versions."""
+    """The cluster of ``recorded_job``; None where it was not known."""
     job = read_file(folder.job, {"cluster": str}, [])
     return None if job is None else job["cluster"]
 

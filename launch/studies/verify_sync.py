@@ -19,6 +19,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -370,18 +371,16 @@ def send_other_weights(folder: RunFolder, config: RunConfig) -> None:
     from trainer.learner import Learner
     from trainer.weight_sync import WeightSync
 
-    timeout_s = config.launch.collective_timeout_s
     learner = Learner.of_policy_alone(config)
     learner.engine.load_weights(PerturbedWeights(config.model.path))
     learner.save_hf(folder.export)
     for servers in json.loads(folder.request.read_text())["servers"]:
-        key, control = run_key(Path(servers["key_file"])), None
-        if learner.is_first_rank:
-            urls, tp = servers["urls"], servers["tp"]
-            control = SGLangControl(urls, tensor_parallel=tp, timeout_s=timeout_s, key=key)
-        learner.version = 0
         rollout = config.rollout.model_copy(update={"tp": servers["tp"]})
-        sync = WeightSync(learner, control, rollout, config.launch, key=key)
+        key = run_key(Path(servers["key_file"]))
+        control_of = partial(SGLangControl.of, rollout, config.launch, key=key)
+        control = control_of(servers["urls"]) if learner.is_first_rank else None
+        learner.version = 0
+        sync = WeightSync(learner, control, rollout, config.launch, control_of=control_of)
         result = sync.publish()
         sync.close()
         if learner.is_first_rank:

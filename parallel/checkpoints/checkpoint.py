@@ -48,6 +48,7 @@ from parallel.checkpoints.files import (
 from parallel.checkpoints.hashes import hashed_while_written
 from parallel.checkpoints.writers import safe_writers
 from parallel.megatron import platform
+from parallel.megatron.optimizer import optimizer_parts
 from parallel.rank_objects import from_all_ranks
 from parallel.weights.hf_files import replace_folder
 
@@ -87,11 +88,6 @@ class WholeCheckpoint:
 
     folder: Path
     manifest: Manifest
-
-
-def optimizer_parts(optimizer) -> list:
-    """The optimizers inside a chained one, or the optimizer itself."""
-    return getattr(optimizer, "chained_optimizers", [optimizer])
 
 
 def initialise_optimizer_state(optimizer) -> None:

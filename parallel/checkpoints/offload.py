@@ -14,8 +14,8 @@ from torch.nn import Module
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core.distributed import DistributedDataParallel
 
-from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.megatron import platform
+from parallel.megatron.optimizer import gradient_buffers, optimizer_tensors
 
 BLOCK_BYTES = 2**26
 """torch rounds every pinned block up to a power of two, so that one for each storage could take twice its size."""
@@ -35,7 +35,7 @@ class Offloaded:
     def __init__(
         self, chunks: Sequence[Module], trained: Sequence[DistributedDataParallel], optimizer: Any | None
     ):
-        gradients = _distinct_storages(buffer.grad_data for buffer in _buffers(trained))
+        gradients = _distinct_storages(gradient_buffers(trained))
         kept = _distinct_storages(_lasting_tensors(chunks, optimizer))
         self._kept = [(storage, storage.nbytes()) for storage in kept.values()]
         self._blocks = _host_blocks(sum(size for _, size in self._kept))
@@ -68,21 +68,12 @@ class Offloaded:
             taken += size
 
 
-def _buffers(trained: Sequence[Any]) -> Iterator[Any]:
-    """Megatron's buffers of the wrapped chunks."""
-    for chunk in trained:
-        yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
-
-
 def _lasting_tensors(chunks: Sequence[Module], optimizer: Any | None) -> Iterator[Tensor]:
     for chunk in chunks:
         yield from chunk.parameters()
         yield from chunk.buffers()
-    for part in optimizer_parts(optimizer) if optimizer is not None else ():
-        for group in part.optimizer.param_groups:
-            yield from group["params"]
-        for state in part.optimizer.state.values():
-            yield from (value for value in state.values() if isinstance(value, Tensor))
+    if optimizer is not None:
+        yield from optimizer_tensors(optimizer)
 
 
 def _distinct_storages(tensors: Iterable[Tensor]) -> dict[int, UntypedStorage]:

@@ -143,8 +143,7 @@ def _bucket_attention(
     query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Bucket, scale: float
 ) -> Tensor:
     query_NALD, key_NKLD, value_NKLD = (
-        x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
-        for x in (query_TAD, key_TKD, value_TKD)
+        bucket.sequences(x).transpose(1, 2) for x in (query_TAD, key_TKD, value_TKD)
     )
     out_NALD = _WithGradientOf.apply(
         lambda query, key, value: _in_blocks(query, key, value, scale),

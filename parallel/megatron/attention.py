@@ -44,6 +44,10 @@ class Bucket:
     def stop(self) -> int:
         return self.start + self.count * self.length
 
+    def sequences(self, values_T: Tensor) -> Tensor:
+        """[N, L, ...] of the bucket, from all of the reordered tokens."""
+        return values_T[self.start : self.stop].unflatten(0, (self.count, self.length))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Predictions:
@@ -233,8 +237,7 @@ def _bucket_attention(
     scoring: Scoring,
 ) -> Tensor:
     query_NALD, key_NKLD, value_NKLD = (
-        x[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length)).transpose(1, 2)
-        for x in (query_TAD, key_TKD, value_TKD)
+        bucket.sequences(x).transpose(1, 2) for x in (query_TAD, key_TKD, value_TKD)
     )
     window = scoring.window
     if scoring.sinks_A is not None or (window is not None and bucket.length > window):

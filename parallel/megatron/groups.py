@@ -28,8 +28,12 @@ class Groups:
     pp_group: dist.ProcessGroup
     of_one_dp_rank: tuple[Any, ...]
     """Process groups: sums over each of them in turn are sums over all processes that share one data-parallel rank's batch."""
-    is_stage_first: bool
-    """Whether this rank writes and sends the weights of its pipeline stage."""
+
+    @property
+    def is_stage_first(self) -> bool:
+        """Whether this rank is the first of its pipeline stage, which writes and sends its weights. Stages are consecutive
+        ranks."""
+        return self.rank % (self.world_size // self.pp_size) == 0
 
     def dp_rank_of(self, rank: int) -> int:
         """The data-parallel rank of another process of this run."""
@@ -108,12 +112,4 @@ def groups_of_this_process() -> Groups:
             parallel_state.get_model_parallel_group(),
             parallel_state.get_context_parallel_group(),
         ),
-        is_stage_first=is_stage_first(),
     )
-
-
-def is_stage_first() -> bool:
-    """Whether this rank is the first of its pipeline stage, which writes and sends. Stages are consecutive
-    ranks."""
-    stage_size = dist.get_world_size() // parallel_state.get_pipeline_model_parallel_world_size()
-    return dist.get_rank() % stage_size == 0

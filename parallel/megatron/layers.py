@@ -133,7 +133,7 @@ def block_spec(
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
     norm = CentredRMSNorm if architecture.centred_norms else RMSNorm
-    make_layer = partial(_local_layer, norm=norm, config=config)
+    make_layer = partial(_local_layer, config, norm)
     if pieces is not None:
         make_layer, norm = partial(_aligned_layer, config, pieces), AlignedRMSNorm
     elif lora is not None:
@@ -164,12 +164,12 @@ def block_spec(
 
 
 def _local_layer(
+    config: TransformerConfig,
+    norm: type,
     architecture: Architecture,
     experts: Experts | None,
-    norm: type = RMSNorm,
-    attention: type = PackedCoreAttention,
     *,
-    config: TransformerConfig,
+    attention: type = PackedCoreAttention,
 ) -> ModuleSpec:
     """A layer without Transformer Engine."""
     a = architecture
@@ -217,7 +217,8 @@ def _aligned_layer(
     config: TransformerConfig, pieces: int, architecture: Architecture, experts: Experts | None
 ) -> ModuleSpec:
     """A layer of a dense model with the operations of ``numerics``; ``check_numerics`` refuses experts."""
-    spec = _local_layer(architecture, experts, AlignedRMSNorm, aligned.AlignedCoreAttention, config=config)
+    core = aligned.AlignedCoreAttention
+    spec = _local_layer(config, AlignedRMSNorm, architecture, experts, attention=core)
     layer: Any = spec.submodules
     attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
     attention.linear_qkv = mlp.linear_fc1 = aligned.AlignedColumnLinear
@@ -229,7 +230,7 @@ def _adaptable_layer(
     config: TransformerConfig, norm: type, architecture: Architecture, experts: Experts | None
 ) -> ModuleSpec:
     """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention where it is used."""
-    spec = _local_layer(architecture, experts, norm, config=config)
+    spec = _local_layer(config, norm, architecture, experts)
     is_whole = parallel_state.get_context_parallel_world_size() == 1
     if uses_transformer_engine(architecture, config.params_dtype) and is_whole:
         layer: Any = spec.submodules

@@ -232,7 +232,7 @@ def first_a(name: str, inputs: int, lora: Lora, seed: int) -> Tensor:
 @contextmanager
 def without_adapters(models: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, the models compute as the base does."""
-    layers = [layer for model in models for layer in model.modules() if isinstance(layer, LoraLinear)]
+    layers = [layer for model in models for layer in adapted_layers(model).values()]
     for layer in layers:
         layer.is_on = False
     try:

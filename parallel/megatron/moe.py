@@ -1,5 +1,4 @@
-"""Mixture-of-experts layers of Qwen3-MoE, Mixtral, GLM-4.5 and DeepSeek-V3 in Megatron-Core: configuration, layer specification and
-router.
+"""Mixture-of-experts layers in Megatron-Core: configuration, layer specification and router.
 
 Legend: T tokens of this rank, E experts, K experts per token, H hidden size, L layers with experts.
 

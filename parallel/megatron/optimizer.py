@@ -1,8 +1,10 @@
 """Megatron's optimizer from a run's config: AdamW, a loss scale for float16, and the learning-rate schedule."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
@@ -45,10 +47,31 @@ def build_optimizer(
         ),
         trained,
     )
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer_parts(optimizer):
         for group in part.optimizer.param_groups if part.optimizer is not None else ():
             group["foreach"], group["fused"] = False, platform.has_cuda()
     return optimizer
+
+
+def optimizer_parts(optimizer) -> list:
+    """The optimizers inside a chained one, or the optimizer itself."""
+    return getattr(optimizer, "chained_optimizers", [optimizer])
+
+
+def optimizer_tensors(optimizer) -> Iterator[Tensor]:
+    """What an optimizer updates, and its state. Of a float32 model the former are the model's own parameters."""
+    for part in optimizer_parts(optimizer):
+        for group in part.optimizer.param_groups:
+            yield from group["params"]
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def gradient_buffers(trained: Sequence[Any]) -> Iterator[Tensor]:
+    """The gradients of a model's chunks inside Megatron's DistributedDataParallel."""
+    for chunk in trained:
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+            yield buffer.grad_data
 
 
 def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:

@@ -211,7 +211,10 @@ def _branch_attention(
     its branch, so that none sees it; its own results are dropped."""
     query_NLAD = _own_tokens(query_TAD, branches)
     key_NPKD, value_NPKD = (
-        torch.cat((_prompts(x, branches), _own_tokens(x, branches)), 1) for x in (key_TKD, value_TKD)
+        torch.cat(
+            (branches.prompts.sequences(x).index_select(0, branches.prompt_N), _own_tokens(x, branches)), 1
+        )
+        for x in (key_TKD, value_TKD)
     )
     out_NALD = lower_right_causal_attention(
         query_NLAD.transpose(1, 2),
@@ -227,9 +230,3 @@ def _own_tokens(values_T: Tensor, branches: Branches) -> Tensor:
     tokens = values_T[branches.start : branches.stop]
     cells = tokens if branches.grid is None else tokens[branches.grid]
     return cells.unflatten(0, (branches.count, branches.length))
-
-
-def _prompts(values_T: Tensor, branches: Branches) -> Tensor:
-    bucket = branches.prompts
-    rows = values_T[bucket.start : bucket.stop].unflatten(0, (bucket.count, bucket.length))
-    return rows.index_select(0, branches.prompt_N)

@@ -18,7 +18,7 @@ from configs.schema.learner import LoraConfig
 from parallel.planning.activations import activation_bytes, logits_beside, waiting_gradient
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import Architecture, padded_vocab_size
-from parallel.planning.work import BYTES, Work, in_flight, row_counts, stage_layers
+from parallel.planning.work import BYTES, Work, copies_of, in_flight, row_counts, stage_layers
 
 GIB = 2**30
 BUCKET_BYTES = {"cuda": 512 * 2**20, "cpu": 16 * 2**20}
@@ -125,8 +125,7 @@ def _trained_bytes(
     frozen = 0 if work.lora is None else sum(stage_parameters(architecture, layout, stage))
     state = trained = shared + expert
     if work.distributed_optimizer:
-        copies = layout.cp * layout.dp_size
-        expert_copies = layout.tp * copies // layout.ep
+        copies, expert_copies = copies_of(layout)
         state = -(-shared // copies) + -(-expert // expert_copies)
     per_number = 8 if work.dtype_bytes == 4 else 12  # AdamW's
     return work.dtype_bytes * (frozen + trained), 4 * trained, per_number * state
@@ -138,7 +137,7 @@ def trained_parameters(
     stage: int,
     lora: LoraConfig | None,
     *,
-    output: bool = True,
+    output: bool,
 ) -> tuple[int, int]:
     """``stage_parameters`` that have a gradient: with adapters theirs alone."""
     if lora is not None:

@@ -13,7 +13,7 @@ from configs.schema.rollout import RolloutConfig
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture
 from parallel.planning.memory import stage_parameters, trained_parameters
-from parallel.planning.work import BYTES, stage_layers
+from parallel.planning.work import BYTES, copies_of, stage_layers
 
 Group = Literal["tensor", "context", "pipeline", "expert"]
 """The groups that a pass sends in. Data-parallel ranks send once per optimizer step."""
@@ -103,8 +103,7 @@ def data_bytes(
     """
     lora = config.learner.lora if output else None
     shared, expert = trained_parameters(architecture, layout, stage, lora, output=output)
-    copies = layout.cp * layout.dp_size
-    expert_copies = layout.tp * copies // layout.ep
+    copies, expert_copies = copies_of(layout)
     of_data = shared * (copies - 1) / copies + expert * (expert_copies - 1) / expert_copies
     distributed = config.learner.optimizer.distributed
     return int((4 + BYTES[config.model.dtype] if distributed else 8) * of_data)

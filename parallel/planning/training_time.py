@@ -16,10 +16,7 @@ from parallel.planning.flops import Flops, Load, forward_flops, update_flops
 from parallel.planning.machine import Machine, spanned
 from parallel.planning.memory import trained_parameters
 from parallel.planning.traffic import Group, Sent, data_bytes, forward_sent, scored_passes, update_sent
-from parallel.planning.work import BYTES
-
-SHARED_COST = 8
-"""A micro-batch counts an eighth of a shared prompt for each sample (``learner.share_prompts``)."""
+from parallel.planning.work import BYTES, COPIED, copies_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +70,7 @@ def batch_of(architecture: Architecture, config: RunConfig, lengths: Lengths, la
 def step_load(lengths: Lengths, groups: int, group_size: int, *, shares: bool) -> tuple[Load, float]:
     """All samples of a step, and the tokens that micro-batches count for them.
 
-    shares: samples that share a prompt compute it once, and an eighth of it is counted for each. The last token of a
+    shares: samples that share a prompt compute it once, and ``COPIED`` of it is counted for each. The last token of a
     response is no input.
     """
     responses, p = lengths.of(groups * group_size), lengths.prompt
@@ -81,7 +78,7 @@ def step_load(lengths: Lengths, groups: int, group_size: int, *, shares: bool) -
         tokens = groups * p + sum(length - 1 for length in responses)
         pairs = groups * (p * (p + 1) // 2)
         pairs += sum((length - 1) * p + (length - 1) * length // 2 for length in responses)
-        counted = tokens + len(responses) * p / SHARED_COST
+        counted = tokens + len(responses) * p * COPIED
     else:
         places = [p + length - 1 for length in responses]
         tokens = counted = sum(places)
@@ -117,6 +114,9 @@ def training_time(
     models = [(architecture, scored_passes(config) - (reference is not None), True)]
     if critic is not None:
         models.append((critic, 1, False))
+    fill = bubble_share(layout, batch.microbatches)
+    # The passes before the update take all minibatches at once.
+    with_bubble = 1 + bubble_share(layout, batch.microbatches * config.learner.minibatches)
     score = compute = collectives = bubble = optimizer = 0.0
     stages = [0.0] * layout.pp
     for model, scored, is_policy in models:
@@ -124,10 +124,7 @@ def training_time(
             _Passes(model, config, machine, layout, batch, stage, is_policy=is_policy)
             for stage in range(layout.pp)
         ]
-        fill = bubble_share(layout, batch.microbatches)
-        # The passes before the update take all minibatches at once.
-        of_score = bubble_share(layout, batch.microbatches * config.learner.minibatches)
-        score += scored * max(each.forward for each in passes) * (1 + of_score)
+        score += scored * max(each.forward for each in passes) * with_bubble
         slowest = max(passes, key=lambda each: each.update)
         compute += slowest.compute
         collectives += slowest.sending
@@ -141,8 +138,7 @@ def training_time(
         of_reference = [
             _Passes(reference, config, machine, layout, batch, stage) for stage in range(layout.pp)
         ]
-        of_score = bubble_share(layout, batch.microbatches * config.learner.minibatches)
-        score += max(each.forward for each in of_reference) * (1 + of_score)
+        score += max(each.forward for each in of_reference) * with_bubble
     sampled = rollout.prompts_per_step * rollout.group_size * lengths.response
     return Training(
         score=score,
@@ -241,10 +237,10 @@ def optimizer_seconds(
     """
     lora = config.learner.lora if is_policy else None
     shared, expert = trained_parameters(architecture, layout, stage, lora, output=is_policy)
-    copies = layout.cp * layout.dp_size
     state: float = shared + expert
     if config.learner.optimizer.distributed:
-        state = shared / copies + expert * layout.ep / (layout.tp * copies)
+        copies, expert_copies = copies_of(layout)
+        state = shared / copies + expert / expert_copies
     size = (32 + BYTES[config.model.dtype]) * state + 4 * (shared + expert)
     sent = machine.link_seconds(
         data_bytes(architecture, config, layout, stage, output=is_policy), spanned(layout, "data")

@@ -10,6 +10,9 @@ from parallel.planning.architecture import Architecture
 
 DeviceKind = Literal["cpu", "cuda"]
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+COPIED = 1 / 8
+"""What a shared prompt's place keeps once more for each sample (``learner.share_prompts``), of a place's activations. Measured:
+0.06 to 0.13 of them (``benchmarks/results/shared_prompts.md``); memory plans are of whole sequences."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,12 @@ def stage_layers(architecture: Architecture, layout: LayoutConfig, stage: int) -
     chunks = range(stage, layout.pp * layout.vpp, layout.pp)
     layers = [chunk * depth + i for chunk in chunks for i in range(depth)]
     return [layer for layer in layers if layer < architecture.num_layers]
+
+
+def copies_of(layout: LayoutConfig) -> tuple[int, int]:
+    """(ranks that hold the same parameters, the same parameters of experts): cp dp, and tp cp dp / ep."""
+    copies = layout.cp * layout.dp_size
+    return copies, layout.tp * copies // layout.ep
 
 
 def in_flight(layout: LayoutConfig, stage: int, num_microbatches: int | None) -> int:

@@ -22,7 +22,7 @@ import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.co
 from megatron.core import parallel_state
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from parallel.megatron.groups import is_stage_first
+from parallel.megatron.groups import groups_of_this_process
 from parallel.megatron.lora import adapted_layers, first_a, is_adapter
 from parallel.megatron.model import PackedGPTModel
 from parallel.megatron.moe import first_local_expert
@@ -36,7 +36,7 @@ from parallel.weights.hf_files import (
     finish_folder,
     hidden_folder,
 )
-from parallel.weights.hf_headers import IGNORED
+from parallel.weights.hf_headers import name_problems
 from parallel.weights.hf_names import (
     CONVOLUTION,
     DOWN,
@@ -44,12 +44,10 @@ from parallel.weights.hf_names import (
     LINEAR_IN,
     OUTPUT,
     TOP,
-    all_hf_names,
     expert_of,
     hf_names,
     hf_shapes,
     is_kept_float32,
-    is_left_out,
     is_of_all_experts,
     ungrouped,
     with_expert,
@@ -108,8 +106,10 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
 
     Raises ValueError for tensors that are missing, left over, or of another shape than in config.json.
     """
-    _check_names(weights, models)
     shapes = hf_shapes(models[0].architecture)
+    problem = next(name_problems(weights.names, models[0].architecture, weights.folder), None)
+    if problem is not None:
+        raise ValueError(problem)
     read_once = lru_cache(maxsize=4)(weights.read)  # matrices and biases of a layer's experts
     for model in models:
         for name, parameter in parameter_names(model):
@@ -121,27 +121,6 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
             }
             _check_shapes(parts, shapes)
             parameter.copy_(_local_shard(name, _merge_parts(name, list(parts.values()), model), parameter))
-
-
-def _check_names(weights: HuggingFaceWeights, models: Sequence[PackedGPTModel]) -> None:
-    """Compare the names of the whole model, on every rank."""
-    expected = all_hf_names(models[0].architecture)
-    missing = sorted(expected - weights.names)
-    if missing:
-        raise ValueError(
-            f"{weights.folder} lacks {len(missing)} tensors that its config.json asks for: {', '.join(missing[:5])}"
-        )
-    # A tied model's folder may repeat the embedding as lm_head.
-    left_over = sorted(
-        n
-        for n in weights.names - expected
-        if n != TOP[OUTPUT] and not IGNORED.match(n) and not is_left_out(n, models[0].architecture)
-    )
-    if left_over:
-        shown = ", ".join(left_over[:5])
-        raise ValueError(
-            f"{weights.folder} has {len(left_over)} tensors that its config.json does not account for: {shown}"
-        )
 
 
 def _check_shapes(parts: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -415,10 +394,9 @@ def _write_stage(
 ) -> tuple[list[Shard], str | None]:
     """Write this stage's tensors as shards, on its first rank. Every rank takes part to the end, even after a
     failed write."""
-    writer, failure = None, None
-    if is_stage_first():
-        stage = parallel_state.get_pipeline_model_parallel_rank()
-        writer = ShardWriter(temporary, number=stage, max_shard_bytes=max_shard_bytes)
+    writer, failure, groups = None, None, groups_of_this_process()
+    if groups.is_stage_first:
+        writer = ShardWriter(temporary, number=groups.pp_rank, max_shard_bytes=max_shard_bytes)
     for name, tensor in export_hf(models):
         if writer is not None and failure is None:
             _, failure = try_call(writer.add, name, tensor)

@@ -6,14 +6,14 @@ Names and shapes are those that ``hf_conversion`` reads: a folder that passes fi
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from parallel.planning.architecture import Architecture
-from parallel.weights.hf_names import OUTPUT, TOP, hf_shapes, is_left_out
+from parallel.weights.hf_names import OUTPUT, TOP, all_hf_names, hf_shapes, is_left_out
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -42,9 +42,11 @@ def weight_problems(folder: Path, architecture: Architecture) -> list[str]:
         headers = read_headers(folder)
     except WeightsUnreadable as error:
         return str(error).split("\n")
-    headers = {name: header for name, header in headers.items() if not is_left_out(name, architecture)}
     shapes = hf_shapes(architecture)
-    return [*_name_problems(headers, shapes, Path(folder)), *_shape_problems(headers, shapes, Path(folder))]
+    return [
+        *name_problems(headers.keys(), architecture, Path(folder)),
+        *_shape_problems(headers, shapes, Path(folder)),
+    ]
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -136,12 +138,16 @@ def _failure_text(path: Path, error: Exception) -> str:
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def _name_problems(headers: Mapping[str, TensorHeader], shapes: Shapes, folder: Path) -> Iterator[str]:
-    if missing := sorted(shapes.keys() - headers.keys()):
+def name_problems(names: Set[str], architecture: Architecture, folder: Path) -> Iterator[str]:
+    """The tensors that the whole model lacks, and those that no part of it is made of, each as "problem; fix"."""
+    expected = all_hf_names(architecture)
+    if missing := sorted(expected - names):
         yield f"{folder} lacks {len(missing)} tensors that its config.json asks for: {_list_text(missing)}; {_TWO_MODELS}"
     # A tied model's folder may repeat the embedding as lm_head. Whether it is the same is seen when it is loaded.
     left_over = sorted(
-        name for name in headers.keys() - shapes.keys() if name != TOP[OUTPUT] and not IGNORED.match(name)
+        name
+        for name in names - expected
+        if name != TOP[OUTPUT] and not IGNORED.match(name) and not is_left_out(name, architecture)
     )
     if left_over:
         yield f"{folder} has {len(left_over)} tensors that its config.json does not account for: {_list_text(left_over)}; {_TWO_MODELS}"

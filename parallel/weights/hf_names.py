@@ -174,7 +174,7 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
 
 
 @cache
-def _layer_parts(architecture: Architecture, is_recurrent: bool = False) -> dict[str, tuple[str, ...]]:
+def _layer_parts(architecture: Architecture, is_recurrent: bool) -> dict[str, tuple[str, ...]]:
     """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. Of experts: none."""
     if is_recurrent:
         others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}

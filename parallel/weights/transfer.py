@@ -1,4 +1,4 @@
-"""Weights from learner to servers: full Hugging Face tensors, flattened into buckets and broadcast. Matrices that are
+"""Weights from learner to servers: full Hugging Face tensors, flattened into buckets, and their broadcast. Matrices that are
 rounded to a grid are packed in their bucket (``numerics/grids.py``), where the servers can take that.
 
 Each pipeline stage of the learner has a process group with the servers. Rank 0, the sender, is the first rank of

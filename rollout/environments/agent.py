@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from configs.schema.environment import AgentEnvironment
 from rollout.environments.agent_process import AgentProcess, AgentStarter, running
-from rollout.environments.chat import ParseCalls, Renderer, Renderers, problem_fields
+from rollout.environments.chat import ParseCalls, Renderer, problem_fields
 from rollout.environments.gateway import Gateway
 from rollout.environments.gateway_session import Conversation, GatewaySession
 from rollout.environments.processes import plain_value
@@ -50,7 +50,7 @@ class AgentEpisodes:
         system_prompt: str | None = None,
     ) -> None:
         self._gateway, self._starter, self._config = gateway, starter, config
-        self._conversation = Conversation(renderer_of=Renderers(renderer_of), parse=parse)
+        self._conversation = Conversation(renderer_of=renderer_of, parse=parse)
         self._system_prompt = system_prompt
 
     def check(self) -> None:

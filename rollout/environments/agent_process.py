@@ -71,11 +71,10 @@ class NewProcesses:
 
     async def start(self, folder: str, variables: Mapping[str, str]) -> Guard:
         try:
-            command, env = (
-                [sys.executable, "-I", WORKER, *self._command],
-                agent_variables(self._inherited, variables),
-            )
-            return await start_guarded(*command, stderr=asyncio.subprocess.PIPE, cwd=folder, env=env)
+            return await start_guarded(
+                sys.executable, "-I", WORKER, *self._command,
+                stderr=asyncio.subprocess.PIPE, cwd=folder, env=agent_variables(self._inherited, variables),
+            )  # fmt: skip
         except OSError as error:  # too many processes, or a problem that is too large for a variable
             raise EpisodeFailed(Status.FAILED, f"the agent cannot be started: {error}") from error
 

@@ -155,8 +155,10 @@ class AgentTemplate:
                     stdout=sys.__stderr__.fileno() if sys.__stderr__ is not None else None,
                     env=agent_variables(self._inherited, {}), pass_fds=[theirs.fileno()], start_new_session=True,
                 )  # fmt: skip
-            except OSError as error:
+            except BaseException as error:
                 await self._end()
+                if not isinstance(error, OSError):
+                    raise
                 raise EnvironmentStartError(f"{self._python} cannot be started: {error}") from error
         try:
             ready = json.loads(await self._reply(self._start_timeout_s))

@@ -61,11 +61,11 @@ class Renderers:
     MOST = 64
 
     def __init__(self, renderer_of: Callable[[Tools], Renderer]) -> None:
-        """renderer_of: see ``ChatEpisodes``."""
+        """renderer_of: makes the renderer for some tools. Raises ValueError where the template cannot be used."""
         self._make, self._kept = renderer_of, dict[str, Renderer]()
 
     def __call__(self, tools: Tools) -> Renderer:
-        """Raises ValueError where the template cannot be used."""
+        """Raises as ``renderer_of``."""
         key = json.dumps(tools, sort_keys=True)
         renderer = self._kept.pop(key, None) or self._make(tools)
         self._kept[key] = renderer  # the last one
@@ -81,8 +81,7 @@ class ChatEpisodes:
     """An ``Environment`` of the user's messages.
 
     Args:
-        renderer_of: makes the renderer for the tools of an episode. Raises ValueError where the template cannot be
-            used.
+        renderer_of: the renderer for the tools of an episode. Raises ValueError where the template cannot be used.
         parse: finds the tool calls in a text, and the thinking; None: there are none.
         system_prompt: first message of each problem.
     """
@@ -95,7 +94,7 @@ class ChatEpisodes:
         parse: ParseCalls | None,
         system_prompt: str | None = None,
     ) -> None:
-        self._pool, self._renderer_of, self._parse = pool, Renderers(renderer_of), parse
+        self._pool, self._renderer_of, self._parse = pool, renderer_of, parse
         self._system_prompt = system_prompt
 
     async def check(self) -> None:

@@ -95,7 +95,7 @@ class SingleTurns:
                 seeds=seeds,
             )
         except PromptTooLongError as error:
-            return [_unanswered(prompt, Status.TOKEN_LIMIT, str(error)) for _ in seeds]
+            return [_without_room(prompt, str(error)) for _ in seeds]
         scores = await all_or_first_error(
             self._score(
                 prompt,
@@ -111,9 +111,11 @@ class SingleTurns:
         ]
 
 
-def _unanswered(prompt: Prompt, status: Status, error: str) -> Sample:
-    sequence = _with_something_to_pack(TokenSequence(), prompt)
-    return Sample(sequences=[sequence], reward=None, parts={}, correct=False, status=status, error=error)
+def _without_room(prompt: Prompt, error: str) -> Sample:
+    return Sample(
+        sequences=[_with_something_to_pack(TokenSequence(), prompt)],
+        reward=None, parts={}, correct=False, status=Status.TOKEN_LIMIT, error=error,
+    )  # fmt: skip
 
 
 def single_turn(sequence: TokenSequence, score: Score) -> Sample:

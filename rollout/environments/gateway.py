@@ -80,12 +80,10 @@ class Strangers:
 class Gateway:
     """The server, inside ``async with``. ``host`` is the address on which it listens, at a free port.
 
-    vocab_size: of the model; token ids of a request must be below. None: any are taken.
+    vocab_size: of the model; token ids of a request must be below.
     """
 
-    def __init__(
-        self, *, host: str = "127.0.0.1", model: str = "policy", vocab_size: int | None = None
-    ) -> None:
+    def __init__(self, *, host: str = "127.0.0.1", model: str = "policy", vocab_size: int) -> None:
         self._host, self._model, self._vocab_size = host, model, vocab_size
         self._sessions: dict[str, GatewaySession] = {}
         self._told: set[str] = set()

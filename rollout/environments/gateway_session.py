@@ -206,7 +206,7 @@ class GatewaySession:
         )
         return await self._answered(self._task_of(request, may_repeat))
 
-    async def generate(self, body: JSON, vocab_size: int | None, *, may_repeat: bool = True) -> Answer:
+    async def generate(self, body: JSON, vocab_size: int, *, may_repeat: bool = True) -> Answer:
         """Raises Refused."""
         token_ids = token_ids_of(body, "token_ids", vocab_size)
         max_tokens, stop = sampling_of(body, vocab_size)

@@ -18,7 +18,7 @@ from configs.schema.environment import (
 )
 from rollout.environments.agent import AgentEpisodes
 from rollout.environments.agent_template import agent_starter
-from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer
+from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer, Renderers
 from rollout.environments.context import EpisodeLimits, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
 from rollout.environments.gateway import Gateway
@@ -103,7 +103,9 @@ async def _environments(
         parse = await exits.enter_async_context(call_parser(block))
         system_prompt = getattr(config.task, "system_prompt", None)
         talk: dict[str, Any] = {
-            "renderer_of": renderer_maker(block, texts.tokenizer, config.model.chat_template_kwargs),
+            "renderer_of": Renderers(
+                renderer_maker(block, texts.tokenizer, config.model.chat_template_kwargs)
+            ),
             "parse": parse,
             "system_prompt": system_prompt,
         }

@@ -162,15 +162,16 @@ def max_tokens_of(body: JSON, *fields: str) -> int | None:
     return None
 
 
-def token_ids_of(body: JSON, field: str, vocab_size: int | None) -> list[int]:
+def token_ids_of(body: JSON, field: str, vocab_size: int) -> list[int]:
     given = body.get(field)
-    highest = 2**31 if vocab_size is None else vocab_size
-    if not isinstance(given, list) or not all(type(i) is int and 0 <= i < highest for i in given):
-        raise Refused(400, "invalid_value", f"{field} is no list of token ids from 0 to {highest - 1}", field)
+    if not isinstance(given, list) or not all(type(i) is int and 0 <= i < vocab_size for i in given):
+        raise Refused(
+            400, "invalid_value", f"{field} is no list of token ids from 0 to {vocab_size - 1}", field
+        )
     return given
 
 
-def sampling_of(body: JSON, vocab_size: int | None) -> tuple[int | None, list[int]]:
+def sampling_of(body: JSON, vocab_size: int) -> tuple[int | None, list[int]]:
     """(max_tokens, stop_token_ids)"""
     sampling = body.get("sampling_params") or {}
     if not isinstance(sampling, dict):

@@ -15,7 +15,7 @@ from rollout.records import Completion, Prompt
 from rollout.run_key import RunKey
 from rollout.sampling.order import epoch_order
 from rollout.sampling.prompt_room import BEHIND_PROMPT, BEHIND_SEQUENCE
-from rollout.servers.answers import is_too_long, neutral_sampling_params, server_message
+from rollout.servers.answers import finite_logprobs, is_too_long, neutral_sampling_params, server_message
 from rollout.tasks import Task
 
 PREFILL_TOKENS = 16_384
@@ -91,7 +91,7 @@ async def prefill_logprobs(
     SGLang gives log-probs of prompt tokens from unscaled logits, whatever the temperature of the request. The
     prefill starts at the first token, so that no key or value of an earlier decode comes from the cache.
 
-    Raises GenerationError where the server refuses, or answers for other tokens.
+    Raises GenerationError where the server refuses, is late or gone, or answers for other tokens or without finite log-probs.
     """
     logprobs: list[float] = []
     began, tokens, done = time.perf_counter(), 0, 0
@@ -101,7 +101,12 @@ async def prefill_logprobs(
     ) as session:
         for rows in _split_into_requests(sequences):
             part = [list(sequences[row]) for row in rows]
-            replies = await _request_prefill(session, url, part)
+            try:
+                replies = await _request_prefill(session, url, part)
+            except (aiohttp.ClientError, TimeoutError) as error:
+                late = f"no answer within rollout.request_timeout_s={timeout_s:g} s"
+                reason = late if isinstance(error, TimeoutError) else str(error) or type(error).__name__
+                raise GenerationError(f"{url} did not score {len(part)} sequences: {reason}") from error
             counts = [response_lengths[row] for row in rows]
             for reply, ids, count in zip(replies, part, counts, strict=True):
                 logprobs += _last_logprobs(reply, ids, count, vocab_size)
@@ -150,7 +155,7 @@ def _last_logprobs(reply: dict, ids: list[int], count: int, vocab_size: int) -> 
         raise GenerationError(
             f"the server gave prefill log-probs of other tokens than the {len(ids)} it was asked for ({len(triples)})"
         )
-    return [float(logprob) for logprob, *_ in triples[-count:]]
+    return finite_logprobs(triples[-count:]).tolist()
 
 
 def shortened(config: RunConfig, parts: int) -> int:

@@ -152,10 +152,6 @@ class Evaluate(msgspec.Struct, frozen=True, tag=True):
     pass
 
 
-class GetState(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
 class LoadState(msgspec.Struct, frozen=True, tag=True):
     state: SamplerState | None
     """None: the start."""
@@ -186,10 +182,6 @@ class Evaluated(msgspec.Struct, frozen=True, tag=True):
     result: EvaluationResult | None
 
 
-class State(msgspec.Struct, frozen=True, tag=True):
-    state: SamplerState
-
-
 class Done(msgspec.Struct, frozen=True, tag=True):
     pass
 
@@ -198,8 +190,8 @@ class Failure(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-Request = NextGroups | Drain | Evaluate | GetState | LoadState | Stop
-Reply = Groups | Evaluated | State | Done | Failure
+Request = NextGroups | Drain | Evaluate | LoadState | Stop
+Reply = Groups | Evaluated | Done | Failure
 
 
 _MARK = b"\xc1".ljust(8, b"\0")
@@ -228,7 +220,7 @@ def decode_request(content: bytes | memoryview) -> Request:
 def decode_reply(content: bytes | memoryview) -> Reply:
     """The arrays of groups are views of ``content``. Raises as ``decode_request``, for what is no reply."""
     if bytes(content[: len(_MARK)]) != _MARK:
-        return msgspec.msgpack.decode(content, type=Evaluated | State | Done | Failure)
+        return msgspec.msgpack.decode(content, type=Evaluated | Done | Failure)
     end = _PREFIX + int.from_bytes(content[len(_MARK) : _PREFIX], "little")
     sent = msgspec.msgpack.decode(content[_PREFIX:end], type=GroupsInColumns)
     try:

@@ -17,7 +17,6 @@ from rollout.sampling.messages import (
     Evaluated,
     EvaluationResult,
     Failure,
-    GetState,
     Groups,
     LoadState,
     NextGroups,
@@ -26,13 +25,12 @@ from rollout.sampling.messages import (
     SamplerState,
     SamplingError,
     SamplingStats,
-    State,
     Stop,
     decode_reply,
     encode,
 )
 
-A = TypeVar("A", Groups, Evaluated, State, Done)
+A = TypeVar("A", Groups, Evaluated, Done)
 Find = Callable[[], Mapping[str, Any] | None]
 """What the sample role of the present has announced: its ``address``, and what tells its process from others. None
 while it starts."""
@@ -112,8 +110,8 @@ class RemoteSampler:
         ahead: int = 0,
         meanwhile: Callable[[], None] = _do_nothing,
     ) -> tuple[list[Group], SamplingStats, dict[str, int]]:
-        """The groups of the next ``count`` prompts, without a token older than ``newest - max_staleness``, and ``state()``
-        after them. From now on the groups of ``ahead`` further steps are sampled too."""
+        """The groups of the next ``count`` prompts, without a token older than ``newest - max_staleness``, and the
+        sampler's state after them, as plain JSON values. From now on the groups of ``ahead`` further steps are sampled too."""
         reply = self._request_reply(NextGroups(count, newest, max_staleness, ahead), Groups, meanwhile)
         return reply.groups, reply.stats, msgspec.to_builtins(reply.state)
 
@@ -126,12 +124,8 @@ class RemoteSampler:
         """Evaluate on held-out problems; None if the task has none."""
         return self._request_reply(Evaluate(), Evaluated, meanwhile).result
 
-    def state(self) -> dict[str, int]:
-        """The sampler's state, as plain JSON values: of a checkpoint, that of the last groups."""
-        return msgspec.to_builtins(self._request_reply(GetState(), State).state)
-
     def load_state(self, state: dict[str, int] | None) -> None:
-        """Continue from a ``state()`` of the same seed and data; None: from the start of the data."""
+        """Continue from a state of the same seed and data; None: from the start of the data."""
         try:
             sampler_state = msgspec.convert(state, SamplerState | None)
         except msgspec.ValidationError as error:
@@ -172,7 +166,8 @@ class RemoteSampler:
             self._look_for_successor()
             meanwhile()
         raise SamplingError(
-            f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s; see its log"
+            f"the sample role at {self._address} did not answer {type(request).__name__} in {self._timeout_s:g} s, which "
+            "launch.collective_timeout_s bounds; see its log"
         )
 
     def _look_for_successor(self) -> None:

@@ -40,14 +40,12 @@ from rollout.sampling.messages import (
     Evaluate,
     Evaluated,
     Failure,
-    GetState,
     Groups,
     LoadState,
     NextGroups,
     Reply,
     Request,
     SamplingError,
-    State,
     Stop,
     decode_request,
     encode,
@@ -321,8 +319,6 @@ async def _reply_to(sampler: GroupSampler, request: Request) -> Reply:
                 return Done()
             case Evaluate():
                 return Evaluated(await sampler.evaluate())
-            case GetState():
-                return State(sampler.state)
             case LoadState(state):
                 await sampler.load_state(state)
                 return Done()

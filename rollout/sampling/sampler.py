@@ -168,11 +168,6 @@ class GroupSampler:
         chosen = choose_groups(has_signal, count)
         before, self._counted = self._counted, (self._client.stats, self._scorer.retries)
         requested = self._counted[0] - before[0]
-        if requested.timeouts:
-            logger.warning(
-                "%d samples had no answer within rollout.request_timeout_s=%g s, and were asked for again",
-                requested.timeouts, self._rollout.request_timeout_s,
-            )  # fmt: skip
         stats = SamplingStats(
             seconds=time.perf_counter() - began,
             requests=requested.requests,
@@ -186,16 +181,15 @@ class GroupSampler:
             first_group=first,
             prompts=[s.group.prompt_id for s in scored],
             without_signal=sorted(first + place for place in {*range(len(scored))} - {*chosen}),
-            before_selection=self._before_selection([s.group for s in scored]),
+            before_selection=None
+            if self._dynamic.type == "none"
+            else BeforeSelection.of([s.group for s in scored]),
             idle_s=requested.idle_s,
             running_groups=self._pool.running,
             ready_groups=self._pool.ready,
             left_out_prompts=self._task.num_left_out,
         )
         return [scored[i].group for i in chosen], stats
-
-    def _before_selection(self, groups: Sequence[Group]) -> BeforeSelection | None:
-        return None if self._dynamic.type == "none" else BeforeSelection.of(groups)
 
     async def drain(self, within_s: float) -> None:
         """See ``GenerationClient.drain``."""

@@ -144,7 +144,7 @@ class SGLangClient:
 
     async def see_version(self, newest: int) -> None:
         """See ``GenerationClient``."""
-        self._newest.version = newest
+        self._newest.version, self._newest.has_told_late = newest, False
         await self._look_at_lost()
 
     async def _look_at_lost(self) -> bool:
@@ -298,26 +298,33 @@ class SGLangClient:
 
         def count_failure(error: Exception, failures: list[str]) -> None:
             nonlocal num_counted
-            is_cut = patience.covers(error)
-            if self._servers_restart and self._are_all_lost() and not is_cut:
-                self._stats = replace(self._stats, retries=self._stats.retries + count)
-                raise _AllLost
+            is_cut, is_late = patience.covers(error), isinstance(error, _TimedOut)
             num_counted += not is_cut
-            is_late = isinstance(error, _TimedOut)
-            if num_counted > self._max_retries:
+            may_return = self._servers_restart and self._are_all_lost() and not is_cut
+            if num_counted > self._max_retries and not may_return:
                 last = failures[-1 - self._max_retries :]
                 fix = "; raise rollout.request_timeout_s, or lower rollout.max_concurrency" if is_late else ""
                 raise GenerationError(
                     f"{len(failures)} attempts at {count} samples failed (max_retries={self._max_retries}): {last}{fix}"
                 )
-            stats = self._stats
-            self._stats = replace(
-                stats, retries=stats.retries + count, timeouts=stats.timeouts + count * is_late
-            )
+            self._stats = replace(self._stats, retries=self._stats.retries + count)
+            if may_return:
+                raise _AllLost
+            if is_late:
+                self._tell_of_late(failures[-1])
 
         return await request_with_retries(
             self._replicas, attempt, count_failure, num_samples=count, backoff_s=BACKOFF_S, session=session
         )
+
+    def _tell_of_late(self, failure: str) -> None:
+        """At once, since the learner may give up before the last attempt is late; and once for each step."""
+        if not self._newest.has_told_late:
+            self._newest.has_told_late = True
+            logger.warning(
+                "%s; they are asked for again, and so are further ones of this step: sampling/retries counts them",
+                failure,
+            )
 
     async def _attempt(
         self,
@@ -340,7 +347,8 @@ class SGLangClient:
                 if not deadline.expired():  # but a connection's own
                     raise
                 raise _TimedOut(
-                    f"no answer within request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of {sent.num_tokens} tokens"
+                    f"no answer within rollout.request_timeout_s={self._timeout_s:g} s for {count} samples of a prompt of "
+                    f"{sent.num_tokens} tokens"
                 ) from error
             generating.note(tokens=sum(len(completion.token_ids) for completion in completions))
         return completions
@@ -381,6 +389,8 @@ class _Newest:
     """Of the weights, as far as samples tell. The learner tells of new ones with its next step."""
     num_waiting: int = 0
     """Requests that wait for a server that has them."""
+    has_told_late: bool = False
+    """Whether a late request was told since the learner told of the version."""
     looked_at: float = -math.inf
     """When one of these has looked for it last."""
     is_reached: bool = True

@@ -37,6 +37,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from configs.schema.launch import LaunchConfig
+from configs.schema.rollout import RolloutConfig
 from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
@@ -127,6 +129,26 @@ class SGLangControl:
         self._lines = [
             ControlLine(url, timeout_s=timeout_s, peer_timeout_s=peer_timeout_s, key=key) for url in self.urls
         ]
+
+    @classmethod
+    def of(
+        cls,
+        rollout: RolloutConfig,
+        launch: LaunchConfig,
+        urls: Sequence[str],
+        *,
+        key: RunKey | None = None,
+        needs_experts: bool = False,
+    ) -> "SGLangControl":
+        """The control of these servers of a run."""
+        return cls(
+            urls,
+            tensor_parallel=rollout.tp,
+            timeout_s=launch.patience_s,
+            peer_timeout_s=launch.peer_timeout_s,
+            key=key,
+            needs_experts=needs_experts,
+        )
 
     def __enter__(self) -> "SGLangControl":
         return self

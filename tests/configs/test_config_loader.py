@@ -401,30 +401,6 @@ def test_resolved_sft_config_loads_back_equal(folder):
     assert load_config(write("again.yaml", resolved_yaml(config))) == config
 
 
-GAME = """task: {type: countdown}
-model: {path: m}
-environment: {type: chat, environment: 'a:B', template_arguments: {thinking: false}}
-"""
-
-
-def test_the_place_of_template_arguments_in_earlier_records_is_read(folder):
-    notes = []
-    config = parse_config(write("old.yaml", GAME)).validated(notes=notes)
-    assert config.model.chat_template_kwargs == {"thinking": False}
-    assert notes == [
-        "environment.template_arguments (old.yaml:3) is model.chat_template_kwargs now, for every prompt"
-    ]
-    assert load_config(write("again.yaml", resolved_yaml(config))) == config
-    overridden = load_config("old.yaml", ["environment.template_arguments.thinking=true"])
-    assert overridden.model.chat_template_kwargs == {"thinking": True}
-    plain = GAME.replace("template_arguments: {thinking: false}", "template: plain, template_arguments: {}")
-    assert load_config(write("plain.yaml", plain)).model.chat_template_kwargs == {}
-    assert load_config("old.yaml", ["model.chat_template_kwargs={thinking: false}"]) == config
-    problem = the_problem("old.yaml", ["model.chat_template_kwargs={thinking: true}"])
-    assert (problem.where, problem.field) == ("old.yaml:3", "environment.template_arguments")
-    assert "an earlier name of model.chat_template_kwargs, which has another value" in problem.error
-
-
 # ---- errors in the content
 
 BAD_VALUES = [

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.loader import ConfigError, Problem, load_config, parse_config, resolved_yaml
+from configs.other_systems.roll import from_roll
 from configs.other_systems.values import ALGORITHMS, NEARLY, OUR_NAMES, algorithm
-from configs.other_systems.verl import VERL_PRESETS, from_roll, from_verl
+from configs.other_systems.verl import VERL_PRESETS, from_verl
 from configs.presets import ALIASES, PRESETS, alias_notes, preset_body
 from configs.schema.correction import (
     CorrectionConfig,

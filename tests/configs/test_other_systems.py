@@ -17,7 +17,8 @@ from torch import Tensor
 
 from configs.loader import ConfigError, Problem, load_config, parse_config, resolved_yaml
 from configs.other_systems.answers import answer
-from configs.other_systems.verl import ROLL_KEYS, VERL_KEYS, from_roll, from_verl
+from configs.other_systems.roll import ROLL_KEYS, from_roll
+from configs.other_systems.verl import VERL_KEYS, from_verl
 from configs.presets import PRESETS
 from configs.schema.correction import CorrectionConfig, DivergenceRule, ImportanceWeight, NoWeight, RatioRule
 from tests.support.packed_batches import random_batch

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from configs.schema.layout import LayoutConfig
 from configs.schema.learner import OptimizerConfig
 from configs.schema.model import ModelConfig
-from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.engine import MegatronEngine
+from parallel.megatron.optimizer import optimizer_parts
 from parallel.megatron.schedule import NonFiniteError
 from parallel.weights import hf_conversion
 from tests.support.megatron_workers import (

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from configs.schema.layout import LayoutConfig
-from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.engine import MegatronEngine
+from parallel.megatron.optimizer import optimizer_parts
 from tests.support.megatron_workers import make_batch, make_engine, weighted_loss, weights_of
 
 

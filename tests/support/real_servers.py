@@ -10,7 +10,8 @@ from parallel.weights.transfer import Buffers, make_buckets, plan_transfer
 from rollout.servers.control import SGLangControl
 from rollout.servers.fleet import ServerFleet
 from tests.support.server_specs import server_spec
-from trainer.stage_sender import MEMORY, StageSender
+from trainer.stage_sender import StageSender
+from trainer.weight_carriers import MEMORY
 
 EXACT = 1e-4
 """Nats that two float32 engines may differ by."""

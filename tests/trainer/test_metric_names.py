@@ -100,7 +100,7 @@ def measured_parts() -> tuple[StepBatch, list[dict[str, Metric]], list[dict[str,
         "objective": ClippedObjective(dual_clip=3.0),
         "kl": KLConfig(coefficient=0.1),
         "entropy": EntropyConfig(),
-        "correction": CorrectionConfig(),
+        "correction": CorrectionConfig(off_policy_mask=0.1),
         "aggregation": "token_mean",
     }
     result = UpdateResult(grad_norm=1.0, lr=1e-3, skipped=False, outputs=[])

@@ -42,7 +42,7 @@ from tests.support.megatron_workers import (
     weights_of,
 )
 from tests.support.records import completion
-from trainer import stage_sender, weight_sync
+from trainer import stage_sender, weight_carriers, weight_sync
 from trainer.algorithm.mismatch import SampledGap
 from trainer.engine_agreement import EngineAgreement, ForeignSamplesError
 from trainer.learner import Learner
@@ -544,7 +544,7 @@ def test_groups_that_could_not_be_made_at_first_are_made_with_the_same_servers(
         raise ControlError("connection refused")
 
     monkeypatch.setattr(weight_sync, "StageSender", refuse_once)
-    monkeypatch.setattr(WeightSync, "_control_of", lambda sync, urls: left)
+    monkeypatch.setattr(weight_sync.SGLangControl, "of", lambda *settings: left)
     sync, _ = make_sync(lives=lambda: {"replica 0": 1}, compares_samples=True)
     try:
         assert sync.publish().version == 1 and left.versions() == [1]
@@ -558,7 +558,7 @@ def test_a_run_begins_with_the_servers_that_are_left_of_those_that_were_ready(
 ):
     lives = {"replica 0": 1, "replica 1": 1}
     left = FakeControl(folder, 1)
-    monkeypatch.setattr(WeightSync, "_control_of", lambda sync, urls: left)
+    monkeypatch.setattr(weight_sync.SGLangControl, "of", lambda *settings: left)
 
     def end(*arguments, **named):
         del lives["replica 1"]
@@ -672,16 +672,16 @@ def test_publish_serves_the_learners_bytes_under_the_next_version(
 )
 def test_what_carries_the_weights(monkeypatch, changes, nodes, shared, cuda, may_read, carrier):
     """None: an error that names the field and the fix."""
-    monkeypatch.setattr(weight_sync, "collective_backend", lambda: "nccl" if cuda else "gloo")
-    monkeypatch.setattr(weight_sync, "let_others_read", lambda: may_read)
+    monkeypatch.setattr(weight_carriers, "collective_backend", lambda: "nccl" if cuda else "gloo")
+    monkeypatch.setattr(weight_carriers, "let_others_read", lambda: may_read)
     rollout, launch = RolloutConfig(**changes), LaunchConfig(nodes=nodes)
     if carrier is None:
         with pytest.raises(
             ValueError, match=r"rollout\.weight_transfer=memory: .*set rollout\.weight_transfer=broadcast"
         ):
-            weight_sync.carrier_of(rollout, launch, devices_are_shared=shared)
+            weight_carriers.carrier_of(rollout, launch, devices_are_shared=shared)
     else:
-        assert weight_sync.carrier_of(rollout, launch, devices_are_shared=shared) == carrier
+        assert weight_carriers.carrier_of(rollout, launch, devices_are_shared=shared) == carrier
 
 
 def test_restore_keeps_the_version(make_sync, learner):

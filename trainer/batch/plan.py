@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from parallel.packing import PackedBatch, pack_sequences
+from parallel.planning.work import COPIED
 from rollout.records import COUNTS, MASK, TOKEN_IDS, Trajectory
 
 Bin = tuple[int, ...]
@@ -67,9 +68,6 @@ class Prompts:
         return prompt + sum(lengths_S[s] - prompt for s in unit) + math.ceil(COPIED * copies * prompt)
 
 
-COPIED = 1 / 8
-"""What a prompt's place keeps once more for each sample, of a place's activations. Measured: 0.06 to 0.13 of them
-(``benchmarks/results/shared_prompts.md``); memory plans are of whole sequences."""
 EVEN_ENOUGH = 1.02
 """The search for a split ends where the fullest rank's load is at most this multiple of an even share."""
 

@@ -248,7 +248,7 @@ def _facts(run: RecordedRun) -> list[tuple[str, str]]:
     last = max(accuracy, default=0)
     before = run.summary.get("accuracy_before", accuracy.get(0))
     after = run.summary.get("accuracy_after", accuracy[last] if last > 0 else None)
-    after_step = run.summary.get("accuracy_after_step") or last  # which an older summary lacks
+    after_step = run.summary.get("accuracy_after_step", last)
     done = run.summary.get("steps", max(run.steps, default=0))
     return [
         ("Accuracy before", _accuracy_text(run, before, 0)),
@@ -285,32 +285,19 @@ def _alarm_text(history: AlarmHistory, num_steps: int) -> tuple[str, str, str]:
     return history.name, f"{when}; worst {worst} at step {history.worst_step}", history.worst.message
 
 
-def _standard_error(run: RecordedRun, step: int) -> float | None:
-    """Standard error of the accuracy at this step, as recorded. For a run of an earlier version it is computed as if all
-    answers to a problem were alike."""
-    recorded, accuracy, counts = (
-        run.get(f"eval/{name}").by_step.get(step) for name in ("accuracy_error", "accuracy", "count")
-    )
-    if recorded is not None or accuracy is None or not counts or not 0 <= accuracy <= 1:
-        return recorded
-    return math.sqrt(accuracy * (1 - accuracy) / (counts / run.config.evaluation.samples_per_prompt))
-
-
 def _accuracy_text(run: RecordedRun, accuracy: Any, step: int) -> str:
     if not isinstance(accuracy, int | float):
         return "not measured"
-    error = _standard_error(run, step)
+    error = run.get("eval/accuracy_error").by_step.get(step)
     return f"{accuracy:.1%}" + (f" ± {error:.1%}" if error is not None else "") + f" at step {step}"
 
 
 def _total_seconds(run: RecordedRun) -> float:
     """Seconds of the learner's start and steps; before the summary is written, of the steps so far. The summary's
-    other seconds are parts of these, or precede the run (the quickstart's installation and warm start).
-
-    A summary of an earlier version has those after the last resume alone: the recorded ones are of all attempts."""
+    other seconds are parts of these, or precede the run (the quickstart's installation and warm start)."""
     seconds = run.summary.get("seconds")
     if isinstance(seconds, dict) and isinstance(seconds.get("training"), int | float):
-        return max(seconds["training"] + (seconds.get("start_up") or 0.0), run.elapsed_s)
+        return seconds["training"] + (seconds.get("start_up") or 0.0)
     return run.elapsed_s
 
 

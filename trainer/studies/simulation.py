@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 from unittest.mock import patch
 
 import numpy as np
@@ -20,8 +20,8 @@ import torch.distributed as dist
 
 import trainer.learner
 from configs.schema import RunConfig
-from parallel.checkpoints.checkpoint import optimizer_parts
 from parallel.engine import MegatronEngine, ValueEngine
+from parallel.megatron.optimizer import gradient_buffers, optimizer_tensors
 from parallel.planning.simulated import START, Collective, MadeStep, Part, SimulatedRank, made_step
 from parallel.planning.work import row_counts
 from parallel.simulation.device import Memory, SimulatedDevice
@@ -80,10 +80,10 @@ def simulate(
 
     folder: an empty one, for what a step writes.
     """
-    watch = Watch(device, collectives)
+    watch, short = Watch(device, collectives), _short(config)
     watch.doing(START)
     with device.memory.allocating("parameters"):
-        learner = Learner(_short(config))
+        learner = Learner(short)
     name_parts(device.memory, learner)
     if device.memory.total == device.memory.peak:
         device.memory.start_peak()  # the same bytes, by their names
@@ -94,13 +94,13 @@ def simulate(
     sync = _Sync(learner, config, device.memory)
     device.memory.part = "activations"  # until the weights are sent
     run = Run(
-        config=_short(config),
+        config=short,
         learner=learner,
         sampler=cast(SharedSampler, _Sampler(step, config.layout.dp_size, learner)),
         weight_sync=cast(WeightSync, sync),
-        checkpointer=Checkpointer(folder, _short(config).checkpoint),
+        checkpointer=Checkpointer(folder, short.checkpoint),
         recorder=Recorder(folder, "none", config.correction),
-        samples=SampleKeeper(folder, _short(config), None),
+        samples=SampleKeeper(folder, short, None),
         tracker=None,
         ledger=None,
         doing=watch.doing,
@@ -140,12 +140,12 @@ def _short(config: RunConfig) -> RunConfig:
 def name_parts(memory: Memory, learner: Learner) -> None:
     """Count the tensors that stay to gradients, optimizer, reference and critic; all others are parameters."""
     engine, critic = learner.engine, learner.critic and learner.critic.engine
-    memory.relabel(_gradients(engine), "gradients")
+    memory.relabel(gradient_buffers(engine._trained), "gradients")
     memory.relabel(_optimizer_state(engine), "optimizer")
     if learner._reference is not None:
         memory.relabel(_parameters(learner._reference), "reference")
     if critic is not None:
-        for tensors in (_parameters(critic), _gradients(critic), _optimizer_state(critic)):
+        for tensors in (_parameters(critic), gradient_buffers(critic._trained), _optimizer_state(critic)):
             memory.relabel(tensors, "critic")
 
 
@@ -154,25 +154,13 @@ def _parameters(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
         yield from chunk.parameters()
 
 
-def _gradients(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
-    trained: Any  # Megatron's list of buffers has the name of torch's method
-    for trained in engine._trained:
-        for buffer in (*trained.buffers, *trained.expert_parallel_buffers):
-            yield buffer.grad_data
-
-
 def _optimizer_state(engine: MegatronEngine | ValueEngine) -> Iterator[torch.Tensor]:
     if engine.is_frozen:
         return
     own = {p.untyped_storage()._cdata for p in _parameters(engine)}
-    for part in optimizer_parts(engine._optimizer):
-        for group in part.optimizer.param_groups:
-            # Of a float32 model the optimizer's parameters are the model's own.
-            yield from (p for p in group["params"] if p.untyped_storage()._cdata not in own)
-        for state in part.optimizer.state.values():
-            yield from (
-                value for value in state.values() if isinstance(value, torch.Tensor) and value.is_meta
-            )
+    # Of a float32 model the optimizer's parameters are the model's own. It may count steps on the host.
+    tensors = (t for t in optimizer_tensors(engine._optimizer) if t.is_meta)
+    yield from (t for t in tensors if t.untyped_storage()._cdata not in own)
 
 
 class _Sampler:

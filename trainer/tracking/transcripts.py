@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from configs.errors import counted
 from rollout.terminal_text import visible
 from rollout.tokenization import load_tokenizer
 from rollout.tokenizer_files import TokenizerFiles
@@ -74,11 +75,11 @@ class Stretch:
         """What it is, how many tokens it has, the ages of sampled ones unless all are 0, and what the turn has earned."""
         count = sum(piece.end - piece.start for piece in self.pieces)
         if self.turn is None:
-            return f"{'observed' if self.number else 'prompt'}, {_counted(count, 'token')}"
+            return f"{'observed' if self.number else 'prompt'}, {counted(count, 'token')}"
         ages = sorted({piece.age for piece in self.pieces if piece.age is not None})
         old = "" if ages in ([], [0]) else f", age {ages[0]}" + (f" to {ages[-1]}" if ages[1:] else "")
         earned = "" if self.turn.reward is None else f", reward {self.turn.reward:g}"
-        return f"turn {self.number}, {_counted(count, 'token')}, ended by {visible(self.turn.finish_reason)}{old}{earned}"
+        return f"turn {self.number}, {counted(count, 'token')}, ended by {visible(self.turn.finish_reason)}{old}{earned}"
 
 
 def gap_labels() -> list[str]:
@@ -126,12 +127,8 @@ def outcome(sample: Sample) -> str:
         for name, value in sample.parts.items()
     )
     count = sum(turn.end - turn.start for turn in sample.turns)
-    turns, tokens = _counted(len(sample.turns), "turn"), _counted(count, "sampled token")
+    turns, tokens = counted(len(sample.turns), "turn"), counted(count, "sampled token")
     return f"{reward}{f' ({parts})' if parts else ''}, {visible(sample.status)}, {turns}, {tokens}"
-
-
-def _counted(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
 def stretches(sample: Sample, decode: Decode) -> list[Stretch]:

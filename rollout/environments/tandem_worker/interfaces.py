@@ -115,10 +115,10 @@ class MessageAdapter(Adapter, abc.ABC):
             raise self.unusable(method, f"returned {short(messages)} as messages; return {wanted}")
         return messages
 
-    def truth_of(self, value, name):
+    def is_done(self, value):
         if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):  # of numpy
             return bool(value)
-        raise self.unusable("step", f"returned {short(value)} as {name}; return True or False")
+        raise self.unusable("step", f"returned {short(value)} as done; return True or False")
 
     def number_of(self, value, name, method="step"):
         if not isinstance(value, Real):
@@ -207,7 +207,7 @@ class Chat(MessageAdapter):
         if not isinstance(returned, tuple) or len(returned) not in (3, 4):
             raise self.unusable("step", f"returned {short(returned)}; return (messages, reward, done)")
         messages, reward, done, *parts = returned
-        done = self.truth_of(done, "done")
+        done = self.is_done(done)
         messages = self.messages_of("step", messages)
         if not messages and not done:
             raise self.unusable(
@@ -236,7 +236,7 @@ class Text(MessageAdapter):
             wanted = "(text, reward, done, info), or (text, reward, terminated, truncated, info)"
             raise self.unusable("step", f"returned {short(returned)}; return {wanted}")
         text, reward, *ends, info = returned
-        done = any([self.truth_of(end, "done") for end in ends])
+        done = any([self.is_done(end) for end in ends])
         if not isinstance(text, str) and not (done and text is None):
             raise self.unusable("step", f"returned {short(text)} as its observation; return a text")
         if not isinstance(info, dict):

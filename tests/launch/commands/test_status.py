@@ -146,7 +146,7 @@ def test_a_model_of_earlier_steps_is_told_with_the_way_to_the_newest(folder):
     write_json(folder.summary, {"steps": 8})
     assert "model" not in lines_of(folder)
     checkpoint(folder, 20, ago_s=1.0)
-    for name in ("hf", "hf-step-8"):  # the first where an earlier version resumed the run
+    for name in ("hf", "hf-step-8"):
         assert lines_of(folder)["model"] == (
             f"{name}: of earlier steps; `tandem export {folder.path} OUT` writes that of step 20"
         )

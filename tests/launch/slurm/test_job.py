@@ -98,7 +98,7 @@ FINISHES = """
     (run / "hf").mkdir(exist_ok=True)
     with (run / "console.log").open("a") as console:
         console.write("the last line\\n")
-    write(run / "summary.json", {"steps": 2, "accuracy_before": 0.25, "accuracy_after": 0.75})
+    write(run / "summary.json", {"steps": 2, "accuracy_before": 0.25, "accuracy_after": 0.75, "accuracy_after_step": 2})
 """
 HEEDS = """
     write(run / "roles" / "learn.json", {})

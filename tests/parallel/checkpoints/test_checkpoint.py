@@ -21,9 +21,10 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from configs.schema.layout import LayoutConfig
 from parallel.checkpoints import checkpoint, writers
-from parallel.checkpoints.checkpoint import CheckpointError, DiskFull, optimizer_parts
+from parallel.checkpoints.checkpoint import CheckpointError, DiskFull
 from parallel.checkpoints.files import latest_valid, prune, step_folder
 from parallel.megatron import optimizer
+from parallel.megatron.optimizer import optimizer_parts
 from tests.support.megatron_workers import (
     make_batch,
     make_engine,
@@ -75,7 +76,7 @@ def test_going_on_equals_never_having_stopped(folder, tmp_path, dtype, distribut
     assert_equal(weights_of(first), weights_of(second))
     steps = [
         state["step"]
-        for part in checkpoint.optimizer_parts(second._optimizer)
+        for part in optimizer_parts(second._optimizer)
         for state in part.optimizer.state.values()
     ]
     assert {float(step) for step in steps} == {5.0} and len({id(step) for step in steps}) == len(steps)

@@ -894,7 +894,7 @@ def serve(urls, tensor_parallel, engines, *, replays: bool) -> None:
         assert gap(urls, engines[0], replays=replays) <= EXACT
         for version, engine in ((1, engines[1]), (2, engines[0])):
             exported = SimpleNamespace(named_parameters=engine.export_hf)
-            send(control, exported, version=version, tensor_parallel=tensor_parallel)
+            send(control, exported, version=version)
             (received,) = control.checksums()
             control.resume()
             assert received.keys() == from_disk.keys()

@@ -125,7 +125,11 @@ def samples_of(
     config = AgentEnvironment.model_validate({"command": ["{python}", str(file)]} | FIELDS | fields)
 
     async def samples() -> list[Sample]:
-        async with asyncio.timeout(DEADLINE_S), Gateway() as gateway, agent_starter(config) as starter:
+        async with (
+            asyncio.timeout(DEADLINE_S),
+            Gateway(vocab_size=VOCAB) as gateway,
+            agent_starter(config) as starter,
+        ):
             environment = AgentEpisodes(
                 gateway,
                 starter,
@@ -358,7 +362,8 @@ def test_waiting_for_servers_is_no_time_of_the_agent():
 
     async def test():
         agents = AgentEpisodes(
-            Gateway(), NewProcesses(["true"], dict), config, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
+            Gateway(vocab_size=VOCAB), NewProcesses(["true"], dict), config,
+            renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None,
         )  # fmt: skip
         context = context_of(engine=WaitsForServers(1000.0))
         context.observe([3])

@@ -197,6 +197,28 @@ def test_a_template_that_dies_fails_one_episode_and_no_agent_under_way(tmp_path)
     assert asyncio.run(play()) == "donedone"
 
 
+def test_an_episode_that_is_cancelled_while_the_template_starts_fails_no_other(tmp_path, monkeypatch):
+    start, starting = asyncio.create_subprocess_exec, asyncio.Event()
+
+    async def never(*command, **options):
+        starting.set()
+        await asyncio.Event().wait()
+
+    async def play() -> int:
+        config = agent(tmp_path, "", preload=("json",))
+        async with agent_starter(config) as starter, asyncio.timeout(DEADLINE_S):
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", never)
+            first = asyncio.ensure_future(played(starter))
+            await starting.wait()
+            first.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await first
+            monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+            return (await played(starter))[0]
+
+    assert asyncio.run(play()) == 0
+
+
 def test_agents_end_with_the_process_that_asked_for_them(tmp_path):
     """Killed in the middle: no template, no guard, no agent and none of its daemons is left."""
     agent(tmp_path, "import subprocess; subprocess.Popen(['sleep', '1000'], start_new_session=True).wait()")

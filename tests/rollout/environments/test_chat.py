@@ -15,6 +15,7 @@ from configs.schema.environment import ChatEnvironment
 from rollout.environments.chat import (
     ChatEpisodes,
     PlainRenderer,
+    Renderers,
     message_of,
     problem_fields,
 )
@@ -223,13 +224,13 @@ def test_renderers_of_the_last_sets_of_tools_are_kept():
         made.append(tools[0]["name"])
         return ToyRenderer(tools)
 
-    episodes = ChatEpisodes(None, renderer_of=renderer_of, parse=None)  # pyright: ignore[reportArgumentType]
+    renderers = Renderers(renderer_of)
     for number in range(200):
-        first, other = (episodes._renderer_of([{"name": name}]) for name in ("always", number))
-        assert first is episodes._renderer_of([{"name": "always"}]) and other is not first
+        first, other = (renderers([{"name": name}]) for name in ("always", number))
+        assert first is renderers([{"name": "always"}]) and other is not first
     assert made == ["always", *range(200)]
-    episodes._renderer_of([{"name": 0}])
-    assert len(made) == 202 and len(episodes._renderer_of._kept) == 64
+    renderers([{"name": 0}])
+    assert len(made) == 202 and len(renderers._kept) == 64
 
 
 def test_messages_that_the_template_refuses_fail_their_episode():

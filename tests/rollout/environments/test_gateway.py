@@ -363,7 +363,7 @@ def test_keys_are_of_one_session_and_end_with_it():
             assert status == 401
             assert one.session.num_turns == 0 and not one.context.token_ids.size
             await other.ask([user("3")])
-            gateway = Gateway()
+            gateway = Gateway(vocab_size=VOCAB)
             async with gateway:
                 async with gateway.session(context_of(), PLAIN) as session:
                     closed = Opened(session, context_of(), one.http)

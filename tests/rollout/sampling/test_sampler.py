@@ -28,7 +28,7 @@ from configs.schema.reward import ModelReward
 from configs.schema.rollout import ResampleGroups, RolloutConfig
 from configs.schema.sampler import MixtureOrder
 from parallel.planning.architecture import architecture_of
-from rollout.client import ClientStats, GenerationError
+from rollout.client import GenerationError
 from rollout.records import FinishReason, Group, Prompt, Score, Status
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
@@ -234,15 +234,6 @@ def test_the_stats_of_a_reply_count_that_reply_alone(tokenizer):
     assert 0 < first.seconds + second.seconds < time.perf_counter() - began
     assert (first.requests, second.requests) == (6, 9)
     assert (first.reward_retries, second.reward_retries) == (2, 3)
-
-
-def test_late_requests_of_a_reply_are_told_once(tokenizer, caplog):
-    engine = FakeEngine()
-    sampler = make_sampler(tokenizer, engine=engine)
-    engine.stats = ClientStats(timeouts=6)
-    next_groups(sampler, 2)
-    next_groups(sampler, 2)
-    assert caplog.text.count("6 samples had no answer within rollout.request_timeout_s=600 s") == 1
 
 
 def test_the_client_is_told_of_the_learners_version_before_a_token_is_sampled(tokenizer):
@@ -1116,7 +1107,7 @@ def test_the_sample_role_takes_its_servers_once_the_data_is_checked_and_serves(m
     assert ready.wait(60)
     with RemoteSampler(announced[0], timeout_s=20) as remote:
         digest = digest_of(load_checked_task(config, architecture_of(model_dir))[1].train)
-        assert remote.state() == {"position": 0, "num_prompts": 3, "prompts": digest}
+        remote.load_state({"position": 0, "num_prompts": 3, "prompts": digest})  # other numbers are refused
         remote.stop()
     thread.join(20)
     assert not thread.is_alive()
@@ -1244,7 +1235,7 @@ def test_the_learner_gets_the_same_groups_over_the_wire(tokenizer, served):
     groups, stats, state = remote.next_groups(3, newest=0, max_staleness=0)
     assert groups == expected
     assert stats.requests == expected_stats.requests == 9
-    assert state == remote.state() == asdict(state_at(3))
+    assert state == asdict(state_at(3))
     again, *_ = remote.next_groups(2, newest=0, max_staleness=0)
     remote.load_state(state)
     assert remote.next_groups(2, newest=0, max_staleness=0)[0] == again == next_groups(local, 2)[0]
@@ -1273,7 +1264,6 @@ def test_a_learner_that_begins_anew_gets_the_first_groups_again(tokenizer, serve
     remote = served(make_sampler(tokenizer))
     first, *_ = remote.next_groups(3, newest=0, max_staleness=0)
     SharedSampler(remote).load_state(None)
-    assert remote.state() == asdict(state_at(0))
     assert remote.next_groups(3, newest=0, max_staleness=0)[0] == first
 
 
@@ -1288,7 +1278,7 @@ def test_a_role_that_is_replaced_is_noticed_and_its_successor_followed(tokenizer
         with RemoteSampler(
             "tcp://127.0.0.1:1", timeout_s=20, peer_timeout_s=0.3, key=first._key, find=lambda: announced
         ) as late:
-            assert late.state() == remote.state(), "announced after the address was read"
+            late.drain(0.0)  # at the address that was announced after the one was read
         announced = None
         assert not remote.follow(within_s=0.3)
         announced = {"address": second._address, "pid": 2}
@@ -1334,8 +1324,8 @@ def test_an_answer_to_another_request_is_no_answer(tokenizer, served, monkeypatc
     remote = served(make_sampler(tokenizer))
     with monkeypatch.context() as patched:
         patched.setattr(remote_module, "decode_reply", lambda content: Done())
-        with pytest.raises(SamplingError, match="answered GetState with Done; are both of one version"):
-            remote.state()
+        with pytest.raises(SamplingError, match="answered Evaluate with Done; are both of one version"):
+            remote.evaluate()
 
 
 def test_a_failure_reaches_the_learner_with_its_reason_and_the_role_lives_on(tokenizer, served):
@@ -1375,7 +1365,6 @@ def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
         raise enough
 
     remote = served(make_sampler(tokenizer, engine=Slow()))
-    start = remote.state()
     for ask in (
         lambda: remote.next_groups(2, newest=0, max_staleness=0, meanwhile=give_up),
         lambda: remote.evaluate(meanwhile=give_up),
@@ -1384,8 +1373,8 @@ def test_whoever_waits_may_give_up_and_ask_anew(tokenizer, served):
         with pytest.raises(ValueError, match="enough"):
             ask()
     gate.set()
-    assert remote.state()["position"] == 2
-    remote.load_state(start)
+    assert remote.next_groups(1, newest=0, max_staleness=0)[2]["position"] == 3
+    remote.load_state(asdict(state_at(0)))
     assert remote.next_groups(2, newest=0, max_staleness=0)[0] == next_groups(make_sampler(tokenizer), 2)[0]
 
 
@@ -1424,7 +1413,7 @@ def test_groups_are_the_same_however_far_ahead_they_are_sampled(tokenizer, serve
     for step, left in enumerate((3, 2, 1, 0)):
         groups, stats, state = ask(remote, 3, newest=min(step, 2), ahead=min(ahead, left))
         assert groups == next_groups(local, 3)[0]
-        assert state == remote.state() == asdict(state_at(3 * (step + 1)))
+        assert state == asdict(state_at(3 * (step + 1)))
         assert stats.running_groups + stats.ready_groups == 3 * min(ahead, left)
         assert remote.evaluate().accuracy == asyncio.run(make_sampler(tokenizer).evaluate()).accuracy
 
@@ -1493,6 +1482,6 @@ def test_a_drain_ends_before_the_update_and_the_next_request_opens_again(tokeniz
 def test_a_silent_sample_role_is_an_error_naming_address_and_deadline():
     began = time.monotonic()
     with RemoteSampler("tcp://127.0.0.1:9", timeout_s=0.2) as remote:
-        with pytest.raises(SamplingError, match=r"tcp://127.0.0.1:9 did not answer GetState in 0.2 s"):
-            remote.state()
+        with pytest.raises(SamplingError, match=r"tcp://127.0.0.1:9 did not answer Drain in 0.2 s"):
+            remote.drain(0.0)
     assert time.monotonic() - began < 20

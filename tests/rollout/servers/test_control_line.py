@@ -1,16 +1,21 @@
 """The line to a server, against one that is read and answered by hand."""
 
+import json
 import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 
 import pytest
 
+from configs.schema.launch import LaunchConfig
+from configs.schema.rollout import RolloutConfig
 from rollout.servers import control_line
 from rollout.servers.control import SGLangControl
 from rollout.servers.control_line import ControlError, ControlLine
+from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL
 
 TIMEOUT_S = 10.0
 OK = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 7\r\n\r\n"
@@ -238,3 +243,17 @@ def test_an_answer_that_cannot_be_read_is_the_servers_failure(server, ask, answe
         else:
             with pytest.raises(ControlError, match=message):
                 raise error
+
+
+def test_a_run_s_control_refuses_servers_that_capture_no_experts_where_they_are_replayed(server):
+    """Also the control of servers that took the place of the first ones, which is made by the same function."""
+    launch = LaunchConfig(collective_timeout_s=10 * TIMEOUT_S)
+    control_of = partial(SGLangControl.of, RolloutConfig(), launch, needs_experts=True)
+    with control_of([server.url]) as control, ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(control.require_plugin)
+        with closing(server.accept()) as connection:
+            connection.sendall(
+                json_answer("{}") + json_answer(json.dumps({"success": True, "message": PROTOCOL}))
+            )
+            with pytest.raises(ControlError, match="does not return routed experts"):
+                asked.result(TIMEOUT_S)

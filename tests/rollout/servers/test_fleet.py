@@ -105,7 +105,7 @@ def test_a_server_of_another_model_at_the_port_is_not_ours(fleet, tmp_path):
 
 @pytest.mark.parametrize("answer", [b"[]", b"null", b'"up"', b"{", b"{}"])
 def test_an_answer_of_another_form_is_not_ours(tmp_path, monkeypatch, answer):
-    monkeypatch.setattr(fleets, "_get", lambda *arguments: answer)
+    monkeypatch.setattr(fleets, "own_answer", lambda *arguments, **options: answer)
     assert fleets._version_of(server_spec(tmp_path), 1, 1.0) is None
 
 

@@ -53,7 +53,8 @@ from tests.support.server_workers import die_in_a_transfer, write_flags_of_sglan
 from tests.support.weight_checksums import expected_checksums
 from tests.support.whole_runs import RECIPE
 from trainer import weight_sync
-from trainer.stage_sender import MEMORY, StageSender
+from trainer.stage_sender import StageSender
+from trainer.weight_carriers import MEMORY
 
 ROOT = Path(__file__).resolve().parents[3]
 

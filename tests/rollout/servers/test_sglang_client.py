@@ -503,17 +503,30 @@ def test_the_deadline_of_a_request_covers_a_server_that_never_answers():
     asyncio.run(scenario())
 
 
-def test_a_late_request_is_asked_for_again_at_another_server_and_counted():
+def test_a_late_request_is_asked_for_again_at_another_server_and_counted(caplog):
+    """It is told before it is answered, since the learner's patience may end before that; once for each step."""
+
     async def scenario():
+        answers = asyncio.Event()
         async with (
             LocalServer(lambda n: answer(), hold=asyncio.Event()) as late,
-            LocalServer(lambda n: answer()) as other,
-            make_client(late, other, timeout_s=0.2) as client,
+            LocalServer(lambda n: answer(), hold=answers) as other,
+            make_client(late, other, timeout_s=0.2, max_retries=100) as client,
         ):
-            assert len(await ask_group(client, [1, 2])) == 2
+            asking = asyncio.ensure_future(ask_group(client, [1, 2]))
+            told = f"{late.url}: no answer within rollout.request_timeout_s=0.2 s for 2 samples of a prompt of 3 tokens"
+            await until(lambda: told in caplog.text)
+            assert not asking.done()
+            answers.set()
+            assert len(await asking) == 2
             await until(lambda: late.running == 0)
-            assert late.bodies == other.bodies
-            assert (client.stats.requests, client.stats.retries, client.stats.timeouts) == (2, 2, 2)
+            assert late.bodies[0] == other.bodies[0]
+            assert client.stats.requests == 2 and client.stats.retries >= 2
+            for step in (1, 2):
+                await client.see_version(step)
+                await ask_group(client, [1, 2])
+                await ask_group(client, [1, 2])
+                assert caplog.text.count("asked for again") == 1 + step
 
     asyncio.run(scenario())
 

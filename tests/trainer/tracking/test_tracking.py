@@ -226,9 +226,7 @@ def test_runs_share_a_store_where_the_file_system_is_local(tmp_path, monkeypatch
     assert mlflow_thread.store_file(tmp_path) == tmp_path / "mlflow.db"
     monkeypatch.setattr(mlflow_thread, "file_system_of", lambda folder: "ext4")
     (tmp_path / "mlflow.db").touch()
-    assert mlflow_thread.store_file(tmp_path) == tmp_path / "mlflow.db", (
-        "a run of an earlier version goes on in its own"
-    )
+    assert mlflow_thread.store_file(tmp_path) == tmp_path / "mlflow.db", "a run stays with its own"
 
 
 @pytest.mark.parametrize("part", ["mlflow.db", "mlflow.lock", "mlartifacts"])
