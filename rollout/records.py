@@ -2,10 +2,10 @@
 answer to the learner's tensors: a step may have millions of tokens."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
@@ -230,6 +230,17 @@ class Trajectory(_WithArrays):
     def finish_reason(self) -> FinishReason:
         """Of the last turn."""
         return self.turns[-1].finish_reason if self.turns else FinishReason.STOP
+
+
+class Rewarded(Protocol):
+    @property
+    def reward(self) -> float | None: ...
+
+
+def different_rewards(siblings: Iterable[Rewarded]) -> set[float]:
+    """The rewards of those that were scored, in the learner's float32: sums of the same parts may differ in the digits beyond,
+    which its advantages do not see."""
+    return {float(np.float32(s.reward)) for s in siblings if s.reward is not None}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

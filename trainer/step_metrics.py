@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.packing import PackedBatch
-from rollout.records import FinishReason, Group, Status, Trajectory
+from rollout.records import FinishReason, Group, Status, Trajectory, different_rewards
 from rollout.sampling.messages import EvaluationResult, SamplingStats
 from trainer.algorithm.mismatch import SampledGap, negative_fraction, reward_metrics
 from trainer.algorithm.segments import count_per_sequence, sum_per_sequence
@@ -112,7 +112,7 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
     sequences = [t for g in groups for t in g.trajectories]
     samples = [t for t in sequences if t.branch == 0]
     rewards = [t.reward for t in samples if t.reward is not None]
-    rewards_of_groups = [{t.reward for t in g.trajectories if t.reward is not None} for g in groups]
+    rewards_of_groups = [different_rewards(g.trajectories) for g in groups]
     lengths = Counter[tuple[int, int]]()  # without episodes that failed before their first turn
     for t in filter(attrgetter("turns"), sequences):
         lengths[t.group_id, t.sibling_id] += int(t.response_mask.sum())

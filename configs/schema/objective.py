@@ -244,8 +244,9 @@ class KLConfig(Schema):
     """Where it is left out: k3 in the loss, and k1 in the reward, which uses the value alone, and k1 is
     unbiased."""
     unbiased: bool = False
-    """Multiply the KL of a token in the loss by pi_current / pi_old, with gradient, and by the correction's weight: value and
-    gradient then estimate KL(current || ref) for samples of the rollout, up to the weight's bound (arXiv 2512.02556)."""
+    """Multiply the KL of a token in the loss by pi_current / pi_old, with gradient, and by the correction's weight (not in bypass
+    mode, whose ratio is to the rollout): value and gradient then estimate KL(current || ref) for samples of the rollout, up to the
+    weight's bound (arXiv 2512.02556)."""
     controller: Annotated[FixedController | AdaptiveController, Field(discriminator="type")] = (
         FixedController()
     )

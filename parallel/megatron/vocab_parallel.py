@@ -183,8 +183,6 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx, grad_logprobs_T, grad_entropy_T):
         hidden_TH, weight_VH, targets_T, log_z_T, entropy_T = ctx.saved_tensors
         dtype, temperature = ctx.settings.dtype, ctx.settings.temperature
-        if not ctx.settings.with_entropy:
-            grad_entropy_T = None
         rows_VH = weight_VH[: ctx.count].to(dtype)
         grad_hidden_TH = torch.empty_like(hidden_TH)
         grad_weight_VH = None  # stays so for a frozen output layer

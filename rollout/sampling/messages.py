@@ -19,7 +19,7 @@ import numpy as np
 
 from rollout.client import RolloutError
 from rollout.columns import ALIGNMENT, Columns, Taken, aligned, joined
-from rollout.records import Group, Trajectory
+from rollout.records import Group, Trajectory, different_rewards
 
 
 class SamplingError(RolloutError):
@@ -44,7 +44,7 @@ class BeforeSelection:
     @classmethod
     def of(cls, groups: Sequence[Group]) -> Self:
         trajectories = [t for group in groups for t in group.trajectories]
-        rewards = [{t.reward for t in group.trajectories if t.reward is not None} for group in groups]
+        rewards = [different_rewards(group.trajectories) for group in groups]
         return cls(
             reward_mean=fmean(t.reward for t in trajectories if t.branch == 0 and t.reward is not None),
             no_signal_fraction=fmean(len(of_group) < 2 for of_group in rewards),

@@ -25,7 +25,7 @@ from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleG
 from rollout.client import GenerationClient
 from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
-from rollout.records import Group, Prompt
+from rollout.records import Group, Prompt, different_rewards
 from rollout.rewards.by_field import AnyScorer
 from rollout.sampling.messages import (
     BeforeSelection,
@@ -303,7 +303,7 @@ def _has_signal(samples: Sequence[Sample], dynamic: DynamicSampling) -> bool:
     scored = [sample for sample in samples if sample.reward is not None]
     match dynamic:
         case ResampleGroups(compare="reward"):
-            return len({sample.reward for sample in scored}) > 1
+            return len(different_rewards(scored)) > 1
         case ResampleGroups():  # by "correct"
             return len({sample.correct for sample in scored}) > 1
         case NoDynamicSampling():

@@ -155,3 +155,12 @@ def test_the_operations_are_those_of_torch_but_for_rounding():
     far = torch.full((1, 3, 16), 100.0)  # every score is -40,000
     low = aligned.attention(far, -far, value[:1, :3], torch.ones(1, 3, 3, dtype=torch.bool), 0.25)
     torch.testing.assert_close(low, value[:1, :3].mean(1, keepdim=True).expand(1, 3, 16), **close)
+
+
+def test_numbers_behind_the_rotated_ones_stay():
+    heads, angles = random(3, 2, 10, seed=0), random(3, 1, 4, seed=1)
+    found = aligned.rotated(heads, angles.cos(), angles.sin())
+    a, b = heads[..., :4], heads[..., 4:8]
+    turned = torch.polar(torch.ones_like(angles), angles) * torch.complex(a, b)
+    torch.testing.assert_close(found[..., :8], torch.cat([turned.real, turned.imag], -1))
+    assert torch.equal(found[..., 8:], heads[..., 8:])

@@ -7,7 +7,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from numerics.delta_rule import CHUNK, causal_convolution, gated_delta_rule, plan_chunks, unit
+from numerics.delta_rule import (
+    CHUNK,
+    causal_convolution,
+    gated_delta_rule,
+    gated_norm,
+    log_decay,
+    plan_chunks,
+    unit,
+)
 from parallel.planning import architecture
 
 CPU = torch.device("cpu")
@@ -65,6 +73,28 @@ def test_a_convolution_sees_its_own_sequence_alone():
         padded = F.pad(x_TD[start:end].t(), (3, 0))
         wanted = F.conv1d(padded[None], weight_DW[:, None], groups=6)[0].t()
         torch.testing.assert_close(found[start:end], wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 3])
+def test_a_convolution_may_be_wider_than_its_batch(tokens):
+    x_TD, weight_DW = torch.randn(tokens, 6), torch.randn(6, 4)
+    wanted = F.conv1d(F.pad(x_TD.t(), (3, 0))[None], weight_DW[:, None], groups=6)[0].t()
+    torch.testing.assert_close(causal_convolution(x_TD, weight_DW, torch.arange(tokens)), wanted)
+
+
+def test_a_length_of_almost_nothing_by_hand():
+    assert unit(torch.tensor([1e-3, 0.0])).tolist() == pytest.approx([0.5**0.5, 0.0])
+
+
+def test_bfloat16_is_rounded_once_at_the_end():
+    generator = torch.Generator().manual_seed(0)
+    x, gate, weight = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((50, 16), (50, 16), (16,))
+    )
+    exact = gated_norm(x.float(), gate.float(), weight.float(), 1e-6)
+    assert torch.equal(gated_norm(x, gate, weight, 1e-6), exact.bfloat16())
+    exact = log_decay(weight.float(), x.float(), gate[0].float())
+    assert torch.equal(log_decay(weight, x, gate[0]), exact) and exact.dtype == torch.float32
 
 
 def test_the_plan_counts_chunks_of_the_rules_size():

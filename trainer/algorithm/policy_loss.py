@@ -81,8 +81,8 @@ def policy_loss(
     and its metrics.
 
     loss = sum_t objective_t * importance_weights_t * aggregation_t
-         + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss; KL_t times importance_weights_t
-                                                          pi_current / pi_old where kl.unbiased)
+         + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss; where kl.unbiased KL_t times
+                                                          pi_current / pi_old and, but in bypass mode, importance_weights_t)
          - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
     aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks add up. It is
     zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo``. In
@@ -139,9 +139,12 @@ def policy_loss(
         kl_T = ESTIMATORS[kl.estimator](current_T, _on_mask(batch, "ref_logprobs_T"))
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
         if kl.in_loss:
+            weights_T = aggregation_T
             if kl.unbiased:
-                kl_T = kl_T * importance_T * bounded(current_T - old_T).exp()
-            terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
+                kl_T = kl_T * bounded(current_T - old_T).exp()
+                # In bypass mode this ratio is to the rollout, and a weight would be the same once more.
+                weights_T = aggregation_T * (1.0 if correction.mode == "bypass" else importance_T)
+            terms["kl"] = kl.coefficient * _weighted_sum(kl_T, weights_T, kept_T)
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
     loss = _nan_where_broken(reduce(add, terms.values()), batch, current_T)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from parallel.packing import same_prompts
-from rollout.records import LOGPROBS, MASK, VERSIONS, Group, Trajectory
+from rollout.records import LOGPROBS, MASK, VERSIONS, Group, Trajectory, different_rewards
 from trainer.algorithm.turn_rewards import TurnRewards
 from trainer.batch.plan import BatchPlan, Prompts, packed_length, plan_batches
 
@@ -105,7 +105,7 @@ def split_groups(
 
 def _without_signal(by_group: Sequence[Sequence[Trajectory]]) -> frozenset[int]:
     """The numbers of the sequences of groups whose scored samples all have the same reward."""
-    rewards = [{t.reward for t in group if t.reward is not None} for group in by_group]
+    rewards = [different_rewards(group) for group in by_group]
     of_group = [len(values) <= 1 for values, group in zip(rewards, by_group, strict=True) for _ in group]
     return frozenset(number for number, is_flat in enumerate(of_group) if is_flat)
 

@@ -139,6 +139,32 @@ def test_what_was_not_kept_has_no_trace():
     assert (found[0][6], found[0][3]) == pytest.approx((slope, -slope), abs=1e-5)
 
 
+def test_a_single_kept_id_is_certain():
+    kept = KeptSets(num_T=torch.tensor([1, 0], dtype=torch.int32), ids_M=torch.tensor([2], dtype=torch.int32))
+    case = make_case(num_tokens=2, hidden=4, vocab=5) | {"targets": torch.tensor([2, 1]), "kept": kept}
+    found = fused(case)
+    assert found["logprobs"][0] == found["entropy"][0] == 0 and not found["hidden"][0].any()
+    assert found["logprobs"][1] < 0 and found["hidden"][1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_kept_sets_of_a_product_of_half_precision(dtype):
+    """Its numbers end long before ``NEVER``, or keep few digits of it."""
+    case = make_case(num_tokens=16, hidden=8, vocab=20, chunk_tokens=5, scale=0.5, temperature=0.7, kept=True)
+    case["hidden"], case["weight"] = case["hidden"].to(dtype), case["weight"].to(dtype)
+    assert_close(fused(case), reference(case), case, tolerance=3e-2)
+
+
+def test_the_entropy_alone_has_its_gradient():
+    case = make_case(num_tokens=7, hidden=5, vocab=11, padding=2, temperature=0.7)
+    hidden, weight = case["hidden"].clone().requires_grad_(), case["weight"].clone().requires_grad_()
+    options = {name: case[name] for name in ("vocab_size", "temperature", "chunk_tokens")}
+    logprobs, entropy = linear_logprobs(hidden, weight, case["targets"], **options)
+    (entropy * case["h"]).sum().backward()
+    found = dict(logprobs=logprobs.detach(), entropy=entropy.detach(), hidden=hidden.grad, weight=weight.grad)
+    assert_close(found, reference({**case, "g": torch.zeros(7)}), case)
+
+
 def test_a_set_of_all_ids_is_the_full_vocabulary_bitwise():
     case = make_case(num_tokens=9, hidden=6, vocab=19, padding=2, temperature=0.7)
     everything = torch.arange(19, dtype=torch.int32).repeat(9)

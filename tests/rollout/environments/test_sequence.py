@@ -109,3 +109,25 @@ def test_sampled_tokens_have_their_turns_kept_ids_and_others_none(turns):
         return
     assert [part.tolist() for part in np.split(made.kept_ids, made.num_kept.cumsum())[:-1]] == expected
     assert (made.num_kept[~made.response_mask] == 0).all()
+
+
+def test_behind_an_answer_without_experts_or_without_tokens_all_are_asked_for():
+    """Both are by the weights before, so that what was told stays known."""
+    sequence = TokenSequence()
+    sequence.observe([1])
+    for number, (tokens, told, known) in enumerate(((2, (0, 2), 2), (1, None, None), (0, (0, 3), None)), 1):
+        sequence.append(
+            completion(
+                token_ids=[3] * tokens,
+                rollout_logprobs=[-1.0] * tokens,
+                token_versions=[7] * tokens,
+                finish_reason=FinishReason.STOP,
+                experts=None if told is None else rows_of(number, *told),
+            )
+        )
+        assert sequence.known_experts == (known and KnownExperts(before=known, version=7))
+    made = sequence.trajectory(
+        group_id=0, sibling_id=0, prompt_id="p", reward=1.0, reward_parts={}, status=Status.OK
+    )
+    assert made.is_replayed.tolist() == [True, True, False, False] and made.branch == 0
+    assert (made.experts[:2] == rows_of(1, 0, 2)).all() and not made.experts[2:].any()

@@ -370,6 +370,34 @@ def test_a_constant_on_every_reward_changes_nothing_in_groups(drawn, shift):
         torch.testing.assert_close(shifted_S[siblings_S], plain_S[siblings_S], rtol=1e-6, atol=1e-6)
 
 
+def test_rewards_of_float32_are_compared_in_float64():
+    """Rounded once, at the end."""
+    batch, generator = batch_of([[True]] * 50, list(range(50))), torch.Generator().manual_seed(0)
+    rewards_S, group_ids_S = torch.rand(50, generator=generator), torch.arange(50) % 3
+    exact_S = grpo(rewards_S.double(), group_ids_S, normalize_by_std=True)
+    found_T = compute_advantages(batch, rewards_S, group_ids_S, GrpoAdvantage()).advantages_T
+    assert torch.equal(found_T, exact_S.float())
+
+
+@pytest.mark.parametrize("beyond", [-1, 2])
+def test_a_sequence_without_a_reward_is_named(beyond):
+    with pytest.raises(ValueError, match=f"sequence {beyond} of the batch has no reward: 2 rewards"):
+        compute_advantages(
+            batch_of([[True]] * 2, [0, beyond]),
+            torch.ones(2),
+            torch.zeros(2, dtype=torch.int64),
+            GrpoAdvantage(),
+        )
+    with pytest.raises(ValueError, match="must both be"):
+        compute_advantages(
+            batch_of([[True]], [0]), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int64), GrpoAdvantage()
+        )
+
+
+def test_a_group_without_response_tokens_has_finite_advantages():
+    assert opo(torch.tensor([1.0, 3.0]), torch.zeros(2), torch.tensor([0, 0])).isfinite().all()
+
+
 def test_a_group_of_one_keeps_its_raw_reward():
     rewards, ids = torch.tensor([0.3, -2.0]), torch.tensor([1, 0])
     assert torch.equal(grpo(rewards, ids, normalize_by_std=True), rewards)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.packed_batches import count_valid
 from trainer.algorithm.aggregation import (
+    Counted,
     GlobalCounts,
     Mode,
     aggregation_weights,
@@ -130,6 +131,7 @@ def test_nothing_valid_weighs_nothing(mode):
         aggregation_weights(mask_T, cu_seqlens, mode=mode, constant=constant_of(mode), counts=counts).tolist()
         == [0.0] * 3
     )
+    assert kept_factor([Counted(all=3, kept=0), None]) == kept_factor([None]) == 1.0
     no_tokens = torch.zeros(0, dtype=torch.bool), torch.zeros(1, dtype=torch.int32)
     assert count_valid(*no_tokens) == counts
     assert aggregation_weights(*no_tokens, mode=mode, constant=constant_of(mode), counts=counts).numel() == 0

@@ -14,7 +14,13 @@ from parallel.packing import PackedBatch
 from tests.reference import correction as reference
 from tests.support.golden_cases import GoldenCase, load
 from tests.support.packed_batches import random_batch
-from trainer.algorithm.correction import Correction, correct, correct_current, level_ratio
+from trainer.algorithm.correction import (
+    Correction,
+    bounded_weights,
+    correct,
+    correct_current,
+    level_ratio,
+)
 from trainer.algorithm.segments import valid_tokens
 from trainer.ranks.metrics import merge_metrics, values
 
@@ -357,13 +363,29 @@ def test_bounds_by_hand(bound, wanted):
     assert result.keep_T.all(), "a weight of zero is no rejection: the token still counts"
 
 
+def test_what_lies_on_a_bound_is_within():
+    on_bounds = torch.tensor([0.5, 1.0, 2.0])
+    assert torch.equal(bounded_weights(on_bounds, "mask", lower=0.5, upper=2.0), on_bounds)
+    rollout_T = torch.tensor([-1.0, -1.0])
+    equal = batch_of(rollout_T, rollout_T, torch.tensor([True, True]), [1, 1])
+    rules = [{"rule": "ratio", "lower": 1.0, "upper": 1.0}] * 3
+    found = correct(equal, config_of(reject=rules))
+    assert found.keep_T.all()
+    names = {name.split("/")[2] for name in found.metrics if name.endswith("/tokens")}
+    assert names == {"ratio_token", "ratio_token_2", "ratio_token_3", "total"}
+    veto = math.exp(-2.0)
+    assert math.log(veto) == -2.0
+    apart = batch_of(rollout_T, rollout_T - torch.tensor([2.0, 2.125]), torch.tensor([True, True]), [1, 1])
+    assert correct(apart, config_of(veto=veto)).keep_T.tolist() == [True, False]
+
+
 def test_normalised_weights_have_mean_one_over_tokens_or_sequences():
-    batch = of_ratios([1, 1, 4, 1, 1], [3, 2])
+    batch = of_ratios([1, 1, 4, 1, 1, 9], [3, 2, 1], [True] * 5 + [False])
     by_token = correct(batch, config_of(weight={"level": "token", "bound": "none", "normalise": True}))
-    assert by_token.weights_T.tolist() == pytest.approx([x / 1.6 for x in (1, 1, 4, 1, 1)])
+    assert by_token.weights_T.tolist() == pytest.approx([x / 1.6 for x in (1, 1, 4, 1, 1, 0)])
     assert by_token.metrics["mismatch/weight_normaliser"].value == pytest.approx(1.6)
     by_sequence = correct(batch, config_of(weight={"level": "sequence", "bound": "none", "normalise": True}))
-    assert by_sequence.weights_T.tolist() == pytest.approx([x / 2.5 for x in (4, 4, 4, 1, 1)])
+    assert by_sequence.weights_T.tolist() == pytest.approx([x / 2.5 for x in (4, 4, 4, 1, 1, 0)])
 
 
 def test_the_geometric_level_tells_apart_what_exp_would_round_away():
@@ -503,6 +525,26 @@ def test_log_ratios_are_bounded_after_their_sum_not_before():
     )
     assert level_ratio(log_ratio_N, valid, "sequence").tolist() == pytest.approx([math.exp(20)] * 3)
     assert level_ratio(log_ratio_N[:2], without_last, "sequence").tolist() == [1.0, 1.0]
+
+
+def test_sums_over_a_response_of_float32_keep_their_digits():
+    log_ratio_N = 0.018 * torch.rand(1999, generator=torch.Generator().manual_seed(0))
+    valid = valid_tokens(torch.ones(1999, dtype=torch.bool), torch.tensor([0, 1999]))
+    found = level_ratio(log_ratio_N, valid, "sequence")[0].item()
+    assert found == pytest.approx(math.exp(math.fsum(log_ratio_N.tolist())), rel=2e-7)
+    old_T, config = log_ratio_N - 9.0, config_of(reject=[{"rule": "k2", "reduce": "sum", "upper": 1.0}])
+    batch = batch_of(torch.full((1999,), -9.0), old_T, valid.mask_T, [1999])
+    found = correct(batch, config).metrics["mismatch/rejected/k2_sum/statistic_max"].value
+    assert found == pytest.approx(math.fsum(((old_T + 9.0).square() / 2).tolist()), rel=1e-12)
+
+
+def test_divergences_are_of_the_bounded_log_ratio():
+    """A log-ratio of 30 counts as 20."""
+    far_T = torch.tensor([-40.0], dtype=torch.float64)
+    batch = batch_of(far_T, far_T + 30, torch.tensor([True]), [1])
+    for rule, most in (("k2", 20**2 / 2), ("k3", math.exp(20) - 21)):
+        metrics = correct(batch, config_of(reject=[{"rule": rule, "reduce": "token", "upper": 1}])).metrics
+        assert metrics[f"mismatch/rejected/{rule}_token/statistic_max"].value == pytest.approx(most)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

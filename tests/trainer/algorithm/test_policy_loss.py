@@ -255,7 +255,9 @@ def test_matches_the_loop_over_sequences(name, rows, mode, rejected):
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, -torch.inf])
-def test_off_mask_garbage_changes_neither_loss_nor_gradient(name, garbage):
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_off_mask_garbage_changes_neither_loss_nor_gradient(name, garbage, unbiased):
+    kl = KLConfig(coefficient=0.3, estimator="k3", unbiased=unbiased)
     batch = with_weights(random_batch([6, 9, 4], seed=3), "token_mean")
     off_T = ~batch.response_mask_T
     generator = torch.Generator().manual_seed(1)
@@ -263,9 +265,9 @@ def test_off_mask_garbage_changes_neither_loss_nor_gradient(name, garbage):
     dirty = batch.with_fields(
         **{field: getattr(batch, field).masked_fill(off_T, garbage) for field in FIELDS}
     )
-    *clean, clean_metrics = loss_and_gradients(batch, current_T, entropy_T, name)
+    *clean, clean_metrics = loss_and_gradients(batch, current_T, entropy_T, name, kl=kl)
     *found, metrics = loss_and_gradients(
-        dirty, current_T.masked_fill(off_T, garbage), entropy_T.masked_fill(off_T, garbage), name
+        dirty, current_T.masked_fill(off_T, garbage), entropy_T.masked_fill(off_T, garbage), name, kl=kl
     )
     assert all(torch.equal(a, b) for a, b in zip(clean, found, strict=True))
     assert metrics == clean_metrics
@@ -571,24 +573,25 @@ def test_kept_tokens_are_counted_only_where_a_rule_may_reject(mode, reject):
 
 
 def test_off_policy_sequences_by_hand():
-    """Drifts log rollout - log current, on the mask: 0.4 and 0.0 (mean 0.2), 0.1, and 0.3. The third has A > 0."""
-    batch = random_batch([3, 1, 1], seed=0, mask_T=torch.tensor([True, True, False, True, True])).with_fields(
-        rollout_logprobs_T=torch.tensor([-1.0, -1.0, 9.0, -1.0, -1.0]),
+    """Drifts log rollout - log current, on the mask: 1/2 and 0 (mean 1/4), 1/8, 3/8 where A > 0, and 8 where A = 0."""
+    mask_T = torch.tensor([True, True, False, True, True, True])
+    batch = random_batch([3, 1, 1, 1], seed=0, mask_T=mask_T).with_fields(
+        rollout_logprobs_T=torch.tensor([-1.0, -1.0, 9.0, -1.0, -1.0, -1.0]),
         old_logprobs_T=None,
         ref_logprobs_T=None,
-        advantages_T=torch.tensor([-1.0, -1.0, -1.0, -2.0, 3.0]),
-        importance_weights_T=torch.ones(5),
-        aggregation_T=torch.tensor([0.25, 0.25, 0.0, 0.25, 0.25]),
+        advantages_T=torch.tensor([-1.0, -1.0, -1.0, -2.0, 3.0, 0.0]),
+        importance_weights_T=torch.ones(6),
+        aggregation_T=mask_T / 4,
     )
-    current_T = torch.tensor([-1.4, -1.0, -9.0, -1.1, -1.3], requires_grad=True)
+    current_T = torch.tensor([-1.5, -1.0, -9.0, -1.125, -1.375, -9.0], requires_grad=True)
     terms = {"objective": ClippedObjective(), "kl": NO_KL, "entropy": NO_ENTROPY, "aggregation": "token_mean"}
     for threshold, gradient, fraction in (
-        (0.19, [0.0, 0.0, 0.0, 0.5, -0.75], 0.5),
-        (0.21, [0.25, 0.25, 0.0, 0.5, -0.75], 0.0),
-        (0.09, [0.0, 0.0, 0.0, 0.0, -0.75], 0.75),
+        (0.24, [0.0, 0.0, 0.0, 0.5, -0.75, 0.0], 0.4),
+        (0.25, [0.25, 0.25, 0.0, 0.5, -0.75, 0.0], 0.0),
+        (0.1, [0.0, 0.0, 0.0, 0.0, -0.75, 0.0], 0.6),
     ):
         correction = CorrectionConfig(off_policy_mask=threshold)
-        loss, metrics, _ = policy_loss(batch, current_T, torch.zeros(5), correction=correction, **terms)
+        loss, metrics, _ = policy_loss(batch, current_T, torch.zeros(6), correction=correction, **terms)
         (found,) = torch.autograd.grad(loss, current_T)
         torch.testing.assert_close(found, torch.tensor(gradient))
         assert metrics["policy/off_policy_fraction"].value == fraction
@@ -635,24 +638,34 @@ def test_what_is_off_policy_and_went_wrong_leaves_the_policy_term_alone(name, se
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-@pytest.mark.parametrize("level", ["token", "none"])
-def test_an_unbiased_kl_has_value_and_gradient_of_the_kl_for_samples_of_the_rollout(estimator, level):
-    """One token of a vocabulary of six, all of them listed with the rollout's probabilities as weights of the mean. With weights
-    rollout, old and current differ; without (bypass mode) old is the rollout."""
+@pytest.mark.parametrize("mode", ["decoupled", "bypass", "bypass, with a weight"])
+def test_an_unbiased_kl_has_value_and_gradient_of_the_kl_for_samples_of_the_rollout(estimator, mode):
+    """One token of a vocabulary of six, all of them listed with the rollout's probabilities as weights of the mean. In decoupled
+    mode rollout, old and current differ; in bypass mode old is the rollout, and a weight is current / rollout."""
     generator = torch.Generator().manual_seed(3)
     current_V, old_V, rollout_V, ref_V = torch.randn(4, 6, generator=generator, dtype=torch.float64)
     rollout_V, ref_V, old_V = (x_V.log_softmax(0) for x_V in (rollout_V, ref_V, old_V))
-    old_V = rollout_V if level == "none" else old_V
+    correction, weights_V = CorrectionConfig(), (old_V - rollout_V).exp()
+    if mode != "decoupled":
+        unbounded = {"level": "token", "bound": "none"} if "weight" in mode else {"level": "none"}
+        fields = {"mode": "bypass", "loss": "policy_gradient", "weight": unbounded}
+        old_V, weights_V, correction = rollout_V, None, CorrectionConfig.model_validate(fields)
     batch = random_batch([1] * 6, seed=0, dtype=torch.float64, mask_T=torch.ones(6, dtype=torch.bool)).with_fields(
         rollout_logprobs_T=rollout_V, old_logprobs_T=old_V, ref_logprobs_T=ref_V, advantages_T=torch.zeros(6, dtype=torch.float64),
-        importance_weights_T=(old_V - rollout_V).exp(), aggregation_T=rollout_V.exp(),
+        importance_weights_T=weights_V, aggregation_T=rollout_V.exp(),
     )  # fmt: skip
 
     def value_and_gradient(**kl):
         logits_V = current_V.clone().requires_grad_()
-        terms = {"objective": PolicyGradientObjective(type="policy_gradient"), "entropy": NO_ENTROPY, **KNOWN}
+        terms = {
+            "objective": PolicyGradientObjective(type="policy_gradient"),
+            "entropy": NO_ENTROPY,
+            "aggregation": "token_mean",
+        }
         kl = KLConfig(coefficient=1.0, estimator=estimator, **kl)
-        loss, *_ = policy_loss(batch, logits_V.log_softmax(0), torch.zeros(6), kl=kl, **terms)
+        loss, *_ = policy_loss(
+            batch, logits_V.log_softmax(0), torch.zeros(6), kl=kl, correction=correction, **terms
+        )
         return loss.item(), torch.autograd.grad(loss, logits_V)[0]
 
     logits_V = current_V.clone().requires_grad_()
@@ -663,3 +676,17 @@ def test_an_unbiased_kl_has_value_and_gradient_of_the_kl_for_samples_of_the_roll
     assert loss == pytest.approx(exact.item(), rel=1e-9)
     torch.testing.assert_close(found, gradient, rtol=1e-9, atol=1e-12)
     assert (value_and_gradient()[1] - gradient).abs().max() > 0.01, "a biased one is told apart"
+
+
+def test_the_ratio_of_an_unbiased_kl_is_bounded():
+    """log current - log old = 30, log current - log ref = 1."""
+    batch = random_batch([1], seed=0, dtype=torch.float64, mask_T=torch.ones(1, dtype=torch.bool))
+    fields = {"old": -31.0, "ref": -2.0}
+    batch = with_weights(batch, "token_mean").with_fields(
+        **{f"{name}_logprobs_T": torch.tensor([x], dtype=torch.float64) for name, x in fields.items()}
+    )
+    current_T = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    kl = KLConfig(coefficient=0.5, estimator="k1", unbiased=True)
+    terms = {"objective": ClippedObjective(), "entropy": NO_ENTROPY, **KNOWN}
+    _, metrics, _ = policy_loss(batch, current_T, torch.zeros(1, dtype=torch.float64), kl=kl, **terms)
+    assert metrics["loss/kl"].value == pytest.approx(0.5 * math.exp(20))

@@ -17,7 +17,19 @@ CONFIG = CorrectionConfig(
     weight=ImportanceWeight(level="token", bound="truncate", upper=1.2),
     reject=(RatioRule(level="token", lower=0.5, upper=2.0),),
 )
-LABELS = {0: "le_0", 1: "le_1", 2: "le_2", 3: "le_4", 4: "le_4", 9: "le_16", 40: "over_16"}
+LABELS = {
+    0: "le_0",
+    1: "le_1",
+    2: "le_2",
+    3: "le_4",
+    4: "le_4",
+    5: "le_8",
+    8: "le_8",
+    9: "le_16",
+    16: "le_16",
+    17: "over_16",
+    40: "over_16",
+}
 
 
 def lagged(lengths: list[int], seed: int):

@@ -15,7 +15,15 @@ from configs.schema.run import AnyConfig
 from parallel.packing import pack_sequences
 from rollout.records import FinishReason
 from tests.support import records
-from trainer.batch.plan import EVEN_ENOUGH, Prompts, Routing, pack_trajectories, packed_length, plan_batches
+from trainer.batch.plan import (
+    EVEN_ENOUGH,
+    Prompts,
+    Routing,
+    _fill_bins,
+    pack_trajectories,
+    packed_length,
+    plan_batches,
+)
 
 
 @st.composite
@@ -376,3 +384,20 @@ def test_experts_that_do_not_fit_a_batch_are_refused(fields, message):
     batch = pack_sequences(token_ids=ids, response_masks=mask, rollout_logprobs=[[0.0] * 4], sequence_ids=[0])
     with pytest.raises(ValueError, match=message):
         batch.with_fields(**fields)
+
+
+def test_the_longest_sequences_are_placed_first():
+    """7 + 3 and 6 + 4 fill two micro-batches. Shortest first it would take three."""
+    plan = plan_batches([7, 6, 3, 4], minibatches=[range(4)], dp_size=1, token_budget=10)
+    assert plan.microbatches == ((((0, 2), (1, 3)),),)
+
+
+def test_an_empty_micro_batch_gets_the_shortest_of_the_fullest():
+    """The first fit has 5 + 4, 3 + 3 and nothing."""
+    assert _fill_bins(range(4), [5, 4, 3, 3], 3, 9, first_fit=True) == [(0,), (2, 3), (1,)]
+
+
+def test_a_shared_prompt_counts_once_and_an_eighth_for_each_of_several():
+    prompts = Prompts(ids_S=[0, 0, 0], lengths_S=[3, 3, 3])
+    assert prompts.load((0, 1, 2), [5, 6, 7]) == 3 + (2 + 3 + 4) + 2
+    assert prompts.load((1,), [5, 6, 7]) == 6

@@ -46,8 +46,11 @@ from configs.schema.objective import (
     RlooAdvantage,
     SapoObjective,
 )
+from configs.schema.rollout import ResampleGroups
 from parallel.packing import PackedBatch
 from rollout.records import FinishReason, Group, Trajectory
+from rollout.sampling.messages import BeforeSelection
+from rollout.sampling.sampler import _has_signal
 from tests.support.megatron_workers import forked_context
 from tests.support.packed_batches import random_batch
 from tests.support.records import trajectory
@@ -772,6 +775,22 @@ def test_groups_of_which_all_scored_samples_have_one_reward_are_packed_apart():
         [2, 3],
         [0, 1, 4, 5, 6, 7],
     ]
+
+
+def test_rewards_that_differ_by_the_order_of_a_sum_are_no_signal():
+    """Two numbers of float64, and one of float32, in which rewards reach the advantages."""
+    rewards = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1]
+    assert rewards[0] != rewards[1]
+    groups = make_groups([[5, 5]] * 2, [rewards, [0.0, 1.0]], seed=1)
+    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True)
+    assert [[share.sequence_ids[row] for row in rows] for rows in share.rows[0]] == [[2, 3], [0, 1]]
+    batch = step_batch(share)
+    found_T = compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, GRPO).advantages_T
+    has_signal = [bool(part.any()) for part in found_T.split(batch.packed.lengths)]
+    assert dict(zip(share.sequence_ids, has_signal, strict=True)) == {0: False, 1: False, 2: True, 3: True}
+    assert [_has_signal(group.trajectories, ResampleGroups()) for group in groups] == [False, True]
+    assert sample_metrics(groups)["groups/no_signal_fraction"] == 0.5
+    assert BeforeSelection.of(groups).no_signal_fraction == 0.5
 
 
 def _ids_by_minibatch(share: Share) -> list[list[int]]:
