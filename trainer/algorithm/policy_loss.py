@@ -87,9 +87,9 @@ def policy_loss(
     aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks add up. It is
     zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo``. In
     ``gmpo`` importance weights enter as their geometric mean over the sequence. The objective's term is without tokens that
-    ``correction.off_policy_mask`` masks. Values off the response mask do
-    not matter, not even NaN. Without response tokens loss and gradient are exact zeros, still connected to the
-    graph. A current log-prob of a response token that is not finite, or above 0, makes the loss NaN.
+    ``correction.off_policy_mask`` masks. Values off the response mask do not matter, not even NaN. Without response tokens
+    loss and gradient are exact zeros, still connected to the graph. A current log-prob of a response token that is not finite,
+    or above 0, makes the loss NaN.
 
     Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` weights and rejection follow here
     from current and rollout (``correction``), without gradient. With rules and ``denominator: kept`` the loss then still
@@ -139,12 +139,9 @@ def policy_loss(
         kl_T = ESTIMATORS[kl.estimator](current_T, _on_mask(batch, "ref_logprobs_T"))
         metrics["policy/ref_kl"] = _mean(kl_T, num_tokens)
         if kl.in_loss:
-            weights_T = aggregation_T
             if kl.unbiased:
-                kl_T = kl_T * bounded(current_T - old_T).exp()
-                # In bypass mode this ratio is to the rollout, and a weight would be the same once more.
-                weights_T = aggregation_T * (1.0 if correction.mode == "bypass" else importance_T)
-            terms["kl"] = kl.coefficient * _weighted_sum(kl_T, weights_T, kept_T)
+                kl_T = kl_T * _ratio_to_rollout(current_T, old_T, importance_T, kept_T, correction)
+            terms["kl"] = kl.coefficient * _weighted_sum(kl_T, aggregation_T, kept_T)
     if entropy.coefficient > 0:
         terms["entropy"] = -entropy.coefficient * _weighted_sum(entropy_T, aggregation_T, kept_T)
     loss = _nan_where_broken(reduce(add, terms.values()), batch, current_T)
@@ -245,6 +242,16 @@ def _objective_loss(
             return ObjectiveLoss(loss_T=loss_T, recorded=recorded)
         case _:
             assert_never(objective)
+
+
+def _ratio_to_rollout(
+    current_T: Tensor, old_T: Tensor, importance_T: Tensor, kept_T: Tensor, correction: CorrectionConfig
+) -> Tensor:
+    """pi_current / pi_rollout of kept tokens, with gradient, as far as the weight's bound lets it be."""
+    ratio_T = bounded(current_T - old_T).exp()
+    if correction.mode == "bypass":  # old is the rollout, and a weight would be the same ratio once more
+        return ratio_T
+    return ratio_T * torch.where(kept_T, importance_T, 0.0)
 
 
 def _weighted_sum(x_T: Tensor, weights_T: Tensor, kept_T: Tensor) -> Tensor:

@@ -668,7 +668,7 @@ def test_a_config_without_a_rollout_is_refused(tmp_path):
 
 
 def test_dry_run_says_what_a_rank_holds(tmp_path):
-    write_config(tmp_path, SMALL)
+    write_config(tmp_path, SMALL | {"architectures": ["Qwen3ForCausalLM"]})
     # What a run needs beside config.json, unlike a plan.
     write_weights(tmp_path / "model" / "model.safetensors", hf_shapes(read_architecture(SMALL)))
     write_tokenizer(tmp_path / "model")
