@@ -119,11 +119,8 @@ def policy_loss(
     importance_T = importance_T.detach()
     kept_T = mask_T & aggregation_T.bool()
     result = _objective_loss(objective, current_T, old_T, advantages_T, kept_T, batch.cu_seqlens)
-    if correction.off_policy_mask is not None:
-        rollout_T = _on_mask(batch, "rollout_logprobs_T")
-        result = without_off_policy(
-            result, current_T, rollout_T, advantages_T, kept_T, batch.cu_seqlens, threshold=correction.off_policy_mask
-        )  # fmt: skip
+    if (threshold := correction.off_policy_mask) is not None:
+        result = _mask_off_policy(result, batch, current_T, advantages_T, kept_T, threshold)
     weights_T = importance_T
     if isinstance(objective, GmpoObjective):
         weights_T = geometric_mean_weights(importance_T, kept_T, batch.cu_seqlens)
@@ -184,6 +181,20 @@ def _correct_here(
         aggregation_T, corrected.keep_T, batch.response_mask_T, batch.cu_seqlens, mode=averaging
     )
     return corrected.weights_T, aggregation_T, metrics, counted
+
+
+def _mask_off_policy(
+    result: ObjectiveLoss,
+    batch: PackedBatch,
+    current_T: Tensor,
+    advantages_T: Tensor,
+    kept_T: Tensor,
+    threshold: float,
+) -> ObjectiveLoss:
+    rollout_T = _on_mask(batch, "rollout_logprobs_T")
+    return without_off_policy(
+        result, current_T, rollout_T, advantages_T, kept_T, batch.cu_seqlens, threshold=threshold
+    )
 
 
 def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Tensor:
