@@ -27,7 +27,10 @@ def own_accuracy(run: Path) -> float:
         return json.loads(kept.read_text())["accuracy"]
     from transformers import AutoModelForCausalLM
 
-    config, model = load_config(run / "config.yaml"), AutoModelForCausalLM.from_pretrained(run / "hf").eval()
+    config, model = (
+        load_config(run / "config.yaml"),
+        AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32).eval(),
+    )
     tokenizer = load_tokenizer(run / "hf")
     ends = torch.tensor(end_token_ids(tokenizer, run / "hf"))
     problems = load_task(config.task, tokenizer=tokenizer).heldout

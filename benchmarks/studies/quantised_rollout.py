@@ -173,8 +173,8 @@ def main() -> None:
     draw_accuracies(grid, given, order, grid.folder / "quantised_rollout_accuracy.png")
 
 
-def draw_accuracies(grid: Grid, given, order: Sequence[str], path: Path) -> None:
-    """A group of bars per precision, a bar per correction, a point per run."""
+def draw_accuracies(grid: Grid, given, order: Sequence[str], path: Path, *, before: float = BEFORE) -> None:
+    """A group of bars per precision, a bar per correction, a point per run; a line at the accuracy ``before``, %."""
     with figure(path, dpi=110, figsize=(9.5, 3.6)) as axes:
         width = 0.9 / len(given.corrections)
         for number, correction in enumerate(given.corrections):
@@ -187,9 +187,9 @@ def draw_accuracies(grid: Grid, given, order: Sequence[str], path: Path) -> None
                     axes.bar(x, statistics.fmean(right), width, color=f"C{number}", label=label)
                     label = None
                     axes.plot([x] * len(right), right, ".", color="black", markersize=4)
-        axes.axhline(BEFORE, color="#555555", linestyle="--", linewidth=1)
+        axes.axhline(before, color="#555555", linestyle="--", linewidth=1)
         axes.set_xlim(-0.6, len(order) - 0.1)  # room for a word behind the last bar
-        axes.text(len(order) - 0.5, BEFORE + 0.3, "before", fontsize=8, color="#555555")
+        axes.text(len(order) - 0.5, before + 0.3, "before", fontsize=8, color="#555555")
         axes.set_xticks(range(len(order)), [f"rollout in {precision}" for precision in order])
         axes.set_ylabel("held-out accuracy of the learner, %")
         axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
