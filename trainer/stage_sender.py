@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from parallel.megatron.groups import Groups
 from parallel.megatron.platform import device
-from parallel.weights.transfer import Bucket, TransferPlan, UnderWay, WeightBroadcaster, dtype_name
+from parallel.weights.transfer import Bucket, Buffers, TransferPlan, UnderWay, WeightBroadcaster, dtype_name
 from rollout.client import RolloutError
 from rollout.servers.control import Pending, SGLangControl
 from rollout.sglang_plugin.tandem_process_memory import Sending
@@ -42,6 +42,7 @@ class StageSender:
         A transfer group is made here. The servers are told over HTTP to join it, and join while this process does."""
         self._control, self._in_one_request, self._timeout_s = control, in_one_request, timeout_s
         self._broadcaster: WeightBroadcaster | None = None
+        self._staging = Buffers("cpu")
         if carrier == MEMORY:
             return
         # The same name in every life of the run, so that servers that outlive a learner can leave its group.
@@ -122,7 +123,7 @@ class StageSender:
             yield Broadcasts(self._broadcaster, kind)
             return
         with closing(Sending(self._control.num_receivers, self._timeout_s)) as sending:
-            yield FromMemory(sending, kind)
+            yield FromMemory(sending, kind, self._staging)
 
     def _send_by_requests(self, buckets: Iterable[Bucket], version: int | None, answers: "Answers") -> int:
         assert self._broadcaster is not None

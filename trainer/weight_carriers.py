@@ -15,8 +15,8 @@ from configs.schema.launch import LaunchConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron.platform import collective_backend
 from parallel.planning.memory import NUM_BUFFERS
-from parallel.weights.transfer import UnderWay, WeightBroadcaster
-from rollout.sglang_plugin.tandem_process_memory import Sending, let_others_read
+from parallel.weights.transfer import Buffers, UnderWay, WeightBroadcaster
+from rollout.sglang_plugin.tandem_process_memory import STAGED_BYTES, Sending, is_of_host, let_others_read
 from rollout.sglang_plugin.tandem_weight_transfer import weight_hash
 
 Check = Callable[[], None]
@@ -28,7 +28,7 @@ def carrier_of(rollout: RolloutConfig, launch: LaunchConfig, *, devices_are_shar
     """What carries the weights (``rollout.weight_transfer``): a backend of torch.distributed, or ``MEMORY``.
 
     GPUs of their own exchange weights by NCCL, which does not go through host memory. It refuses two ranks of a group on
-    one GPU; gloo takes a GPU's tensors through host memory and the loopback device. Not run on GPUs by this project.
+    one GPU; gloo takes a GPU's tensors through host memory and the loopback device. NCCL was not run by this project.
 
     Raises ValueError where the servers are to read memory that this machine lets nobody read.
     """
@@ -77,15 +77,27 @@ class Broadcasts:
 class FromMemory:
     """The same by servers that copy out of this process. A bucket is hashed while they do."""
 
-    def __init__(self, sending: Sending, kind: str) -> None:
-        self._sending, self._kind = sending, kind
+    def __init__(self, sending: Sending, kind: str, staging: Buffers) -> None:
+        """staging: host memory for the pieces of a GPU's buckets, kept between transfers."""
+        self._sending, self._kind, self._staging = sending, kind, staging
         self.meeting = (sending.meeting.name, sending.meeting.timeout_s)
         self._hashes: list[Tensor] = []
 
     def send(self, flat: Tensor, check: Check) -> None:
-        self._sending.offer(flat.cpu(), check)
+        if is_of_host(flat):
+            self._sending.offer(flat, check)
+        else:
+            self._send_staged(flat, check)
         self._hashes.append(weight_hash(flat, self._kind))
         self._sending.wait_for_all_but(NUM_BUFFERS["cpu"] - 1, check)
+
+    def _send_staged(self, flat: Tensor, check: Check) -> None:
+        for piece in flat.split(STAGED_BYTES):
+            # The memory that is taken next may be filled again.
+            self._sending.wait_for_all_but(NUM_BUFFERS["cpu"] - 1, check)
+            staged = self._staging.take(STAGED_BYTES, torch.device("cpu"))[: piece.numel()]
+            staged.copy_(piece)
+            self._sending.offer(staged, check)
 
     def finish(self, check: Check) -> None:
         self._sending.offer(torch.stack(self._hashes).cpu().view(torch.uint8), check)

@@ -32,6 +32,9 @@ from torch import Tensor
 
 PART_BYTES = 2**20
 """A part of this size is still in a core's cache when it is hashed."""
+STAGED_BYTES = 16 * 2**20
+"""A GPU's memory goes through the host's in pieces of this size, which stay in the last cache from one process to the
+other: the sender copies one from its GPU while the receivers copy the one before to theirs."""
 LOOK_EVERY_S = 0.05
 ANSWER_S = 1.0
 """Time for the HTTP answer of a receiver that has left, which says why."""
@@ -73,6 +76,11 @@ def read_memory(process: int, address: int, to: Tensor) -> None:
             number = ctypes.get_errno()
             raise OSError(number, f"the learner's memory cannot be read: {os.strerror(number)}")
         done += got
+
+
+def is_of_host(flat: Tensor) -> bool:
+    """Whether other processes can copy it from where it lies."""
+    return flat.device.type == "cpu"
 
 
 def let_others_read() -> bool:

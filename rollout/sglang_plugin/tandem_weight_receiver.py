@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from tandem_process_memory import PART_BYTES, Meeting, Receiving
+from tandem_process_memory import PART_BYTES, STAGED_BYTES, Meeting, Receiving, is_of_host
 from tandem_routed_experts import WITH_EXPERTS, is_captured
 from tandem_tensor_places import Memory, Places, Rows, Sent, left_out, lies_behind, record, split_rows
 from tandem_weight_transfer import (
@@ -211,6 +211,7 @@ class FromMemory:
 
     def __init__(self, receiving: Receiving) -> None:
         self._receiving = receiving
+        self._staged: Tensor | None = None
 
     def begin(self, flat: Tensor, kind: str) -> Callable[[], Tensor]:
         """As of ``Broadcasts``."""
@@ -241,12 +242,15 @@ class FromMemory:
         self._take(flat.view(torch.uint8), lambda part: None)
 
     def _take(self, flat: Tensor, look_at: Callable[[Tensor], None]) -> None:
-        if flat.device.type == "cpu":
+        if is_of_host(flat):
             self._receiving.receive(flat.split(PART_BYTES), look_at)
             return
-        host = torch.empty_like(flat, device="cpu")
-        self._receiving.receive([host], lambda part: None)
-        flat.copy_(host)
+        if self._staged is None:
+            self._staged = torch.empty(STAGED_BYTES, dtype=torch.uint8)
+        for piece in flat.split(STAGED_BYTES):
+            staged = self._staged[: piece.numel()]
+            self._receiving.receive([staged], lambda part: None)
+            piece.copy_(staged)
 
 
 def everywhere(failure: str | None, group: dist.ProcessGroup) -> list[str | None]:
