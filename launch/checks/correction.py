@@ -34,7 +34,7 @@ def check_bounds(config: RunConfig) -> Iterator[Finding]:
 
 def gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
     """Warnings where the samples are of another policy than the learner's, because they are old or of coarsely rounded
-    weights, and the correction does not suit that, or does not suit the objective."""
+    weights or numbers, and the correction does not suit that, or does not suit the objective."""
     if not isinstance(config, RunConfig):
         return
     correction, rollout = config.correction, config.rollout
@@ -60,6 +60,9 @@ def gap_notes(config: RunConfig | SftConfig) -> Iterator[str]:
     if is_coarse:
         rounded = f"rollout.precision={rollout.precision} it rejects nearly all tokens"
         causes.append(f"{rounded} (998 of 1,000 at int2 in {PRECISION_STUDY})")
+    if rollout.quantization != "none":
+        rounded = f"rollout.quantization={rollout.quantization} it rejects most responses"
+        causes.append(f"{rounded} (17 of 20 at fp8 in {PRECISION_STUDY}, and the model unlearned)")
     for rule in correction.reject:
         if rule.rule == "ratio" and "geometric" in rule.level and rule.upper < NARROW:
             text = f"correction.reject: a {rule.level} ratio up to {rule.upper:g} is made for the gap between engines"

@@ -45,6 +45,7 @@ from tests.support.model_folders import make_model_folder
 from trainer.batch.plan import plan_batches
 
 ROOT = Path(__file__).resolve().parents[3]
+FP8 = ["rollout.dtype=bfloat16", "rollout.quantization=fp8"]
 CPU = Device(kind="cpu", bytes=64 * GIB, name="this machine")
 
 
@@ -365,6 +366,11 @@ WIDE = "correction={mode: decoupled, weight: {level: token}, reject: [{rule: rat
         (["correction=decoupled_geo_rs"], None),
         (["rollout.precision=int2", "correction=ppo_is"], "clips against the rounded policy"),
         (["rollout.precision=int4", "correction=decoupled_geo_rs_token_is"], "(998 of 1,000 at int2"),
+        (
+            [*FP8, "correction=decoupled_geo_rs"],
+            "rollout.quantization=fp8 it rejects most responses (17 of 20",
+        ),
+        ([*FP8, "correction=ppo_is"], None),
         (["rollout.precision=int2", "correction=disabled"], None),
         (["rollout.precision=int2", "correction=pg_is"], None),
         (["rollout.precision=int2", "correction=decoupled_seq_is"], None),
