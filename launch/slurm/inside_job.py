@@ -101,7 +101,7 @@ def run_job(run: Path) -> int:
             outcome = _wait_for_outcome(folder, config)
         if not isinstance(outcome, stopping.Finished):
             return _requeue_or_end(folder, config, job, outcome, signals.received())
-        print_result(folder, config)
+        print_result(folder, config, in_job=True)
         return 0
 
 

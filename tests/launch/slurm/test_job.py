@@ -368,9 +368,10 @@ def test_steps_ask_for_nothing_that_an_outer_job_asked_for(stage):
 
 def test_a_run_that_finishes_ends_well_and_takes_the_servers_along(stage):
     (stage.folder.path / "console.log").write_text("of an earlier start\n")
-    stage.role("learn", FINISHES)
+    stage.role("learn", textwrap.dedent(FINISHES) + "checkpoint(2)\n")
     code, output = stage.run()
     assert code == 0, output
+    assert f"slurm {stage.folder.config} resume={stage.folder.path} steps=4 --submit\n" in output
     assert stage.asked() == []
     assert output.count("the last line") == 1 and "of an earlier start" not in output
     assert "75.0% after 2 steps" in output
