@@ -2,6 +2,7 @@
 in place of the role, and a ``scontrol`` that writes down what it is asked. What the real ones do is in
 test_slurm.py."""
 
+import contextlib
 import errno
 import io
 import json
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import psutil
@@ -517,6 +519,37 @@ def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
     code, output = stage.run()
     assert (code, stage.asked()) == (1, ["requeue 17"])
     assert "job 17 is requeued" in output and "sbatch" not in output
+
+
+DOWN = "slurm_requeue error: Unable to contact slurm controller (connect failure)"  # as of Slurm 22.05
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "error"),
+    [
+        ([DOWN, "Socket timed out on send/recv operation", None], 3, None),
+        ([DOWN, "Job is pending execution for job 17"], 2, None),
+        ([DOWN, "Access/permission denied"], 2, "denied"),
+        ([DOWN] * 9, 4, "Unable to contact"),
+    ],
+    ids=["it comes back", "it had requeued", "it refuses then", "it stays away"],
+)
+def test_a_requeue_waits_for_a_controller_that_is_down(monkeypatch, answers, asked, error):
+    waited, calls = [], []
+
+    def ask(*command: str) -> str:
+        calls.append(command)
+        if (answer := answers[len(calls) - 1]) is not None:
+            raise RuntimeError(answer)
+        return ""
+
+    monkeypatch.setattr(jobs, "ask_slurm", ask)
+    monkeypatch.setattr(jobs, "REQUEUE_TIMEOUT_S", 2.5 * jobs.REQUEUE_AGAIN_S)
+    clock = SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append)
+    monkeypatch.setattr(jobs, "time", clock)
+    with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
+        JOB.requeue()
+    assert calls == [("scontrol", "requeue", "17")] * asked
 
 
 @pytest.mark.parametrize(("ends_by", "code"), [("an error", 1), ("the time limit", os.EX_TEMPFAIL)])
