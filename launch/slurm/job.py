@@ -167,7 +167,7 @@ def is_finished(
 
 
 def count_failed_start(folder: RunFolder, limit: int) -> bool:
-    """Count a start that left no checkpoint. Returns whether another start is allowed.
+    """Count a start that did not end in order. Returns whether another start is allowed.
 
     A newer checkpoint than at the last such start begins the count anew.
     """

@@ -574,11 +574,11 @@ def test_failures_are_tried_again_until_there_have_been_too_many(stage):
     assert "ValueError: the cause" in output
     code, output = stage.run()
     assert (code, stage.asked()) == (1, ["requeue 17"]), "it was requeued once more"
-    assert "2 starts have ended without a newer checkpoint" in output
+    assert "1 restart brought no newer checkpoint (launch.slurm.max_restarts=1)" in output
 
 
 def test_a_requeued_start_after_failures_waits_before_it_starts_anything(stage):
-    stage.role("learn", FAILS)
+    stage.role("learn", "checkpoint(1)\n" + textwrap.dedent(FAILS))
     assert stage.run()[0] == 1
     (stage.bin / "learn-0.pid").unlink()
     stage.env["SLURM_RESTART_COUNT"] = "1"
@@ -586,7 +586,8 @@ def test_a_requeued_start_after_failures_waits_before_it_starts_anything(stage):
     said = next(line for line in stage.process.stdout if line.startswith("starting in"))
     stage.process.send_signal(signal.SIGUSR1)
     code, output = stage.end()
-    assert said.startswith("starting in 15 s") and code == os.EX_TEMPFAIL, output
+    assert said == "starting in 15 s: the last start did not end in order\n", "it had left a checkpoint"
+    assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == ["requeue 17", "requeue 17"]
     assert not (stage.bin / "learn-0.pid").exists()
 
