@@ -133,12 +133,15 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return "unknown: Slurm does not say whether the job runs"
     if in_slurm.startswith("COMPLETING"):  # to be requeued, perhaps
         return f"ending ({in_slurm})"
-    if not folder.roles.is_dir():
+    if not folder.roles.is_dir() and not (in_slurm and folder.log_files()):
         return "not started"
     ended = "not running: interrupted, killed, or started on another machine"
+    unless = "unless it runs there, "
+    if in_slurm:
+        ended, unless = f"not running: {in_slurm}; `tandem logs {folder.path} --role slurm` says why", ""
     if folder.newest_checkpoint() is None:
         return ended
-    return f"{ended}; unless it runs there, it goes on with `{next_command(folder)}`"
+    return f"{ended}; {unless}it goes on with `{next_command(folder)}`"
 
 
 def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:

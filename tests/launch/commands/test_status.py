@@ -387,6 +387,11 @@ def test_a_warm_start_and_an_evaluation_hold_their_folders(tmp_path, monkeypatch
         ("RUNNING|n1,n2|None|1:00", "running", "RUNNING on n1,n2, 1:00 left"),
         ("PENDING||Resources|1:00", "waiting in the queue (PENDING, Resources)", "PENDING, Resources"),
         ("COMPLETING|n1|None|1:00", "ending (COMPLETING on n1)", "COMPLETING on n1"),
+        (
+            "FAILED|n1|NonZeroExitCode|1:00",
+            "not running: FAILED on n1, NonZeroExitCode; `tandem logs {run} --role slurm` says why",
+            "FAILED on n1, NonZeroExitCode",
+        ),
     ],
 )
 def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state, said):
@@ -397,7 +402,7 @@ def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state, s
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
     (folder.path / "job.json").write_text('{"job_id": 17, "restart": 2}')
     found = lines_of(folder)
-    assert found["state"] == state
+    assert found["state"] == state.format(run=folder.path)
     assert found["job"] == f"17 {said}, start 3"
 
 
