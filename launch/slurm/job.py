@@ -154,6 +154,17 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     return other if set(states) - OVER else None
 
 
+def why_not_free(folder: RunFolder) -> str | None:
+    """Why the folder is not to be started, with the fix: a job of Slurm runs it or waits to, or Slurm does not say."""
+    try:
+        job = running_elsewhere(folder)
+    except RuntimeError as error:
+        return str(error)
+    if job is None:
+        return None
+    return f"{folder.path} is of job {job}, which runs or waits; wait for it, or end it with `scancel {job}`"
+
+
 def is_finished(
     folder: RunFolder, config: RunConfig, note: Callable[[str], object] = lambda text: None
 ) -> bool:
