@@ -49,7 +49,7 @@ def _follow_options(folder: RunFolder) -> list[str]:
     if holders := [pid for pid in folder.holders() if pid > 0]:
         return ["--follow=name", "--retry", f"--pid={holders[0]}"]
     state = brief_state(folder)
-    if state.startswith(("running", "waiting", "unknown")):
+    if state.startswith(("running", "waiting", "unknown", "ending")):
         return ["--follow=name", "--retry"]
     print(f"the run is not going on here ({state}), so nothing will be added", file=sys.stderr, flush=True)
     return []

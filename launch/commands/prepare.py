@@ -37,9 +37,12 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
     assert nodes is not None  # seen above
     with as_bad_input(f"{config_path}: "):
         ranks = learner_ranks_per_node(config)
+        is_here = endpoint is None
         endpoint = _endpoint(config, endpoint) if nodes.learner > 1 else None
     folder = RunFolder(folder_of(config).path.resolve())
     folder.logs.mkdir(exist_ok=True)
+    if endpoint is not None and is_here:
+        print("# first node of the learner: this host; for another one give --endpoint HOST:PORT", flush=True)
     print("\n".join(instructions(config, folder, ranks=ranks, endpoint=endpoint)), flush=True)
     return folder
 
@@ -87,7 +90,9 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
                 is_host=is_host,
             )
         command = role_command("learn", folder, ranks=ranks, rendezvous=meeting)
-        return [comment, _logged_command(command, folder, "learn")]
+        logged = _logged_command(command, folder, "learn")
+        # Two hosts that add to one file of a shared file system overwrite each other's lines.
+        return [comment, logged if is_host else logged.removesuffix(".log") + '-"$(hostname)".log']
 
     lines += learner_lines(f"# first node of the learner, {ranks} processes:", is_host=True)
     if endpoint is not None:

@@ -16,7 +16,7 @@ from launch.processes.placement import gpus_of_node
 from launch.processes.run_folder import RunFolder
 from launch.roles.start import folder_of
 from launch.slurm import script
-from launch.slurm.job import cluster_here, record, running_elsewhere
+from launch.slurm.job import cluster_here, record, why_not_free
 from launch.slurm.script import Place
 
 
@@ -83,12 +83,8 @@ def _check_element(element: Sequence[str], config: RunConfig, first: RunConfig) 
         problems.append(f"it would ask for {other}; {script.ONE_REQUEST}")
     if element and config.resume is not None:
         problems.append("resume: an array begins new runs; go on with each by itself")
-    try:
-        if config.resume is not None and (job := running_elsewhere(RunFolder(config.resume))) is not None:
-            error = f"resume: {config.resume} is of job {job}, which runs or waits"
-            problems.append(f"{error}; wait for it, or end it with `scancel {job}`")
-    except RuntimeError as error:
-        problems.append(f"resume: {error}")
+    if config.resume is not None and (why_not := why_not_free(RunFolder(config.resume))) is not None:
+        problems.append(f"resume: {why_not}")
     if problems:
         where = f"{' '.join(element)}: " if element else ""
         raise ValueError("\n  ".join(where + problem for problem in problems))

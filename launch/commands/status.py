@@ -131,12 +131,17 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
         return f"failed, by the {errors[0].stem} role: " + "\n    ".join(lines[:ERROR_LINES] + more)
     if in_slurm.startswith(SILENT):
         return "unknown: Slurm does not say whether the job runs"
-    if not folder.roles.is_dir():
+    if in_slurm.startswith("COMPLETING"):  # to be requeued, perhaps
+        return f"ending ({in_slurm})"
+    if not folder.roles.is_dir() and not (in_slurm and folder.log_files()):
         return "not started"
     ended = "not running: interrupted, killed, or started on another machine"
+    unless = "unless it runs there, "
+    if in_slurm:
+        ended, unless = f"not running: {in_slurm}; `tandem logs {folder.path} --role slurm` says why", ""
     if folder.newest_checkpoint() is None:
         return ended
-    return f"{ended}; unless it runs there, it goes on with `{next_command(folder)}`"
+    return f"{ended}; {unless}it goes on with `{next_command(folder)}`"
 
 
 def _result_lines(folder: RunFolder) -> list[tuple[str, str]]:
@@ -248,17 +253,20 @@ def _model_line(folder: RunFolder) -> list[tuple[str, str]]:
 
 
 def _slurm_state(job: dict) -> str:
-    """The state of a job by Slurm, with nodes and time left; "" where there is no Slurm or it has forgotten the
-    job; begins with SILENT where Slurm does not say."""
+    """The state of a job by Slurm, with its nodes, why it waits or has failed, and the time left of one that runs; "" where
+    there is no Slurm or it has forgotten the job; begins with SILENT where Slurm does not say."""
     if shutil.which("squeue") is None:
         return ""
     try:
         answer = ask_squeue(
-            str(job["job_id"]), "%T on %N, %L left", cluster=job.get("cluster"), timeout_s=SQUEUE_TIMEOUT_S
+            str(job["job_id"]), "%T|%N|%r|%L", cluster=job.get("cluster"), timeout_s=SQUEUE_TIMEOUT_S
         )
     except RuntimeError as error:
         return f"{SILENT} ({error})"
-    return answer.strip().partition("\n")[0]
+    state, nodes, reason, left = [*answer.strip().partition("\n")[0].split("|"), "", "", ""][:4]
+    place = f"{state} on {nodes}" if nodes else state
+    why = [reason] if reason not in ("", "None") else []
+    return ", ".join([place, *why, *([f"{left} left"] if state == "RUNNING" and left else [])])
 
 
 def _role_lines(folder: RunFolder, damaged: list[str], now: float) -> list[tuple[str, str]]:

@@ -13,6 +13,7 @@ this process (pidfd), so that it cannot reach another one that got the same numb
 import os
 import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from configs.schema.launch import LaunchConfig
 from launch.commands.status import status
 from launch.processes import stopping
 from launch.processes.going_on import way_on
-from launch.processes.heartbeat import BEAT_S, MISSED, read_beats
+from launch.processes.heartbeat import BEAT_S, MISSED, living_roles, read_beats
 from launch.processes.run_folder import RunFolder
 from launch.roles.start import progress_printer
 from launch.slurm.job import ask_slurm, running_elsewhere
@@ -137,7 +138,8 @@ def _stop_none(folder: RunFolder) -> int:
     """Where no process of this machine, and no job, runs the folder."""
     state = status(folder).state
     beats = [(beat, time.time() - written) for beat, written in read_beats(folder)]
-    heard = [(beat, ago) for beat, ago in beats if ago < HEARD_OF_S]
+    here, alive = socket.gethostname(), living_roles(folder)
+    heard = [(beat, ago) for beat, ago in beats if ago < HEARD_OF_S and (beat.host != here or beat in alive)]
     if heard and state.startswith(("not running", "running")):
         beat, ago = min(heard, key=lambda pair: pair[1])
         where = f"{beat.host} ({beat.who} was heard of {max(ago, 0):.0f} s ago)"

@@ -285,9 +285,11 @@ def _refuse_other_machines(gpu_memory: float | None) -> None:
         raise BadInput(f"{error}; use it with --dry-run, or leave it out")
 
 
-def print_result(folder: RunFolder, config: RunConfig) -> None:
+def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) -> None:
     """Print the results of a run, their places, and commands for next steps. Paths and commands hold in any
-    folder."""
+    folder.
+
+    in_job: a job of Slurm has run it, and its next steps are another one's."""
     from trainer.tracking.mlflow_thread import tracking_uri
 
     summary = json.loads(folder.summary.read_text())
@@ -309,7 +311,9 @@ def print_result(folder: RunFolder, config: RunConfig) -> None:
     print(f"MLflow:      {_command_text('mlflow')} ui --backend-store-uri {shlex.quote(uri)}")
     print(f"all runs:    {tandem} list {shlex.quote(str(folder.path.parent))}")
     if folder.newest_checkpoint() is not None:
-        print(f"go on:       {tandem} resume {shlex.quote(str(folder.path))} steps={2 * summary['steps']}")
+        path, more = shlex.quote(str(folder.path)), f"steps={2 * summary['steps']}"
+        job = f"slurm {shlex.quote(str(folder.config))} resume={path} {more} --submit"
+        print(f"go on:       {tandem} {job if in_job else f'resume {path} {more}'}")
     if isinstance(config.task, CountdownTask):  # the quickstart's; others are the user's own already
         print(f"your own:    {tandem} init FOLDER writes a config, a reward and example data to begin with")
     sys.stdout.flush()

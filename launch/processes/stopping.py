@@ -81,6 +81,22 @@ def time_of_end(folder: RunFolder) -> int | None:
         return None
 
 
+class EndOfStart:
+    """Whether the supervisor has begun to end every process since this object was made. SIGTERM may not reach a process that
+    asks: Slurm loses the steps of a node that was cut off, and has sent its one SIGTERM to all of a job that it cancels."""
+
+    def __init__(self, folder: RunFolder):
+        self._folder, self._earlier = folder, time_of_end(folder)
+
+    def has_come(self) -> bool:
+        return time_of_end(self._folder) not in (None, self._earlier)
+
+    def interrupt(self) -> None:
+        """Raise KeyboardInterrupt if it has come, which is no failure of the role."""
+        if self.has_come():
+            raise KeyboardInterrupt
+
+
 def request_stop(folder: RunFolder, reason: str) -> None:
     """Ask the learner to stop. Later requests have no effect."""
     if stop_reason(folder) is None:

@@ -11,6 +11,7 @@ the content of its store: anyone who reaches the port can run code in the run. T
   launch/README.md.
 """
 
+import errno
 import os
 import socket
 import sys
@@ -142,7 +143,14 @@ class SeveralNodes(_Rendezvous):
         )
 
     def _listen(self) -> socket.socket:
-        listening = socket.create_server((self._own_address, self._port))
+        try:
+            listening = socket.create_server((self._own_address, self._port))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            text = f"{self._own_address} is no address of this host ({socket.gethostname()})"
+            fix = "start the learner's first node where it is one, or give an endpoint of this host"
+            raise OSError(error.errno, f"{text}; {fix}") from error
         address = listening.getsockname()[0]
         if address.startswith("127.") and not self._own_address.startswith("127."):
             listening.close()

@@ -4,13 +4,17 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 from configs.schema import RunConfig
+from launch.processes import stopping
 from launch.processes.addresses import own_address
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, wait_for_servers
 from parallel.planning.architecture import architecture_of
+
+LOOK_S = 5.0
+"""Interval of looks whether this start of the run has ended."""
 
 
 def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = lambda what: None) -> None:
@@ -19,11 +23,13 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
     from rollout.sampling.role import run_sample_role
     from rollout.tokenization import import_transformers_without_torch
 
+    end = stopping.EndOfStart(folder)
     import_transformers_without_torch()
     remove_abandoned()  # by now the guards have ended what a sample role that was killed has left running
 
     def server_urls() -> list[str]:
-        return wait_for_servers(folder, serve_roles(config), timeout_s=config.launch.start_timeout_s)
+        timeout_s = config.launch.start_timeout_s
+        return wait_for_servers(folder, serve_roles(config), timeout_s=timeout_s, alive=end.interrupt)
 
     def announce(address: str) -> None:
         cancel_at_sigterm()  # not before: the start waits for servers outside of the event loop, which would not hear it
@@ -35,9 +41,20 @@ def sample(folder: RunFolder, config: RunConfig, doing: Callable[[str], None] = 
             config, policy, server_urls=server_urls, announce=announce, log_dir=folder.logs, host=host,
             key=folder.run_key(), doing=doing,
         )  # fmt: skip
-        asyncio.run(role)
+        asyncio.run(until_end(role, end))
     finally:
         folder.withdraw("sample")
+
+
+async def until_end(role: Coroutine, end: stopping.EndOfStart) -> None:
+    """Await ``role``, and cancel it at the end of this start of the run. In a job of Slurm SIGTERM does not end it."""
+    task = asyncio.create_task(role)
+    while not (await asyncio.wait({task}, timeout=LOOK_S))[0]:
+        if await asyncio.to_thread(end.has_come):  # a shared file system may take long to answer
+            print("this start of the run has ended: so does this role", flush=True)
+            task.cancel()
+            break
+    await task
 
 
 def cancel_at_sigterm() -> None:

@@ -30,6 +30,7 @@ def serve(
 ) -> None:
     """Start the SGLang servers of one node, announce them when they are healthy, and watch them until SIGTERM. All
     have ended at return."""
+    is_over = stopping.EndOfStart(folder).has_come  # before the slow imports: it may come meanwhile
     shares = shares_of(folder, config, node)
     led_replicas = [f"replica-{share.replica}" for share in shares if share.node_rank == 0]
     for replica in led_replicas:  # before the slow imports: their other nodes may read the files already
@@ -39,7 +40,7 @@ def serve(
     from rollout.servers.command import ServerSpec
     from rollout.servers.fleet import ServerFleet
 
-    stop, earlier_end = threading.Event(), stopping.time_of_end(folder)
+    stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, lambda *_: stop.set())
@@ -47,11 +48,6 @@ def serve(
     spec = ServerSpec(config=config, cuda=gpus_here() > 0, host=host, key=folder.run_key())
     fleet = ServerFleet(spec, folder.logs, shares, meeting_points(folder, config, shares, host))
     is_announced = False
-
-    def is_over() -> bool:
-        """Whether the supervisor has begun to end every process. SIGTERM may not reach this one: Slurm loses the
-        steps of a node that was cut off."""
-        return stopping.time_of_end(folder) not in (None, earlier_end)
 
     try:
         fleet.start()

@@ -21,6 +21,7 @@ from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import POLL_S, Role, Supervisor
 from launch.roles.command_line import role_command
+from launch.slurm.job import why_not_free
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -135,9 +136,13 @@ def _wait_for_last_start(folder: RunFolder) -> None:
 
 def folder_of(config: RunConfig) -> RunFolder:
     resume = config.resume
-    folder = (
-        new_run(config, config.name, needs_lock=True) if resume is None else _claimed(existing_run(resume))
-    )
+    if resume is None:
+        folder = new_run(config, config.name, needs_lock=True)
+    else:
+        folder = existing_run(resume)
+        if (why_not := why_not_free(folder)) is not None:
+            raise BadInput(f"resume: {why_not}")
+        _claimed(folder)
     try:
         if resume is not None:
             # Without `resume`: a later start from this file is a new run.

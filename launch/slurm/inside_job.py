@@ -36,6 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from configs.errors import counted
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.commands.train import adding_causes, print_result, without_report
@@ -101,7 +102,7 @@ def run_job(run: Path) -> int:
             outcome = _wait_for_outcome(folder, config)
         if not isinstance(outcome, stopping.Finished):
             return _requeue_or_end(folder, config, job, outcome, signals.received())
-        print_result(folder, config)
+        print_result(folder, config, in_job=True)
         return 0
 
 
@@ -161,7 +162,7 @@ def _supervise(folder: RunFolder, config: RunConfig, steps: Sequence[Role], paus
         stopping.StopSignals(folder, supervisor) as signals,
     ):
         if pause > 0:
-            print(f"starting in {pause:.0f} s: the last start left no checkpoint", flush=True)
+            print(f"starting in {pause:.0f} s: the last start did not end in order", flush=True)
             time.sleep(pause)  # a signal ends it
         for role in steps:
             supervisor.start(role)
@@ -301,12 +302,12 @@ def _requeue_or_end(
         return os.EX_TEMPFAIL
     asks_requeue = failed or signal.SIGUSR1 in signals
     may_start_again = True
-    if asks_requeue and (failed or isinstance(outcome, Interrupted)):  # the start left no checkpoint
+    if asks_requeue and (failed or isinstance(outcome, Interrupted)):  # it did not end in order
         may_start_again = count_failed_start(folder, limit)
     if not may_start_again:
         notice = "raise launch.slurm.notice_s above the time of an update and a checkpoint"
         starts = (
-            f"{limit + 1} starts have ended without a newer checkpoint (launch.slurm.max_restarts={limit})"
+            f"{counted(limit, 'restart')} brought no newer checkpoint (launch.slurm.max_restarts={limit})"
         )
         fix = f"{'mend the cause' if failed else notice}, then {way_on(folder)}"
         _print_message(f"{starts}: this job is not requeued; {fix}")

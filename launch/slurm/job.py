@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,13 @@ TIMEOUT_S = 60
 """Limit of a command to Slurm's controller."""
 FORGOTTEN = "Invalid job id"
 """In squeue's error for a job that Slurm has forgotten: it ended some time ago."""
+NO_ANSWER = re.compile(
+    "Unable to contact|timed out|Unexpected message|Zero Bytes|standby mode", re.IGNORECASE
+)
+"""In errors of commands to a controller that is down, busy or just starting, and knows nothing of the request."""
+REQUEUE_TIMEOUT_S = 600.0
+"""Time for such a controller to come back and requeue a job, which is forgotten otherwise."""
+REQUEUE_AGAIN_S = 5.0
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
 }  # fmt: skip
@@ -75,13 +83,20 @@ class Job:
         return recorded_job(folder) in self.names and not _differ(_cluster_of(folder), self.cluster)
 
     def requeue(self) -> None:
-        """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses."""
-        try:
-            ask_slurm("scontrol", "requeue", self.id)
-        except RuntimeError as error:
-            # Slurm has requeued the job itself, after it lost a node, and gives the other nodes KillWait to end.
-            if "is pending execution" not in str(error):
-                raise
+        """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses, or does
+        not answer for REQUEUE_TIMEOUT_S."""
+        deadline = time.monotonic() + REQUEUE_TIMEOUT_S
+        while True:
+            try:
+                ask_slurm("scontrol", "requeue", self.id)
+                return
+            except RuntimeError as error:
+                # Slurm has requeued the job itself, after it lost a node, and gives the other nodes KillWait to end.
+                if "is pending execution" in str(error):
+                    return
+                if not NO_ANSWER.search(str(error)) or time.monotonic() > deadline:
+                    raise
+            time.sleep(REQUEUE_AGAIN_S)
 
 
 def record(job: str, cluster: str | None, *, nodes: Sequence[str] = (), restart: int = 0) -> dict:
@@ -139,6 +154,17 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     return other if set(states) - OVER else None
 
 
+def why_not_free(folder: RunFolder) -> str | None:
+    """Why the folder is not to be started, with the fix: a job of Slurm runs it or waits to, or Slurm does not say."""
+    try:
+        job = running_elsewhere(folder)
+    except RuntimeError as error:
+        return str(error)
+    if job is None:
+        return None
+    return f"{folder.path} is of job {job}, which runs or waits; wait for it, or end it with `scancel {job}`"
+
+
 def is_finished(
     folder: RunFolder, config: RunConfig, note: Callable[[str], object] = lambda text: None
 ) -> bool:
@@ -152,7 +178,7 @@ def is_finished(
 
 
 def count_failed_start(folder: RunFolder, limit: int) -> bool:
-    """Count a start that left no checkpoint. Returns whether another start is allowed.
+    """Count a start that did not end in order. Returns whether another start is allowed.
 
     A newer checkpoint than at the last such start begins the count anew.
     """

@@ -493,6 +493,18 @@ def test_the_result_names_no_report_that_could_not_be_written(tmp_path, capsys):
     assert f"report:      {tmp_path / 'report.html'} (open" in capsys.readouterr().out
 
 
+def test_the_result_of_a_job_names_the_command_that_submits_its_further_steps(tmp_path, capsys):
+    folder = RunFolder(tmp_path)
+    folder.summary.write_text('{"accuracy_after": null, "steps": 3}')
+    (folder.checkpoints / "step_000003").mkdir(parents=True)
+    write_manifest(folder.checkpoints / "step_000003", world_size=1)
+    config = RunConfig.model_validate({"steps": 3, "model": {"path": "m"}, "task": {"type": "countdown"}})
+    training.print_result(folder, config, in_job=True)
+    assert f"slurm {folder.config} resume={tmp_path} steps=6 --submit\n" in capsys.readouterr().out
+    training.print_result(folder, config)
+    assert f" resume {tmp_path} steps=6\n" in capsys.readouterr().out
+
+
 SERVES_UNTIL_SAMPLING = """
 import pathlib, sys, time
 from launch.processes.run_folder import RunFolder

@@ -382,13 +382,19 @@ def test_a_warm_start_and_an_evaluation_hold_their_folders(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("answer", "state"),
+    ("answer", "state", "said"),
     [
-        ("RUNNING on n1,n2, 1:00 left", "running"),
-        ("PENDING on , 1:00 left", "waiting in the queue (PENDING on , 1:00 left)"),
+        ("RUNNING|n1,n2|None|1:00", "running", "RUNNING on n1,n2, 1:00 left"),
+        ("PENDING||Resources|1:00", "waiting in the queue (PENDING, Resources)", "PENDING, Resources"),
+        ("COMPLETING|n1|None|1:00", "ending (COMPLETING on n1)", "COMPLETING on n1"),
+        (
+            "FAILED|n1|NonZeroExitCode|1:00",
+            "not running: FAILED on n1, NonZeroExitCode; `tandem logs {run} --role slurm` says why",
+            "FAILED on n1, NonZeroExitCode",
+        ),
     ],
 )
-def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state):
+def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state, said):
     squeue = tmp_path / "bin" / "squeue"
     squeue.parent.mkdir()
     squeue.write_text(f'#!/bin/sh\ncase "$*" in *"--jobs=17 "*) echo "{answer}";; *) exit 1;; esac\n')
@@ -396,8 +402,8 @@ def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state):
     monkeypatch.setenv("PATH", f"{squeue.parent}:{os.environ['PATH']}")
     (folder.path / "job.json").write_text('{"job_id": 17, "restart": 2}')
     found = lines_of(folder)
-    assert found["state"] == state
-    assert found["job"] == f"17 {answer}, start 3"
+    assert found["state"] == state.format(run=folder.path)
+    assert found["job"] == f"17 {said}, start 3"
 
 
 @pytest.mark.parametrize(

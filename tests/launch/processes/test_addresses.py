@@ -294,6 +294,11 @@ def test_prepare_makes_the_folder_and_names_each_command_and_its_node(tmp_path, 
     assert learn[-4:] == ["-m", "launch", "learn", run]
     assert f"cd {tmp_path}" in lines and any(line.startswith("export OMP_NUM_THREADS=") for line in lines)
     assert folder.logs.is_dir()  # the commands write there
+    logs = [line.partition(" | tee -a ")[2] for line in lines if " launch learn " in line]
+    assert logs == [f"{folder.logs}/learn.log", f'{folder.logs}/learn-"$(hostname)".log'], (
+        "two hosts, one log"
+    )
+    assert "this host" not in "".join(lines)
     assert not list((folder.path / "roles").glob("*.json")), "nothing was started"
 
 
@@ -303,6 +308,7 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
     prepare(config_file(tmp_path, model), [])
     several = capsys.readouterr().out
     assert re.search(r"--rdzv-endpoint=127\.0\.0\.1:\d+ ", several)
+    assert "# first node of the learner: this host; for another one give --endpoint HOST:PORT" in several
     prepare(config_file(tmp_path, model), ["launch.nodes.learner=1"])
     assert "--rdzv-backend=tandem --nproc-per-node=4 -m launch learn" in capsys.readouterr().out
 

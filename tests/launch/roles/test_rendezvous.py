@@ -80,6 +80,14 @@ class Harm:
         return os.mkdir, (self._marker,)
 
 
+def test_an_address_of_another_host_is_told_with_the_way_out(port):
+    host = SeveralNodes("run", host="203.0.113.1", port=port, nodes=2, is_host=True, timeout_s=1)
+    with pytest.raises(
+        OSError, match=r"203.0.113.1 is no address of this host .*; start the learner's first"
+    ):
+        host.next_rendezvous()
+
+
 def test_what_a_stranger_writes_into_the_store_is_never_unpickled(port, tmp_path):
     """By c10d's rendezvous it was: under this name, in this form."""
     harm = base64.b64encode(pickle.dumps(Harm(tmp_path / "harm")))

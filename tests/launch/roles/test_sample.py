@@ -13,12 +13,16 @@ from types import SimpleNamespace
 import pytest
 
 import rollout.tokenization
+from launch.processes import stopping
 from launch.processes.run_folder import RunFolder
+from launch.roles import sample as sample_role
 from launch.roles.sample import sample
 from rollout.guarded_process import own_folder
 from rollout.sampling import role
 
-CONFIG = SimpleNamespace(launch=SimpleNamespace(nodes=None), model=SimpleNamespace(path=None))
+CONFIG = SimpleNamespace(
+    launch=SimpleNamespace(nodes=None, start_timeout_s=20.0), model=SimpleNamespace(path=None)
+)
 EPISODE = """
 import asyncio, os
 from rollout.guarded_process import own_folder
@@ -92,3 +96,28 @@ def test_a_sample_role_that_is_told_to_end_leaves_no_folder_of_its_episodes(tmp_
     finally:
         signal.signal(signal.SIGTERM, before)
     assert not os.path.exists(folders[0]) and folder.read_address("sample") is None
+
+
+@pytest.mark.parametrize("ready", [True, False], ids=["sampling", "waiting-for-servers"])
+def test_a_sample_role_that_hears_no_sigterm_ends_with_its_start_of_the_run(tmp_path, monkeypatch, ready):
+    folder = RunFolder(tmp_path)
+    folder.roles.mkdir()
+    stopping.ending(folder).touch()
+    os.utime(stopping.ending(folder), ns=(1, 1))  # of the start before
+
+    async def episodes(config, policy, *, server_urls, **named) -> None:
+        stopping.ending(folder).touch()
+        if not ready:
+            server_urls()
+        await asyncio.sleep(20)
+
+    monkeypatch.setattr(role, "run_sample_role", episodes)
+    monkeypatch.setattr(sample_role, "LOOK_S", 0.01)
+    monkeypatch.setattr(sample_role, "serve_roles", lambda config: ["serve-0"])
+    monkeypatch.setattr(rollout.tokenization, "import_transformers_without_torch", lambda: None)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(asyncio.CancelledError if ready else KeyboardInterrupt):
+            sample(folder, CONFIG)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -2,6 +2,7 @@
 in place of the role, and a ``scontrol`` that writes down what it is asked. What the real ones do is in
 test_slurm.py."""
 
+import contextlib
 import errno
 import io
 import json
@@ -17,6 +18,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import psutil
@@ -368,9 +370,10 @@ def test_steps_ask_for_nothing_that_an_outer_job_asked_for(stage):
 
 def test_a_run_that_finishes_ends_well_and_takes_the_servers_along(stage):
     (stage.folder.path / "console.log").write_text("of an earlier start\n")
-    stage.role("learn", FINISHES)
+    stage.role("learn", textwrap.dedent(FINISHES) + "checkpoint(2)\n")
     code, output = stage.run()
     assert code == 0, output
+    assert f"slurm {stage.folder.config} resume={stage.folder.path} steps=4 --submit\n" in output
     assert stage.asked() == []
     assert output.count("the last line") == 1 and "of an earlier start" not in output
     assert "75.0% after 2 steps" in output
@@ -518,6 +521,37 @@ def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
     assert "job 17 is requeued" in output and "sbatch" not in output
 
 
+DOWN = "slurm_requeue error: Unable to contact slurm controller (connect failure)"  # as of Slurm 22.05
+
+
+@pytest.mark.parametrize(
+    ("answers", "asked", "error"),
+    [
+        ([DOWN, "Socket timed out on send/recv operation", None], 3, None),
+        ([DOWN, "Job is pending execution for job 17"], 2, None),
+        ([DOWN, "Access/permission denied"], 2, "denied"),
+        ([DOWN] * 9, 4, "Unable to contact"),
+    ],
+    ids=["it comes back", "it had requeued", "it refuses then", "it stays away"],
+)
+def test_a_requeue_waits_for_a_controller_that_is_down(monkeypatch, answers, asked, error):
+    waited, calls = [], []
+
+    def ask(*command: str) -> str:
+        calls.append(command)
+        if (answer := answers[len(calls) - 1]) is not None:
+            raise RuntimeError(answer)
+        return ""
+
+    monkeypatch.setattr(jobs, "ask_slurm", ask)
+    monkeypatch.setattr(jobs, "REQUEUE_TIMEOUT_S", 2.5 * jobs.REQUEUE_AGAIN_S)
+    clock = SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append)
+    monkeypatch.setattr(jobs, "time", clock)
+    with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
+        JOB.requeue()
+    assert calls == [("scontrol", "requeue", "17")] * asked
+
+
 @pytest.mark.parametrize(("ends_by", "code"), [("an error", 1), ("the time limit", os.EX_TEMPFAIL)])
 def test_a_run_that_ends_behind_its_model_is_not_requeued_for_its_report(stage, ends_by, code):
     stage.folder.config.write_text(resolved_yaml(config_with(slurm={"notice_s": 1})))
@@ -540,11 +574,11 @@ def test_failures_are_tried_again_until_there_have_been_too_many(stage):
     assert "ValueError: the cause" in output
     code, output = stage.run()
     assert (code, stage.asked()) == (1, ["requeue 17"]), "it was requeued once more"
-    assert "2 starts have ended without a newer checkpoint" in output
+    assert "1 restart brought no newer checkpoint (launch.slurm.max_restarts=1)" in output
 
 
 def test_a_requeued_start_after_failures_waits_before_it_starts_anything(stage):
-    stage.role("learn", FAILS)
+    stage.role("learn", "checkpoint(1)\n" + textwrap.dedent(FAILS))
     assert stage.run()[0] == 1
     (stage.bin / "learn-0.pid").unlink()
     stage.env["SLURM_RESTART_COUNT"] = "1"
@@ -552,7 +586,8 @@ def test_a_requeued_start_after_failures_waits_before_it_starts_anything(stage):
     said = next(line for line in stage.process.stdout if line.startswith("starting in"))
     stage.process.send_signal(signal.SIGUSR1)
     code, output = stage.end()
-    assert said.startswith("starting in 15 s") and code == os.EX_TEMPFAIL, output
+    assert said == "starting in 15 s: the last start did not end in order\n", "it had left a checkpoint"
+    assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == ["requeue 17", "requeue 17"]
     assert not (stage.bin / "learn-0.pid").exists()
 

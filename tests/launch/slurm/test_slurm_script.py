@@ -16,8 +16,10 @@ from hypothesis import strategies as st
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
+from launch.checks.arguments import BadInput
 from launch.processes.going_on import next_command
 from launch.processes.run_folder import RunFolder
+from launch.roles.start import folder_of
 from launch.slurm import script as slurm_script
 from launch.slurm.script import elements, note_on_cores, place_of_array, place_of_run, script_text, seconds
 from parallel.checkpoints.files import write_manifest
@@ -533,3 +535,22 @@ def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, st
     assert (told in done.stderr) == bool(code)
     if code == 0:
         assert json.loads((run / "job.json").read_text())["job_id"] == "4711"
+
+
+@pytest.mark.parametrize("state", ["PENDING", "DOWN", "COMPLETED"])
+def test_a_run_that_a_job_has_is_not_resumed_by_hand(config_file, fake_slurm, monkeypatch, state):
+    """A job that waits in the queue holds no lock, and a lock is seen on one host alone on some file systems."""
+    folder = RunFolder(config_file.parent / "runs" / "before")
+    folder.path.mkdir(parents=True)
+    config = load_config(config_file, ["layout.dp=1", f"resume={folder.path}"])
+    folder.config.write_text(before := resolved_yaml(config.model_copy(update={"resume": None, "steps": 1})))
+    folder.job.write_text(json.dumps({"job_id": "17", "nodes": [], "restart": 0}))
+    monkeypatch.setenv("PATH", fake_slurm)
+    monkeypatch.setenv("FAKE_STATE", state)
+    if state == "COMPLETED":
+        assert folder_of(config).release() == folder.path
+        return
+    told = "17, which runs or waits; wait for it, or end it" if state == "PENDING" else "Slurm does not say"
+    with pytest.raises(BadInput, match=rf"resume: .*{told}"):
+        folder_of(config)
+    assert folder.config.read_text() == before and not folder.roles.exists()
