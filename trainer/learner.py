@@ -179,16 +179,15 @@ class Learner:
         """Add ``old``, ``ref`` and values of the sampled tokens, without gradient, using the same micro-batches
         as the update.
 
-        ``old`` is the rollout in bypass mode. It stays unset if the policy's update comes next
-        (``before_update``) and computes it in its own forward pass (``RunConfig.scores_old``). Where episodes forked
-        it is always computed: what is rejected must be known to average over an episode, whose sequences may lie on
-        several ranks.
+        ``old`` stays unset if the policy's update comes next (``before_update``) and computes it in its own forward pass
+        (``RunConfig.scores_old``). Where episodes forked it is always computed: what is rejected must be known to average
+        over an episode, whose sequences may lie on several ranks.
 
         With ``learner.routing: old`` the pass of ``old`` chooses the experts; ``ref`` and the update replay them.
         """
-        if self._config.correction.mode == "bypass":
-            batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
-        elif self._config.scores_old or batch.episode_ids_S is not None or not before_update:
+        batch = batch.with_old_of(self._config.correction)
+        is_needed = self._config.scores_old or batch.episode_ids_S is not None or not before_update
+        if batch.packed.old_logprobs_T is None and is_needed:
             with span("score old"):
                 batch = batch.with_fields(**self._score_old(batch))
         if self._config.kl.coefficient > 0:

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import AggregationConfig
 from parallel.packing import PackedBatch
 from trainer.algorithm.advantages import Advantages
@@ -76,6 +77,12 @@ class StepBatch:
     def with_fields(self, **tensors: Tensor) -> "StepBatch":
         """The batch with these ``_T`` fields of this rank's share set."""
         return replace(self, packed=self.packed.with_fields(**tensors))
+
+    def with_old_of(self, correction: CorrectionConfig) -> "StepBatch":
+        """In bypass mode ``old`` is the rollout. In decoupled mode the batch stays as it is."""
+        if correction.mode == "decoupled":
+            return self
+        return self.with_fields(old_logprobs_T=self.packed.rollout_logprobs_T)
 
     def scattered(self, parts: Sequence[Tensor]) -> Tensor:
         """Join one tensor per micro-batch, in the order of ``microbatches()``, to [T, ...] of this rank's share, on the
