@@ -228,7 +228,7 @@ class Learner:
 
     def _logprobs_by(self, engine: MegatronEngine, batch: StepBatch) -> Tensor:
         scored = engine.logprobs(batch.microbatches(), temperature=self._config.rollout.temperature)
-        return batch.scattered([logprobs_T for logprobs_T, _ in scored])
+        return batch.scattered(scored)
 
     def update(self, minibatch: Sequence[PackedBatch], *, policy: bool) -> Update:
         """Forward, loss, backward, clip, step: first the critic's, then the policy's if ``policy`` (not in the
@@ -305,7 +305,7 @@ class Learner:
         """The learner's log-probs of each completion's tokens. Every rank passes the same arguments."""
         token_ids = [[*prompt, *c.token_ids] for c in completions]
         batch = pack_prompted(token_ids, [len(prompt)] * len(token_ids), range(len(token_ids)))
-        logprobs_T, _ = self.engine.logprobs([batch], temperature=temperature)[0]
+        (logprobs_T,) = self.engine.logprobs([batch], temperature=temperature)
         per_sequence = torch.split(logprobs_T.cpu(), batch.lengths)
         return [row[-len(c.token_ids) :].tolist() for row, c in zip(per_sequence, completions, strict=True)]
 
