@@ -320,6 +320,16 @@ def test_extreme_log_ratios_stay_finite_and_carry_no_gradient():
     assert found["mismatch/chi2_sequence"] == pytest.approx((math.exp(40) + math.exp(-40) + 1) / 3 - 1)
 
 
+def test_what_is_measured_stays_as_it_was():
+    """Both functions overwrite their working copies, of float64 tensors too."""
+    draw = torch.Generator().manual_seed(2)
+    train_N, rollout_N = -torch.rand(2, 9, generator=draw, dtype=torch.float64)
+    given, bounds_S = [train_N.clone(), rollout_N.clone()], torch.tensor([0, 4, 9])
+    mismatch_metrics(train_N, rollout_N, bounds_S)
+    weight_metrics(train_N, rollout_N, bounds_S)
+    assert torch.equal(train_N, given[0]) and torch.equal(rollout_N, given[1])
+
+
 # ----------------------------------------------------------------------------------------------------
 # weights, rejection
 
