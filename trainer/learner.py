@@ -28,7 +28,7 @@ from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.own_parts import load_own_parts
 from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.plan import Routing, pack_prompted
-from trainer.batch.sharing_out import Share, split_groups
+from trainer.batch.sharing_out import Division, Share
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.critic import Critic
 from trainer.ranks.metrics import (
@@ -147,8 +147,7 @@ class Learner:
 
     def _shares_of(self, groups: Sequence[Group]) -> list[Share]:
         config = self._config
-        return split_groups(
-            groups,
+        return Division(
             num_minibatches=config.learner.minibatches,
             dp_size=self.groups.dp_size,
             token_budget=config.learner.token_budget,
@@ -157,7 +156,7 @@ class Learner:
             credits_turns=config.credits_turns,
             shares_prompts=self._shares_prompts,
             parts_no_signal=config.packs_no_signal_apart,
-        )
+        ).shares(groups)
 
     @property
     def _shares_prompts(self) -> bool:
