@@ -71,7 +71,7 @@ def replay(
     correction: Annotated[
         list[str] | None,
         typer.Option(
-            help="A preset to try, or keys over the run's own, as after correction=; may be given several times. All presets if left out."
+            help="A preset to try, or keys over the run's own correction; may be given several times. All presets if left out."
         ),
     ] = None,
     gradients: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from configs.loader import parse_config
 from configs.presets import PRESETS
+from configs.reading.torn_overrides import OVERRIDE
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.layout import ONE_PROCESS
@@ -49,15 +50,16 @@ OF_LAG = re.compile(r"staleness/by_lag/(\w+)/(\w+)")
 
 
 def corrections_named(folder: RunFolder, names: Sequence[str]) -> dict[str, CorrectionConfig]:
-    """Each name, or block of keys, as ``correction=`` of the run's config reads it: all presets where there is none. With
-    ``disabled`` for the comparison.
+    """Each preset's name, block of keys or ``key=value`` as an override of the run's ``correction`` reads it: all presets
+    where there is none. With ``disabled`` for the comparison.
 
     Raises ConfigError for what is no correction.
     """
     run = parse_config(folder.config, RECORDED)
 
     def read(name: str) -> CorrectionConfig:
-        return run.with_overrides([f"correction={name}"], where="--correction").validated().correction
+        override = f"correction.{name}" if OVERRIDE.fullmatch(name) else f"correction={name}"
+        return run.with_overrides([override], where="--correction").validated().correction
 
     return {name: read(name) for name in dict.fromkeys([UNCORRECTED, *(names or PRESETS)])}
 

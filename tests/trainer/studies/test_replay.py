@@ -268,24 +268,25 @@ def test_the_uncorrected_one_is_always_there_to_compare_with(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "override"),
     [
-        "{off_policy_mask: 0.1}",
-        "{preset: decoupled_token_icepop, weight: {upper: 3.0}}",
-        "{verl: {rollout_is: sequence, rollout_rs: token_k1, rollout_rs_threshold: '0.5_2.0'}}",
+        ("{off_policy_mask: 0.1}", "correction={off_policy_mask: 0.1}"),
+        ("weight.upper=3.0", "correction.weight.upper=3.0"),
+        ("{preset: tis, weight: {upper: 3.0}}", "correction={preset: tis, weight: {upper: 3.0}}"),
+        ("{verl: {rollout_is: sequence}}", "correction={verl: {rollout_is: sequence}}"),
     ],
 )
-def test_a_correction_is_read_as_a_run_of_this_config_reads_it(tmp_path, text):
+def test_a_correction_is_read_as_a_run_of_this_config_reads_it(tmp_path, text, override):
     folder = folder_of(tmp_path, correction={"weight": {"level": "token", "upper": 5.0}})
-    run = load_config(folder.config, [f"correction={text}"])
+    run = load_config(folder.config, [override])
     assert corrections_named(folder, [text])[text] == run.correction
     assert run.correction != load_config(folder.config).correction
 
 
 def test_a_mask_of_off_policy_sequences_is_replayed(tmp_path):
     """By hand: a token of negative advantage has no gradient where its response's mean of log rollout - log current is above."""
-    folder, batch = folder_of(tmp_path), recorded(seed=1)
-    mask = "{preset: disabled, off_policy_mask: 0.05}"
+    folder, batch = folder_of(tmp_path, correction={"weight": {"level": "none"}}), recorded(seed=1)
+    mask = "off_policy_mask=0.05"
     corrections = corrections_named(folder, [mask])
     plain, masked = (replay(batch, config_of(), n, corrections[n], of_logprobs) for n in (UNCORRECTED, mask))
     packed = as_one_minibatch(batch, config_of()).packed
