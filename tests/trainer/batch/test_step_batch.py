@@ -54,7 +54,7 @@ from rollout.sampling.sampler import _has_signal
 from tests.support.megatron_workers import forked_context
 from tests.support.packed_batches import random_batch
 from tests.support.records import trajectory
-from trainer.algorithm.advantages import compute_advantages
+from trainer.algorithm.advantages import Advantages, compute_advantages
 from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
@@ -695,6 +695,30 @@ def test_a_minibatch_that_forks_made_uneven_is_filled_up_by_hand():
     assert filling.token_ids.tolist() == groups[0].trajectories[0].token_ids[:2].tolist()
     assert not filling.response_mask.any() and filling.turns == []
     assert all(step_batch(share).num_episodes == 4 for share in (first, second))
+
+
+def test_episodes_are_numbered_where_one_has_forked():
+    """Else the learner would score ``old`` by a pass of its own at every step (``Learner.score``)."""
+    (group,) = make_groups([[5, 4, 6]], [[1.0, 1.0, 0.0]], seed=1)
+    division = Division(num_minibatches=1, dp_size=1, token_budget=20)
+    for groups, num_episodes, has_forks in (
+        ([group], 3, False),
+        ([forked(group, [False, True, False])], 2, True),
+    ):
+        (share,) = division.shares(groups)
+        batch = step_batch(share)
+        assert batch.num_episodes == num_episodes and (batch.episode_ids_S is not None) == has_forks
+
+
+def test_a_critics_targets_are_those_of_the_advantages():
+    (group,) = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
+    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=20).shares([group])
+    batch = step_batch(share)
+    advantages_T, returns_T = torch.rand(2, batch.packed.num_tokens)
+    for returns in (returns_T, None):
+        given = Advantages(advantages_T=advantages_T, returns_T=returns, metrics={})
+        found = batch.with_advantages(given).packed
+        assert found.advantages_T is advantages_T and found.returns_T is returns
 
 
 def test_what_fills_up_a_minibatch_has_neither_experts_nor_kept_sets():
