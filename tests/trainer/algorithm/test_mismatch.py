@@ -15,6 +15,7 @@ from trainer.algorithm.mismatch import (
     rejection_metrics,
     reward_metrics,
     routing_metrics,
+    rule_metrics,
     veto_metrics,
     weight_metrics,
 )
@@ -491,6 +492,21 @@ def test_rejection_and_veto_by_hand():
     assert values(rejection_metrics({}, *counted(passed_T, nothing_T, cu_seqlens))) == {}
     below_S, _ = counted(~passed_T, nothing_T, cu_seqlens)
     assert values(veto_metrics(below_S)) == {"mismatch/veto/tokens": 0.0, "mismatch/veto/sequences": 0.0}
+
+
+def test_a_statistic_on_a_bound_is_within_it():
+    statistic = torch.tensor([0.5, 0.25, 2.0, 3.0, 1.0])
+    found = values(rule_metrics("difference_token", statistic, lower=0.5, upper=2.0, is_log_ratio=False))
+    prefix = "mismatch/rejected/difference_token"
+    assert found[f"{prefix}/above_upper"] == found[f"{prefix}/below_lower"] == pytest.approx(1 / 5)
+
+
+def test_one_value_for_all_tokens_is_refused():
+    one, all_N, bounds_S = torch.tensor([-1.0]), torch.full((4,), -1.0), torch.tensor([0, 3, 4])
+    for measure in (mismatch_metrics, weight_metrics):
+        for pair in ((one, all_N), (all_N, one)):
+            with pytest.raises(ValueError, match=r"has shape \(1,\), the responses 4 valid tokens"):
+                measure(*pair, bounds_S)
 
 
 @settings(max_examples=40, deadline=None)
