@@ -160,7 +160,7 @@ def measure(model: Path, gpu: str, case: Case, rounds: int) -> dict:
     measured = {
         "update": spread(update),
         "peak_bytes": peak,
-        "score": spread(timed(lambda: engine.logprobs([batch], temperature=1.0, with_entropy=True))),
+        "score": spread(timed(lambda: engine.logprobs([batch], temperature=1.0))),
         "optimizer": spread(timed(lambda: engine._optimizer.step())),
     }
     return asdict(case) | measured | beside(config, case, gpu, measured)

@@ -120,7 +120,7 @@ def step(engine: Any, batch: Any) -> tuple[list[Any], float]:
     from tests.support.megatron_workers import weighted_loss
 
     scored = engine.logprobs([batch], temperature=1.0)
-    return [scored[0][0]], engine.update([batch], weighted_loss, temperature=1.0).grad_norm
+    return scored, engine.update([batch], weighted_loss, temperature=1.0).grad_norm
 
 
 if __name__ == "__main__":

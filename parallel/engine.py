@@ -70,18 +70,14 @@ class MegatronEngine(Engine):
     def _make_chunk(self, backbone: Backbone) -> LogprobGPTModel:
         return LogprobGPTModel(backbone, chunk_tokens=self._chunk_tokens, fp32_lm_head=self._fp32_lm_head)
 
-    def logprobs(
-        self, microbatches: Sequence[PackedBatch], *, temperature: float, with_entropy: bool = False
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """(logprobs_T, entropy_T or None) of each micro-batch's targets: float32, in nats, on the device,
-        without gradient, on the response mask. Off it they mean nothing (see ``LogprobGPTModel``).
+    def logprobs(self, microbatches: Sequence[PackedBatch], *, temperature: float) -> list[Tensor]:
+        """logprobs_T of each micro-batch's targets: float32, in nats, on the device, without gradient, on the response
+        mask. Off it they mean nothing (see ``LogprobGPTModel``).
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        results = self._scores(
-            microbatches, _logprob_forward(temperature, with_entropy), 2 if with_entropy else 1
-        )
-        return [(logprobs_T, entropy_T[0] if entropy_T else None) for logprobs_T, *entropy_T in results]
+        forward = _logprob_forward(temperature, with_entropy=False)
+        return [logprobs_T for (logprobs_T,) in self._scores(microbatches, forward, 1)]
 
     def logprobs_and_experts(
         self, microbatches: Sequence[PackedBatch], *, temperature: float, dtype: torch.dtype
@@ -104,7 +100,7 @@ class MegatronEngine(Engine):
             )
             for batch in microbatches
         ]
-        scored = self._scores(blank, _logprob_forward(temperature, False, records=True), 1)
+        scored = self._scores(blank, _logprob_forward(temperature, with_entropy=False, records=True), 1)
         recorded: list[Tensor] = []
         for batch in blank:
             assert batch.experts_TLK is not None  # written above
@@ -142,7 +138,7 @@ class MegatronEngine(Engine):
         engine or without micro-batches.
         """
         replays: list[Replay] = []
-        forward = _logprob_forward(temperature, True, replays)
+        forward = _logprob_forward(temperature, with_entropy=True, replays=replays)
         result = self._update_weights(microbatches, forward, loss_fn, grad_scale, forward_only)
         return replace(result, differing_experts=self._differing_experts(microbatches, replays))
 
@@ -170,7 +166,9 @@ class MegatronEngine(Engine):
         For a single process: each of several has its own part alone. Nothing is updated. Raises NonFiniteError
         if the gradient is not finite, ValueError for a frozen engine or without micro-batches.
         """
-        outputs = self._accumulate_gradient(microbatches, _logprob_forward(temperature, True), loss_fn)
+        outputs = self._accumulate_gradient(
+            microbatches, _logprob_forward(temperature, with_entropy=True), loss_fn
+        )
         parameters: list[Any] = [p for chunk in self.chunks for p in chunk.parameters() if p.requires_grad]
         loss_scale = float(self._optimizer.get_loss_scale())
         gradient = torch.cat([p.main_grad.flatten().float() for p in parameters]) / loss_scale
@@ -225,7 +223,7 @@ class ValueEngine(Engine):
 
 
 def _logprob_forward(
-    temperature: float, with_entropy: bool, replays: list[Replay] | None = None, *, records: bool = False
+    temperature: float, *, with_entropy: bool, replays: list[Replay] | None = None, records: bool = False
 ) -> Forward:
     """replays: gets what each call replays, with counts of the router's own choice. None: nothing is counted.
     records: the routers write their choice into the micro-batches' ``experts_TLK``, which are on the device."""

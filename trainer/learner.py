@@ -28,7 +28,7 @@ from trainer.algorithm.mismatch import routing_metrics
 from trainer.algorithm.own_parts import load_own_parts
 from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.plan import Routing, pack_prompted
-from trainer.batch.sharing_out import Share, split_groups
+from trainer.batch.sharing_out import Division, Share
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.critic import Critic
 from trainer.ranks.metrics import (
@@ -147,8 +147,7 @@ class Learner:
 
     def _shares_of(self, groups: Sequence[Group]) -> list[Share]:
         config = self._config
-        return split_groups(
-            groups,
+        return Division(
             num_minibatches=config.learner.minibatches,
             dp_size=self.groups.dp_size,
             token_budget=config.learner.token_budget,
@@ -157,7 +156,7 @@ class Learner:
             credits_turns=config.credits_turns,
             shares_prompts=self._shares_prompts,
             parts_no_signal=config.packs_no_signal_apart,
-        )
+        ).shares(groups)
 
     @property
     def _shares_prompts(self) -> bool:
@@ -179,16 +178,15 @@ class Learner:
         """Add ``old``, ``ref`` and values of the sampled tokens, without gradient, using the same micro-batches
         as the update.
 
-        ``old`` is the rollout in bypass mode. It stays unset if the policy's update comes next
-        (``before_update``) and computes it in its own forward pass (``RunConfig.scores_old``). Where episodes forked
-        it is always computed: what is rejected must be known to average over an episode, whose sequences may lie on
-        several ranks.
+        ``old`` stays unset if the policy's update comes next (``before_update``) and computes it in its own forward pass
+        (``RunConfig.scores_old``). Where episodes forked it is always computed: what is rejected must be known to average
+        over an episode, whose sequences may lie on several ranks.
 
         With ``learner.routing: old`` the pass of ``old`` chooses the experts; ``ref`` and the update replay them.
         """
-        if self._config.correction.mode == "bypass":
-            batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
-        elif self._config.scores_old or batch.episode_ids_S is not None or not before_update:
+        batch = batch.with_old_of(self._config.correction)
+        is_needed = self._config.scores_old or batch.episode_ids_S is not None or not before_update
+        if batch.packed.old_logprobs_T is None and is_needed:
             with span("score old"):
                 batch = batch.with_fields(**self._score_old(batch))
         if self._config.kl.coefficient > 0:
@@ -229,7 +227,7 @@ class Learner:
 
     def _logprobs_by(self, engine: MegatronEngine, batch: StepBatch) -> Tensor:
         scored = engine.logprobs(batch.microbatches(), temperature=self._config.rollout.temperature)
-        return batch.scattered([logprobs_T for logprobs_T, _ in scored])
+        return batch.scattered(scored)
 
     def update(self, minibatch: Sequence[PackedBatch], *, policy: bool) -> Update:
         """Forward, loss, backward, clip, step: first the critic's, then the policy's if ``policy`` (not in the
@@ -306,7 +304,7 @@ class Learner:
         """The learner's log-probs of each completion's tokens. Every rank passes the same arguments."""
         token_ids = [[*prompt, *c.token_ids] for c in completions]
         batch = pack_prompted(token_ids, [len(prompt)] * len(token_ids), range(len(token_ids)))
-        logprobs_T, _ = self.engine.logprobs([batch], temperature=temperature)[0]
+        (logprobs_T,) = self.engine.logprobs([batch], temperature=temperature)
         per_sequence = torch.split(logprobs_T.cpu(), batch.lengths)
         return [row[-len(c.token_ids) :].tolist() for row, c in zip(per_sequence, completions, strict=True)]
 

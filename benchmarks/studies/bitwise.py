@@ -207,7 +207,7 @@ def without_each(run: Path, model: Path, dtype: str, pieces: int):
         for one in patches:
             one.start()
         engine.chunks[0].whole_logits = partial(modules.whole_logits, **settings)
-        ((logprobs_T, _),) = engine.logprobs([batch], temperature=0.9)
+        (logprobs_T,) = engine.logprobs([batch], temperature=0.9)
         for one in patches:
             one.stop()
         yield {"left to torch": name} | counted((logprobs_T - batch.rollout_logprobs_T)[mask].abs())

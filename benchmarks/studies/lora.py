@@ -197,7 +197,7 @@ def _gaps(engine: Any, batch: Any) -> Iterator[str]:
     """Max Δp, mean Δp with the standard error of the mean over responses, max nats."""
     import torch
 
-    ((logprobs_T, _),) = engine.logprobs([batch], temperature=1.0)
+    (logprobs_T,) = engine.logprobs([batch], temperature=1.0)
     dp_T = (batch.rollout_logprobs_T.exp() - logprobs_T.exp()).abs()
     mask_T = batch.response_mask_T
     rows = [

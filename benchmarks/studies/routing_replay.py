@@ -131,7 +131,7 @@ def score(folder: Path, layout: LayoutConfig, batch: PackedBatch) -> dict[str, T
     mine = list(range(groups.dp_rank, len(batch.lengths), groups.dp_size))
     found = {}
     for name, way in three_ways(batch, experts.num_experts):
-        ((logprobs_T, _),) = engine.logprobs([way.select(mine)], temperature=TEMPERATURE)
+        (logprobs_T,) = engine.logprobs([way.select(mine)], temperature=TEMPERATURE)
         rows = dict(zip(mine, logprobs_T.split([batch.lengths[row] for row in mine]), strict=True))
         everyone: list[dict[int, Tensor]] = [{}] * groups.dp_size
         dist.all_gather_object(everyone, rows, group=groups.dp_group)

@@ -77,7 +77,7 @@ def score(
     engine = MegatronEngine(ModelConfig(path=folder, dtype=dtype), layout, None, **ENGINE)
     plain = [replace(batch, num_kept_T=None, kept_ids_M=None) for batch in batches]
     kept, full = (engine.logprobs(each, temperature=TEMPERATURE) for each in (batches, plain))
-    return [(one, other) for (one, _), (other, _) in zip(kept, full, strict=True)]
+    return list(zip(kept, full, strict=True))
 
 
 def main() -> None:

@@ -275,12 +275,6 @@ class KLConfig(Schema):
                 "an adaptive controller goes with `place: reward`",
                 "set kl.place=reward, or kl.controller.type=fixed",
             )
-        if self.controller.type == "adaptive" and self.coefficient == 0:
-            raise Contradiction(
-                ("coefficient",),
-                "an adaptive controller multiplies the coefficient, so it must start above 0",
-                "set kl.coefficient",
-            )
         if self.unbiased and not (self.in_loss and self.estimator in ("k1", "k3")):
             raise Contradiction(
                 ("unbiased", "place", "coefficient", "estimator"),

@@ -69,7 +69,10 @@ def replay(
     run: RunPath,
     step: Annotated[int, typer.Option(help="A recorded step (record_batches in the config).")],
     correction: Annotated[
-        list[str] | None, typer.Option(help="A preset to try; may be given several times. All if left out.")
+        list[str] | None,
+        typer.Option(
+            help="A preset to try, or keys over the run's own correction; may be given several times. All presets if left out."
+        ),
     ] = None,
     gradients: Annotated[
         bool, typer.Option("--gradients", help="Also of the parameters, from the checkpoint before the step.")

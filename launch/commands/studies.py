@@ -32,7 +32,7 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
         raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {fix}")
     config: RunConfig = load_config(folder.config, [])
     with as_bad_input(f"RUN {run}: "):
-        corrections = replays.corrections_named(names)
+        corrections = replays.corrections_named(folder, names)
         if gradients:
             replays.starting_weights(folder, step)
             replays.write_request(folder, step, names)

@@ -91,7 +91,7 @@ def logprobs(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
     mask_T, figures = batch.response_mask_T, {}
     for dtype in ("float32", "bfloat16") if request["layers"] == "local" else ("bfloat16",):
         engine = frozen_engine(config, config.model.model_copy(update={"dtype": dtype}))
-        scored_T, _ = engine.logprobs([batch], temperature=1.0)[0]
+        (scored_T,) = engine.logprobs([batch], temperature=1.0)
         mine, theirs = scored_T.cpu()[mask_T], reference_T[mask_T]
         nats = (mine - theirs).abs().max().item()
         gap = probability_gaps(mine, theirs).max().item()

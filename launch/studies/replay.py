@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from configs.errors import did_you_mean
-from configs.presets import ALIASES, PRESETS
+from configs.loader import parse_config
+from configs.presets import PRESETS
+from configs.reading.torn_overrides import OVERRIDE
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from configs.schema.layout import ONE_PROCESS
@@ -43,19 +44,24 @@ GAP_BY_LAG = (
     ("ESS", "ess", "{:.3f}"),
 )
 """The gap between the policies by the age of the tokens, which no correction changes."""
+RECORDED = ("learner.old_logprobs=when_needed", "learner.routing=own")
+"""The pass of ``old`` is recorded, with its experts: no correction contradicts how the run made it."""
 OF_LAG = re.compile(r"staleness/by_lag/(\w+)/(\w+)")
 
 
-def corrections_named(names: Sequence[str]) -> dict[str, CorrectionConfig]:
-    """The named presets, or all where none is named, with ``disabled`` for the comparison.
+def corrections_named(folder: RunFolder, names: Sequence[str]) -> dict[str, CorrectionConfig]:
+    """Each preset's name, block of keys or ``key=value`` as an override of the run's ``correction`` reads it: all presets
+    where there is none. With ``disabled`` for the comparison.
 
-    Raises ValueError for an unknown name.
+    Raises ConfigError for what is no correction.
     """
-    unknown = next((name for name in names if name not in PRESETS | ALIASES), None)
-    if unknown is not None:
-        fix = did_you_mean(unknown, list(PRESETS), "presets")
-        raise ValueError(f"--correction {unknown}: no such preset; {fix}")
-    return {name: (PRESETS | ALIASES)[name] for name in dict.fromkeys([UNCORRECTED, *(names or PRESETS)])}
+    run = parse_config(folder.config, RECORDED)
+
+    def read(name: str) -> CorrectionConfig:
+        override = f"correction.{name}" if OVERRIDE.fullmatch(name) else f"correction={name}"
+        return run.with_overrides([override], where="--correction").validated().correction
+
+    return {name: read(name) for name in dict.fromkeys([UNCORRECTED, *(names or PRESETS)])}
 
 
 def result_file(folder: RunFolder, step: int) -> Path:
@@ -74,7 +80,7 @@ def answer_request(folder: RunFolder, config: RunConfig) -> None:
     """The replay-rank role: replays the recorded step of the request file with gradients of the parameters, in one process,
     whatever layout trained."""
     request = json.loads(request_file(folder).read_text())
-    corrections = corrections_named(request["corrections"])
+    corrections = corrections_named(folder, request["corrections"])
     write_results(folder, config, request["step"], corrections, with_gradients=True)
 
 

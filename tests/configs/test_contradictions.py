@@ -166,6 +166,62 @@ OF_SERVERS = [
 ]  # fmt: skip
 
 
+OF_A_SECTION = [
+    ("correction.weight={level: token, bound: none}", ""),
+    ("correction.weight={level: token, bound: none, upper: 2.0}", "correction.weight.bound"),
+    ("correction.weight={level: token, bound: none, lower: 0.5}", "correction.weight.bound"),
+    ("correction.weight={level: token, upper: null}", "correction.weight.bound"),
+    ("correction.weight={level: token, bound: clip, lower: null}", "correction.weight.bound"),
+    ("correction.weight={level: token, bound: mask, lower: null}", "correction.weight.bound"),
+    ("correction.weight={level: token, bound: truncate, lower: null}", ""),
+    ("correction.weight={level: token, bound: truncate, lower: 0.5}", "correction.weight.lower"),
+    ("correction.weight={level: token, bound: clip, lower: 0.5}", ""),
+    ("correction.weight={level: token, bound: clip, lower: 1.5, upper: 1.5}", ""),
+    ("correction.weight={level: token, bound: clip, lower: 1.5, upper: 1.25}", "correction.weight.lower"),
+    ("correction.reject=[{rule: ratio, level: token, lower: 1.5, upper: 1.5}]", ""),
+    ("correction.reject=[{rule: ratio, level: token, lower: 1.5, upper: 1.25}]", "correction.reject"),
+    ("correction.reject=[{rule: ratio, level: token, lower: 0.0, upper: 4.8e+8}]", ""),  # e^20 is 4.85e8
+    ("correction.reject=[{rule: ratio, level: token, lower: 0.0, upper: 4.9e+8}]", "correction.reject"),
+    ("correction.reject=[{rule: ratio, level: token, lower: 2.1e-9, upper: 2.0}]", ""),
+    ("correction.reject=[{rule: ratio, level: token, lower: 2.0e-9, upper: 2.0}]", "correction.reject"),
+    ("correction={mode: bypass, loss: policy_gradient}", ""),
+    ("correction={mode: bypass, loss: policy_gradient, weight: {level: token}}", ""),
+    ("correction={loss: policy_gradient}", "correction.loss"),
+    ("correction={mode: bypass, weight: {level: token}}", "correction.weight.level"),
+    ("correction.weight={level: token, normalise: true}", ""),
+    ("correction={mode: bypass, loss: policy_gradient, weight: {level: token, normalise: true}}", "correction.mode"),
+    ("aggregation={type: sequence_mean_token_sum_over_constant, constant: 14}", ""),
+    ("aggregation={type: sequence_mean_token_sum_over_constant}", "aggregation.constant"),
+    ("aggregation={type: token_mean, constant: 14}", "aggregation.constant"),
+    ("kl={model: {path: t}}", "kl.model"),
+    ("kl={coefficient: 0.1, place: reward}", ""),
+    ("kl={place: reward}", "kl.place"),
+    ("kl={place: reward, controller: {type: adaptive, target: 0.1}}", "kl.place"),
+    ("kl={coefficient: 0.1, controller: {type: adaptive, target: 0.1}}", "kl.controller.type"),
+    ("kl={coefficient: 0.1, estimator: k1_straight_through}", ""),
+    ("kl={coefficient: 0.1, place: reward, estimator: k1_straight_through}", "kl.estimator"),
+    ("learner.optimizer={lr: 1e-3, min_lr: 1e-3, schedule: linear}", ""),
+    ("learner.optimizer={lr: 1e-3, min_lr: 2e-3, schedule: linear}", "learner.optimizer.min_lr"),
+    ("learner.optimizer.betas=[0.0, 0.999]", ""),
+    ("learner.optimizer.betas=[0.9, 1.0]", "learner.optimizer.betas"),
+    ("learner.optimizer.betas=[-0.1, 0.9]", "learner.optimizer.betas"),
+    ("layout={tp: 2, ep: 2, sp: true, dp: 1}", ""),
+    ("layout={tp: 2, ep: 2, dp: 1}", "layout.ep"),
+    ("alarms={weight_mean_min: 0.9, weight_mean_max: 1.1}", ""),
+    ("alarms={weight_mean_min: 0.9, weight_mean_max: 0.9}", "alarms.weight_mean_min"),
+    ("alarms={weight_mean_min: null, weight_mean_max: 0.9}", ""),
+    ("reward={type: weighted, parts: {long: {type: overlong, buffer_tokens: 4}}}", "reward.parts"),
+    (JSONL + " reward={type: by_field, rewards: {a: {type: gsm8k}, ab: {type: gsm8k}}}", ""),
+    (JSONL + " reward={type: by_field, rewards: {a: {type: gsm8k}, a/b: {type: gsm8k}}}", "reward.rewards"),
+    (JSONL + " reward={type: by_field, rewards: {a b: {type: gsm8k}, a+b: {type: gsm8k}}}", "reward.rewards"),
+    (JSONL + " reward={type: by_field, rewards: {..: {type: gsm8k}}}", "reward.rewards"),
+    (JSONL + " reward.type=gsm8k sampler={type: mixture, field: s, weights: {a: 0.000001, b: 0.999999}}", ""),
+    (JSONL + " reward.type=gsm8k sampler={type: mixture, field: s, weights: {a: 0.000001, b: 1.0}}", "sampler.weights"),
+    (JSONL + " reward.type=gsm8k sampler={type: mixture, field: s, weights: {a: 0.0}}", "sampler.weights"),
+]  # fmt: skip
+"""Of fields of one section, which the section itself refuses."""
+
+
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("configs") / "base.yaml"
@@ -173,7 +229,7 @@ def base(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("overrides", "refused"), [*OF_A_RUN, *OF_SERVERS])
+@pytest.mark.parametrize(("overrides", "refused"), [*OF_A_SECTION, *OF_A_RUN, *OF_SERVERS])
 def test_what_contradicts_is_refused_and_what_stands_beside_it_is_not(overrides, refused, base):
     try:
         load_config(base, re.split(r" (?=[a-z_.]+=)", overrides))

@@ -78,8 +78,8 @@ def test_score_and_train_are_bitwise_equal(folder, dtype, recompute):
     for _ in range(2):  # also after the weights have moved
         scored = engine.logprobs(microbatches, temperature=0.7)
         trained = engine.update(microbatches, weighted_loss, temperature=0.7).outputs
-        for (old, nothing), new in zip(scored, trained, strict=True):
-            assert nothing is None and old.dtype == torch.float32 and not old.requires_grad
+        for old, new in zip(scored, trained, strict=True):
+            assert old.dtype == torch.float32 and not old.requires_grad
             assert torch.equal(old, new["logprobs_T"])
 
 
@@ -243,8 +243,8 @@ def test_a_frozen_engine_scores_and_refuses_to_train(folder):
         logprob_chunk_tokens=7, seed=0,
     )  # fmt: skip
     batch = make_batch(LENGTHS)
-    wanted = make_engine(folder).logprobs([batch], temperature=1.0)[0][0]
-    assert torch.equal(frozen.logprobs([batch], temperature=1.0)[0][0], wanted)
+    wanted = make_engine(folder).logprobs([batch], temperature=1.0)[0]
+    assert torch.equal(frozen.logprobs([batch], temperature=1.0)[0], wanted)
     assert frozen.logprobs([], temperature=1.0) == []
     for action in (
         lambda: frozen.update([batch], weighted_loss, temperature=1.0),
@@ -268,7 +268,7 @@ def test_float16_steps_by_the_unscaled_gradient_and_skips_one_that_overflows(fol
     engine, exact = (
         make_engine(folder, dtype=dtype, distributed=distributed) for dtype in ("float16", "float32")
     )
-    scored = engine.logprobs([batch], temperature=0.7)[0][0]
+    scored = engine.logprobs([batch], temperature=0.7)[0]
     found, wanted = (e.update([batch], mean_loss(0.1), temperature=0.7) for e in (engine, exact))
     assert torch.equal(found.outputs[0], scored)
     assert found.skipped is False and wanted.skipped is None
@@ -317,10 +317,10 @@ def test_a_float32_output_projection_leaves_the_rest_in_bfloat16(folder):
             tokens_T=batch.tokens_T, packed=model.pack(batch.cu_seqlens, batch.positions_T)
         )
     assert logits_TV.dtype == torch.float32 and model.output_layer.weight.dtype == torch.bfloat16
-    scored_T = engine.logprobs([batch], temperature=0.7)[0][0]
+    scored_T = engine.logprobs([batch], temperature=0.7)[0]
     wanted_T = (logits_TV / 0.7).log_softmax(-1).gather(1, batch.targets_T[:, None]).squeeze(1)
     torch.testing.assert_close(scored_T, wanted_T, rtol=0, atol=1e-5)
-    rounded_T = make_engine(folder, dtype="bfloat16").logprobs([batch], temperature=0.7)[0][0]
+    rounded_T = make_engine(folder, dtype="bfloat16").logprobs([batch], temperature=0.7)[0]
     assert (rounded_T - wanted_T).abs().max() > 1e-3
     assert torch.equal(engine.update([batch], mean_loss(1.0), temperature=0.7).outputs[0], scored_T)
 

@@ -197,7 +197,7 @@ def chosen_by_sequence(engine: MegatronEngine, microbatches: list[PackedBatch]) 
     own = [replace(batch, experts_TLK=None, is_replayed_T=None) for batch in microbatches]
     recorded = engine.logprobs_and_experts(own, temperature=TEMPERATURE, dtype=torch.uint8)
     chosen: dict[int, Tensor] = {}
-    for batch, (logprobs_T, ids_TLK), (again_T, _) in zip(
+    for batch, (logprobs_T, ids_TLK), again_T in zip(
         own, recorded, engine.logprobs(own, temperature=TEMPERATURE), strict=True
     ):
         assert torch.equal(logprobs_T, again_T)
@@ -216,7 +216,7 @@ def step_of(engine: MegatronEngine | ValueEngine, microbatches: list[PackedBatch
     else:
         if microbatches[0].experts_TLK is not None:
             chosen = chosen_by_sequence(engine, microbatches)
-        scored = [logprobs_T for logprobs_T, _ in engine.logprobs(microbatches, temperature=TEMPERATURE)]
+        scored = engine.logprobs(microbatches, temperature=TEMPERATURE)
         with gradients_of_update(engine) as gradients:
             result = engine.update(microbatches, policy_loss, temperature=TEMPERATURE)
     return {
@@ -355,7 +355,7 @@ def work_frozen(layout: LayoutConfig, folder: Path, **unused: Any) -> list[Tenso
     )
     microbatches = microbatches_of(trained)
     scores = [engine.logprobs(microbatches, temperature=TEMPERATURE) for engine in (trained, frozen)]
-    return [(own_T - other_T).abs().max() for (own_T, _), (other_T, _) in zip(*scores, strict=True)]
+    return [(own_T - other_T).abs().max() for own_T, other_T in zip(*scores, strict=True)]
 
 
 WORK = {

@@ -188,9 +188,10 @@ def randomise_b(engine: MegatronEngine, *, spread: float = 0.05) -> None:
 
 
 def weighted_loss(batch: PackedBatch, logprobs_T: torch.Tensor, entropy_T: torch.Tensor):
-    """Any loss with both gradients; its value and its log-probs are handed back."""
+    """Any loss with both gradients; its value and what it is of are handed back."""
     loss = -(logprobs_T * batch.importance_weights_T).sum() - (entropy_T * batch.aggregation_T).sum()
-    return loss, {"loss": loss.item(), "logprobs_T": logprobs_T.detach().clone()}
+    found = {"logprobs_T": logprobs_T.detach().clone(), "entropy_T": entropy_T.detach().clone()}
+    return loss, {"loss": loss.item(), **found}
 
 
 def make_value_engine(
@@ -376,7 +377,7 @@ def work_updates(
     engine = make_engine(folder, layout=LayoutConfig(**layout), **optimizer)
     batch = make_batch(lengths)
     mine = [batch.select(rows) for rows in microbatch_rows[engine.groups.dp_rank]]
-    before = engine.logprobs(mine, temperature=0.7, with_entropy=True)
+    before = engine.logprobs(mine, temperature=0.7)
     results = [engine.update(mine, weighted_loss, temperature=0.7)]
     first = results[0].outputs
     # now: after further steps rounding has moved the weights apart, and these would be gradients at different
@@ -384,10 +385,8 @@ def work_updates(
     gradients = gradients_of(engine) if not optimizer.get("distributed", True) else None
     results += [engine.update(mine, weighted_loss, temperature=0.7) for _ in range(num_updates - 1)]
     return {
-        "bitwise": all(
-            torch.equal(old[0], new["logprobs_T"]) for old, new in zip(before, first, strict=True)
-        ),
-        "logprobs": [old[0] for old in before],
+        "bitwise": all(torch.equal(old, new["logprobs_T"]) for old, new in zip(before, first, strict=True)),
+        "logprobs": before,
         "norms": [r.grad_norm for r in results],
         "weights": weights_of(engine),
         "gradients": gradients,

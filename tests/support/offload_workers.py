@@ -33,7 +33,7 @@ def _updates(folder: Path, case: dict[str, Any], *, offloads: bool) -> dict[str,
         found["norms"].append(engine.update([mine], weighted_loss, temperature=0.7).grad_norm)
         if offloads:
             _there_and_back(engine, found)
-        found["logprobs"].append(engine.logprobs([mine], temperature=0.7)[0][0])
+        found["logprobs"].append(engine.logprobs([mine], temperature=0.7)[0])
     return found | {"weights": weights_of(engine), "state": lasting_tensors(engine)}
 
 

@@ -30,10 +30,8 @@ def staleness_metrics(
 
     weights_N: the correction's. keep_N: bool, False for tokens that it rejected.
     """
-    if not lag_N.numel():
-        return {}
     train_N, rollout_N, lags_N = (
-        x_N.detach().to(torch.float64) for x_N in (train_logprobs_N, rollout_logprobs_N, lag_N)
+        x_N.to(torch.float64) for x_N in (train_logprobs_N, rollout_logprobs_N, lag_N)
     )
     newest_S, oldest_S = -max_per_sequence(-lags_N, bounds_S), max_per_sequence(lags_N, bounds_S)
     has_tokens_S = bounds_S.diff() > 0
@@ -49,7 +47,7 @@ def staleness_metrics(
         "abs_prob_max": (Metric.max, gap_N),
         "logprob_gap_max": (Metric.max, log_ratio_N.abs()),
         "k3": (Metric.mean, excess(log_ratio_N)),
-        "weight_mean": (Metric.mean, weights_N.detach().to(torch.float64)),
+        "weight_mean": (Metric.mean, weights_N.to(torch.float64)),
         "ess": (Metric.ess, ratio_N),
         "kept_fraction": (Metric.mean, keep_N),
     }

@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from configs.schema.correction import CorrectionConfig
 from configs.schema.objective import AggregationConfig
 from parallel.packing import PackedBatch
 from trainer.algorithm.advantages import Advantages
@@ -48,15 +49,17 @@ class StepBatch:
         return len(self.rewards_S) if self.episode_ids_S is None else int(self.episode_ids_S.max()) + 1
 
     def per_episode(self, x_S: Tensor, total: Total, rows: Sequence[int] | None = None) -> Tensor:
-        """Sums over the sequences of each episode of the step, on all ranks. [S] of these rows (None: all of this
+        """Sums over the sequences of each episode of a step with forks, on all ranks. [S] of these rows (None: all of this
         rank) -> [E]"""
         sums_E = torch.zeros(self.num_episodes, dtype=torch.float64)
         return total(sums_E.index_add_(0, self.episodes_of(rows), x_S.to(sums_E)))
 
     def episodes_of(self, rows: Sequence[int] | None = None) -> Tensor:
-        """The episode of each of these rows (None: of all)."""
-        numbers = self.packed.sequence_ids_S if rows is None else self.packed.sequence_ids_S[rows]
-        return numbers if self.episode_ids_S is None else self.episode_ids_S[numbers]
+        """The episode of each of these rows (None: of all), in a step with forks."""
+        assert self.episode_ids_S is not None
+        return self.episode_ids_S[
+            self.packed.sequence_ids_S if rows is None else self.packed.sequence_ids_S[rows]
+        ]
 
     def first_sequences(self) -> Tensor:
         """The number of each episode's first sequence, in a step with forks. [E]"""
@@ -76,6 +79,12 @@ class StepBatch:
     def with_fields(self, **tensors: Tensor) -> "StepBatch":
         """The batch with these ``_T`` fields of this rank's share set."""
         return replace(self, packed=self.packed.with_fields(**tensors))
+
+    def with_old_of(self, correction: CorrectionConfig) -> "StepBatch":
+        """In bypass mode ``old`` is the rollout. In decoupled mode the batch stays as it is."""
+        if correction.mode == "decoupled":
+            return self
+        return self.with_fields(old_logprobs_T=self.packed.rollout_logprobs_T)
 
     def scattered(self, parts: Sequence[Tensor]) -> Tensor:
         """Join one tensor per micro-batch, in the order of ``microbatches()``, to [T, ...] of this rank's share, on the

@@ -85,8 +85,7 @@ class Scorer:
         """
 
         def logprobs(batches: Sequence[PackedBatch]) -> list[Tensor]:
-            scored = self.engine.logprobs(batches, temperature=temperature or self.temperature)
-            return [logprobs_T for logprobs_T, _ in scored]
+            return self.engine.logprobs(batches, temperature=temperature or self.temperature)
 
         return self.scored_by(logprobs, name, sampled, bins or self.packed(sampled), replays=replays)
 

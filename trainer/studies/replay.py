@@ -68,8 +68,7 @@ def replay(
     config = config.model_copy(update={"correction": correction})
     batch = as_one_minibatch(recorded, config)
     current = [microbatch.old_logprobs_T for microbatch in batch.microbatches()]
-    if correction.mode == "bypass":
-        batch = batch.with_fields(old_logprobs_T=batch.packed.rollout_logprobs_T)
+    batch = batch.with_old_of(correction)
     before = correct(batch.packed, correction)
     batch = batch.with_loss_weights(before, config.aggregation, correction.denominator, alone)
     loss_of = partial(

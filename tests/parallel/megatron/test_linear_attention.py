@@ -151,7 +151,7 @@ def test_score_and_train_are_bitwise_equal(tmp_path, dtype, recompute):
     for _ in range(2):  # also after the weights have moved
         scored = engine.logprobs(microbatches, temperature=0.7)
         trained = engine.update(microbatches, weighted_loss, temperature=0.7).outputs
-        assert all(torch.equal(old, new["logprobs_T"]) for (old, _), new in zip(scored, trained, strict=True))
+        assert all(torch.equal(old, new["logprobs_T"]) for old, new in zip(scored, trained, strict=True))
 
 
 # --- layouts against one process
@@ -300,5 +300,5 @@ def gaps_of_interrupted(control, urls, engine) -> Tensor:
         rollout_logprobs=[[*[0.0] * len(prompt), *c.rollout_logprobs] for c in completions],
         sequence_ids=range(len(completions)),
     )
-    ((logprobs_T, _),) = engine.logprobs([batch], temperature=1.3)
+    (logprobs_T,) = engine.logprobs([batch], temperature=1.3)
     return (logprobs_T - batch.rollout_logprobs_T)[batch.response_mask_T].abs()

@@ -150,10 +150,10 @@ def test_the_merged_forward_is_that_of_the_served_weights(folder, batch, tmp_pat
         for layer in plain.chunks[0].decoder.modules():
             if type(layer).__name__ in ("ColumnParallelLinear", "RowParallelLinear"):
                 layer.weight.data = layer.weight.data.to(getattr(torch, served)).to(layer.weight.dtype)
-    found, wanted = (e.logprobs([batch], temperature=TEMPERATURE)[0][0] for e in (engine, plain))
+    found, wanted = (e.logprobs([batch], temperature=TEMPERATURE)[0] for e in (engine, plain))
     assert torch.equal(found, wanted)
     factored = make_engine(folder, lora=LORA | {"forward": "factored"}, dtype=dtype)
-    gap = (factored.logprobs([batch], temperature=TEMPERATURE)[0][0] - wanted).abs().max()
+    gap = (factored.logprobs([batch], temperature=TEMPERATURE)[0] - wanted).abs().max()
     assert 0 < gap < (1e-4 if served == "float32" else 0.2)
 
 
@@ -162,7 +162,7 @@ def test_the_merged_forward_is_aligned_too(folder, batch, tmp_path, pieces):
     """Rows of a matrix that is split by inputs are summed in pieces by Tandem's own layer, adapters included."""
     engine = make_engine(folder, lora=LORA | {"forward": "merged"}, pieces=pieces)
     engine.save_hf(tmp_path / "merged")
-    (found, _), (base, _), (expected, _) = (
+    found, base, expected = (
         e.logprobs([batch], temperature=TEMPERATURE)[0]
         for e in (
             engine,
@@ -228,7 +228,7 @@ def test_training_starts_from_the_base(folder, batch):
         torch.equal(a, b)
         for a, b in zip(weights_of(engine).values(), weights_of(plain).values(), strict=True)
     )
-    found, wanted = (e.logprobs([batch], temperature=1.0)[0][0] for e in (engine, plain))
+    found, wanted = (e.logprobs([batch], temperature=1.0)[0] for e in (engine, plain))
     assert torch.equal(found, wanted)
     lora = Lora(config=LoraConfig(rank=64), served_dtype=torch.float32)
     first, other_seed, other_name = (
@@ -241,11 +241,11 @@ def test_training_starts_from_the_base(folder, batch):
 @pytest.mark.parametrize("forward", FORWARDS)
 def test_the_reference_is_the_policy_without_adapters(folder, batch, forward):
     engine, plain = make_engine(folder, lora=LORA | {"forward": forward}), make_engine(folder)
-    wanted = plain.logprobs([batch], temperature=1.0)[0][0]
-    before = engine.logprobs([batch], temperature=1.0)[0][0]
+    wanted = plain.logprobs([batch], temperature=1.0)[0]
+    before = engine.logprobs([batch], temperature=1.0)[0]
     with engine.without_adapters():
-        assert torch.equal(engine.logprobs([batch], temperature=1.0)[0][0], wanted)
-    assert torch.equal(engine.logprobs([batch], temperature=1.0)[0][0], before) and not torch.equal(
+        assert torch.equal(engine.logprobs([batch], temperature=1.0)[0], wanted)
+    assert torch.equal(engine.logprobs([batch], temperature=1.0)[0], before) and not torch.equal(
         before, wanted
     )
 
@@ -255,7 +255,7 @@ def test_the_reference_is_the_policy_without_adapters(folder, batch, forward):
 def test_score_and_train_are_bitwise_equal(folder, batch, dtype, forward):
     engine = make_engine(folder, lora=LORA | {"forward": forward}, dtype=dtype)
     for _ in range(2):
-        scored = engine.logprobs([batch], temperature=TEMPERATURE)[0][0]
+        scored = engine.logprobs([batch], temperature=TEMPERATURE)[0]
         trained = engine.update([batch], weighted_loss, temperature=TEMPERATURE).outputs[0]["logprobs_T"]
         assert torch.equal(scored, trained)
 

@@ -78,10 +78,10 @@ def test_logits_match_transformers_on_packed_batches(tmp_path, kind, changes):
     wanted = hf_logits(folder, batch)
     assert wanted.std() > 0.1  # the model says something
     assert (found - wanted).abs().max() <= 1e-4
-    scored = engine.logprobs([batch], temperature=0.7, with_entropy=True)[0]
+    _, (scored,) = engine.gradient([batch], weighted_loss, temperature=0.7)
     logp = torch.log_softmax(wanted / 0.7, -1)
-    assert (scored[0] - logp.gather(1, batch.targets_T[:, None]).squeeze(1)).abs().max() <= 1e-4
-    assert (scored[1] + (logp.exp() * logp).sum(-1)).abs().max() <= 1e-4
+    assert (scored["logprobs_T"] - logp.gather(1, batch.targets_T[:, None]).squeeze(1)).abs().max() <= 1e-4
+    assert (scored["entropy_T"] + (logp.exp() * logp).sum(-1)).abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("kind, changes", OWN_LAYERS)

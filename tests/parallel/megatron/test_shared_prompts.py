@@ -143,18 +143,17 @@ def test_a_policy_has_the_log_probs_and_gradients_of_whole_sequences(tmp_path, k
     engine = make_engine(make_hf_model(tmp_path, kind))
     batch = batch_of(ROWS)
     assert engine.shares_prompts and isinstance(engine_plan(engine, batch), SharedPlan)
-    (shared,), (alone,) = (
-        engine.logprobs([b], temperature=0.7, with_entropy=True) for b in (batch, whole(batch))
-    )
-    for mine, theirs in zip(shared, alone, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=2e-6)
-        assert (mine[~batch.response_mask_T] == 0).all() and (mine[batch.response_mask_T] != 0).all()
-    (mine, outputs), (theirs, _) = (
+    (mine, (shared,)), (theirs, (alone,)) = (
         engine.gradient([b], weighted_loss, temperature=0.7) for b in (batch, whole(batch))
     )
     torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+    for name in ("logprobs_T", "entropy_T"):
+        torch.testing.assert_close(shared[name], alone[name], rtol=1e-5, atol=2e-6)
+        mask_T = batch.response_mask_T
+        assert (shared[name][~mask_T] == 0).all() and (shared[name][mask_T] != 0).all()
     # The update's forward pass has the bits of the score pass.
-    assert torch.equal(outputs[0]["logprobs_T"], shared[0])
+    (scored_T,) = engine.logprobs([batch], temperature=0.7)
+    assert torch.equal(shared["logprobs_T"], scored_T)
 
 
 def engine_plan(engine, batch):

@@ -149,6 +149,21 @@ def test_a_group_that_fails_is_told_of_when_its_step_is_due():
     asyncio.run(asyncio.wait_for(steps(), 20))
 
 
+def test_a_restart_ends_groups_that_would_never_be_finished():
+    async def sample(number: int) -> ScoredGroup:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def steps():
+        pool = GroupPool(sample, max_rounds=1)
+        pool.admit(2, ahead=1)
+        await asyncio.sleep(0)  # they have started
+        await pool.restart(2)
+        assert pool.first == 2 and pool.running == pool.ready == 0
+
+    asyncio.run(asyncio.wait_for(steps(), 20))
+
+
 def test_a_replacement_starts_while_nobody_waits():
     """A group without signal admits a further one at once, not when the learner asks again."""
     is_handed_out, is_started = asyncio.Event(), asyncio.Event()

@@ -15,6 +15,7 @@ from trainer.algorithm.mismatch import (
     rejection_metrics,
     reward_metrics,
     routing_metrics,
+    rule_metrics,
     veto_metrics,
     weight_metrics,
 )
@@ -320,6 +321,16 @@ def test_extreme_log_ratios_stay_finite_and_carry_no_gradient():
     assert found["mismatch/chi2_sequence"] == pytest.approx((math.exp(40) + math.exp(-40) + 1) / 3 - 1)
 
 
+def test_what_is_measured_stays_as_it_was():
+    """Both functions overwrite their working copies, of float64 tensors too."""
+    draw = torch.Generator().manual_seed(2)
+    train_N, rollout_N = -torch.rand(2, 9, generator=draw, dtype=torch.float64)
+    given, bounds_S = [train_N.clone(), rollout_N.clone()], torch.tensor([0, 4, 9])
+    mismatch_metrics(train_N, rollout_N, bounds_S)
+    weight_metrics(train_N, rollout_N, bounds_S)
+    assert torch.equal(train_N, given[0]) and torch.equal(rollout_N, given[1])
+
+
 # ----------------------------------------------------------------------------------------------------
 # weights, rejection
 
@@ -481,6 +492,21 @@ def test_rejection_and_veto_by_hand():
     assert values(rejection_metrics({}, *counted(passed_T, nothing_T, cu_seqlens))) == {}
     below_S, _ = counted(~passed_T, nothing_T, cu_seqlens)
     assert values(veto_metrics(below_S)) == {"mismatch/veto/tokens": 0.0, "mismatch/veto/sequences": 0.0}
+
+
+def test_a_statistic_on_a_bound_is_within_it():
+    statistic = torch.tensor([0.5, 0.25, 2.0, 3.0, 1.0])
+    found = values(rule_metrics("difference_token", statistic, lower=0.5, upper=2.0, is_log_ratio=False))
+    prefix = "mismatch/rejected/difference_token"
+    assert found[f"{prefix}/above_upper"] == found[f"{prefix}/below_lower"] == pytest.approx(1 / 5)
+
+
+def test_one_value_for_all_tokens_is_refused():
+    one, all_N, bounds_S = torch.tensor([-1.0]), torch.full((4,), -1.0), torch.tensor([0, 3, 4])
+    for measure in (mismatch_metrics, weight_metrics):
+        for pair in ((one, all_N), (all_N, one)):
+            with pytest.raises(ValueError, match=r"has shape \(1,\), the responses 4 valid tokens"):
+                measure(*pair, bounds_S)
 
 
 @settings(max_examples=40, deadline=None)

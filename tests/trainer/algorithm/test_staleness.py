@@ -94,6 +94,23 @@ def test_without_lags_nothing_is_said_of_staleness():
     assert not [name for name in correct(batch, CONFIG).metrics if name.startswith("staleness")]
 
 
+def test_a_share_without_response_tokens_changes_nothing():
+    batch = lagged([4, 6, 5], seed=3)
+    batch = batch.with_fields(response_mask_T=torch.arange(15) < 10)
+    empty, whole = (correct(batch.select(rows), CONFIG).metrics for rows in ([2], [0, 1]))
+    assert not [name for name in values(empty) if name.startswith("staleness")]
+    assert values(merge_metrics([empty, whole])) == values(whole)
+
+
+def test_extreme_gaps_stay_finite():
+    batch = random_batch([2], seed=1, mask_T=torch.ones(2, dtype=torch.bool))
+    logprobs = {"old_logprobs_T": torch.tensor([-1e4, 0.0]), "rollout_logprobs_T": torch.tensor([0.0, -1e4])}
+    batch = batch.with_fields(lag_T=torch.zeros(2, dtype=torch.int16), **logprobs)
+    found = values(correct(batch, CONFIG).metrics)
+    assert found["staleness/by_lag/le_0/logprob_gap_max"] == 1e4
+    assert found["staleness/by_lag/le_0/ess"] == pytest.approx(0.5), "one of two ratios is all of the sum"
+
+
 def test_what_may_end_a_run_is_the_gap_of_the_tokens_that_the_same_weights_sampled():
     mask_T = torch.ones(6, dtype=torch.bool)
     batch = random_batch([6], seed=2, mask_T=mask_T)

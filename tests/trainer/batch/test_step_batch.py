@@ -1,4 +1,4 @@
-"""The step as it runs: split_groups -> step_batch -> scores, advantages, correction, loss weights ->
+"""The step as it runs: Division -> step_batch -> scores, advantages, correction, loss weights ->
 minibatches -> loss.
 
 Neither the number of data-parallel ranks, nor the token budget, nor the order of sequences in a packing may
@@ -54,13 +54,13 @@ from rollout.sampling.sampler import _has_signal
 from tests.support.megatron_workers import forked_context
 from tests.support.packed_batches import random_batch
 from tests.support.records import trajectory
-from trainer.algorithm.advantages import compute_advantages
+from trainer.algorithm.advantages import Advantages, compute_advantages
 from trainer.algorithm.aggregation import Mode, kept_factor
 from trainer.algorithm.correction import correct
 from trainer.algorithm.policy_loss import PolicyLoss, policy_loss
 from trainer.batch.farthest_token import Measure, farthest_token
 from trainer.batch.plan import Routing
-from trainer.batch.sharing_out import Share, split_groups
+from trainer.batch.sharing_out import Division, Share
 from trainer.batch.step_batch import StepBatch, step_batch
 from trainer.ranks.metrics import merge_over_ranks, values
 from trainer.ranks.totals import alone, total_over
@@ -392,14 +392,14 @@ def steps(draw, may_fork=True):
 
 def whole_step(groups: list[Group], num_minibatches: int, setup: Setup) -> StepResult:
     """One rank, one micro-batch per minibatch."""
-    (share,) = split_groups(groups, num_minibatches=num_minibatches, dp_size=1, token_budget=10**6)
+    (share,) = Division(num_minibatches=num_minibatches, dp_size=1, token_budget=10**6).shares(groups)
     return StepResult.total([run_step(share, setup, None)])
 
 
 def magnitudes(groups: list[Group], num_minibatches: int, setup: Setup) -> list[tuple[float, float]]:
     """Per minibatch, sums over sequences of each term's |loss| and of the gradient's norm: what rounding is
     relative to."""
-    (share,) = split_groups(groups, num_minibatches=num_minibatches, dp_size=1, token_budget=10**6)
+    (share,) = Division(num_minibatches=num_minibatches, dp_size=1, token_budget=10**6).shares(groups)
     found = []
     for index, minibatch in enumerate(weighted(share, setup, None).minibatches()):
         loss_size, gradient_size, outputs = 0.0, 0.0, []
@@ -428,7 +428,9 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, m
     groups, minibatches, num_ranks, token_budget = step
     setup = Setup(mode=mode)
     wanted = whole_step(groups, minibatches, setup)
-    shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    shares = Division(num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget).shares(
+        groups
+    )
     found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
     assert_same(found, wanted, magnitudes(groups, minibatches, setup))
 
@@ -436,7 +438,7 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, m
 def test_numbers_of_the_whole_step_are_one_list_for_all_ranks():
     """512 ranks of 16,384 sequences would be eight million of each."""
     groups = make_groups([[4] * 8], [[1.0] * 8], seed=0)
-    first, *others = split_groups(groups, num_minibatches=1, dp_size=8, token_budget=20)
+    first, *others = Division(num_minibatches=1, dp_size=8, token_budget=20).shares(groups)
     for name in ("lengths", "rewards", "group_ids", "episode_ids", "group_sizes"):
         assert all(getattr(share, name) is getattr(first, name) for share in others), name
 
@@ -469,7 +471,9 @@ setups = st.builds(
 def test_every_correction_objective_and_advantage_is_the_same_under_any_layout(ranks, step, setup, seed):
     groups, minibatches, num_ranks, token_budget = step
     wanted = whole_step(groups, minibatches, setup)
-    shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    shares = Division(num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget).shares(
+        groups
+    )
     found = ranks.run([shuffled(share, seed + rank) for rank, share in enumerate(shares)], setup)
     assert_same(found, wanted, magnitudes(groups, minibatches, setup))
 
@@ -503,7 +507,9 @@ OWN_WEIGHT = FunctionWeight(level="function", function=f"{HERE}:truncate", setti
 def test_functions_of_the_users_own_are_bitwise_the_built_in_ones(ranks, step, mode, scores_old, pairs):
     groups, minibatches, num_ranks, token_budget = step
     num_ranks = num_ranks if num_ranks < MOST_RANKS else 1
-    shares = split_groups(groups, num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    shares = Division(num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget).shares(
+        groups
+    )
     results = []
     for (objective, advantage), weight in zip(
         pairs, (ImportanceWeight(upper=UPPER), OWN_WEIGHT), strict=True
@@ -535,9 +541,9 @@ def test_old_from_the_updates_own_pass_is_old_from_a_pass_before_it(ranks, step,
     if setup.correction.weight.level != "none" and setup.correction.weight.normalise:
         # Needs the pass before, as RunConfig.scores_old says.
         setup = replace(setup, correction=TRUNCATED_TOKENS)
-    (whole,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=10**6)
+    (whole,) = Division(num_minibatches=1, dp_size=1, token_budget=10**6).shares(groups)
     wanted = StepResult.total([run_step(whole, setup, None)])
-    shares = split_groups(groups, num_minibatches=1, dp_size=num_ranks, token_budget=token_budget)
+    shares = Division(num_minibatches=1, dp_size=num_ranks, token_budget=token_budget).shares(groups)
     found = ranks.run(
         [shuffled(share, seed + rank) for rank, share in enumerate(shares)], replace(setup, scores_old=False)
     )
@@ -555,7 +561,9 @@ def test_normalisers_are_counted_over_all_ranks(ranks, mode):
     setup = Setup(mode=mode)
     wanted = whole_step(groups, 2, setup)
     for num_ranks in (2, 3):
-        found = ranks.run(split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20), setup)
+        found = ranks.run(
+            Division(num_minibatches=2, dp_size=num_ranks, token_budget=20).shares(groups), setup
+        )
         assert_same(found, wanted, magnitudes(groups, 2, setup))
 
 
@@ -678,7 +686,7 @@ def test_a_minibatch_that_forks_made_uneven_is_filled_up_by_hand():
     """Two groups of two episodes, the first of which forked; two minibatches on two ranks."""
     groups = make_groups([[5, 4, 6], [3, 4]], [[1.0, 1.0, 0.0], [0.0, 1.0]], seed=1)
     groups[0] = forked(groups[0], [False, True, False])
-    first, second = split_groups(groups, num_minibatches=2, dp_size=2, token_budget=20)
+    first, second = Division(num_minibatches=2, dp_size=2, token_budget=20).shares(groups)
     assert first.lengths == [4, 3, 5, 2, 3, 1] and first.group_sizes == [3, 2]
     assert first.episode_ids == [0, 0, 1, 2, 3, 0] and first.rewards == [1.0, 1.0, 0.0, 0.0, 1.0, 1.0]
     of_ranks = zip(_ids_by_minibatch(first), _ids_by_minibatch(second), strict=True)
@@ -687,6 +695,30 @@ def test_a_minibatch_that_forks_made_uneven_is_filled_up_by_hand():
     assert filling.token_ids.tolist() == groups[0].trajectories[0].token_ids[:2].tolist()
     assert not filling.response_mask.any() and filling.turns == []
     assert all(step_batch(share).num_episodes == 4 for share in (first, second))
+
+
+def test_episodes_are_numbered_where_one_has_forked():
+    """Else the learner would score ``old`` by a pass of its own at every step (``Learner.score``)."""
+    (group,) = make_groups([[5, 4, 6]], [[1.0, 1.0, 0.0]], seed=1)
+    division = Division(num_minibatches=1, dp_size=1, token_budget=20)
+    for groups, num_episodes, has_forks in (
+        ([group], 3, False),
+        ([forked(group, [False, True, False])], 2, True),
+    ):
+        (share,) = division.shares(groups)
+        batch = step_batch(share)
+        assert batch.num_episodes == num_episodes and (batch.episode_ids_S is not None) == has_forks
+
+
+def test_a_critics_targets_are_those_of_the_advantages():
+    (group,) = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
+    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=20).shares([group])
+    batch = step_batch(share)
+    advantages_T, returns_T = torch.rand(2, batch.packed.num_tokens)
+    for returns in (returns_T, None):
+        given = Advantages(advantages_T=advantages_T, returns_T=returns, metrics={})
+        found = batch.with_advantages(given).packed
+        assert found.advantages_T is advantages_T and found.returns_T is returns
 
 
 def test_what_fills_up_a_minibatch_has_neither_experts_nor_kept_sets():
@@ -701,7 +733,7 @@ def test_what_fills_up_a_minibatch_has_neither_experts_nor_kept_sets():
         return replace(t, **experts, **kept)
 
     group = replace(group, trajectories=[with_more(t) for t in group.trajectories])
-    for share in split_groups([group], num_minibatches=1, dp_size=2, token_budget=20):
+    for share in Division(num_minibatches=1, dp_size=2, token_budget=20).shares([group]):
         packed, filling = (
             step_batch(share, routing=routing).packed,
             [t.branch == -1 for t in share.trajectories],
@@ -716,9 +748,9 @@ def test_each_rank_has_a_multiple_of_micro_batches_also_behind_forks():
     groups = make_groups([[9, 5, 14, 4], [12, 3, 20]], [[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0]], seed=3)
     groups[0] = forked(groups[0], [False, False, True, False])
     for multiple in (1, 2, 3):
-        shares = split_groups(
-            groups, num_minibatches=1, dp_size=2, token_budget=100, microbatch_multiple=multiple
-        )
+        shares = Division(
+            num_minibatches=1, dp_size=2, token_budget=100, microbatch_multiple=multiple
+        ).shares(groups)
         assert [len(microbatches) for share in shares for microbatches in share.rows] == [multiple, multiple]
         assert sum(len(share.trajectories) for share in shares) == {1: 8, 2: 8, 3: 12}[multiple]
 
@@ -740,9 +772,9 @@ def test_groups_of_one_prompt_share_micro_batches_where_the_model_computes_it_on
         (False, [[0], [1], [2], [3], [4], [5]]),
         (True, [[0, 1, 2], [3, 4, 5]]),
     ):
-        (share,) = split_groups(
-            groups, num_minibatches=1, dp_size=1, token_budget=13, shares_prompts=shares_prompts
-        )
+        (share,) = Division(
+            num_minibatches=1, dp_size=1, token_budget=13, shares_prompts=shares_prompts
+        ).shares(groups)
         assert (
             sorted(sorted(share.sequence_ids[row] for row in rows) for rows in share.rows[0]) == micro_batches
         )
@@ -752,15 +784,15 @@ def test_rewards_of_turns_are_there_where_they_are_credited():
     """Without them an advantage is of whole episodes (``compute_advantages``)."""
     groups = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
     for credits_turns in (False, True):
-        (share,) = split_groups(
-            groups, num_minibatches=1, dp_size=1, token_budget=20, credits_turns=credits_turns
-        )
+        (share,) = Division(
+            num_minibatches=1, dp_size=1, token_budget=20, credits_turns=credits_turns
+        ).shares(groups)
         assert (step_batch(share).turn_rewards is not None) == credits_turns
 
 
 def test_lags_and_shared_prompts_are_packed_where_the_step_asks_for_them():
     groups = make_groups([[5, 4]], [[1.0, 0.0]], seed=1)
-    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=20)
+    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=20).shares(groups)
     plain, packed = step_batch(share).packed, step_batch(share, newest=3, share_prompts=True).packed
     assert plain.lag_T is None is plain.prompt_ids_S and packed.prompt_ids_S is not None
     assert (packed.lag_T[packed.response_mask_T] == 3).all(), "sampled by version 0"
@@ -768,9 +800,7 @@ def test_lags_and_shared_prompts_are_packed_where_the_step_asks_for_them():
 
 def test_groups_of_which_all_scored_samples_have_one_reward_are_packed_apart():
     groups = make_groups([[5, 5]] * 4, [[1.0, 1.0], [0.0, 1.0], [1.0, None], [None, None]], seed=1)
-    (share,) = split_groups(
-        groups, num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True
-    )  # fmt: skip
+    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True).shares(groups)  # fmt: skip
     assert [[share.sequence_ids[row] for row in rows] for rows in share.rows[0]] == [
         [2, 3],
         [0, 1, 4, 5, 6, 7],
@@ -782,7 +812,7 @@ def test_rewards_that_differ_by_the_order_of_a_sum_are_no_signal():
     rewards = [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1]
     assert rewards[0] != rewards[1]
     groups = make_groups([[5, 5]] * 2, [rewards, [0.0, 1.0]], seed=1)
-    (share,) = split_groups(groups, num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True)
+    (share,) = Division(num_minibatches=1, dp_size=1, token_budget=100, parts_no_signal=True).shares(groups)
     assert [[share.sequence_ids[row] for row in rows] for rows in share.rows[0]] == [[2, 3], [0, 1]]
     batch = step_batch(share)
     found_T = compute_advantages(batch.packed, batch.rewards_S, batch.group_ids_S, GRPO).advantages_T
@@ -800,7 +830,7 @@ def _ids_by_minibatch(share: Share) -> list[list[int]]:
 def test_groups_that_do_not_divide_into_minibatches_are_refused():
     groups = make_groups([[5], [4]], [[1.0], [0.0]], seed=1)
     with pytest.raises(ValueError, match=r"2 groups do not divide into 3 .*learner.minibatches"):
-        split_groups(groups, num_minibatches=3, dp_size=1, token_budget=20)
+        Division(num_minibatches=3, dp_size=1, token_budget=20).shares(groups)
 
 
 @pytest.mark.parametrize("forks", [False, True])
@@ -836,8 +866,8 @@ def test_rejected_tokens_have_no_weight_and_count_where_the_denominator_is_all(d
 
 def test_what_a_critic_is_averaged_by_is_counted_only_where_there_is_one():
     """Each count is a collective of the whole step."""
-    (share,) = split_groups(
-        make_groups([[5, 7], [4, 6]], [[0.0, 1.0]] * 2, seed=1), num_minibatches=2, dp_size=1, token_budget=20
+    (share,) = Division(num_minibatches=2, dp_size=1, token_budget=20).shares(
+        make_groups([[5, 7], [4, 6]], [[0.0, 1.0]] * 2, seed=1)
     )
     counted = []
 
@@ -911,7 +941,7 @@ def test_rewards_under_the_learners_policy_count_an_episode_once(ranks):
     weights = {key: math.exp(log_ratio) for key, log_ratio in log_ratios.items()}
     wanted = sum(weights[key] * rewards[key] for key in weights) / sum(weights.values())
     for num_ranks in (1, 2, 3):
-        shares = split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
+        shares = Division(num_minibatches=2, dp_size=num_ranks, token_budget=20).shares(groups)
         for found in ranks.call(reward_metrics_on_rank, shares):
             assert found["reward/as_sampled"] == pytest.approx(
                 sum(rewards[key] for key in weights) / len(weights)
@@ -964,7 +994,7 @@ def test_the_farthest_token_is_found_on_any_rank_with_its_place_and_both_values(
     if before := wanted.sibling_id:  # one without a score counts as a sibling
         siblings[before - 1] = replace(siblings[before - 1], reward=None)
     for num_ranks in (1, 2, 3):
-        shares = split_groups(groups, num_minibatches=2, dp_size=num_ranks, token_budget=20)
+        shares = Division(num_minibatches=2, dp_size=num_ranks, token_budget=20).shares(groups)
         for found in ranks.call(farthest_on_rank, shares, measure):
             assert (
                 f"group {wanted.group_id}, sibling {wanted.sibling_id}, response token {token} (from 0)"

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.megatron_workers import forked_context
-from trainer.ranks.metrics import Metric, Reduction, merge_metrics, merge_over_ranks, values
+from trainer.ranks.metrics import (
+    Metric,
+    Reduction,
+    merge_metrics,
+    merge_over_ranks,
+    per_minibatch,
+    scale_losses,
+    values,
+)
 
 
 def describe(values_T, mask_T):
@@ -93,6 +101,31 @@ def test_what_does_not_vary_has_no_correlation_and_no_spread():
     for constant in torch.linspace(0.1, 0.9, 50, dtype=torch.float64):
         assert Metric.std(constant.expand(7)).value == pytest.approx(0.0, abs=1e-7)
     assert Metric.pearson(other_T, -3 * other_T).value == pytest.approx(-1.0, abs=1e-12)
+    zeros_T = torch.zeros(1000)
+    assert Metric.pearson(zeros_T, other_T).value is None and Metric.pearson(other_T, zeros_T).value is None
+
+
+def test_rounding_takes_no_correlation_beyond_one():
+    rows = torch.rand(200, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    unbounded = [_unbounded(Metric.pearson(row, row).parts) for row in rows]
+    assert max(unbounded) > 1.0, "rounding does so to some"
+    assert all(1 - 1e-12 < Metric.pearson(row, row).value <= 1.0 for row in rows)
+    assert all(-1.0 <= Metric.pearson(row, -row).value < 1e-12 - 1 for row in rows)
+
+
+def _unbounded(parts: tuple[float, ...]) -> float:
+    count, x, y, xx, yy, xy = parts
+    return (count * xy - x * y) / math.sqrt(count * xx - x * x) / math.sqrt(count * yy - y * y)
+
+
+def test_losses_are_sums_of_a_minibatch_and_means_over_minibatches():
+    halves = [{"loss/total": Metric.loss(x), "policy/entropy": Metric.quotient(x, 1)} for x in (1.0, 2.0)]
+    minibatch = merge_metrics(halves)
+    assert values(minibatch) == {"loss/total": 3.0, "policy/entropy": 1.5}
+    assert values(scale_losses(minibatch, 0.5)) == {"loss/total": 1.5, "policy/entropy": 1.5}
+    other = {"loss/total": Metric.loss(5.0)}
+    step = merge_metrics(map(per_minibatch, (minibatch, other)))
+    assert values(step) == {"loss/total": 4.0, "policy/entropy": 1.5}
 
 
 def test_spread_keeps_its_digits_where_values_are_near_one_and_one_is_taken_off():

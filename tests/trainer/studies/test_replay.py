@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from configs.loader import ConfigError, load_config, resolved_yaml
 from configs.presets import PRESETS
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
@@ -28,11 +29,17 @@ from trainer.algorithm.aggregation import Counted, kept_factor
 from trainer.algorithm.policy_loss import policy_loss
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.recording import RecordedBatch, in_order, read_batch, write_batch
-from trainer.studies.replay import of_logprobs, replay
+from trainer.studies.replay import as_one_minibatch, of_logprobs, replay
 
 
 def config_of(**parts) -> RunConfig:
     return RunConfig.model_validate({"model": {"path": "m"}, "task": {"type": "countdown"}} | parts)
+
+
+def folder_of(tmp_path, **parts) -> RunFolder:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text(resolved_yaml(config_of(**parts)))
+    return folder
 
 
 def recorded(lengths=(5, 9, 4, 7), *, seed=0) -> RecordedBatch:
@@ -252,11 +259,54 @@ def test_the_entropy_bonus_is_left_out_and_kl_is_not():
 # names, table, figure
 
 
-def test_the_uncorrected_one_is_always_there_to_compare_with():
-    assert list(corrections_named(["tis"])) == [UNCORRECTED, "tis"]
-    assert corrections_named([]) == dict(PRESETS)
-    with pytest.raises(ValueError, match="--correction tiz: no such preset; did you mean `tis`"):
-        corrections_named(["tiz"])
+def test_the_uncorrected_one_is_always_there_to_compare_with(tmp_path):
+    folder = folder_of(tmp_path)
+    assert list(corrections_named(folder, ["tis"])) == [UNCORRECTED, "tis"]
+    assert corrections_named(folder, []) == dict(PRESETS)
+    with pytest.raises(ConfigError, match=r"(?s)--correction\n.*tiz\n.*no such preset\n.*did you mean `tis`"):
+        corrections_named(folder, ["tiz"])
+
+
+@pytest.mark.parametrize(
+    ("text", "override"),
+    [
+        ("{off_policy_mask: 0.1}", "correction={off_policy_mask: 0.1}"),
+        ("weight.upper=3.0", "correction.weight.upper=3.0"),
+        ("{preset: tis, weight: {upper: 3.0}}", "correction={preset: tis, weight: {upper: 3.0}}"),
+        ("{verl: {rollout_is: sequence}}", "correction={verl: {rollout_is: sequence}}"),
+    ],
+)
+def test_a_correction_is_read_as_a_run_of_this_config_reads_it(tmp_path, text, override):
+    folder = folder_of(tmp_path, correction={"weight": {"level": "token", "upper": 5.0}})
+    run = load_config(folder.config, [override])
+    assert corrections_named(folder, [text])[text] == run.correction
+    assert run.correction != load_config(folder.config).correction
+
+
+def test_a_mask_of_off_policy_sequences_is_replayed(tmp_path):
+    """By hand: a token of negative advantage has no gradient where its response's mean of log rollout - log current is above."""
+    folder, batch = folder_of(tmp_path, correction={"weight": {"level": "none"}}), recorded(seed=1)
+    mask = "off_policy_mask=0.05"
+    corrections = corrections_named(folder, [mask])
+    plain, masked = (replay(batch, config_of(), n, corrections[n], of_logprobs) for n in (UNCORRECTED, mask))
+    packed = as_one_minibatch(batch, config_of()).packed
+    mask_T, drift_T = packed.response_mask_T, packed.rollout_logprobs_T - packed.old_logprobs_T
+    is_far_T = torch.cat([
+        torch.full_like(there_T, (drift[there_T].mean() > 0.05).item())
+        for there_T, drift in zip(mask_T.split(packed.lengths), drift_T.split(packed.lengths), strict=True)
+    ])  # fmt: skip
+    is_cut_T = mask_T & is_far_T & (packed.advantages_T < 0)
+    assert 0 < is_cut_T.sum() < mask_T.sum() and (plain.gradient[is_cut_T] != 0).all()
+    assert torch.equal(masked.gradient, plain.gradient * ~is_cut_T)
+
+
+def test_every_preset_is_replayed_where_the_run_itself_could_not_train_with_it(tmp_path):
+    """In bypass mode there is no pass of ``old`` for a run to ask for; the recorded one is no contradiction."""
+    for learner in ({"old_logprobs": "always"}, {"routing": "old", "minibatches": 2}):
+        folder = folder_of(tmp_path, learner=learner)
+        with pytest.raises(ConfigError, match=r"correction\.mode=bypass"):
+            load_config(folder.config, ["correction=ppo_is_bypass"])
+        assert corrections_named(folder, []) == dict(PRESETS)
 
 
 def test_table_and_figure_stand_a_missing_number(tmp_path):
