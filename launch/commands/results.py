@@ -155,7 +155,7 @@ def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
     """Into the run's own ``export/``, and adapters into ``export-adapter/``."""
     if folder.newest_checkpoint() is None:
         refuse_warm_start(folder)
-        reason = folder.why_no_checkpoint()
+        reason = folder.damage_of_newest()
         error = f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{reason}"
         raise BadInput(f"{error}; set checkpoint.every to get them")
     config = load_config(folder.config, [])

@@ -229,12 +229,12 @@ def _means_text(values: Sequence[float], form: str) -> str:
 def _checkpoint_text(folder: RunFolder, now: float) -> str:
     newest = folder.newest_checkpoint()
     if newest is None:
-        return "none"
+        return f"none{folder.damage_of_newest()}"
     try:
         age = max(now - (newest / MANIFEST).stat().st_mtime, 0)
     except FileNotFoundError:  # the run has removed it meanwhile, since it has a newer one
         return _checkpoint_text(folder, now)
-    return f"step {step_of(newest)}, written {duration(age)} ago"
+    return f"step {step_of(newest)}, written {duration(age)} ago{folder.damage_of_newest()}"
 
 
 def _model_line(folder: RunFolder) -> list[tuple[str, str]]:

@@ -128,10 +128,11 @@ class RunFolder:
         """The newest checkpoint whose files are complete, by its manifest."""
         return latest_valid(self.checkpoints)
 
-    def why_no_checkpoint(self) -> str:
-        """What is wrong with the newest checkpoint, where none is complete; "" where there is none at all."""
+    def damage_of_newest(self) -> str:
+        """What is wrong with the newest checkpoint; "" where it is complete, or there is none."""
         folders = [*step_folders(self.checkpoints).values()]
-        return f" ({folders[-1].name}: {missing(folders[-1])})" if folders else ""
+        wrong = missing(folders[-1]) if folders else None
+        return f" ({folders[-1].name}: {wrong})" if wrong else ""
 
     def had_critic(self) -> bool:
         """Whether any checkpoint, whole or not, is of a critic."""

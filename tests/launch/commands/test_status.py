@@ -153,6 +153,20 @@ def test_a_model_of_earlier_steps_is_told_with_the_way_to_the_newest(folder):
         folder.put_model_aside()
 
 
+def test_a_newer_checkpoint_that_is_damaged_is_told_beside_the_one_that_is_whole(folder):
+    checkpoint(folder, 16, ago_s=9.0)
+    torn = folder.checkpoints / "step_000020"
+    torn.mkdir()
+    (torn / "weights").write_bytes(bytes(8))
+    write_manifest(torn, world_size=1)
+    assert lines_of(folder)["checkpoint"].startswith("step 20, ")
+    (torn / "weights").write_bytes(bytes(3))
+    wrong = "(step_000020: weights has 3 bytes, of which 8 were written)"
+    assert lines_of(folder)["checkpoint"] == f"step 16, written 9s ago {wrong}"
+    (folder.checkpoints / "step_000016" / "complete.json").unlink()
+    assert lines_of(folder)["checkpoint"] == f"none {wrong}"
+
+
 def test_a_look_takes_no_lock(folder):
     """Of another process's run: it is seen as running, and its claim is neither lost nor refused."""
     checkpoint(folder, 20, ago_s=1.0)
