@@ -441,6 +441,17 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(folder, file, content, sa
     assert (found["checkpoint"], found["logs"], found["reward"][:5]) == ("none", "none yet", "0.255")
 
 
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_lines_that_cannot_be_read_are_named_and_the_rest_is_shown(folder, name):
+    train(folder, 30)
+    (folder.path / name).unlink(missing_ok=True)
+    (folder.path / name).mkdir()
+    found = lines_of(folder)
+    assert found["damaged"] == f"{folder.path / name} cannot be read (Is a directory)"
+    assert found["step"] == ("none of 40 yet" if name == "metrics.jsonl" else "30 of 40 (75%), 2.0 s a step")
+    assert found["checkpoint"] == "none"
+
+
 def test_a_damaged_file_of_a_running_run_is_named(folder):
     folder.claim()
     folder.address("serve").write_text("[]")
