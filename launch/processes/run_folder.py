@@ -324,6 +324,14 @@ def _writing_in(field: str, folder: Path) -> Iterator[None]:
         raise ConfigError.of("config", field, str(folder), reason, fix) from error
 
 
+def may_be_run(path: Path) -> bool:
+    """Whether ``path`` is a run folder. One that this user cannot look into counts as one: its reader says why not."""
+    try:
+        return (path / "config.yaml").is_file()
+    except PermissionError:
+        return True
+
+
 def check_can_be_made(field: str, folder: Path) -> None:
     """Check that ``folder``, the value of ``field``, can be written to, or can be made. Leaves nothing behind.
 
