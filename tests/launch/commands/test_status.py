@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from launch.checks.arguments import BadInput
 from launch.commands import train as training
 from launch.commands.logs import log_files
 from launch.commands.status import brief_state, status
-from launch.processes.going_on import way_on
+from launch.processes.going_on import next_command, way_on
 from launch.processes.locks import _kernel_name_of, holders_of
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.stopping import Stopped
@@ -245,6 +246,23 @@ def test_how_a_stopped_run_goes_on_is_said_alike_everywhere(folder, monkeypatch,
     here = way_on(folder, here=True)
     assert here == training._after_stop(folder, Stopped(step=12, reason="SIGUSR1")).partition("; ")[2]
     assert ("tandem resume" in here, "slurm" in here) == (saved, False), "the user runs it here"
+
+
+@pytest.mark.parametrize("files", [(), ("job.json",), ("train.sbatch",)])
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_command_that_goes_on_is_the_same_behind_a_shell(tmp_path, files, saved):
+    folder = RunFolder(tmp_path / "it's $HOME" / "run 1")
+    folder.path.mkdir(parents=True)
+    for file in files:
+        (folder.path / file).touch()
+    if saved:
+        checkpoint(folder, 12, ago_s=1.0)
+    plain = next_command(RunFolder(Path("RUN")))
+    assert plain == "tandem train RUN/config.yaml", "plain names are shown as they are"
+    named = [word for word in shlex.split(next_command(folder)) if str(tmp_path) in word]
+    assert named and {word.removeprefix("resume=") for word in named} <= {
+        str(folder.path), str(folder.config), str(folder.script),
+    }  # fmt: skip
 
 
 def test_the_first_error_is_what_it_failed_by(folder):
