@@ -122,13 +122,15 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
 
 
 def _check_model(hf: Path) -> None:
-    """By config.json and the weights' headers, in milliseconds. A copy of a damaged model would look like a whole one."""
+    """By config.json, the weights' headers and the tokenizer, soon. A copy of a damaged model would look like a whole one."""
+    from launch.checks.model_files import open_tokenizer
     from parallel.planning.architecture import architecture_of
     from parallel.weights.hf_headers import weight_problems
 
     try:
         problems = weight_problems(hf, architecture_of(hf))
-    except ValueError as error:  # of config.json
+        open_tokenizer(hf)
+    except ValueError as error:  # of config.json or the tokenizer
         problems = [str(error)]
     if problems:
         fix = f"move {hf} away, and the model of the newest checkpoint is exported"
