@@ -25,7 +25,7 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
         return
     newest = folder.newest_checkpoint()
     if newest is None:
-        reason = folder.why_no_checkpoint()
+        reason = folder.damage_of_newest()
         yield f"resume: {resume} holds no complete checkpoint to go on from{reason}; {way_on(folder)}"
     elif config.critic is not None and not folder.had_critic():
         yield (

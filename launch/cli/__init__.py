@@ -121,6 +121,10 @@ def _message_and_exit_code(error: BaseException) -> tuple[object, int] | None:
             return error, 2
         case RoleFailed():
             return error, 1
+        case OSError() if (
+            error.errno in (errno.EACCES, errno.EPERM, errno.EROFS) and error.filename is not None
+        ):
+            return f"{error}; work on a copy of its folder, or ask its owner for the permission", 1
         case OSError() if error.filename is not None or error.errno in (errno.ENOSPC, errno.EDQUOT):
             return error, 1
         case RunStopped():

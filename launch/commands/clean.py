@@ -22,7 +22,7 @@ from launch.checks.arguments import BadInput
 from launch.commands.status import status
 from launch.processes.heartbeat import read_beats
 from launch.processes.locks import holders_of, locked
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, may_be_run
 from launch.processes.sweeping import Sweep
 from launch.slurm.job import is_finished, recorded_job, running_elsewhere
 from launch.tables import aligned
@@ -68,7 +68,7 @@ def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
     if not runs_dir.is_dir():
         raise BadInput(f"RUNS: {runs_dir} is not a folder; name that of launch.runs_dir, usually runs")
     folders = [runs_dir] if (runs_dir / "config.yaml").is_file() else _inside(runs_dir)
-    runs = [RunFolder(path) for path in folders if (path / "config.yaml").is_file()]
+    runs = [RunFolder(path) for path in folders if may_be_run(path)]
     if not runs:
         raise BadInput(
             f"RUNS: {runs_dir} holds no runs, so nothing of Tandem's; name that of launch.runs_dir"
@@ -188,11 +188,13 @@ def _may_be_written(run: RunFolder) -> str | None:
 def _items(run: RunFolder) -> list[Item | LeftAlone]:
     try:
         config = load_config(run.config)
-    except (ConfigError, OSError):
+        if not isinstance(config, RunConfig) or run.request.exists():
+            return []  # a warm start, an evaluation or a study leaves nothing of the kind
+        return [*_checkpoints(run, config), *_leftovers(run)]
+    except ConfigError:
         return [LeftAlone(run.path, "its config.yaml is not a config of this version, or cannot be read")]
-    if not isinstance(config, RunConfig) or run.request.exists():
-        return []  # a warm start, an evaluation or a study leaves nothing of the kind
-    return [*_checkpoints(run, config), *_leftovers(run)]
+    except OSError as error:
+        return [LeftAlone(run.path, f"{error.filename} cannot be read: {error.strerror}")]
 
 
 def _checkpoints(run: RunFolder, config: RunConfig) -> Iterator[Item | LeftAlone]:
@@ -276,7 +278,7 @@ def _has_done_all(run: RunFolder) -> bool:
 def _sweep_held(folder: Path, *, apply: bool) -> Iterator[bool]:
     """With ``apply``, no sweep can begin inside. Yields whether ``folder`` is of a sweep that nobody runs."""
     lock = folder / "lock"
-    if not (folder / "sweep.json").is_file() or not lock.is_file() or holders_of(lock):
+    if not os.path.isfile(folder / "sweep.json") or not lock.is_file() or holders_of(lock):
         yield False
         return
     with contextlib.ExitStack() as held:

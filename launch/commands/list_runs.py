@@ -7,7 +7,7 @@ import yaml
 
 from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, may_be_run
 from launch.tables import aligned
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
@@ -24,21 +24,22 @@ def run_table(runs_dir: Path, *, now: float | None = None) -> str:
     if not runs_dir.is_dir():
         raise BadInput(f"RUNS: {runs_dir} is not a folder; name that of launch.runs_dir, usually runs")
     now = time.time() if now is None else now
-    folders = [RunFolder(path) for path in runs_dir.iterdir() if not path.is_symlink()]
-    folders = [folder for folder in folders if folder.config.is_file()]
+    folders = [RunFolder(path) for path in runs_dir.iterdir() if not path.is_symlink() and may_be_run(path)]
     if not folders:
         raise BadInput(f"RUNS: {runs_dir} holds no runs; `tandem train CONFIG` makes one in launch.runs_dir")
-    written = {
-        folder: max(
-            file.stat().st_mtime for file in (folder.config, folder.metrics, folder.summary) if file.exists()
-        )
-        for folder in folders
-    }
-    rows = [
-        (*_row(folder), f"{duration(max(now - written[folder], 0))} ago")
-        for folder in sorted(folders, key=lambda folder: -written[folder])
-    ]
+    newest_first = sorted(map(_written_and_row, folders), reverse=True)
+    rows = [(*row, f"{duration(max(now - written, 0))} ago") for written, row in newest_first]
     return "\n".join(aligned([TITLES, *rows]))
+
+
+def _written_and_row(folder: RunFolder) -> tuple[float, tuple[str, str, str, str, str]]:
+    """The time of the newest file, and ``_row``. A run that cannot be read, such as another user's, hides no other one."""
+    try:
+        files = (folder.config, folder.metrics, folder.summary)
+        return max(file.stat().st_mtime for file in files if file.exists()), _row(folder)
+    except OSError as error:
+        row = (folder.path.name, f"not readable ({error.strerror})", "-", "-", "-")
+        return folder.path.stat().st_mtime, row
 
 
 def _row(folder: RunFolder) -> tuple[str, str, str, str, str]:

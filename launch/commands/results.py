@@ -122,13 +122,15 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
 
 
 def _check_model(hf: Path) -> None:
-    """By config.json and the weights' headers, in milliseconds. A copy of a damaged model would look like a whole one."""
+    """By config.json, the weights' headers and the tokenizer, soon. A copy of a damaged model would look like a whole one."""
+    from launch.checks.model_files import open_tokenizer
     from parallel.planning.architecture import architecture_of
     from parallel.weights.hf_headers import weight_problems
 
     try:
         problems = weight_problems(hf, architecture_of(hf))
-    except ValueError as error:  # of config.json
+        open_tokenizer(hf)
+    except ValueError as error:  # of config.json or the tokenizer
         problems = [str(error)]
     if problems:
         fix = f"move {hf} away, and the model of the newest checkpoint is exported"
@@ -155,7 +157,7 @@ def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
     """Into the run's own ``export/``, and adapters into ``export-adapter/``."""
     if folder.newest_checkpoint() is None:
         refuse_warm_start(folder)
-        reason = folder.why_no_checkpoint()
+        reason = folder.damage_of_newest()
         error = f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{reason}"
         raise BadInput(f"{error}; set checkpoint.every to get them")
     config = load_config(folder.config, [])

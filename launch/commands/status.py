@@ -7,9 +7,10 @@ import re
 import shutil
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -28,6 +29,8 @@ from trainer.metric_names import known, value_of
 from trainer.tracking.console import duration
 from trainer.tracking.ledger import read_ledger, summary
 from trainer.tracking.metrics_file import read_metrics
+
+Content = TypeVar("Content")
 
 PACE_STEPS = 20
 SMOOTHED_STEPS = 10
@@ -88,17 +91,29 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
     else:
         steps = config["steps"] if config else None
         file = folder.metrics
-        rows = (read_metrics(file) if file.exists() else []) if rows is None else rows
+        if rows is None:
+            rows = _read(read_metrics, file, damaged) or []
         ago = now - file.stat().st_mtime if running and rows else None
         lines += _progress_lines(rows, steps, ago, _evaluation_of(config or {}))
-        if folder.ledger.exists():
-            lines.append(("data", summary(read_ledger(folder.ledger))))
+        if (groups := _read(lambda path: summary(read_ledger(path)), folder.ledger, damaged)) is not None:
+            lines.append(("data", groups))
         lines.append(("checkpoint", _checkpoint_text(folder, now)))
         lines += _model_line(folder)
     lines += _role_lines(folder, damaged, now) if running else []
     logs = ", ".join(file.stem for file in folder.log_files())
     lines.append(("logs", f"{logs} (`tandem logs {folder.path} --role NAME`)" if logs else "none yet"))
     return Status(state=state, lines=[*lines, *(("damaged", text) for text in damaged)])
+
+
+def _read(read: Callable[[Path], Content], file: Path, damaged: list[str]) -> Content | None:
+    """What ``read`` gives of a file; None where it is missing or cannot be read, with why not in ``damaged``."""
+    try:
+        return read(file)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        damaged.append(f"{file} cannot be read ({error.strerror})")
+        return None
 
 
 def brief_state(folder: RunFolder) -> str:
@@ -234,12 +249,12 @@ def _means_text(values: Sequence[float], form: str) -> str:
 def _checkpoint_text(folder: RunFolder, now: float) -> str:
     newest = folder.newest_checkpoint()
     if newest is None:
-        return "none"
+        return f"none{folder.damage_of_newest()}"
     try:
         age = max(now - (newest / MANIFEST).stat().st_mtime, 0)
     except FileNotFoundError:  # the run has removed it meanwhile, since it has a newer one
         return _checkpoint_text(folder, now)
-    return f"step {step_of(newest)}, written {duration(age)} ago"
+    return f"step {step_of(newest)}, written {duration(age)} ago{folder.damage_of_newest()}"
 
 
 def _model_line(folder: RunFolder) -> list[tuple[str, str]]:

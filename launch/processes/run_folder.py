@@ -128,10 +128,11 @@ class RunFolder:
         """The newest checkpoint whose files are complete, by its manifest."""
         return latest_valid(self.checkpoints)
 
-    def why_no_checkpoint(self) -> str:
-        """What is wrong with the newest checkpoint, where none is complete; "" where there is none at all."""
+    def damage_of_newest(self) -> str:
+        """What is wrong with the newest checkpoint; "" where it is complete, or there is none."""
         folders = [*step_folders(self.checkpoints).values()]
-        return f" ({folders[-1].name}: {missing(folders[-1])})" if folders else ""
+        wrong = missing(folders[-1]) if folders else None
+        return f" ({folders[-1].name}: {wrong})" if wrong else ""
 
     def had_critic(self) -> bool:
         """Whether any checkpoint, whole or not, is of a critic."""
@@ -321,6 +322,14 @@ def _writing_in(field: str, folder: Path) -> Iterator[None]:
         reason = f"the run folder cannot be written: {error}"
         fix = "give a folder that can be written to, on a disk that is not full"
         raise ConfigError.of("config", field, str(folder), reason, fix) from error
+
+
+def may_be_run(path: Path) -> bool:
+    """Whether ``path`` is a run folder. One that this user cannot look into counts as one: its reader says why not."""
+    try:
+        return (path / "config.yaml").is_file()
+    except PermissionError:
+        return True
 
 
 def check_can_be_made(field: str, folder: Path) -> None:

@@ -169,6 +169,7 @@ def environment(config: RunConfig | SftConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
+        "PYTHONOPTIMIZE": "",  # empty is unset: without docstrings, transformers cannot be imported
         "HF_HUB_OFFLINE": "1",
         # -m would put the working directory before our packages, and it may hold another `trainer`.
         "PYTHONSAFEPATH": "1",

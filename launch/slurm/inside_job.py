@@ -332,7 +332,7 @@ def _requeue(folder: RunFolder, job: Job) -> None:
     else:
         next_start = "goes on from the newest checkpoint"
         if folder.newest_checkpoint() is None:
-            damage = folder.why_no_checkpoint()
+            damage = folder.damage_of_newest()
             next_start = (
                 f"finds no whole checkpoint{damage}" if damage else "begins anew, without a checkpoint"
             )

@@ -184,29 +184,31 @@ def test_a_wrong_folder_is_refused_before_the_seconds_that_torch_takes(
 
 
 @pytest.mark.parametrize(
-    ("error", "is_told"),
+    ("error", "fix"),
     [
-        (PermissionError(errno.EACCES, "Permission denied", "figures"), True),
-        (OSError(errno.ENOSPC, "No space left on device"), True),  # a write does not know its file's name
-        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), False),
-        (OSError("a bug"), False),
+        (PermissionError(errno.EACCES, "Permission denied", "figures"), "; work on a copy of its folder"),
+        (OSError(errno.EROFS, "Read-only file system", "figures"), "; work on a copy of its folder"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "report.html"), ""),
+        (OSError(errno.ENOSPC, "No space left on device"), ""),  # a write does not know its file's name
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), None),
+        (OSError("a bug"), None),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_line_and_a_bug_keeps_its_traceback(
-    monkeypatch, capsys, error, is_told
+    monkeypatch, capsys, error, fix
 ):
     def fail(run, against):
         raise error
 
     monkeypatch.setattr(results, "report", fail)
     monkeypatch.setattr(sys, "argv", ["tandem", "report", "run"])
-    with pytest.raises(SystemExit if is_told else OSError) as ended:
+    with pytest.raises(OSError if fix is None else SystemExit) as ended:
         cli.main()
-    assert (
-        (ended.value.code, capsys.readouterr().err) == (1, f"tandem: {error}\n")
-        if is_told
-        else ended.value is error
-    )
+    if fix is None:
+        assert ended.value is error
+        return
+    told = capsys.readouterr().err
+    assert ended.value.code == 1 and told.startswith(f"tandem: {error}{fix}") and told.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [[], ["train"]])

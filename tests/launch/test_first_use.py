@@ -1,5 +1,6 @@
 """What a newcomer meets first: the fields of a config, an experiment of one's own, and the list of runs."""
 
+import errno
 import json
 import os
 import re
@@ -24,8 +25,9 @@ from launch.commands.init import make_experiment
 from launch.commands.list_runs import run_table
 from launch.commands.logs import show_logs
 from launch.commands.schema import json_schema, print_schema
-from launch.processes.run_folder import RunFolder
+from launch.processes.run_folder import RunFolder, write_json
 from rollout.tiny_model import make_tiny_countdown_model
+from tests.support.unreadable import unreadable
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -271,6 +273,19 @@ def test_the_list_of_runs(tmp_path):
     ]
     with pytest.raises(BadInput, match="holds no runs"):
         run_table(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "checkpoints"])
+def test_a_run_that_cannot_be_read_hides_no_other_in_the_list(tmp_path, monkeypatch, name):
+    private, own = (make_run(tmp_path / "runs" / run, rows=[]) for run in ("private", "own"))
+    for run in (private, own):
+        run.hf.mkdir()
+        write_json(run.summary, {"steps": 10})
+    unreadable(monkeypatch, private.path / name, errno.EACCES)
+    lines = {line.split()[0]: line for line in run_table(tmp_path / "runs").splitlines()[1:]}
+    assert {run: "not readable (Permission denied)" in line for run, line in lines.items()} == {
+        "private": True, "own": False,
+    }  # fmt: skip
 
 
 def test_resume_is_train_with_the_config_of_the_run(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def shown_samples(run_dir: Path, model_path: Path) -> ShownSamples:
         except ValueError as error:
             notes.append(f"Samples left out: {error}.")
             continue
-        if samples and decode is not None:
+        if decode is not None:
             steps.append(_step(samples, decode))
     if problem is not None:
         notes.append(f"Samples: {problem}.")

@@ -129,6 +129,8 @@ def read_samples(path: Path) -> list[Sample]:
         samples = msgspec.json.Decoder(Sample).decode_lines(path.read_bytes())
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read as samples of a step: {error}") from error
+    if not samples:
+        raise ValueError(f"{path} cannot be read as samples of a step: it is empty")
     for sample in samples:
         _require_whole(path, sample)
     return samples

@@ -215,6 +215,15 @@ def test_a_damaged_model_is_not_exported_as_if_it_were_whole(finished, tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+def test_a_damaged_tokenizer_is_not_exported_as_if_it_were_whole(finished, tmp_path):
+    (finished.hf / "tokenizer.json").write_bytes(b"{")
+    with pytest.raises(
+        BadInput, match=r"its model is damaged: .*tokenizer\.json is no readable tokenizer.*move .*hf away"
+    ):
+        results.export(finished.path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_an_export_says_that_a_resume_took_its_model(finished, tmp_path, monkeypatch):
     copy = shutil.copytree
 

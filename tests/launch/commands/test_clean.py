@@ -205,6 +205,23 @@ def test_what_cannot_be_read_for_a_moment_stays_and_so_does_its_critic(littered,
     assert stays <= files(run.path)
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "checkpoints"])
+def test_a_run_that_cannot_be_read_stays_and_the_others_are_cleaned(littered, tmp_path, monkeypatch, name):
+    private = make_run(tmp_path / "runs" / "b")
+    make_finished(private)
+    make_checkpoint(private.checkpoints, 9)
+    before, (run, stays) = files(private.path), littered
+    unreadable(monkeypatch, private.path / name, errno.EACCES)
+    done = tandem("clean", str(tmp_path / "runs"), "--apply", cwd=tmp_path)
+    monkeypatch.undo()
+    assert (
+        done.returncode == 0
+        and f"left alone: {private.path}: " in done.stdout
+        and "cannot be read" in done.stdout
+    )
+    assert (files(private.path), files(run.path)) == (before, stays)
+
+
 def test_a_run_whose_summary_is_lost_is_not_finished_and_the_others_are_cleaned(littered, tmp_path):
     lost = make_run(tmp_path / "runs" / "b", checkpoint={"every": 1, "keep": 1})
     make_finished(lost)

@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ from launch.checks.arguments import BadInput
 from launch.commands import train as training
 from launch.commands.logs import log_files
 from launch.commands.status import brief_state, status
-from launch.processes.going_on import way_on
+from launch.processes.going_on import next_command, way_on
 from launch.processes.locks import _kernel_name_of, holders_of
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.stopping import Stopped
@@ -153,6 +154,20 @@ def test_a_model_of_earlier_steps_is_told_with_the_way_to_the_newest(folder):
         folder.put_model_aside()
 
 
+def test_a_newer_checkpoint_that_is_damaged_is_told_beside_the_one_that_is_whole(folder):
+    checkpoint(folder, 16, ago_s=9.0)
+    torn = folder.checkpoints / "step_000020"
+    torn.mkdir()
+    (torn / "weights").write_bytes(bytes(8))
+    write_manifest(torn, world_size=1)
+    assert lines_of(folder)["checkpoint"].startswith("step 20, ")
+    (torn / "weights").write_bytes(bytes(3))
+    wrong = "(step_000020: weights has 3 bytes, of which 8 were written)"
+    assert lines_of(folder)["checkpoint"] == f"step 16, written 9s ago {wrong}"
+    (folder.checkpoints / "step_000016" / "complete.json").unlink()
+    assert lines_of(folder)["checkpoint"] == f"none {wrong}"
+
+
 def test_a_look_takes_no_lock(folder):
     """Of another process's run: it is seen as running, and its claim is neither lost nor refused."""
     checkpoint(folder, 20, ago_s=1.0)
@@ -231,6 +246,23 @@ def test_how_a_stopped_run_goes_on_is_said_alike_everywhere(folder, monkeypatch,
     here = way_on(folder, here=True)
     assert here == training._after_stop(folder, Stopped(step=12, reason="SIGUSR1")).partition("; ")[2]
     assert ("tandem resume" in here, "slurm" in here) == (saved, False), "the user runs it here"
+
+
+@pytest.mark.parametrize("files", [(), ("job.json",), ("train.sbatch",)])
+@pytest.mark.parametrize("saved", [False, True])
+def test_the_command_that_goes_on_is_the_same_behind_a_shell(tmp_path, files, saved):
+    folder = RunFolder(tmp_path / "it's $HOME" / "run 1")
+    folder.path.mkdir(parents=True)
+    for file in files:
+        (folder.path / file).touch()
+    if saved:
+        checkpoint(folder, 12, ago_s=1.0)
+    plain = next_command(RunFolder(Path("RUN")))
+    assert plain == "tandem train RUN/config.yaml", "plain names are shown as they are"
+    named = [word for word in shlex.split(next_command(folder)) if str(tmp_path) in word]
+    assert named and {word.removeprefix("resume=") for word in named} <= {
+        str(folder.path), str(folder.config), str(folder.script),
+    }  # fmt: skip
 
 
 def test_the_first_error_is_what_it_failed_by(folder):
@@ -431,6 +463,17 @@ def test_a_damaged_file_is_named_and_the_rest_is_shown(folder, file, content, sa
     assert found["step"] == ("30, 2.0 s a step" if file == "config.yaml" else "30 of 40 (75%), 2.0 s a step")
     assert found["run"] == f"{'(name unknown)' if file == 'config.yaml' else 'tiny'} in {folder.path}"
     assert (found["checkpoint"], found["logs"], found["reward"][:5]) == ("none", "none yet", "0.255")
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "ledger.jsonl"])
+def test_lines_that_cannot_be_read_are_named_and_the_rest_is_shown(folder, name):
+    train(folder, 30)
+    (folder.path / name).unlink(missing_ok=True)
+    (folder.path / name).mkdir()
+    found = lines_of(folder)
+    assert found["damaged"] == f"{folder.path / name} cannot be read (Is a directory)"
+    assert found["step"] == ("none of 40 yet" if name == "metrics.jsonl" else "30 of 40 (75%), 2.0 s a step")
+    assert found["checkpoint"] == "none"
 
 
 def test_a_damaged_file_of_a_running_run_is_named(folder):

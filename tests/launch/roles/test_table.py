@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ import pytest
 from configs.schema.layout import parse_layout
 from launch.processes.run_folder import RunFolder
 from launch.roles import table
+from launch.roles.start import environment
 from parallel.checkpoints.checkpoint import CheckpointError, DamagedCheckpoint
 from parallel.checkpoints.files import step_folder
 
@@ -34,6 +37,15 @@ def test_a_role_may_open_as_many_files_as_the_system_lets_it(monkeypatch, tmp_pa
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert found == [(min(hard, table.MOST_OPEN_FILES), hard)]
+
+
+def test_a_role_keeps_its_docstrings(monkeypatch):
+    """transformers reads its own as it is imported: without them no server started."""
+    monkeypatch.setenv("PYTHONOPTIMIZE", "2")
+    config = SimpleNamespace(launch=SimpleNamespace(threads_per_process=1))
+    ask = [sys.executable, "-S", "-c", "import sys; print(sys.flags.optimize)"]
+    environments = (os.environ, os.environ | environment(config))
+    assert [subprocess.check_output(ask, env=env, text=True).strip() for env in environments] == ["2", "0"]
 
 
 @pytest.mark.parametrize("name", table.BESIDE_A_RUN)

@@ -72,6 +72,7 @@ def test_without_score_turns_and_finite_numbers(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
+        lambda line: b"",
         lambda line: line[: len(line) // 2],
         lambda line: b"\xff" + line,
         lambda line: line.replace(b'"end":4', b'"end":6'),
