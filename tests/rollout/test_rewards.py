@@ -349,6 +349,12 @@ def score(prompt_text, response_text, reference):
         sys.exit(3)
     if response_text == "die":
         os._exit(7)
+    if response_text == "fork":
+        child = os.fork()
+        if not child:
+            raise KeyError("lost")
+        os.waitpid(child, 0)
+        return 0.25
     if response_text == "hang":
         while True:
             time.sleep(60)
@@ -495,6 +501,12 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
     assert scores["parts"].parts == {"style": 1.0}
     assert "said by reward code" not in capfd.readouterr().out
     assert children() == before
+
+
+def test_a_function_that_forks_does_not_answer_twice(user_module):
+    """A child that comes back by an exception would answer too, and each later sample would get the reward of the one before."""
+    scores = scores_of(function_config(user_module), "fork", "numpy", "fine")
+    assert [(score.value, score.error) for score in scores] == [(0.25, None), (0.5, None), (1.0, None)]
 
 
 @pytest.mark.parametrize("response", ["hang", "hang in C"])
