@@ -369,7 +369,7 @@ def score(prompt_text, response_text, reference):
         return os.getpid()
     return {
         "nan": float("nan"), "inf": -float("inf"), "none": None, "text": "1", "bool": True, "numpy": numpy.float32(0.5),
-        "huge": 10 ** 400, "parts": (0.5, {"style": 1}), "bad part": (0.5, {"style": float("nan")}), "bad parts": (0.5, 3),
+        "huge": 10 ** 400, "beyond": 1e39, "parts": (0.5, {"style": 1}), "bad part": (0.5, {"style": float("nan")}), "bad parts": (0.5, 3),
     }.get(response_text, float(prompt_text == "p" and reference == "r"))
 
 async def answer(response_text):
@@ -484,6 +484,7 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
         "nan": "is nan, which is not finite",
         "inf": "is -inf, which is not finite",
         "huge": "OverflowError",
+        "beyond": r"the reward is 1e\+39, and float32 ends at 3.40282e\+38",
         "none": "must be a number, not <class 'NoneType'>",
         "text": "must be a number, not str '1'",
         "bad part": "part 'style' is nan",
