@@ -7,6 +7,7 @@ from numbers import Real
 
 import numpy as np
 
+from rollout.environments.tandem_worker.failures import readable
 from rollout.records import Score
 from rollout.user_code import further_parameters, import_function
 
@@ -59,7 +60,7 @@ def _refuse_others(path: str, function: RewardFunction) -> None:
 
 
 def to_score(returned: object) -> Score:
-    """The score that a reward function returned.
+    """The score that a reward function returned. Names of parts, in which a model may have a say, are made what UTF-8 carries.
 
     Raises:
         TypeError: the value is neither a real number nor a pair of a real number and a dict of them.
@@ -75,7 +76,7 @@ def to_score(returned: object) -> Score:
         raise ValueError(f"the reward is {reward:g}, and float32 ends at {LARGEST:g}")
     return Score(
         value=reward,
-        parts={name: _finite_number(part, f"part {name!r}") for name, part in parts.items()},
+        parts={readable(name): _finite_number(part, f"part {name!r}") for name, part in parts.items()},
     )
 
 
