@@ -35,7 +35,8 @@ class EnvironmentLimits(Schema):
     tokens less than the model's positions and rollout.max_total_tokens, and 7 less in front of a turn."""
     timeout_s: Seconds = 600.0
     """Deadline of an episode. A later one is cancelled and not scored (``time_limit``). Time in which a turn waits for a
-    place at the servers, or for a server that is started again, does not count."""
+    place at the servers, or for a server that is started again, does not count, nor does the time of the run's ``reward``,
+    which has limits of its own."""
     max_concurrency: Count = 512
     """Episodes under way at the same time."""
     reward_at_limit: FiniteFloat | None = 0.0

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.loader import Finding, ParsedConfig
 from configs.schema import RunConfig, SftConfig, kind_of
+from configs.schema.environment import ChatEnvironment, TokenEnvironment
 from configs.schema.launch import NodesConfig
 from configs.schema.task import TaskConfig
 from launch.checks.arguments import BadInput, check_new_folder
@@ -20,6 +21,7 @@ from launch.checks.devices import Device, device_of, gpus_here
 from launch.checks.disk_space import disk_problems
 from launch.checks.findings import finding_of
 from launch.checks.inputs import input_findings
+from launch.checks.model_files import check_tools_template
 from launch.checks.models import check_models, has_model_configs
 from launch.checks.resuming import resume_problems
 from launch.processes.placement import check_placement
@@ -197,20 +199,26 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
 
         yield from finding_of("environment", check_openenv, config.environment)
     elif config.environment.type != "single_turn":
-        from rollout.environments.processes import check_environment
-
-        yield from finding_of(
-            "environment.environment",
-            check_environment,
-            config.environment,
-            _print_comment,
-            config.key_variables,
-        )
+        yield from _check_environment(config, config.environment)
     if config.resume is not None and config.resume.is_dir():
         yield from (("resume", error) for error in resume_problems(config, config.resume, _print_comment))
     if runs == EVALUATION and getattr(config.task, "heldout_path", "generated") is None:
         error = "task.heldout_path=null gives no held-out problems to evaluate on"
         yield "task.heldout_path", f"{error}; name a file of them"
+
+
+def _check_environment(
+    config: RunConfig, environment: ChatEnvironment | TokenEnvironment
+) -> Iterator[Finding]:
+    from rollout.environments.processes import check_environment
+
+    try:
+        ready = check_environment(environment, _print_comment, config.key_variables)
+    except ValueError as error:
+        yield "environment.environment", str(error)
+        return
+    if ready.tools and isinstance(environment, ChatEnvironment) and environment.template == "chat":
+        yield from check_tools_template(config, ready.tools)
 
 
 def _problem_of_source(config: RunConfig, source: str | None) -> "Problem | None":

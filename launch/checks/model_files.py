@@ -1,7 +1,7 @@
 """Reads the model's folder before anything starts: headers of the weights, the tokenizer, its chat template."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,22 +75,35 @@ def check_tokenizer(config: RunConfig | SftConfig, tokenizer: "Tokenizer") -> It
         yield from finding_of("environment.template", _check_is_continued, config, tokenizer)
 
 
-def _check_is_continued(config: RunConfig, tokenizer: "Tokenizer") -> None:
-    """Check that messages can follow what was sampled. Of tools nothing is known before the environment starts, and a template
-    for them may be another one. Raises ValueError."""
+def check_tools_template(config: RunConfig, tools: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Tries the chat template with the tools of an environment, which are known once it has been made. What is wrong without
+    them is reported with the tokenizer."""
+    tokenizer = None
+    with contextlib.suppress(ValueError):
+        tokenizer = open_tokenizer(config.model.path)
+    if tokenizer is not None and not any(check_tokenizer(config, tokenizer)):
+        yield from finding_of("environment.template", _check_is_continued, config, tokenizer, tools)
+
+
+def _check_is_continued(
+    config: RunConfig, tokenizer: "Tokenizer", tools: Sequence[Mapping[str, Any]] = ()
+) -> None:
+    """Check that messages can follow what was sampled. A template for tools may be another one, which is tried once they are
+    known. Raises ValueError."""
     from rollout.environments.rendering import ChatRenderer
 
     arguments, templates = config.model.chat_template_kwargs, tokenizer.chat_template
-    if isinstance(templates, dict) and "tool_use" in templates and config.environment.type != "agent":
+    is_for_tools = isinstance(templates, dict) and "tool_use" in templates
+    if is_for_tools and not tools and config.environment.type != "agent":
         return
     try:
-        ChatRenderer(tokenizer, arguments=arguments)
+        ChatRenderer(tokenizer, tools=tools, arguments=arguments)
     except ValueError:
         from rollout.tokenization import load_tokenizer
 
         # Its files do not say all that transformers makes of them; it decides, and takes seconds.
         try:
-            ChatRenderer(load_tokenizer(config.model.path), arguments=arguments)
+            ChatRenderer(load_tokenizer(config.model.path), tools=tools, arguments=arguments)
         except ValueError as error:
             raise ValueError(f"{error}, or set environment.template=plain") from error
 

@@ -40,7 +40,12 @@ KILLED = 128 + 9
 
 @asynccontextmanager
 async def agent_starter(config: AgentEnvironment, keys: Collection[str] = ()) -> AsyncIterator[AgentStarter]:
-    """keys: see ``users_variables``. Raises ValueError where the command cannot be used."""
+    """keys: see ``users_variables``.
+
+    Raises:
+        ValueError: the command cannot be used.
+        EnvironmentStartError: a module of ``preload`` cannot be imported.
+    """
     command, inherited = command_of(config), partial(users_variables, config, keys)
     if not config.preload:
         yield NewProcesses(command, inherited)
@@ -53,6 +58,7 @@ async def agent_starter(config: AgentEnvironment, keys: Collection[str] = ()) ->
     async with AgentTemplate(
         command, config.preload, inherited, start_timeout_s=config.start_timeout_s
     ) as template:
+        await template.ready()  # no episode's time
         yield template
 
 
@@ -60,9 +66,8 @@ def check_agent(config: AgentEnvironment, keys: Collection[str] = ()) -> None:
     """keys: see ``users_variables``. Raises ValueError where the command, a parser's name or a module of ``preload`` cannot be used."""
 
     async def start_template() -> None:
-        async with agent_starter(config, keys) as starter:
-            if isinstance(starter, AgentTemplate):
-                await starter.ready()
+        async with agent_starter(config, keys):
+            pass
 
     check_parser_names(config)
     try:
@@ -72,7 +77,7 @@ def check_agent(config: AgentEnvironment, keys: Collection[str] = ()) -> None:
 
 
 class AgentTemplate:
-    """Starts agents, inside ``async with``. The template is started with the first.
+    """Starts agents, inside ``async with``. Where the template has ended, the next agent starts another.
 
     Args:
         command: a Python, its script, and the script's arguments.

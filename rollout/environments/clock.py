@@ -1,4 +1,5 @@
-"""The time of an episode. It stands still while a request of the episode waits for servers, which is no fault of its own."""
+"""The time of an episode. It stands still while a request of the episode waits for servers, or its reward is computed: neither
+is a fault of its own."""
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator

@@ -141,9 +141,11 @@ class Episodes:
         limits: EpisodeLimits,
         texts: Texts,
         score: ScoreText,
+        end_s: float = 0.0,
     ) -> None:
+        """end_s: time to end an episode that watches ``timeout_s`` itself."""
         self._environment, self._config, self._limits = environment, config, limits
-        self._texts, self._score = texts, score
+        self._texts, self._score, self._end_s = texts, score, end_s
         self._places = asyncio.Semaphore(config.max_concurrency)
 
     async def sample(
@@ -179,7 +181,7 @@ class Episodes:
 
     async def _outcome(self, prompt: Prompt, context: EpisodeContext) -> Outcome:
         try:
-            async with context.deadline(self._config.timeout_s) as deadline:
+            async with context.deadline(self._config.timeout_s + self._end_s) as deadline:
                 outcome = checked(await self._run(prompt, context))
         except EpisodeEnded as end:
             outcome = Outcome(reward=self._config.reward_at_limit, status=end.status)
@@ -191,6 +193,8 @@ class Episodes:
             if not deadline.expired():
                 return _failed(error)
             limit = f"no outcome within environment.timeout_s={self._config.timeout_s:g} s"
+            if self._end_s:
+                limit += f" and {self._end_s:g} s to end it"
             return Outcome(reward=None, status=Status.TIME_LIMIT, error=limit)
         except asyncio.CancelledError as error:
             if (task := asyncio.current_task()) is None or task.cancelling():

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 BOTH: tuple[PromptsOf, PromptsOf] = ("training", "held-out")
 _AFTER_AGENT_S = 60.0
-"""Time to end an agent and to score its episode, after its own deadline."""
+"""Time to end an agent, after its own deadline, whose error has the end of what the agent wrote."""
 _Block = TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment
 
 
@@ -83,9 +83,13 @@ async def sample_makers(
                 max_prompt_tokens=min(limit.prompt for limit in most),
                 max_new_tokens=max_new_tokens,
             )
-            around = limits_around(block)
             return Episodes(
-                environments[which], config=around, limits=limits, texts=texts, score=scorer.score
+                environments[which],
+                config=limits_around(block),
+                limits=limits,
+                texts=texts,
+                score=scorer.score,
+                end_s=_AFTER_AGENT_S if block.type == "agent" else 0.0,
             )
 
         yield episodes
@@ -131,11 +135,7 @@ def limits_around(block: _Block) -> EnvironmentLimits:
     if block.type == "tokens" or block.type == "openenv":
         return block
     # No episode waits for a process of another: that would count as its own time.
-    changed: dict[str, float] = {"max_concurrency": max_processes(block)}
-    if block.type == "agent":
-        # The agent's own deadline comes first: its error has the end of what the agent wrote.
-        changed["timeout_s"] = block.timeout_s + _AFTER_AGENT_S
-    return block.model_copy(update=changed)
+    return block.model_copy(update={"max_concurrency": max_processes(block)})
 
 
 def renderer_maker(

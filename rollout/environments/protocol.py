@@ -118,8 +118,8 @@ class Context(Protocol):
         ...
 
     def deadline(self, seconds: float) -> AbstractAsyncContextManager[asyncio.Timeout]:
-        """``asyncio.timeout`` for parts of the episode. Time in which a turn waits for servers, or for a place there, does
-        not count, as with ``environment.timeout_s``."""
+        """``asyncio.timeout`` for parts of the episode. Time in which a turn waits for servers, or for a place there, or in
+        which ``score`` is under way, does not count, as with ``environment.timeout_s``."""
         ...
 
     def encode(self, text: str) -> list[int]:

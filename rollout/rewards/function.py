@@ -5,8 +5,14 @@ import math
 from collections.abc import Callable
 from numbers import Real
 
+import numpy as np
+
+from rollout.environments.tandem_worker.failures import readable
 from rollout.records import Score
 from rollout.user_code import further_parameters, import_function
+
+LARGEST = float(np.finfo(np.float32).max)
+"""The learner has rewards in float32."""
 
 RewardFunction = Callable[..., float | tuple[float, dict[str, float]]]
 """f(prompt, response, reference) -> value, or (value, parts). It may be ``async``, and may have further
@@ -54,20 +60,23 @@ def _refuse_others(path: str, function: RewardFunction) -> None:
 
 
 def to_score(returned: object) -> Score:
-    """The score that a reward function returned.
+    """The score that a reward function returned. Names of parts, in which a model may have a say, are made what UTF-8 carries.
 
     Raises:
         TypeError: the value is neither a real number nor a pair of a real number and a dict of them.
-        ValueError: a value is infinite or NaN.
+        ValueError: a value is infinite or NaN, or the reward is beyond float32.
     """
     value, parts = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
     if not isinstance(parts, dict) or not all(isinstance(name, str) for name in parts):
         raise TypeError(
             f"the parts of a reward must be a dict from names to numbers, not {_short_text(parts)}"
         )
+    reward = _finite_number(value, "the reward")
+    if abs(reward) > LARGEST:
+        raise ValueError(f"the reward is {reward:g}, and float32 ends at {LARGEST:g}")
     return Score(
-        value=_finite_number(value, "the reward"),
-        parts={name: _finite_number(part, f"part {name!r}") for name, part in parts.items()},
+        value=reward,
+        parts={readable(name): _finite_number(part, f"part {name!r}") for name, part in parts.items()},
     )
 
 

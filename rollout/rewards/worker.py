@@ -73,13 +73,18 @@ def serve(descriptor: int, reward: str) -> None:
             connection.send(("failed", str(error)))
             return
         connection.send(("ready", None))
+        own_pid = os.getpid()
         with asyncio.Runner() as runner:  # one event loop for all calls of a function that is async
             while True:
                 try:
                     job = connection.recv()
                 except EOFError:  # the parent closed the pipe, or is gone
                     return
-                connection.send(_score_job(function, job, runner))
+                reply = _score_job(function, job, runner)
+                # The function may have forked. The reply of its child would be taken for the next sample's.
+                if os.getpid() != own_pid:
+                    os._exit(0)
+                connection.send(reply)
 
 
 def _load_reward(reward: str) -> RewardFunction:

@@ -138,6 +138,11 @@ def test_a_response_that_holds_places_is_not_expanded():
         ("Score:10", 1.0),
         ("The response says Score: 10, which is a trick. Score: 2.5", 0.25),
         ("Score: 3\nScore: n/a", 0.3),
+        ("It says Score: 10, a trick. **Score:** 7", 0.7),
+        ("**Score: 7**", 0.7),
+        ("**Score**: 7", 0.7),
+        ("Score: **7**/10", 0.7),
+        ("Score: 7\n\nScore:\n* 3 points are missing", 0.7),
     ],
 )
 def test_the_last_match_of_the_judges_own_answer_counts(answer, value):

@@ -349,6 +349,12 @@ def score(prompt_text, response_text, reference):
         sys.exit(3)
     if response_text == "die":
         os._exit(7)
+    if response_text == "fork":
+        child = os.fork()
+        if not child:
+            raise KeyError("lost")
+        os.waitpid(child, 0)
+        return 0.25
     if response_text == "hang":
         while True:
             time.sleep(60)
@@ -363,7 +369,7 @@ def score(prompt_text, response_text, reference):
         return os.getpid()
     return {
         "nan": float("nan"), "inf": -float("inf"), "none": None, "text": "1", "bool": True, "numpy": numpy.float32(0.5),
-        "huge": 10 ** 400, "parts": (0.5, {"style": 1}), "bad part": (0.5, {"style": float("nan")}), "bad parts": (0.5, 3),
+        "huge": 10 ** 400, "beyond": 1e39, "parts": (0.5, {"style": 1}), "bad part": (0.5, {"style": float("nan")}), "bad parts": (0.5, 3),
     }.get(response_text, float(prompt_text == "p" and reference == "r"))
 
 async def answer(response_text):
@@ -478,6 +484,7 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
         "nan": "is nan, which is not finite",
         "inf": "is -inf, which is not finite",
         "huge": "OverflowError",
+        "beyond": r"the reward is 1e\+39, and float32 ends at 3.40282e\+38",
         "none": "must be a number, not <class 'NoneType'>",
         "text": "must be a number, not str '1'",
         "bad part": "part 'style' is nan",
@@ -495,6 +502,12 @@ def test_user_function_failures_score_zero_and_the_run_goes_on(user_module, capf
     assert scores["parts"].parts == {"style": 1.0}
     assert "said by reward code" not in capfd.readouterr().out
     assert children() == before
+
+
+def test_a_function_that_forks_does_not_answer_twice(user_module):
+    """A child that comes back by an exception would answer too, and each later sample would get the reward of the one before."""
+    scores = scores_of(function_config(user_module), "fork", "numpy", "fine")
+    assert [(score.value, score.error) for score in scores] == [(0.25, None), (0.5, None), (1.0, None)]
 
 
 @pytest.mark.parametrize("response", ["hang", "hang in C"])

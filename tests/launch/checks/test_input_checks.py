@@ -720,6 +720,31 @@ def test_the_template_for_tools_is_taken_where_there_are_tools(tmp_path, place):
     check_template_arguments(ours, {"depth": 3})  # which the one for tools reads
 
 
+FAILS_WITH_TOOLS = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        FAILS_WITH_TOOLS,
+        [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": FAILS_WITH_TOOLS}],
+    ],
+)
+def test_the_template_is_tried_with_the_tools_of_an_environment(text, monkeypatch):
+    template(text)()
+    monkeypatch.syspath_prepend(Path.cwd())
+    source = "class Game:\n    {tools}\n    def reset(self, problem): ...\n    def step(self, message): ...\n"
+    tools = f"tools = [{TOOL}]"
+    for name in ("with_tools", "without"):
+        Path(f"{name}.py").write_text(source.format(tools=tools if name == "with_tools" else ""))
+    chat = "environment={{type: chat, environment: '{}:Game', tool_call_parser: qwen25{}}}"
+    assert problems(chat.format("without", "")) == []
+    assert problems(chat.format("with_tools", ", template: plain")) == []
+    (problem,) = problems(chat.format("with_tools", ""))
+    assert problem.field == "environment.template"
+    assert "no tools" in problem.error and "or set environment.template=plain" in problem.fix
+
+
 def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):
     template(
         "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"

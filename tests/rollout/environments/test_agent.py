@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import psutil
 import pytest
 
@@ -465,6 +466,14 @@ def test_limits_of_an_episode_are_no_fault(tmp_path):
     (one,) = samples_of(handled, tmp_path, seeds=[1], limits=limits)
     _, second = two_turns(1, "7")
     assert (one.reward, one.status) == (len(second) / 2, Status.TURN_LIMIT)
+
+
+def test_names_of_parts_can_be_sent_to_the_learner(tmp_path):
+    """Half of a surrogate pair, as JSON can write it, ended the sample role."""
+    script = ASK + r"""ask(); print('{"reward": 1, "parts": {"\\ud800": 2}}')"""
+    (one,) = samples_of(script, tmp_path, seeds=[1], reward="agent")
+    assert one.parts["?"] == 2.0
+    assert msgspec.msgpack.encode(one.parts)
 
 
 def test_a_failing_engine_ends_the_run_at_once(tmp_path):

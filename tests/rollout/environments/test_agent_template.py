@@ -142,6 +142,7 @@ def test_modules_are_imported_once(tmp_path):
 
     async def play() -> list[str]:
         async with agent_starter(config) as starter:
+            assert (tmp_path / "log").read_text() == "imported\n"  # which is no episode's time
             done = await asyncio.gather(*(played(starter) for _ in range(4)))
         return [process.last_line for _, process in done]
 
@@ -207,6 +208,8 @@ def test_an_episode_that_is_cancelled_while_the_template_starts_fails_no_other(t
     async def play() -> int:
         config = agent(tmp_path, "", preload=("json",))
         async with agent_starter(config) as starter, asyncio.timeout(DEADLINE_S):
+            assert isinstance(starter, AgentTemplate)
+            await starter._end()
             monkeypatch.setattr(asyncio, "create_subprocess_exec", never)
             first = asyncio.ensure_future(played(starter))
             await starting.wait()

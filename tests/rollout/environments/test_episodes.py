@@ -59,7 +59,7 @@ async def score_by_length(prompt: Prompt, text: str, num_tokens: int, finish_rea
     )
 
 
-def episodes(run, *, engine=None, limits=None, **config) -> Episodes:
+def episodes(run, *, engine=None, limits=None, score=None, end_s=0.0, **config) -> Episodes:
     class Scripted:
         async def run(self, problem, context):
             return await run(problem, context)
@@ -69,7 +69,8 @@ def episodes(run, *, engine=None, limits=None, **config) -> Episodes:
         config=TokenEnvironment(environment="m:C", **config),
         limits=limits or EpisodeLimits(max_turns=9, max_tokens=200, max_new_tokens=6),
         texts=TEXTS,
-        score=score_by_length,
+        score=score or score_by_length,
+        end_s=end_s,
     )
 
 
@@ -585,6 +586,31 @@ def test_waiting_for_servers_is_no_time_of_the_episode(thinks_s, status):
     run_jumping(play())
 
 
+@pytest.mark.parametrize(("thinks_s", "status"), [(0.0, Status.OK), (301.0, Status.TIME_LIMIT)])
+def test_the_reward_is_no_time_of_the_episode(thinks_s, status):
+    """A judge that takes longer than an episode may: it has retries and deadlines of its own, after which the run ends."""
+
+    async def slow_score(problem, text, **_):
+        await jump(1000.0)
+        return Score(value=1.0)
+
+    async def run(problem, context):
+        context.observe(problem.token_ids)
+        await context.act()
+        await jump(thinks_s)
+        score = await context.score("")
+        await jump(thinks_s)
+        return Outcome.of(score)
+
+    async def play():
+        (one,) = await episodes(run, score=slow_score, timeout_s=600.0).sample(
+            FakeEngine(), PROMPT, [11], temperature=0.5
+        )
+        assert one.status is status, one.error
+
+    run_jumping(play())
+
+
 def returns(value):
     async def run(problem, context):
         context.observe(problem.token_ids)
@@ -618,6 +644,12 @@ def test_what_goes_wrong_in_an_episode_is_no_score(run, status, message):
         assert (one.reward, one.status, one.correct) == (None, status, False)
         assert re.search(message, one.error), one.error
     pack([group_of(sample(episodes(run, **limit)))])  # even one without a turn has a place in the batch
+
+
+def test_a_late_episode_is_told_the_limit_of_the_config():
+    maker = episodes(hangs, timeout_s=0.05, end_s=0.01)
+    (one,) = sample(maker, seeds=[11])
+    assert one.error == "no outcome within environment.timeout_s=0.05 s and 0.01 s to end it"
 
 
 def test_a_failure_of_the_engine_is_no_failure_of_the_episode():
