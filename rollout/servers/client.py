@@ -13,6 +13,7 @@ from functools import partial
 import aiohttp
 import orjson
 
+from configs.schema.rollout import LATE_RETRIES
 from rollout.client import ClientStats, GenerationError, KnownExperts, PromptTooLongError, Session
 from rollout.connections import PEER_TIMEOUT_S, REUSE_S, is_unreachable
 from rollout.gathering import all_or_first_error
@@ -291,14 +292,16 @@ class SGLangClient:
     async def _request_with_retries(
         self, attempt: Callable[[str], Awaitable[list[Completion]]], count: int, session: Session | None
     ) -> list[Completion]:
-        num_counted, patience = 0, _NetworkPatience(self._peer_timeout_s)
+        num_counted, num_late, patience = 0, 0, _NetworkPatience(self._peer_timeout_s)
 
         def count_failure(error: Exception, failures: list[str]) -> None:
-            nonlocal num_counted
+            nonlocal num_counted, num_late
             is_cut, is_late = patience.covers(error), isinstance(error, _TimedOut)
             num_counted += not is_cut
+            num_late += is_late
             may_return = self._servers_restart and self._are_all_lost() and not is_cut
-            if num_counted > self._max_retries and not may_return:
+            is_over = num_counted > self._max_retries or num_late > LATE_RETRIES
+            if is_over and not may_return:
                 last = failures[-1 - self._max_retries :]
                 fix = "; raise rollout.request_timeout_s, or lower rollout.max_concurrency" if is_late else ""
                 raise GenerationError(
@@ -315,7 +318,7 @@ class SGLangClient:
         )
 
     def _tell_of_late(self, failure: str) -> None:
-        """At once, since the learner may give up before the last attempt is late; and once for each step."""
+        """At once, since its next attempt may take as long; and once for each step."""
         if not self._newest.has_told_late:
             self._newest.has_told_late = True
             logger.warning(
