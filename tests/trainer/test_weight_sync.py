@@ -173,7 +173,9 @@ class Replica:
     def _broadcast(self, flat: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([flat], options).wait()
+        # Kept until it has ended: gloo waits for that where the last owner leaves the group, with the interpreter's lock.
+        group = self._group
+        group.broadcast([flat], options).wait()
 
     def _load(self, bucket: Sequence[Sent], flat: Tensor, version: int | None) -> None:
         for sent, part in zip(bucket, flat.split([sent.nbytes for sent in bucket]), strict=True):
@@ -287,7 +289,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
     monkeypatch.setattr(weight_sync, "plan_transfer", partial(plan_transfer, max_bytes=MAX_BYTES))
     # Those of the tests before may still be there.
     monkeypatch.setattr(stage_sender, "GROUP", f"test-{next(GROUPS)}")
-    controls = []
+    controls, syncs = [], []
 
     def make(
         num_replicas: int = 1,
@@ -316,10 +318,12 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
             rollout, learner.engine.dtype, is_aligned=is_aligned, compares_samples=compares_samples
         )
         launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
-        sync = WeightSync(learner, control, rollout, launch, agreement=agreement, lives=lives)
-        return sync, control
+        syncs.append(WeightSync(learner, control, rollout, launch, agreement=agreement, lives=lives))
+        return syncs[-1], control
 
     yield make
+    for sync in syncs:
+        sync.close()  # its end of the group too: a replica may wait in a broadcast
     for control in controls:
         control.close()
 
