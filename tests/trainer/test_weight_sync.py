@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -28,7 +27,7 @@ from configs.schema.objective import AggregationConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron import platform
 from parallel.weights.precision import rounded
-from parallel.weights.transfer import TransferPlan, plan_transfer
+from parallel.weights.transfer import Line, TransferPlan, plan_transfer
 from rollout.records import Completion, FinishReason
 from rollout.servers.control import ControlError, Pending
 from rollout.sglang_plugin.tandem_process_memory import Meeting, Receiving
@@ -211,11 +210,12 @@ class FakeControl:
         self.num_receivers = num_replicas
         self.replicas = [Replica(folder) for _ in self.urls]
         self.calls: list[str] = []
-        # A replica serves one request after the other.
-        self._pools = [ThreadPoolExecutor(max_workers=1) for _ in self.urls]
+        # A replica serves one request after the other. The end of the tests waits for none that never ends.
+        self._lines = [Line() for _ in self.urls]
 
     def _everywhere(self, what: str, work: Callable[[int], dict]) -> Pending:
-        return Pending(what, [pool.submit(work, i) for i, pool in enumerate(self._pools)], TIMEOUT_S)
+        begun = [line.begin(partial(work, i)) for i, line in enumerate(self._lines)]
+        return Pending(what, [each._result for each in begun], TIMEOUT_S)
 
     def join_group(self, **meeting) -> Pending:
         size = 1 + self.num_receivers
@@ -268,8 +268,8 @@ class FakeControl:
     def close(self) -> None:
         # A replica that left ends whatever the sender may still be waiting for.
         self.leave_group()
-        for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for line in self._lines:
+            line.close()
 
 
 @pytest.fixture(scope="module")
