@@ -287,6 +287,7 @@ def config_of(plan: dict) -> Any:
         task={"type": "gsm8k", "train_path": folder / "train.jsonl", "apply_chat_template": False},
         rollout=rollout,
         learner={"token_budget": max(32768, 2 * plan["longest"])},
+        launch={"collective_timeout_s": 8000.0},
     )
 
 

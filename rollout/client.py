@@ -82,8 +82,8 @@ class GenerationClient(Protocol):
         """Independent responses to one prompt, one per seed, in the order of the seeds. The stop token that
         ended a response is part of it.
 
-        known_experts: input tokens whose experts are of no use, where the client asks for experts, as long as the weights
-        are those that chose them. None: the experts of all are.
+        known_experts: input tokens whose experts are of no use, where the client asks for experts, where the weights that
+        chose them sample the whole response. None: the experts of all are.
 
         Log-probs are natural logs of softmax(logits / temperature) over the full vocabulary or, where the client's
         sampler is truncated, over each token's kept ids, which come with it. A seed fixes its

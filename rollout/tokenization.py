@@ -201,8 +201,8 @@ def find_turns(
         try:
             start, stop = _find_turn(tokenizer, text, earlier, message, ends, chat_template_kwargs)
             before, turn = (
-                list(tokenizer.encode(part, add_special_tokens=False))
-                for part in (text[text_done:start], text[start:stop])
+                _encode_behind(tokenizer, text[:begin], text[begin:end])
+                for begin, end in ((text_done, start), (start, stop))
             )
             place = range(tokens_done + len(before), tokens_done + len(before) + len(turn))
             if token_ids[tokens_done : place.stop] != before + turn:

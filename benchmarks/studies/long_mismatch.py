@@ -156,7 +156,7 @@ def study(folder: Path, trained: Path, given: argparse.Namespace) -> Path:
                 f"learner.token_budget={longest + 64}",
             ),
             """rollout.server_args={preferred_sampling_params: '{"ignore_eos": true}'}""",
-            *("rollout.request_timeout_s=7200", "layout={}"),
+            *("rollout.request_timeout_s=7200", "launch.collective_timeout_s=16000", "layout={}"),
         )
     return out
 

@@ -204,6 +204,13 @@ def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
             f"({config.launch.patience_s:g} s, 0.9 of launch.collective_timeout_s)",
             f"use at most {config.launch.patience_s:g}",
         )
+    if config.rollout.late_s > config.launch.patience_s:
+        yield Contradiction(
+            ("rollout.request_timeout_s", "launch.collective_timeout_s"),
+            f"the learner waits for samples for {config.launch.patience_s:g} s (0.9 of launch.collective_timeout_s), and would end the run "
+            f"before a late request has had its attempts of rollout.request_timeout_s={config.rollout.request_timeout_s:g}",
+            f"set launch.collective_timeout_s={math.ceil(config.rollout.late_s / 0.9)} or more, or lower rollout.request_timeout_s",
+        )
     if config.rollout.max_new_tokens >= config.learner.token_budget:
         yield Contradiction(
             ("rollout.max_new_tokens", "learner.token_budget"),

@@ -70,6 +70,9 @@ ROUNDED: dict[Precision, str] = {
 }
 """What the learner rounds before it sends, in words."""
 
+LATE_RETRIES = 1
+"""Most retries of a request whose time ran out. Servers that hang are killed before, so most late requests are slow ones, which
+will be slow again."""
 MOST_KEPT = 4096
 """SGLang's ``--sampling-mask-max-tokens`` by default: the most ids that it returns for a token."""
 
@@ -136,12 +139,12 @@ class RolloutConfig(Schema):
     max_concurrency: Count = 512
     """Samples in flight over all replicas; a group larger than this is sent in parts."""
     request_timeout_s: Seconds = 600.0
-    """Deadline of one generation, from the request to its last token. One that is late is aborted and asked for again
-    (max_retries). A server that makes no progress for half of it, and at least 30 s, is taken for hung: it is killed, and
+    """Deadline of one generation, from the request to its last token. One that is late is aborted and asked for once again
+    (with max_retries of 1 or more). 0.9 of ``launch.collective_timeout_s``, for which the learner waits for samples, must have
+    room for both. A server that makes no progress for half of it, and at least 30 s, is taken for hung: it is killed, and
     started again where it may be (max_server_restarts)."""
     max_retries: NonNegativeInt = 3
-    """Most retries of a request whose transport failed or whose time ran out; the metrics count each. The learner waits
-    for all attempts together for 0.9 of ``launch.collective_timeout_s``."""
+    """Most retries of a request whose transport failed or whose time ran out; the metrics count each."""
     max_total_tokens: Annotated[PositiveInt, at_most(2**40, "no memory holds so many")] | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
     max_server_restarts: NonNegativeInt = 3
@@ -183,6 +186,11 @@ class RolloutConfig(Schema):
     def hang_timeout_s(self) -> float:
         """Time without progress after which a server is taken for hung."""
         return max(30.0, self.request_timeout_s / 2)
+
+    @property
+    def late_s(self) -> float:
+        """Time after which a request that is late each time is given up."""
+        return (1 + min(LATE_RETRIES, self.max_retries)) * self.request_timeout_s
 
     @property
     def most_samples(self) -> int:

@@ -106,7 +106,8 @@ class Sweep:
         return "begins anew" if newest is None else f"goes on from step {step_of(newest)}"
 
     def changed(self, cell: Cell) -> list[str]:
-        """The settings in which the run, as it was begun, differs from the cell: ``steps: 30, now 60``."""
+        """The settings in which the run, as it was begun, differs from the cell: ``seed: 1, now 2``. A finished run that was
+        resumed for further steps is none the less the cell's."""
         from trainer.report.comparison import differing_settings
 
         folder = self.run_folder(cell.name)
@@ -116,6 +117,8 @@ class Sweep:
             return [f"{folder.config if folder else ''} is not a config of this version"]
         if not isinstance(before, RunConfig):
             return []
+        if self.is_finished(cell) and before.steps > cell.config.steps:
+            before = before.model_copy(update={"steps": cell.config.steps})
         rows = differing_settings([before, cell.config])
         return [f"{field}: {old}, now {new}" for field, (old, new) in rows]
 

@@ -242,7 +242,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         norm_eps=read_positive_number(hf_config, "rms_norm_eps", kind),
         max_positions=read_size(hf_config, "max_position_embeddings", kind),
         tied=read_flag(hf_config, "tie_word_embeddings", kind, default=family.is_gemma),
-        qkv_bias=_has(hf_config, family.qkv_bias, kind),
+        qkv_bias=_has(hf_config, family.qkv_bias, kind, default=family.qkv_bias_by_default),
         qk_norm=_has(hf_config, family.qk_norm, kind),
         rotary_size=rotary_size,
         is_interleaved=family.is_interleaved,
@@ -270,7 +270,6 @@ def _read_heads(
     if not family.is_latent:
         head_dim = read_size(hf_config, "head_dim", kind, default=None if family.needs_head_dim else default)
         return None, head_dim, rotary_size_of(hf_config, family, head_dim)
-    # head_dim is the size of the rotated part here, where transformers writes it.
     rotary_size = read_size(hf_config, "qk_rope_head_dim", kind)
     head_dim = rotary_size + read_size(hf_config, "qk_nope_head_dim", kind)
     value_dim = read_size(hf_config, "v_head_dim", kind)
@@ -278,6 +277,12 @@ def _read_heads(
         raise ValueError(
             f"config.json has qk_rope_head_dim={rotary_size} and v_head_dim={value_dim}; the first must be even, and the second at "
             f"most {head_dim} (qk_nope_head_dim + qk_rope_head_dim)"
+        )
+    # transformers writes the size of the rotated part as head_dim, and rotates by that of the file, but in DeepSeek-V2.
+    if kind != "deepseek_v2" and hf_config.get("head_dim", rotary_size) != rotary_size:
+        raise ValueError(
+            f"config.json has head_dim={hf_config['head_dim']!r} beside qk_rope_head_dim={rotary_size}: transformers takes the first for "
+            "the angles of rotation, and SGLang the second; remove head_dim"
         )
     has_query_rank = read_field(hf_config, "q_lora_rank", kind) is not None
     latent = Latent(
@@ -308,9 +313,9 @@ def _further_layers(hf_config: Mapping[str, Any]) -> int:
     return count
 
 
-def _has(hf_config: Mapping[str, Any], part: bool | str, kind: str) -> bool:
+def _has(hf_config: Mapping[str, Any], part: bool | str, kind: str, *, default: bool = False) -> bool:
     """``part`` of ``Family``: a fact, or the field that says so."""
-    return part if isinstance(part, bool) else read_flag(hf_config, part, kind, default=False)
+    return part if isinstance(part, bool) else read_flag(hf_config, part, kind, default=default)
 
 
 def last_stage_layers(num_layers: int, stages: int, chunks: int = 1) -> int | None:

@@ -22,6 +22,8 @@ class Family:
     """What its layers become in Megatron-Core, for the page."""
     qkv_bias: bool | str = False
     """Whether queries, keys and values have a bias."""
+    qkv_bias_by_default: bool = False
+    """Whether they have one where config.json lacks the field that says so."""
     qk_norm: bool | str = False
     """Whether queries and keys are normalised, head by head."""
     whole_qk_norm: bool = False
@@ -143,6 +145,7 @@ SUPPORTED: dict[str, Family] = {
         layers="attention with biases as config.json says, half of each head rotated in neighbouring pairs; gated MLP; norms before and "
         "behind attention and MLP",
         qkv_bias="attention_bias",
+        qkv_bias_by_default=True,
         needs_head_dim=True,
         norms="both",
         fused=("gate_up",),

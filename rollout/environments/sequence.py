@@ -30,7 +30,7 @@ class TokenSequence:
         self._turns: list[Turn] = []
         self.known_experts: KnownExperts | None = None
         """All inputs up to the last token of the last turn, by the weights that sampled it. None: before the first turn, and
-        where answers do not tell them of all these."""
+        behind an answer without experts or tokens."""
 
     @classmethod
     def of_single_turn(cls, prompt_ids: Sequence[int], completion: Completion) -> Self:
@@ -135,11 +135,7 @@ class TokenSequence:
         the same weights."""
         if last.experts is None or not last.token_versions.size:
             return None
-        inputs, known = self._length - 1, self.known_experts
-        is_whole = len(last.experts) == inputs or (
-            known is not None and (last.token_versions == known.version).all()
-        )
-        return KnownExperts(before=inputs, version=int(last.token_versions[-1])) if is_whole else None
+        return KnownExperts(before=self._length - 1, version=int(last.token_versions[-1]))
 
     def _experts(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
         """Each token has the experts by the newest weights that sampled a turn behind it, as far as answers told them.

@@ -12,7 +12,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import orjson
 
-from rollout.client import GenerationError
+from rollout.client import GenerationError, KnownExperts
 from rollout.records import LOGPROBS, TOKEN_IDS, VERSIONS, Completion, FinishReason, digest
 from rollout.servers.kept_sets import Truncation, decode_kept
 from rollout.servers.routing import Experts, decode_experts
@@ -39,10 +39,10 @@ class Sent(NamedTuple):
     num_tokens: int
     experts: Experts | None
     """Those of the model, where each token's are asked for."""
-    experts_from: int
-    """The first input token whose experts are asked for."""
     truncation: Truncation | None
     """Where each token's kept ids are asked for."""
+    known_experts: KnownExperts | None
+    """Of the first tokens, which are not asked for but where newer weights choose others."""
 
     @classmethod
     def of(
@@ -50,9 +50,10 @@ class Sent(NamedTuple):
         prompt_ids: Sequence[int],
         experts: Experts | None = None,
         truncation: Truncation | None = None,
+        known_experts: KnownExperts | None = None,
     ) -> Self:
         prompt_digest = digest(np.array(prompt_ids, dtype=TOKEN_IDS))
-        return cls(prompt_digest, len(prompt_ids), experts, 0, truncation)
+        return cls(prompt_digest, len(prompt_ids), experts, truncation, known_experts)
 
 
 def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Completion]:
@@ -127,7 +128,9 @@ def parse_completion(reply: Mapping, sent: Sent) -> Completion:
     if sent.truncation is not None:
         kept = decode_kept(meta, sampled_ids, sent.truncation.vocab_size)
         logprobs = kept.logprobs
-    rows = sent.num_tokens + len(token_ids) - 1 - sent.experts_from
+    known = sent.known_experts
+    is_known = known is not None and meta["weight_versions"][-1]["version"] == str(known.version)
+    rows = sent.num_tokens + len(token_ids) - 1 - (known.before if is_known else 0)
     return Completion(
         token_ids=sampled_ids,
         rollout_logprobs=logprobs,

@@ -13,6 +13,7 @@ from functools import partial
 import aiohttp
 import orjson
 
+from configs.schema.rollout import LATE_RETRIES
 from rollout.client import ClientStats, GenerationError, KnownExperts, PromptTooLongError, Session
 from rollout.connections import PEER_TIMEOUT_S, REUSE_S, is_unreachable
 from rollout.gathering import all_or_first_error
@@ -39,6 +40,7 @@ from rollout.servers.answers import (
 from rollout.servers.command import NO_WEIGHT_VERSION
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.routing import Experts
+from rollout.sglang_plugin.tandem_routed_experts import KNOWN_BY
 from tracing import span
 
 logger = logging.getLogger(__name__)
@@ -234,16 +236,12 @@ class SGLangClient:
         sampling = neutral_sampling_params(max_new_tokens=max_new_tokens, temperature=temperature)
         if self._truncation is not None:
             sampling |= self._truncation.sampling_params
+        if self._experts is not None and known_experts is not None:
+            sampling["custom_params"] = {KNOWN_BY: str(known_experts.version)}
         sampling["stop_token_ids"] = list(stop_token_ids)
         samplings = [sampling | {"sampling_seed": seed} for seed in seeds]
-        sent = Sent.of(prompt_ids, self._experts, self._truncation)
-        ask = partial(
-            self._request_completions,
-            list(prompt_ids),
-            sent=sent,
-            known_experts=known_experts,
-            session=session,
-        )
+        sent = Sent.of(prompt_ids, self._experts, self._truncation, known_experts)
+        ask = partial(self._request_completions, list(prompt_ids), sent=sent, session=session)
         if not self._whole_groups:
             requests = (ask([sampling]) for sampling in samplings)
             return [completion for (completion,) in await all_or_first_error(requests)]
@@ -258,7 +256,6 @@ class SGLangClient:
         samplings: list[dict[str, object]],
         *,
         sent: "Sent",
-        known_experts: KnownExperts | None,
         session: Session | None,
     ) -> list[Completion]:
         """One completion per item of ``samplings`` (at most ``max_concurrency``) by one HTTP request, repeated
@@ -270,6 +267,9 @@ class SGLangClient:
         request = {"input_ids": [prompt_ids] * count, "sampling_params": sampling, "return_logprob": True}
         if sent.truncation is not None:
             request |= kept_sets.REQUEST
+        if sent.experts is not None:
+            known = 0 if sent.known_experts is None else sent.known_experts.before
+            request |= {"return_routed_experts": True, "routed_experts_start_len": known}
         waiting = nullcontext if session is None else session.waiting
         async with AsyncExitStack() as stack:
             stack.enter_context(
@@ -279,9 +279,7 @@ class SGLangClient:
                 await stack.enter_async_context(self._places.take(count))
                 await self._is_open.wait()
             self._stats = replace(self._stats, requests=self._stats.requests + count)
-            attempt = partial(
-                self._attempt, request=request, count=count, sent=sent, known_experts=known_experts
-            )
+            attempt = partial(self._attempt, body=orjson.dumps(request), count=count, sent=sent)
             while True:
                 try:
                     with self._in_flight.counted(count):
@@ -294,14 +292,16 @@ class SGLangClient:
     async def _request_with_retries(
         self, attempt: Callable[[str], Awaitable[list[Completion]]], count: int, session: Session | None
     ) -> list[Completion]:
-        num_counted, patience = 0, _NetworkPatience(self._peer_timeout_s)
+        num_counted, num_late, patience = 0, 0, _NetworkPatience(self._peer_timeout_s)
 
         def count_failure(error: Exception, failures: list[str]) -> None:
-            nonlocal num_counted
+            nonlocal num_counted, num_late
             is_cut, is_late = patience.covers(error), isinstance(error, _TimedOut)
             num_counted += not is_cut
+            num_late += is_late
             may_return = self._servers_restart and self._are_all_lost() and not is_cut
-            if num_counted > self._max_retries and not may_return:
+            is_over = num_counted > self._max_retries or num_late > LATE_RETRIES
+            if is_over and not may_return:
                 last = failures[-1 - self._max_retries :]
                 fix = "; raise rollout.request_timeout_s, or lower rollout.max_concurrency" if is_late else ""
                 raise GenerationError(
@@ -318,7 +318,7 @@ class SGLangClient:
         )
 
     def _tell_of_late(self, failure: str) -> None:
-        """At once, since the learner may give up before the last attempt is late; and once for each step."""
+        """At once, since its next attempt may take as long; and once for each step."""
         if not self._newest.has_told_late:
             self._newest.has_told_late = True
             logger.warning(
@@ -330,15 +330,10 @@ class SGLangClient:
         self,
         url: str,
         *,
-        request: dict[str, object],
+        body: bytes,
         count: int,
         sent: "Sent",
-        known_experts: KnownExperts | None,
     ) -> list[Completion]:
-        if sent.experts is not None:  # the weights may have changed while the request waited
-            sent = sent._replace(experts_from=self._newest.first_unknown(known_experts))
-            request = request | {"return_routed_experts": True, "routed_experts_start_len": sent.experts_from}
-        body = orjson.dumps(request)
         with span("generate", server=url) as generating:
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:
@@ -373,9 +368,6 @@ class SGLangClient:
             )
         if any((completion.token_versions[:1] == NO_WEIGHT_VERSION).any() for completion in completions):
             raise ReplicaLost(f"{url} was started again, and has no weights of the learner yet")
-        for completion in completions:
-            newest = int(completion.token_versions.max(initial=0))
-            self._newest.sampled = max(self._newest.sampled, newest)
         return completions
 
 
@@ -385,8 +377,6 @@ class _Newest:
 
     version: int = 0
     """Of the weights, as far as the learner has told."""
-    sampled: int = 0
-    """Of the weights, as far as samples tell. The learner tells of new ones with its next step."""
     num_waiting: int = 0
     """Requests that wait for a server that has them."""
     has_told_late: bool = False
@@ -395,10 +385,6 @@ class _Newest:
     """When one of these has looked for it last."""
     is_reached: bool = True
     """Whether it could reach a host."""
-
-    def first_unknown(self, known: KnownExperts | None) -> int:
-        """The first input token whose experts are to be asked for: 0 where newer weights may choose others."""
-        return known.before if known and known.version >= max(self.version, self.sampled) else 0
 
 
 class _Places:

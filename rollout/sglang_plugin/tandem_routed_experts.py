@@ -1,12 +1,18 @@
 """The experts that SGLang sends each token to, in its answers. No SGLang at the top: both sides import this file.
 
-SGLang captures them itself (``--enable-return-routed-experts``). Two things are changed here. On CPU its buffer is
+SGLang captures them itself (``--enable-return-routed-experts``). Three things are changed here. On CPU its buffer is
 plain memory: SGLang 0.5.23 pins it by CUDA on every device that it does not name, and ends. And ids are answered in
 as few bytes as their number needs, where SGLang answers four for each.
+
+A request may ask for the experts behind a beginning whose experts are known by some weights (``KNOWN_BY``). Where newer weights
+sampled its end, it is answered with all: they computed the beginning anew.
 """
 
 WITH_EXPERTS = ", with routed experts"
 """In the plugin's name for itself (``tandem_weight_receiver``), where its server captures experts."""
+KNOWN_BY = "tandem_experts_known_by"
+"""Of a request's ``custom_params``: the version of the weights that chose the experts of the tokens before
+``routed_experts_start_len``."""
 CAPTURER = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.create"
 COLLECT = (
     "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
@@ -22,9 +28,23 @@ def wire_type(num_experts: int) -> str:
 def register(*, on_cpu: bool) -> None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    HookRegistry.register(COLLECT, tell_all_after_an_update, HookType.BEFORE)
     HookRegistry.register(COLLECT, narrow_ids, HookType.AFTER)
     if on_cpu:
         HookRegistry.register(CAPTURER, use_plain_memory, HookType.BEFORE)
+
+
+def tell_all_after_an_update(processor, request) -> None:
+    """Before a request's experts are collected."""
+    known_by = (request.sampling_params.custom_params or {}).get(KNOWN_BY)
+    if known_by is not None and known_by != served_version():
+        request.routed_experts_start_len = 0
+
+
+def served_version() -> str | None:
+    from sglang.srt.runtime_context import get_serving
+
+    return get_serving().weight_version
 
 
 def narrow_ids(result: None, processor, request) -> None:

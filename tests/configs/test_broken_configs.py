@@ -1043,6 +1043,10 @@ TABLE = {
         options="rollout.max_staleness=1 rollout.drain_s=2000", field="rollout.drain_s, launch.collective_timeout_s",
         value="2000", error="is longer than the learner waits for the sample role (1620 s", fix="use at most 1620",
     ),
+    "requests that outlast the learner's patience": Broken(
+        options="rollout.request_timeout_s=1000", field="rollout.request_timeout_s, launch.collective_timeout_s", value="1000",
+        error="the learner waits for samples for 1620 s", fix="set launch.collective_timeout_s=2223 or more, or lower",
+    ),
     "shared GPUs of two sides' nodes": Broken(
         options=f"launch.placement=colocated {NODES}", field="launch.placement", value="colocated",
         error="nodes gives learner and servers nodes of their own", fix="remove one",

@@ -567,6 +567,7 @@ def test_a_role_that_fails_during_an_evaluation_ends_it(tmp_path, model, monkeyp
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RoleFailed, match="the serve role ended with exit code 3"):
         training.evaluate(
-            config_file(tmp_path, model), ["launch.start_timeout_s=30", "launch.collective_timeout_s=30"]
+            config_file(tmp_path, model),
+            ["launch.start_timeout_s=30", "launch.collective_timeout_s=30", "rollout.request_timeout_s=10"],
         )
     assert used_by == [threading.get_ident()] * 2

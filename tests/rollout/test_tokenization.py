@@ -191,6 +191,23 @@ def test_a_response_has_no_blank_that_nobody_wrote(header, blank, legacy):
     assert plain == [*tokenizer.encode(f"{text}{blank}The sum"), *ends]
 
 
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("blank", ["", " "])
+@pytest.mark.parametrize("header", ["[/INST]", "<|assistant|>\n"])
+def test_every_turn_of_llama_s_tokenizers_is_found_as_it_is_sampled(header, blank, legacy):
+    template = (
+        f"{{% for m in messages %}}{{{{ m.content ~ {header!r} if m.role == 'user' else {blank!r} ~ m.content ~ eos_token }}}}"
+        "{% endfor %}"
+    )
+    tokenizer = llama_tokenizer(template, "2 + 2?", "The sum is 4.", header, legacy=legacy)
+    prompt = in_turn("2 + 2?", "The sum", "? 2", "4.", "2 + 2?")
+    ids, turns = turns_in(tokenizer, prompt)
+    assert len(turns) == 2
+    for number, turn in zip((1, 3), turns, strict=True):
+        learned = encode_response(tokenizer, prompt[:number], prompt[number], [int(tokenizer.eos_token_id)])
+        assert ids[turn.start : turn.stop] == learned
+
+
 def test_a_response_that_the_template_hides_or_rewrites_is_refused():
     response = {"role": "assistant", "content": "4", "tool_calls": [{"function": {"name": "add"}}]}
     body = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}{{ 'assistant' if add_generation_prompt }}"

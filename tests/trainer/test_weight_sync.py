@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -28,7 +27,7 @@ from configs.schema.objective import AggregationConfig
 from configs.schema.rollout import RolloutConfig
 from parallel.megatron import platform
 from parallel.weights.precision import rounded
-from parallel.weights.transfer import TransferPlan, plan_transfer
+from parallel.weights.transfer import Line, TransferPlan, plan_transfer
 from rollout.records import Completion, FinishReason
 from rollout.servers.control import ControlError, Pending
 from rollout.sglang_plugin.tandem_process_memory import Meeting, Receiving
@@ -173,7 +172,9 @@ class Replica:
     def _broadcast(self, flat: Tensor) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = 0
-        self._group.broadcast([flat], options).wait()
+        # Kept until it has ended: gloo waits for that where the last owner leaves the group, with the interpreter's lock.
+        group = self._group
+        group.broadcast([flat], options).wait()
 
     def _load(self, bucket: Sequence[Sent], flat: Tensor, version: int | None) -> None:
         for sent, part in zip(bucket, flat.split([sent.nbytes for sent in bucket]), strict=True):
@@ -209,11 +210,12 @@ class FakeControl:
         self.num_receivers = num_replicas
         self.replicas = [Replica(folder) for _ in self.urls]
         self.calls: list[str] = []
-        # A replica serves one request after the other.
-        self._pools = [ThreadPoolExecutor(max_workers=1) for _ in self.urls]
+        # A replica serves one request after the other. The end of the tests waits for none that never ends.
+        self._lines = [Line() for _ in self.urls]
 
     def _everywhere(self, what: str, work: Callable[[int], dict]) -> Pending:
-        return Pending(what, [pool.submit(work, i) for i, pool in enumerate(self._pools)], TIMEOUT_S)
+        begun = [line.begin(partial(work, i)) for i, line in enumerate(self._lines)]
+        return Pending(what, [each._result for each in begun], TIMEOUT_S)
 
     def join_group(self, **meeting) -> Pending:
         size = 1 + self.num_receivers
@@ -266,8 +268,8 @@ class FakeControl:
     def close(self) -> None:
         # A replica that left ends whatever the sender may still be waiting for.
         self.leave_group()
-        for pool in self._pools:
-            pool.shutdown(wait=False, cancel_futures=True)
+        for line in self._lines:
+            line.close()
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +289,7 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
     monkeypatch.setattr(weight_sync, "plan_transfer", partial(plan_transfer, max_bytes=MAX_BYTES))
     # Those of the tests before may still be there.
     monkeypatch.setattr(stage_sender, "GROUP", f"test-{next(GROUPS)}")
-    controls = []
+    controls, syncs = [], []
 
     def make(
         num_replicas: int = 1,
@@ -316,10 +318,12 @@ def make_sync(folder, learner, monkeypatch) -> Iterator[Callable[..., tuple[Weig
             rollout, learner.engine.dtype, is_aligned=is_aligned, compares_samples=compares_samples
         )
         launch = LaunchConfig(collective_timeout_s=TIMEOUT_S)
-        sync = WeightSync(learner, control, rollout, launch, agreement=agreement, lives=lives)
-        return sync, control
+        syncs.append(WeightSync(learner, control, rollout, launch, agreement=agreement, lives=lives))
+        return syncs[-1], control
 
     yield make
+    for sync in syncs:
+        sync.close()  # its end of the group too: a replica may wait in a broadcast
     for control in controls:
         control.close()
 

@@ -122,6 +122,29 @@ def test_every_combination_is_run_once_and_compared(work):
     assert len(calls(work)) == 6
 
 
+def test_a_finished_run_that_was_resumed_for_further_steps_is_still_finished(work):
+    first = tandem("sweep", "run.yaml", "seed=0,1", cwd=work)
+    assert first.returncode == 0, first.stderr
+    (folder,) = (work / "runs").glob("tiny-seed-0-2*")
+    config = load_config(folder / "config.yaml")
+
+    def resume_with(**changes) -> None:
+        (folder / "config.yaml").write_text(resolved_yaml(config.model_copy(update=changes)))
+        run_folder.write_json(folder / "summary.json", {"steps": changes["steps"]})
+
+    resume_with(steps=6)
+    more = tandem("sweep", "run.yaml", "seed=0,1,2", cwd=work)
+    assert more.returncode == 0 and calls(work)[2:] == ["train tiny-seed-2.yaml"], more.stderr
+    resume_with(steps=6, seed=5)
+    other = tandem("sweep", "run.yaml", "seed=0,1", cwd=work)
+    assert other.returncode == 2 and "settings:\n  tiny-seed-0: seed: 5, now 0\n" in other.stderr, (
+        other.stderr
+    )
+    resume_with(steps=2)
+    fewer = tandem("sweep", "run.yaml", "seed=0,1", cwd=work)
+    assert fewer.returncode == 2 and "tiny-seed-0: steps: 2, now 3" in fewer.stderr, fewer.stderr
+
+
 def test_the_memory_of_a_sweep_outlasts_a_loss_of_power(work, monkeypatch):
     flushed, fsync = list[str](), os.fsync
 

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.rollout import RolloutConfig
+from launch.checks.arguments import BadInput
 from launch.cli import app
 from parallel.megatron.attention import plan_packing
 from parallel.megatron.context_parallel import split_context
@@ -649,7 +650,9 @@ def test_tiny_models(tmp_path, family):
 
 
 def test_an_unknown_family_is_refused(tmp_path):
-    assert CliRunner().invoke(app, ["make-tiny-model", str(tmp_path / "m"), "--family", "gpt"]).exit_code == 2
+    told = CliRunner().invoke(app, ["make-tiny-model", str(tmp_path / "m"), "--family", "gpt"])
+    assert isinstance(told.exception, BadInput)
+    assert "--family: family 'gpt' is unknown; use one of qwen3, qwen3_moe, mixtral" in str(told.exception)
     with pytest.raises(ValueError, match="'gpt' is unknown; use one of qwen3, qwen3_moe, mixtral, glm4_moe"):
         make_tiny_countdown_model(tmp_path / "m", seed=0, family="gpt")
     assert not (tmp_path / "m").exists()

@@ -48,6 +48,30 @@ def test_head_dim_is_left_out_where_transformers_makes_the_same_of_it(kind):
     assert is_latent or SUPPORTED[kind].needs_head_dim == (getattr(made, "head_dim", None) not in (None, 32))
 
 
+@pytest.mark.parametrize("kind", [kind for kind in SUPPORTED if isinstance(SUPPORTED[kind].qkv_bias, str)])
+def test_biases_are_there_by_transformers_default_where_the_file_does_not_say(kind):
+    field, (config_class, _, own) = SUPPORTED[kind].qkv_bias, FAMILIES[kind]
+    sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    written = config_class(**own | sizes).to_dict()
+    found = read_architecture({name: value for name, value in written.items() if name != field})
+    assert found.qkv_bias == getattr(config_class(), field)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in SUPPORTED if SUPPORTED[kind].is_latent])
+@pytest.mark.parametrize("head_dim", [None, 8, 16])
+def test_a_size_of_rotated_parts_that_transformers_takes_and_sglang_does_not_is_refused(kind, head_dim):
+    config_class, _, own = FAMILIES[kind]
+    written = dict(config_class(**own, num_hidden_layers=4).to_dict(), head_dim=head_dim)
+    taken = config_class(**written).head_dim
+    if taken == written["qk_rope_head_dim"]:
+        assert read_architecture(written).rotary_size == taken
+    else:
+        with pytest.raises(
+            ValueError, match=f"head_dim={head_dim!r} beside qk_rope_head_dim=16.*remove head_dim"
+        ):
+            read_architecture(written)
+
+
 def test_a_window_that_covers_every_position_hides_nothing():
     for kind in ("mistral", "phi3"):
         for window in (None, 256, 4096):

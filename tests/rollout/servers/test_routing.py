@@ -98,6 +98,21 @@ def test_bytes_per_token_of_large_models():
 
 
 @pytest.mark.parametrize(
+    ("known_by", "start"), [("4", 7), ("3", 0), (None, 7)], ids=["same weights", "newer weights", "not told"]
+)
+def test_the_plugin_answers_with_all_experts_where_newer_weights_sampled_the_end(
+    known_by, start, monkeypatch
+):
+    monkeypatch.setattr(tandem_routed_experts, "served_version", lambda: "4")
+    params = None if known_by is None else {tandem_routed_experts.KNOWN_BY: known_by}
+    request = SimpleNamespace(
+        sampling_params=SimpleNamespace(custom_params=params), routed_experts_start_len=7
+    )
+    tandem_routed_experts.tell_all_after_an_update(None, request)
+    assert request.routed_experts_start_len == start
+
+
+@pytest.mark.parametrize(
     ("config", "kind"),
     [({"num_experts": 256}, torch.uint8), ({"num_experts": 257}, torch.int16), ({"num_local_experts": 8}, torch.uint8)],
 )  # fmt: skip

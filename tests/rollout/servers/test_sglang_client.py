@@ -25,6 +25,7 @@ from rollout.servers import client as client_module
 from rollout.servers.answers import Sent, parse_completion, read_answer
 from rollout.servers.client import SGLangClient
 from rollout.servers.kept_sets import Truncation
+from rollout.sglang_plugin.tandem_routed_experts import KNOWN_BY
 from tests.support.jumping_loop import jump, run_jumping
 from tests.support.records import completion
 from tracing import Recorder, Window, at_step, install
@@ -162,9 +163,9 @@ def test_requests_are_spans_with_their_wait_their_attempts_and_tokens(tmp_path):
 
 
 def test_experts_are_asked_for_where_they_are_not_known():
-    """Two sampled tokens behind a prompt of three: four input tokens, of which the first two are not asked for while the
-    weights are those by which they are known. A sample that the server computed again has those of that computation. What is
-    not trained on comes without them."""
+    """Two sampled tokens behind a prompt of three: four input tokens, of which the first two are told only where the weights at
+    the end are others than those by which they are known. A sample that the server computed again has those of that
+    computation. What is not trained on comes without them."""
     experts = Experts(
         num_experts=8, experts_per_token=2, intermediate_size=1, norm_topk=True, is_sparse=(True,) * 2
     )
@@ -180,7 +181,10 @@ def test_experts_are_asked_for_where_they_are_not_known():
     options["known_experts"] = KnownExperts(before=2, version=3)
     whole = copy.deepcopy(reply)
     rows = base64.b64encode(np.concatenate([ids, ids]).tobytes()).decode()
-    whole["meta_info"] |= {"routed_experts": rows}
+    whole["meta_info"] |= {
+        "routed_experts": rows,
+        "weight_versions": [{"version": "3", "start": 0, "end": 1}, {"version": "4", "start": 1, "end": 2}],
+    }
 
     async def scenario():
         async with (
@@ -194,15 +198,18 @@ def test_experts_are_asked_for_where_they_are_not_known():
             (plain,) = await evaluation.generate_group([1, 2, 3], **options, seeds=[1])
             assert plain.experts is None
             asked = [
-                (b.get("return_routed_experts"), b.get("routed_experts_start_len")) for b in server.bodies
+                (
+                    body.get("return_routed_experts"),
+                    body.get("routed_experts_start_len"),
+                    [sampling.get("custom_params") for sampling in body["sampling_params"]],
+                )
+                for body in server.bodies
             ]
-            assert asked == [(True, 2), (None, None)]
+            assert asked == [(True, 2, [{KNOWN_BY: "3"}] * 2), (None, None, [None])]
             with pytest.raises(GenerationError, match="no routed experts"):
                 await client.generate_group([1, 2, 3], **options, seeds=[3])
-            await client.see_version(4)
             (newer,) = await client.generate_group([1, 2, 3], **options, seeds=[4])
             assert np.array_equal(newer.experts, np.concatenate([ids, ids]))
-            assert server.bodies[-1]["routed_experts_start_len"] == 0
 
     asyncio.run(scenario())
 
@@ -498,13 +505,13 @@ def test_the_deadline_of_a_request_covers_a_server_that_never_answers():
                 await ask_group(client, [1, 2])
             assert time.monotonic() - began < 5
             await until(lambda: server.running == 0)  # the server sees that nobody waits any more
-            assert (len(server.bodies), client.stats.retries) == (3, 4)  # max_retries=2
+            assert (len(server.bodies), client.stats.retries) == (2, 2)  # max_retries=2
 
     asyncio.run(scenario())
 
 
 def test_a_late_request_is_asked_for_again_at_another_server_and_counted(caplog):
-    """It is told before it is answered, since the learner's patience may end before that; once for each step."""
+    """It is told before it is answered; once for each step."""
 
     async def scenario():
         answers = asyncio.Event()
