@@ -16,6 +16,7 @@ from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
 from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
+from rollout.terminal_text import tandem_command
 
 if TYPE_CHECKING:
     from trainer.report.page import Comparison
@@ -189,7 +190,7 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     folders = dict.fromkeys(run.resolve() for run in runs)
     if len(folders) < 2:
         raise BadInput(
-            f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `tandem report {runs[0]}`"
+            f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `{tandem_command('report', runs[0])}`"
         )
     with as_bad_input("RUN: "):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ from launch.processes.run_folder import RunFolder, read_lives, wait_for_servers
 from launch.processes.stopping import StopListener, Stopped, report_stopped
 from launch.processes.supervisor import exit_now
 from parallel.checkpoints.files import put_back, remove_leftovers
+from rollout.terminal_text import tandem_command
 from trainer.tracking.samples import forget_samples_after
 
 if TYPE_CHECKING:
@@ -231,7 +232,7 @@ def written_report(folder: RunFolder, config: RunConfig, tracker: "Tracker") -> 
         return [write_report(folder.path, config), folder.figures]
     except Exception as error:  # the boundary of what only draws
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        fix = f"the run is complete, and `tandem report {folder.path}` makes the report anew"
+        fix = f"the run is complete, and `{tandem_command('report', folder.path)}` makes the report anew"
         tracker.warn_once("report", f"the report could not be written ({why}); {fix}")
         return []
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from configs.schema import RunConfig
+from rollout.terminal_text import tandem_command
 from trainer.file_system import LineFile
 from trainer.metric_names import find_entry
 from trainer.ranks.interruption import StopRequested
@@ -79,7 +80,7 @@ class Tracker:
             try:
                 self._publishers.append(Publisher(service, run_dir))
             except OSError as error:
-                later = f"`tandem publish {run_dir} --to {service}` does it later"
+                later = f"`{tandem_command('publish', run_dir, '--to', service)}` does it later"
                 self._warn_of(service, f"the metrics are not copied to {service} ({error}); {later}")
 
     def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
