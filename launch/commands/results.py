@@ -148,7 +148,9 @@ def _one_error_for(out: Path, copied: Path | None) -> Iterator[None]:
             renamed = f"RUN: {copied} was renamed while it was copied, as its run goes on; the partial copy was removed"
             raise BadInput(f"{renamed}. The same command exports the newest weights") from error
         # shutil.Error lists an error for each file that could not be copied.
-        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else str(error)
+        if copied is not None and str(copied) in reason and f".{out.name}.partial" not in reason:
+            raise BadInput(f"RUN: {copied} cannot be read: {reason}; the partial copy was removed") from error
         raise BadInput(
             f"OUT: {out} cannot be written: {reason}; the partial copy was removed. Free space there, or name a folder on another disk"
         ) from error

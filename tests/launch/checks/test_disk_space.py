@@ -1,11 +1,14 @@
 """Space on disks: what a checkpoint takes, what is said before a run that cannot fit, and what an export onto
 a full disk leaves."""
 
+import errno
 import fcntl
 import json
+import os
 import re
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
@@ -199,6 +202,28 @@ def test_an_export_onto_a_full_disk_is_one_error_and_leaves_nothing(finished, tm
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
     results.export(finished.path, tmp_path / "out")
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (finished.hf / WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "templates"])
+def test_an_export_of_what_cannot_be_read_says_that_it_is_the_runs(finished, tmp_path, monkeypatch, name):
+    file = finished.hf / name
+    file.mkdir() if name == "templates" else file.touch()
+
+    def refusing(ask: Callable) -> Callable:
+        def ask_or_refuse(path, *given, **named):
+            if getattr(path, "path", path) == str(file):  # an entry of the folder
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+            return ask(path, *given, **named)
+
+        return ask_or_refuse
+
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+    monkeypatch.setattr(shutil, "copyfile", refusing(shutil.copyfile))
+    with pytest.raises(
+        BadInput, match=rf"^RUN: \S+/hf cannot be read: .*denied: '\S+/hf/{name}'; the partial"
+    ):
+        results.export(finished.path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 @pytest.mark.parametrize(
