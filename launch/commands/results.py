@@ -17,6 +17,7 @@ from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
 from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
 from rollout.terminal_text import tandem_command
+from trainer.file_system import read_file
 
 if TYPE_CHECKING:
     from trainer.report.page import Comparison
@@ -123,7 +124,7 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
 
 
 def _check_model(hf: Path) -> None:
-    """By config.json, the weights' headers and the tokenizer, soon. A copy of a damaged model would look like a whole one."""
+    """By its JSON files, the weights' headers and the tokenizer, soon. A copy of a damaged model would look like a whole one."""
     from launch.checks.model_files import open_tokenizer
     from parallel.planning.architecture import architecture_of
     from parallel.weights.hf_headers import weight_problems
@@ -131,6 +132,8 @@ def _check_model(hf: Path) -> None:
     try:
         problems = weight_problems(hf, architecture_of(hf))
         open_tokenizer(hf)
+        for file in sorted(hf.glob("*.json")):
+            read_file(file, {}, problems)
     except ValueError as error:  # of config.json or the tokenizer
         problems = [str(error)]
     if problems:

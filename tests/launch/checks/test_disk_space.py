@@ -249,6 +249,21 @@ def test_a_damaged_tokenizer_is_not_exported_as_if_it_were_whole(finished, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "vocab.json"])
+def test_a_torn_file_beside_the_weights_is_not_exported_as_if_it_were_whole(finished, tmp_path, name):
+    file = finished.hf / name
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    with pytest.raises(BadInput, match=rf"its model is damaged: \S+/{name} cannot be read"):
+        results.export(finished.path, tmp_path / "out")
+    file.rmdir()
+    file.write_text('{"eos_token_id": ')
+    with pytest.raises(BadInput, match=rf"its model is damaged: \S+/{name} \S+"):
+        results.export(finished.path, tmp_path / "out")
+    file.unlink()
+    results.export(finished.path, tmp_path / "out")
+
+
 def test_an_export_says_that_a_resume_took_its_model(finished, tmp_path, monkeypatch):
     copy = shutil.copytree
 
