@@ -12,6 +12,8 @@ from typing import TextIO
 
 import yaml
 
+from parallel.checkpoints.files import text_of
+
 SHARED_FOLDER_S = 60.0
 """Delay of files of another node: NFS clients may show an old file, or miss a new one, for this long."""
 
@@ -60,7 +62,7 @@ def read_file(
     """The content of a file that has at least these fields, of these types. None where the file is missing or
     damaged; ``damaged`` gets what is wrong."""
     try:
-        content = parse(file.read_text())
+        content = parse(text_of(file))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
