@@ -53,11 +53,20 @@ def open_lock(path: Path) -> TextIO:
     return os.fdopen(handle, "r+")
 
 
+def parse_json(text: str) -> object:
+    """Raises ValueError for NaN and infinities too, which are no JSON, and which no reader expects."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
 def read_file(
     file: Path,
     fields: Mapping[str, type | tuple[type, ...]],
     damaged: list[str],
-    parse: Callable[[str], object] = json.loads,
+    parse: Callable[[str], object] = parse_json,
 ) -> dict | None:
     """The content of a file that has at least these fields, of these types. None where the file is missing or
     damaged; ``damaged`` gets what is wrong."""

@@ -473,6 +473,7 @@ def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state, s
         ("job.json", "{}", "lacks a sound 'job_id'"),
         ("job.json", "{", "cannot be read"),
         ("summary.json", "{}", "lacks a sound 'steps'"),
+        ("summary.json", '{"steps": 40, "seconds": {"training": NaN}}', "cannot be read (NaN is no number)"),
         ("roles/stopped.json", '{"step": 3}', "lacks a sound 'reason'"),
     ],
 )
