@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.learner import Learner
     from trainer.loop import Run
     from trainer.recording import Recorder
+    from trainer.tracking.ledger import Ledger
     from trainer.tracking.tracker import Tracker
     from trainer.weight_sync import ControlOf
 
@@ -161,6 +162,8 @@ def build_run(
     ledger = Ledger(folder.ledger, keep_until=resumed_from or 0) if learner.is_first_rank else None
     for notice in checkpointer.notices:
         tracker.note(notice)
+    if tracker is not None and ledger is not None:
+        warn_of_lost_lines(tracker, ledger, resumed_from or 0)
     return Run(
         config=config, learner=learner, sampler=sampler, weight_sync=weight_sync, checkpointer=checkpointer, recorder=recorder,
         samples=SampleKeeper(folder.samples, config, tracker), tracker=tracker, ledger=ledger, devices=turns,
@@ -183,6 +186,17 @@ def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int
     forget_samples_after(folder.samples, resumed_from or 0)
     if resumed_from is None:
         folder.put_metrics_aside()
+
+
+def warn_of_lost_lines(tracker: "Tracker", ledger: "Ledger", resumed_from: int) -> None:
+    """Say what the records lack of the step that the run goes on from: it goes on by its checkpoint alone."""
+    lacks = f"has no line of step {resumed_from}, from which the run goes on"
+    if tracker.last_step < resumed_from:
+        lost = "report and summary are of the lines that it has"
+        tracker.warn_once("lost metrics", f"metrics.jsonl {lacks}: {lost}")
+    if ledger.last_step < resumed_from:
+        lost = "which groups the steps without a line have used is not recorded any more"
+        tracker.warn_once("lost ledger", f"ledger.jsonl {lacks}: {lost}; the data goes on by the checkpoint")
 
 
 def forget_trace(folder: RunFolder, config: RunConfig, resumed_from: int | None) -> None:
