@@ -171,6 +171,8 @@ def environment(config: RunConfig | SftConfig) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "PYTHONOPTIMIZE": "",  # empty is unset: without docstrings, transformers cannot be imported
+        # Megatron's imports warn, and are not to fail.
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "").replace("error", "default"),
         "HF_HUB_OFFLINE": "1",
         # -m would put the working directory before our packages, and it may hold another `trainer`.
         "PYTHONSAFEPATH": "1",
