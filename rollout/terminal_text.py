@@ -1,5 +1,7 @@
-"""Text for a terminal, which obeys control characters. A model, a program of it or a server may have written the text."""
+"""Text for a terminal, which obeys control characters, and for a shell. A model, a program of it or a server may have written the
+text."""
 
+import shlex
 import unicodedata
 
 PICTURES = 0x2400
@@ -18,6 +20,11 @@ def visible(text: str) -> str:
 def on_one_visible_line(text: str) -> str:
     """The text as ``visible``, with one blank for each run of blanks and line ends."""
     return visible(" ".join(text.split()))
+
+
+def tandem_command(*words: object) -> str:
+    """A command of ours for a person to paste into a shell, which takes each word as it is."""
+    return shlex.join(["tandem", *map(str, words)])
 
 
 def _visible_character(character: str) -> str:

@@ -91,6 +91,13 @@ def test_no_comment_stands_behind_the_end_of_a_statement_of_several_lines():
     ] == []
 
 
+def test_commands_in_messages_are_quoted_for_a_shell():
+    """A path in a command that people paste may hold a blank or a dollar sign: ``tandem_command`` quotes it."""
+    unquoted = re.compile(r"`tandem [\w-]+ [^`]*\{")
+    files = [file for package in MAY_IMPORT for file in files_of(package)]
+    assert [file for file in files if any(map(unquoted.search, file.read_text().splitlines()))] == []
+
+
 def test_checking_a_config_loads_no_torch():
     """Bad input must be answered within seconds, so nothing on its way may import an engine or torch."""
     code = f"""

@@ -12,6 +12,8 @@ from typing import TextIO
 
 import yaml
 
+from parallel.checkpoints.files import text_of
+
 SHARED_FOLDER_S = 60.0
 """Delay of files of another node: NFS clients may show an old file, or miss a new one, for this long."""
 
@@ -51,16 +53,25 @@ def open_lock(path: Path) -> TextIO:
     return os.fdopen(handle, "r+")
 
 
+def parse_json(text: str) -> object:
+    """Raises ValueError for NaN and infinities too, which are no JSON, and which no reader expects."""
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
 def read_file(
     file: Path,
     fields: Mapping[str, type | tuple[type, ...]],
     damaged: list[str],
-    parse: Callable[[str], object] = json.loads,
+    parse: Callable[[str], object] = parse_json,
 ) -> dict | None:
     """The content of a file that has at least these fields, of these types. None where the file is missing or
     damaged; ``damaged`` gets what is wrong."""
     try:
-        content = parse(file.read_text())
+        content = parse(text_of(file))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

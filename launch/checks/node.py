@@ -206,6 +206,10 @@ def _limits() -> Iterator[Finding]:
     if locked != resource.RLIM_INFINITY and INFINIBAND.exists():
         text = f"{locked // 1024} KiB of memory may be locked, InfiniBand registers far more"
         yield fail("limits", text, "have the administrators set LimitMEMLOCK=infinity for slurmd")
+    space, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if space != resource.RLIM_INFINITY:
+        text = f"{space / GIB:.0f} GiB of addresses are allowed, and engines reserve more than they use"
+        yield warn("limits", text, "lift it by `ulimit -v unlimited`, or a process may end without a word")
 
 
 def _shared_memory(nodes: NodesConfig | None) -> Finding:

@@ -11,6 +11,7 @@ from launch.processes.going_on import way_on
 from launch.processes.run_folder import RunFolder
 from parallel.checkpoints.base_model import fingerprint
 from parallel.checkpoints.files import step_of
+from rollout.terminal_text import tandem_command
 
 
 def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None]) -> Iterator[str]:
@@ -44,7 +45,7 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
     for field, old, new in _changed_fields(before, config):
         yield (
             f"resume: `{field}` of {resume} is {show(old)}, but {show(new)} was given; "
-            f"resume with `tandem resume {resume}`, or start a new run"
+            f"resume with `{tandem_command('resume', resume)}`, or start a new run"
         )
     old_models, new_models = ({"model": each.model, **each.other_models} for each in (before, config))
     for field in [name for name in old_models if name in new_models]:

@@ -28,6 +28,7 @@ from launch.slurm.job import is_finished, recorded_job, running_elsewhere
 from launch.tables import aligned
 from parallel.checkpoints.files import best_step, is_torn, is_valid, step_folders, valid_checkpoints
 from parallel.planning.memory import size_text
+from rollout.terminal_text import tandem_command
 
 RECENT_S = 600.0
 """A run that ended without a word and wrote this long ago may be going on, on another host."""
@@ -96,10 +97,8 @@ def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
     elif apply:
         print(f"removed {len(rows)} of the above, {size_text(total)} freed")
     else:
-        flags = " --models" if models else ""
-        print(
-            f"{len(rows)} may go, {size_text(total)}; `tandem clean {runs_dir}{flags} --apply` removes them"
-        )
+        remove = tandem_command("clean", runs_dir, *(["--models"] if models else []), "--apply")
+        print(f"{len(rows)} may go, {size_text(total)}; `{remove}` removes them")
     return int(cleaning.has_failed)
 
 

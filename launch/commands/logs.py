@@ -11,7 +11,7 @@ from pathlib import Path
 from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
 from launch.processes.run_folder import RunFolder
-from rollout.terminal_text import visible
+from rollout.terminal_text import tandem_command, visible
 
 
 def log_files(folder: RunFolder, role: str | None) -> list[Path]:
@@ -19,7 +19,8 @@ def log_files(folder: RunFolder, role: str | None) -> list[Path]:
     names of all roles."""
     files = folder.log_files()
     if not files:
-        raise BadInput(f"RUN: {folder.path} has no logs yet; `tandem status {folder.path}` shows its state")
+        state = tandem_command("status", folder.path)
+        raise BadInput(f"RUN: {folder.path} has no logs yet; `{state}` shows its state")
     if role is None:
         return files
     chosen = [file for file in files if file.stem == role or file.stem.startswith(f"{role}-")]

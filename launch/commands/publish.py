@@ -20,6 +20,7 @@ from launch.checks.arguments import BadInput
 from launch.commands.status import brief_state
 from launch.processes.locks import WithoutLocks, locked
 from launch.processes.run_folder import RunFolder
+from rollout.terminal_text import tandem_command
 from trainer.tracking.mlflow_thread import Status
 from trainer.tracking.publisher import ServiceName, missing_package
 from trainer.tracking.services import Service, ServiceError, TensorBoardService, WandbService, publish
@@ -54,7 +55,7 @@ def publish_run(
     if not isinstance(config, RunConfig) or folder.request.exists():
         raise BadInput(f"RUN: {folder.path} is no training run, and has no metrics to copy")
     if not (metrics.exists() or follow or until_told):
-        state = f"`tandem status {folder.path}` shows its state"
+        state = f"`{tandem_command('status', folder.path)}` shows its state"
         raise BadInput(f"RUN: {folder.path} has no metrics yet; {state}, and --follow waits for them")
     if until_told:
         wait = _told

@@ -16,6 +16,8 @@ from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, refuse_warm_start, role
 from launch.tables import print_table
 from parallel.checkpoints.files import best_step, missing, remove_leftovers, step_folder
+from rollout.terminal_text import tandem_command
+from trainer.file_system import read_file
 
 if TYPE_CHECKING:
     from trainer.report.page import Comparison
@@ -122,7 +124,7 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
 
 
 def _check_model(hf: Path) -> None:
-    """By config.json, the weights' headers and the tokenizer, soon. A copy of a damaged model would look like a whole one."""
+    """By its JSON files, the weights' headers and the tokenizer, soon. A copy of a damaged model would look like a whole one."""
     from launch.checks.model_files import open_tokenizer
     from parallel.planning.architecture import architecture_of
     from parallel.weights.hf_headers import weight_problems
@@ -130,6 +132,8 @@ def _check_model(hf: Path) -> None:
     try:
         problems = weight_problems(hf, architecture_of(hf))
         open_tokenizer(hf)
+        for file in sorted(hf.glob("*.json")):
+            read_file(file, {}, problems)
     except ValueError as error:  # of config.json or the tokenizer
         problems = [str(error)]
     if problems:
@@ -147,7 +151,9 @@ def _one_error_for(out: Path, copied: Path | None) -> Iterator[None]:
             renamed = f"RUN: {copied} was renamed while it was copied, as its run goes on; the partial copy was removed"
             raise BadInput(f"{renamed}. The same command exports the newest weights") from error
         # shutil.Error lists an error for each file that could not be copied.
-        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else error.strerror
+        reason = error.args[0][0][2] if isinstance(error, shutil.Error) else str(error)
+        if copied is not None and str(copied) in reason and f".{out.name}.partial" not in reason:
+            raise BadInput(f"RUN: {copied} cannot be read: {reason}; the partial copy was removed") from error
         raise BadInput(
             f"OUT: {out} cannot be written: {reason}; the partial copy was removed. Free space there, or name a folder on another disk"
         ) from error
@@ -189,7 +195,7 @@ def compare(runs: Sequence[Path], out: Path) -> None:
     folders = dict.fromkeys(run.resolve() for run in runs)
     if len(folders) < 2:
         raise BadInput(
-            f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `tandem report {runs[0]}`"
+            f"RUN: {runs[0]} alone has nothing to be compared with; name two runs, or take `{tandem_command('report', runs[0])}`"
         )
     with as_bad_input("RUN: "):
         out.parent.mkdir(parents=True, exist_ok=True)

@@ -47,7 +47,7 @@ def show_samples(
     with as_bad_input(f"--step {step}: "):
         samples = read_samples(sample_file(folder.samples, step))
     chosen = _chosen(_chosen(samples, "group", group), "sibling", sibling)
-    decode, problem = find_decode(model_path(folder), folder.path)
+    decode, problem = decode_of(folder)
     console = Console(highlight=False, markup=False, emoji=False)
     if problem is not None:
         console.print(Text(visible(problem), style="red"), soft_wrap=True)
@@ -85,11 +85,14 @@ def _chosen(samples: list[Sample], name: str, number: int | None) -> list[Sample
     return [sample for sample in samples if number in (None, getattr(sample, name))]
 
 
-def model_path(folder: RunFolder) -> Path:
+def decode_of(folder: RunFolder) -> tuple[Decode, str | None]:
+    """``find_decode`` of a run, whose config.yaml may be damaged."""
     try:
-        return Path(yaml.safe_load(folder.config.read_text())["model"]["path"])
+        model = Path(yaml.safe_load(folder.config.read_text())["model"]["path"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError) as error:
-        raise BadInput(f"RUN: {folder.config} names no model.path ({error}); restore the file") from error
+        decode, problem = find_decode(folder.hf, folder.path)
+        return decode, problem and f"{folder.config} names no model.path ({error}), and {problem}"
+    return find_decode(model, folder.path)
 
 
 def transcript(samples: Sequence[Sample], decode: Decode, *, tokens: bool) -> Iterator[RenderableType]:

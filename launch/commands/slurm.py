@@ -18,6 +18,7 @@ from launch.roles.start import folder_of
 from launch.slurm import script
 from launch.slurm.job import cluster_here, record, why_not_free
 from launch.slurm.script import Place
+from rollout.terminal_text import tandem_command
 
 
 def slurm(
@@ -122,5 +123,6 @@ def _submit(place: Place, folders: Sequence[RunFolder], *, array: bool) -> None:
             json.dump(record(f"{job}_{number}" if array else job, cluster or here), file)
     print(f"job:        {job}")
     run, requeue = folders[0].path, f"scancel --batch --signal=USR1 {job}"
-    print(f"watch it:   squeue --jobs={job}; tandem status {run}; tandem logs {run} --follow")
+    looks = f"{tandem_command('status', run)}; {tandem_command('logs', run, '--follow')}"
+    print(f"watch it:   squeue --jobs={job}; {looks}")
     print(f"stop it:    scancel {job}; or, to be requeued after a checkpoint: {requeue}", flush=True)

@@ -23,7 +23,7 @@ from launch.processes.run_folder import RunFolder
 from launch.slurm.job import ask_squeue
 from launch.tables import aligned
 from parallel.checkpoints.files import MANIFEST, step_of
-from rollout.terminal_text import visible
+from rollout.terminal_text import tandem_command, visible
 from trainer.file_system import read_file
 from trainer.metric_names import known, value_of
 from trainer.tracking.console import duration
@@ -101,7 +101,8 @@ def status(folder: RunFolder, *, now: float | None = None, rows: Sequence[dict] 
         lines += _model_line(folder)
     lines += _role_lines(folder, damaged, now) if running else []
     logs = ", ".join(file.stem for file in folder.log_files())
-    lines.append(("logs", f"{logs} (`tandem logs {folder.path} --role NAME`)" if logs else "none yet"))
+    one = tandem_command("logs", folder.path, "--role", "NAME")
+    lines.append(("logs", f"{logs} (`{one}`)" if logs else "none yet"))
     return Status(state=state, lines=[*lines, *(("damaged", text) for text in damaged)])
 
 
@@ -153,7 +154,8 @@ def _state(folder: RunFolder, config: dict | None, in_slurm: str, damaged: list[
     ended = "not running: interrupted, killed, or started on another machine"
     unless = "unless it runs there, "
     if in_slurm:
-        ended, unless = f"not running: {in_slurm}; `tandem logs {folder.path} --role slurm` says why", ""
+        logs = tandem_command("logs", folder.path, "--role", "slurm")
+        ended, unless = f"not running: {in_slurm}; `{logs}` says why", ""
     if folder.newest_checkpoint() is None:
         return ended
     return f"{ended}; {unless}it goes on with `{next_command(folder)}`"
@@ -263,7 +265,7 @@ def _model_line(folder: RunFolder) -> list[tuple[str, str]]:
     older = [path.name for path in (folder.hf, *folder.path.glob(f"{folder.hf.name}-*")) if path.is_dir()]
     if newest is None or not older or folder.has_final_model():
         return []
-    write = f"`tandem export {folder.path} OUT` writes that of step {step_of(newest)}"
+    write = f"`{tandem_command('export', folder.path, 'OUT')}` writes that of step {step_of(newest)}"
     return [("model", f"{', '.join(sorted(older))}: of earlier steps; {write}")]
 
 

@@ -30,6 +30,7 @@ from launch.processes.run_folder import RunFolder
 from launch.roles.start import progress_printer
 from launch.slurm.job import ask_slurm, running_elsewhere
 from parallel.checkpoints.files import step_of
+from rollout.terminal_text import tandem_command
 from trainer.file_system import SHARED_FOLDER_S, read_file
 
 HEARD_OF_S = SHARED_FOLDER_S + MISSED * BEAT_S
@@ -47,7 +48,8 @@ def stop(folder: RunFolder, *, now: bool) -> int:
     try:
         return _stop(folder, now=now)
     except KeyboardInterrupt:
-        print(f"\nno longer waiting; the request stands: `tandem status {folder.path}`", file=sys.stderr)
+        state = tandem_command("status", folder.path)
+        print(f"\nno longer waiting; the request stands: `{state}`", file=sys.stderr)
         return 130
 
 
@@ -90,7 +92,7 @@ def _why_not(folder: RunFolder, pid: int, number: signal.Signals) -> str | None:
         owner = _name_of(process.stat().st_uid)
         return f"{who}, is of user {owner}, and you are {_name_of(os.getuid())}: only {owner} and root can stop it"
     except FileNotFoundError:
-        return f"{who}, has just ended; `tandem status {folder.path}` tells how"
+        return f"{who}, has just ended; `{tandem_command('status', folder.path)}` tells how"
     if not any(os.path.samestat(lock, file) for file in files):
         return f"{who} by the kernel's table of locks, does not have its lock open: nothing was sent to it"
     if not int(caught.split()[1], 16) >> (number - 1) & 1:
@@ -163,8 +165,8 @@ def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -
         show(waited)
         if waited > deadline_s:
             return _refuse(
-                f"{folder.path} has not ended within {deadline_s:.0f} s; `tandem status {folder.path}` tells what it is "
-                f"doing, and `tandem stop {folder.path} --now` ends it without a checkpoint"
+                f"{folder.path} has not ended within {deadline_s:.0f} s; `{tandem_command('status', folder.path)}` tells what it is "
+                f"doing, and `{tandem_command('stop', folder.path, '--now')}` ends it without a checkpoint"
             )
     state = status(folder).state
     if state.startswith("not running"):

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +37,7 @@ from launch.roles.start import (
 )
 from launch.slurm.job import is_finished
 from parallel.checkpoints.files import step_of
+from rollout.terminal_text import tandem_command
 
 if TYPE_CHECKING:
     from rollout.sampling.messages import EvaluationResult
@@ -68,7 +70,7 @@ def train(
         print(f"goes on from step {step_of(newest)}, {newest}", flush=True)
     if config.steps > FEW_STEPS and not config.checkpoint.every and config.checkpoint.keep_best is None:
         lost = "checkpoint.every=0: Ctrl-C, or a learner that is killed, loses every step from here on"
-        print(f"{lost}; `tandem stop {folder.path}` and SIGTERM save them", flush=True)
+        print(f"{lost}; `{tandem_command('stop', folder.path)}` and SIGTERM save them", flush=True)
     ending = stopping.ending(folder)
     try:
         with (
@@ -101,7 +103,8 @@ def _finished(config: RunConfig) -> str:
     again until it is finished, as a job of Slurm does, is done."""
     if config.resume is None or not is_finished(RunFolder(config.resume), config, note=_print_note):
         return ""
-    return f"{config.resume} is finished, with steps={config.steps}; for more: `tandem resume {config.resume} steps=N`"
+    more = tandem_command("resume", config.resume, "steps=N")
+    return f"{config.resume} is finished, with steps={config.steps}; for more: `{more}`"
 
 
 def _print_note(text: str) -> None:
@@ -136,7 +139,8 @@ def _after_interruption(folder: RunFolder, config: RunConfig) -> str:
 
 def without_report(folder: RunFolder) -> str:
     """For a run whose learner ended after it had written the model, so that no `tandem resume` goes on with it."""
-    return f"All steps are done, and the model is in {folder.hf}; `tandem report {folder.path}` makes the report again"
+    report = tandem_command("report", folder.path)
+    return f"All steps are done, and the model is in {folder.hf}; `{report}` makes the report again"
 
 
 def _saved(folder: RunFolder, config: RunConfig) -> str:
@@ -222,9 +226,11 @@ def _trained_model(folder: RunFolder, overrides: list[str]) -> tuple[Path, list[
     """The config and the overrides by which a run's own model is evaluated. Its config names the model that it began with."""
     if not folder.has_final_model():
         refuse_warm_start(folder)
+        export = tandem_command("export", folder.path, "OUT")
+        evaluate = tandem_command("eval", folder.config, "model.path=OUT")
         raise BadInput(
-            f"RUN: {folder.path} has not written its trained model; `tandem export {folder.path} OUT` writes that of its newest "
-            f"checkpoint, and `tandem eval {folder.config} model.path=OUT` measures it"
+            f"RUN: {folder.path} has not written its trained model; `{export}` writes that of its newest checkpoint, and "
+            f"`{evaluate}` measures it"
         )
     return folder.config, [f"model.path={json.dumps(str(folder.hf))}", "resume=null", *overrides]
 
@@ -304,23 +310,24 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
         )
     uri = without_credentials(tracking_uri(config, folder.path))
     page, model = folder.report, folder.hf
-    tandem = _command_text("tandem")
-    anew = f"not written; {tandem} report {shlex.quote(str(folder.path))} writes it"
+    tandem = partial(_typed_here, "tandem")
+    anew = f"not written; {tandem('report', folder.path)} writes it"
     print(f"report:      {f'{page} (open it in a browser)' if page.is_file() else anew}")
     print(f"model:       {model} (Hugging Face format)")
-    print(f"MLflow:      {_command_text('mlflow')} ui --backend-store-uri {shlex.quote(uri)}")
-    print(f"all runs:    {tandem} list {shlex.quote(str(folder.path.parent))}")
+    print(f"MLflow:      {_typed_here('mlflow', 'ui', '--backend-store-uri', uri)}")
+    print(f"all runs:    {tandem('list', folder.path.parent)}")
     if folder.newest_checkpoint() is not None:
-        path, more = shlex.quote(str(folder.path)), f"steps={2 * summary['steps']}"
-        job = f"slurm {shlex.quote(str(folder.config))} resume={path} {more} --submit"
-        print(f"go on:       {tandem} {job if in_job else f'resume {path} {more}'}")
+        path, more = folder.path, f"steps={2 * summary['steps']}"
+        job = tandem("slurm", folder.config, f"resume={path}", more, "--submit")
+        print(f"go on:       {job if in_job else tandem('resume', path, more)}")
     if isinstance(config.task, CountdownTask):  # the quickstart's; others are the user's own already
-        print(f"your own:    {tandem} init FOLDER writes a config, a reward and example data to begin with")
+        init = tandem("init", "FOLDER")
+        print(f"your own:    {init} writes a config, a reward and example data to begin with")
     sys.stdout.flush()
 
 
-def _command_text(name: str) -> str:
-    """A command as it can be typed here: its name where that is on the path, else its path beside this
-    interpreter."""
+def _typed_here(name: str, *arguments: object) -> str:
+    """A command as it can be typed here: by its name where that is on the path, else by its path beside this interpreter."""
     beside = Path(sys.executable).with_name(name)
-    return name if shutil.which(name) or not beside.exists() else str(beside)
+    program = name if shutil.which(name) or not beside.exists() else beside
+    return shlex.join(map(str, (program, *arguments)))

@@ -21,14 +21,14 @@ from rich.table import Table
 from rich.text import Text
 
 from launch.checks.arguments import BadInput
-from launch.commands.samples import model_path, transcript
+from launch.commands.samples import decode_of, transcript
 from launch.commands.status import status
 from launch.processes.run_folder import RunFolder
 from launch.tables import aligned
 from trainer.metric_names import STEP_PARTS, TIME_PARTS, known, value_of
 from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
-from trainer.tracking.transcripts import Decode, find_decode
+from trainer.tracking.transcripts import Decode
 
 CURVES = tuple(
     (title, known(name), form)
@@ -53,7 +53,7 @@ MOST_SAMPLES = 4
 
 def watch(folder: RunFolder, *, once: bool, every_s: float) -> None:
     """Show the run until Ctrl-C or SIGTERM; with ``once`` print one picture."""
-    console, decode = Console(highlight=False), cache(lambda: find_decode(model_path(folder), folder.path)[0])
+    console, decode = Console(highlight=False), cache(lambda: decode_of(folder)[0])
     metrics = GrowingMetrics(folder.metrics)
     if once:
         for title, part in _parts(folder, metrics, decode):

@@ -4,6 +4,7 @@ import re
 import shlex
 
 from launch.processes.run_folder import RunFolder
+from rollout.terminal_text import tandem_command
 
 
 def next_command(folder: RunFolder, command: str = "train", *, here: bool = False) -> str:
@@ -14,12 +15,12 @@ def next_command(folder: RunFolder, command: str = "train", *, here: bool = Fals
     """
     is_saved = folder.newest_checkpoint() is not None
     has_script = folder.script.exists()
-    path, config = shlex.quote(str(folder.path)), shlex.quote(str(folder.config))
     if has_script and not here and not _is_of_another(folder):
         return f"sbatch {shlex.quote(str(folder.script))}"
     if (has_script or folder.job.exists()) and not here:  # an element of an array has no script of its own
-        return f"tandem slurm {config}{f' resume={path}' if is_saved else ''} --submit"
-    return f"tandem resume {path}" if is_saved else f"tandem {command} {config}"
+        resume = [f"resume={folder.path}"] if is_saved else []
+        return tandem_command("slurm", folder.config, *resume, "--submit")
+    return tandem_command("resume", folder.path) if is_saved else tandem_command(command, folder.config)
 
 
 def _is_of_another(folder: RunFolder) -> bool:

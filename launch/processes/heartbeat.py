@@ -27,6 +27,7 @@ from typing import Self
 import psutil
 
 from launch.processes.run_folder import RunFolder, write_json
+from rollout.terminal_text import tandem_command
 from trainer.file_system import SHARED_FOLDER_S
 
 BEAT_S = 10.0
@@ -255,7 +256,8 @@ class Watch(_Looking):
         for text in texts[:LINES]:
             self._say(f"slow: {text}")
         if len(texts) > LINES:
-            self._say(f"slow: … and {len(texts) - LINES} more; `tandem status {self._folder.path}` shows all")
+            all_of_them = tandem_command("status", self._folder.path)
+            self._say(f"slow: … and {len(texts) - LINES} more; `{all_of_them}` shows all")
 
     def _slow(self, beat: Beat) -> str | None:
         """A report on an activity that takes much longer than ever before; once."""

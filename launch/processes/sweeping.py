@@ -29,6 +29,7 @@ from launch.roles.start import environment
 from launch.slurm.job import is_finished
 from launch.tables import on_one_line
 from parallel.checkpoints.files import step_of
+from rollout.terminal_text import tandem_command
 from trainer.file_system import write_whole
 from trainer.tracking.console import duration
 from trainer.tracking.metrics_file import rows_from_the_end
@@ -170,7 +171,7 @@ class Sweep:
                     )
                 if time.monotonic() > deadline:
                     raise RoleFailed(
-                        f"{cell.name} still runs in {folder.path}; end it by `tandem stop {folder.path}`"
+                        f"{cell.name} still runs in {folder.path}; end it by `{tandem_command('stop', folder.path)}`"
                     )
                 told = True
                 time.sleep(POLL_S)

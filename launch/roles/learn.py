@@ -20,6 +20,7 @@ from launch.processes.run_folder import RunFolder, read_lives, wait_for_servers
 from launch.processes.stopping import StopListener, Stopped, report_stopped
 from launch.processes.supervisor import exit_now
 from parallel.checkpoints.files import put_back, remove_leftovers
+from rollout.terminal_text import tandem_command
 from trainer.tracking.samples import forget_samples_after
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from trainer.learner import Learner
     from trainer.loop import Run
     from trainer.recording import Recorder
+    from trainer.tracking.ledger import Ledger
     from trainer.tracking.tracker import Tracker
     from trainer.weight_sync import ControlOf
 
@@ -160,6 +162,8 @@ def build_run(
     ledger = Ledger(folder.ledger, keep_until=resumed_from or 0) if learner.is_first_rank else None
     for notice in checkpointer.notices:
         tracker.note(notice)
+    if tracker is not None and ledger is not None:
+        warn_of_lost_lines(tracker, ledger, resumed_from or 0)
     return Run(
         config=config, learner=learner, sampler=sampler, weight_sync=weight_sync, checkpointer=checkpointer, recorder=recorder,
         samples=SampleKeeper(folder.samples, config, tracker), tracker=tracker, ledger=ledger, devices=turns,
@@ -182,6 +186,17 @@ def forget_lost_steps(folder: RunFolder, recorder: "Recorder", resumed_from: int
     forget_samples_after(folder.samples, resumed_from or 0)
     if resumed_from is None:
         folder.put_metrics_aside()
+
+
+def warn_of_lost_lines(tracker: "Tracker", ledger: "Ledger", resumed_from: int) -> None:
+    """Say what the records lack of the step that the run goes on from: it goes on by its checkpoint alone."""
+    lacks = f"has no line of step {resumed_from}, from which the run goes on"
+    if tracker.last_step < resumed_from:
+        lost = "report and summary are of the lines that it has"
+        tracker.warn_once("lost metrics", f"metrics.jsonl {lacks}: {lost}")
+    if ledger.last_step < resumed_from:
+        lost = "which groups the steps without a line have used is not recorded any more"
+        tracker.warn_once("lost ledger", f"ledger.jsonl {lacks}: {lost}; the data goes on by the checkpoint")
 
 
 def forget_trace(folder: RunFolder, config: RunConfig, resumed_from: int | None) -> None:
@@ -231,7 +246,7 @@ def written_report(folder: RunFolder, config: RunConfig, tracker: "Tracker") -> 
         return [write_report(folder.path, config), folder.figures]
     except Exception as error:  # the boundary of what only draws
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        fix = f"the run is complete, and `tandem report {folder.path}` makes the report anew"
+        fix = f"the run is complete, and `{tandem_command('report', folder.path)}` makes the report anew"
         tracker.warn_once("report", f"the report could not be written ({why}); {fix}")
         return []
 

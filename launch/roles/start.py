@@ -22,6 +22,7 @@ from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import POLL_S, Role, Supervisor
 from launch.roles.command_line import role_command
 from launch.slurm.job import why_not_free
+from rollout.terminal_text import tandem_command
 
 Config = TypeVar("Config", RunConfig, SftConfig)
 PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -74,7 +75,7 @@ def refuse_warm_start(folder: RunFolder) -> None:
     if isinstance(config, SftConfig):
         raise BadInput(
             f"RUN: {folder.path} is a warm start, whose model is the Hugging Face folder {config.output}; for its accuracy, take "
-            f"`tandem eval CONFIG model.path={config.output}` with the config of a training run"
+            f"`{tandem_command('eval', 'CONFIG', f'model.path={config.output}')}` with the config of a training run"
         )
 
 
@@ -170,6 +171,8 @@ def environment(config: RunConfig | SftConfig) -> dict[str, str]:
         "MKL_NUM_THREADS": threads,
         "PYTHONUNBUFFERED": "1",
         "PYTHONOPTIMIZE": "",  # empty is unset: without docstrings, transformers cannot be imported
+        # Megatron's imports warn, and are not to fail.
+        "PYTHONWARNINGS": os.environ.get("PYTHONWARNINGS", "").replace("error", "default"),
         "HF_HUB_OFFLINE": "1",
         # -m would put the working directory before our packages, and it may hold another `trainer`.
         "PYTHONSAFEPATH": "1",
@@ -191,7 +194,8 @@ def wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> 
         servers = run_folder.read_servers(folder, serve_roles(config))
         return servers is not None and folder.read_address("sample") is not None
 
-    show = progress_printer(f"starting {roles} (their output: tandem logs {folder.path})", still="starting")
+    logs = tandem_command("logs", folder.path)
+    show = progress_printer(f"starting {roles} (their output: {logs})", still="starting")
     timeout_s, what = config.launch.start_timeout_s, f"{roles} to be ready"
     supervisor.wait_for(are_ready, what=what, timeout_s=timeout_s, while_waiting=show)
     print(f"{roles} ready after {time.monotonic() - started:.0f} s", flush=True)

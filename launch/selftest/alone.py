@@ -26,6 +26,7 @@ from parallel.planning.memory import learner_memory, size_text
 from parallel.planning.work import work_of
 from parallel.weights.hf_files import HuggingFaceWeights
 from parallel.weights.hf_names import all_hf_names
+from rollout.terminal_text import tandem_command
 from rollout.tiny_model import make_tiny_countdown_model
 from trainer.batch.plan import pack_prompted
 from trainer.learner import Learner
@@ -102,7 +103,7 @@ def logprobs(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
             error = f"in {dtype} a log-prob differs from transformers' by {nats:.1e} nats ({gap:.1e} in probability)"
             raise CheckFailed(
                 f"{error}; {allowed} is allowed",
-                f"`tandem selftest --only {folder.path.name}` again; {REPORT}",
+                f"`{tandem_command('selftest', '--only', folder.path.name)}` again; {REPORT}",
             )
     nats = figures.get("float32_max_logprob_gap_nats")
     exact = f"float32: {nats:.1e} nats at most; " if nats is not None else ""

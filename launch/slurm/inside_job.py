@@ -57,6 +57,7 @@ from launch.slurm.job import (
     pause_s,
     running_elsewhere,
 )
+from rollout.terminal_text import tandem_command
 from trainer.file_system import SHARED_FOLDER_S
 
 ECHO_EVERY_S = 0.5
@@ -125,7 +126,9 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     if len(job.nodes) != num_nodes(config):
         needed = f"{nodes.learner} + {nodes.rollout} nodes" if nodes is not None else "one node"
         given = f"job {job.id} has {len(job.nodes)} ({' '.join(job.nodes)})"
-        again = f"make the script anew with `tandem slurm {folder.config} resume={folder.path}`"
+        again = (
+            f"make the script anew with `{tandem_command('slurm', folder.config, f'resume={folder.path}')}`"
+        )
         raise BadInput(f"launch.nodes: the run takes {needed}, but {given}; {again}")
     try:
         other = running_elsewhere(folder, job)

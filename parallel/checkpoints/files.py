@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -155,7 +156,7 @@ def read_manifest(folder: Path) -> Manifest:
     """The manifest in ``folder``. Raises DamagedManifest where a single bit differs, OtherFormat, with the fix,
     or OSError where it cannot be read."""
     try:
-        text = (folder / MANIFEST).read_text(encoding="utf-8")
+        text = text_of(folder / MANIFEST)
     except FileNotFoundError:
         raise DamagedManifest(f"{MANIFEST} is missing") from None
     except UnicodeDecodeError:
@@ -180,6 +181,13 @@ def read_manifest(folder: Path) -> Manifest:
     if not has_digest:
         raise DamagedManifest(f"{MANIFEST} is damaged: it has no SHA-256 of itself")
     return manifest
+
+
+def text_of(path: Path) -> str:
+    """The text of a small file. Raises OSError for a pipe or a device too: who opens it may wait for ever."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return path.read_text(encoding="utf-8")
 
 
 def stored_bytes(root: Path) -> int:
@@ -267,7 +275,7 @@ def set_aside(folder: Path) -> Path:
 def best_step(root: Path) -> int | None:
     """The step that ``BEST`` names; None without one. Raises ValueError where it cannot be read."""
     try:
-        return int(json.loads((root / BEST).read_text())["step"])
+        return int(json.loads(text_of(root / BEST))["step"])
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:

@@ -184,7 +184,7 @@ def _missing_records(run: RecordedRun) -> Iterator[str]:
     """Notes on the fate of groups, on steps without a record, and on metrics without one."""
     if (run.folder / LEDGER).is_file():
         yield f"Data: {summary(read_ledger(run.folder / LEDGER))}."
-    if gaps := [(a + 1, b - 1) for a, b in pairwise(run.steps) if b > a + 1]:
+    if gaps := [(a + 1, b - 1) for a, b in pairwise((0, *run.steps)) if b > a + 1]:
         listed = ", ".join(str(a) if a == b else f"{a} to {b}" for a, b in gaps[:10])
         more = " and more" if len(gaps) > 10 else ""
         yield f"Steps without a record: {listed}{more}. Lines are interrupted there."

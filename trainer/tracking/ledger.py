@@ -52,10 +52,16 @@ class Ledger:
     """
 
     def __init__(self, path: Path, *, keep_until: int):
-        lines = read_ledger(path) if path.exists() else ()
-        kept = (f"{json.dumps(line.model_dump())}\n" for line in lines if line.step <= keep_until)
-        write_whole(path, "".join(kept).encode(), flush=True)
+        self.last_step = 0
+        """The step of the newest line that was kept."""
+        write_whole(path, "".join(self._kept(path, keep_until)).encode(), flush=True)
         self._file = LineFile(path)
+
+    def _kept(self, path: Path, keep_until: int) -> Iterator[str]:
+        for line in read_ledger(path) if path.exists() else ():
+            if line.step <= keep_until:
+                self.last_step = line.step
+                yield f"{json.dumps(line.model_dump())}\n"
 
     def enter(self, step: int, stats: SamplingStats) -> None:
         """On a full disk the line waits for the next; the tracker, whose lines do too, says so."""
@@ -99,8 +105,9 @@ def _wrong_behind(before: LedgerLine | None, line: LedgerLine) -> str | None:
 def summary(lines: Iterable[LedgerLine]) -> str:
     """What became of all groups, in a sentence; the first thing that is wrong where not each of them has one fate."""
     trained = left_out = failed = 0
-    before, wrong = None, None
+    before, wrong, first_step = None, None, None
     for line in lines:
+        first_step = first_step or line.step
         trained, left_out = trained + line.trained, left_out + len(line.without_signal)
         failed += line.failed_rewards
         wrong = wrong or _wrong_behind(before, line)
@@ -110,4 +117,5 @@ def summary(lines: Iterable[LedgerLine]) -> str:
     text = f"{counted(trained, 'group')} trained on, each in one step"
     text += f"; {left_out:,} left out, since their siblings do not differ" if left_out else ""
     text += f"; {counted(failed, 'reward')} failed" if failed else ""
+    text += f"; the ledger begins with step {first_step}" if first_step != 1 else ""
     return text if wrong is None else f"NOT BALANCED: {wrong}"

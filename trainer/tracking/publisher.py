@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from configs.schema import RunConfig
+from rollout.terminal_text import tandem_command
 from trainer.tracking.mlflow_thread import Status
 
 ServiceName = Literal["wandb", "tensorboard"]
@@ -76,5 +77,6 @@ class Publisher:
         return self.problem()
 
     def _incomplete(self, why: str) -> str:
-        later = f"`tandem publish {self._run_dir} --to {self.service}` copies all of it at any time"
-        return f"the copy of the metrics to {self.service} is not complete ({why}); training goes on, and {later}"
+        later = tandem_command("publish", self._run_dir, "--to", self.service)
+        text = f"the copy of the metrics to {self.service} is not complete ({why}); training goes on"
+        return f"{text}, and `{later}` copies all of it at any time"

@@ -7,6 +7,7 @@ The process is ``tandem publish``; ``publisher.py`` starts it for a run whose co
 
 import hashlib
 import json
+import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -126,7 +127,8 @@ class WandbService:
             )  # fmt: skip
         self._file.unlink(missing_ok=True)  # it says that a run was closed in order
         run = self._run
-        self._say(f"W&B: {f'`wandb sync {Path(run.dir).parent}`' if run.offline else run.url}")
+        sync = shlex.join(["wandb", "sync", str(Path(run.dir).parent)])
+        self._say(f"W&B: {f'`{sync}`' if run.offline else run.url}")
         return count
 
     def log(self, line: Line) -> None:
@@ -188,7 +190,7 @@ class TensorBoardService:
         last = lines[-1].get("elapsed_s") if lines else None
         newest = (self._dir / "metrics.jsonl").stat().st_mtime if lines else time.time()
         self._began = newest - (last or 0.0)
-        self._say(f"TensorBoard: `tensorboard --logdir {self._dir.parent}`")
+        self._say(f"TensorBoard: `tensorboard --logdir {shlex.quote(str(self._dir.parent))}`")
         return 0
 
     def log(self, line: Line) -> None:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from configs.schema import RunConfig
+from rollout.terminal_text import tandem_command
 from trainer.file_system import LineFile
 from trainer.metric_names import find_entry
 from trainer.ranks.interruption import StopRequested
@@ -53,7 +54,8 @@ class Tracker:
             )
         kept = [] if resumed_from_step is None else keep_until(path, resumed_from_step)
         self._num_steps, self._grace_s = config.steps, config.launch.stop_grace_s
-        self._last_step = kept[-1]["step"] if kept else 0
+        self.last_step = kept[-1]["step"] if kept else 0
+        """The step of the newest line."""
         self._last_line: dict[str, Any] = dict(kept[-1]) if kept else {}
         self.elapsed_before_s: float = max((row.get("elapsed_s") or 0.0 for row in kept), default=0.0)
         """Seconds of the attempts before a resume, up to the step that it goes on from."""
@@ -79,7 +81,7 @@ class Tracker:
             try:
                 self._publishers.append(Publisher(service, run_dir))
             except OSError as error:
-                later = f"`tandem publish {run_dir} --to {service}` does it later"
+                later = f"`{tandem_command('publish', run_dir, '--to', service)}` does it later"
                 self._warn_of(service, f"the metrics are not copied to {service} ({error}); {later}")
 
     def log(self, step: int, metrics: Mapping[str, float], alarms: Sequence[Alarm] = ()) -> None:
@@ -92,8 +94,8 @@ class Tracker:
         """
         if self._closed:
             raise ValueError(f"step {step} is logged after the tracker was closed")
-        if step < self._last_step:
-            raise ValueError(f"step {step} is logged after step {self._last_step}; steps do not go back")
+        if step < self.last_step:
+            raise ValueError(f"step {step} is logged after step {self.last_step}; steps do not go back")
         if reserved := [name for name in _RESERVED if name in metrics]:
             raise ValueError(
                 f"a metric cannot be called {reserved[0]!r}, which every line has by itself; rename it"
@@ -125,7 +127,7 @@ class Tracker:
             if alarm.name not in self._alarming:
                 self._console.line(f"  ! step {step}: {alarm.message}", style=ALARM)
         self._alarming = {alarm.name for alarm in alarms}
-        self._last_step = step
+        self.last_step = step
         for publisher in self._publishers:
             self._warn_of(publisher.service, publisher.problem())
 

@@ -113,12 +113,14 @@ def test_every_limit_that_is_too_low_is_told(tmp_path, monkeypatch):
     limits = {
         cluster_checks.resource.RLIMIT_NOFILE: (1024, 2048),
         cluster_checks.resource.RLIMIT_MEMLOCK: (65536, 65536),
+        cluster_checks.resource.RLIMIT_AS: (4 * 2**30, 4 * 2**30),
     }
     monkeypatch.setattr(cluster_checks.resource, "getrlimit", limits.get)
     monkeypatch.setattr(cluster_checks, "INFINIBAND", tmp_path)
     said = [str(finding) for finding in checks_of_node(None, None) if finding.check == "limits"]
-    assert [line.split()[0] for line in said] == ["warn", "FAIL"]
+    assert [line.split()[0] for line in said] == ["warn", "FAIL", "warn"]
     assert "2048 open files" in said[0] and "64 KiB of memory may be locked" in said[1]
+    assert "4 GiB of addresses are allowed" in said[2]
 
 
 def test_busy_gpus_and_a_build_without_cuda_are_found(nvidia_smi, without_cuda):

@@ -1,11 +1,14 @@
 """Space on disks: what a checkpoint takes, what is said before a run that cannot fit, and what an export onto
 a full disk leaves."""
 
+import errno
 import fcntl
 import json
+import os
 import re
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TextIO
@@ -201,6 +204,28 @@ def test_an_export_onto_a_full_disk_is_one_error_and_leaves_nothing(finished, tm
     assert (tmp_path / "out" / WEIGHTS).read_bytes() == (finished.hf / WEIGHTS).read_bytes()
 
 
+@pytest.mark.parametrize("name", ["merges.txt", "templates"])
+def test_an_export_of_what_cannot_be_read_says_that_it_is_the_runs(finished, tmp_path, monkeypatch, name):
+    file = finished.hf / name
+    file.mkdir() if name == "templates" else file.touch()
+
+    def refusing(ask: Callable) -> Callable:
+        def ask_or_refuse(path, *given, **named):
+            if getattr(path, "path", path) == str(file):  # an entry of the folder
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+            return ask(path, *given, **named)
+
+        return ask_or_refuse
+
+    monkeypatch.setattr(os, "scandir", refusing(os.scandir))
+    monkeypatch.setattr(shutil, "copyfile", refusing(shutil.copyfile))
+    with pytest.raises(
+        BadInput, match=rf"^RUN: \S+/hf cannot be read: .*denied: '\S+/hf/{name}'; the partial"
+    ):
+        results.export(finished.path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "told"),
     [("config.json", b"{", "not valid JSON"), (WEIGHTS, b"x" * 100, "no readable safetensors file")],
@@ -222,6 +247,21 @@ def test_a_damaged_tokenizer_is_not_exported_as_if_it_were_whole(finished, tmp_p
     ):
         results.export(finished.path, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "vocab.json"])
+def test_a_torn_file_beside_the_weights_is_not_exported_as_if_it_were_whole(finished, tmp_path, name):
+    file = finished.hf / name
+    file.unlink(missing_ok=True)
+    file.mkdir()
+    with pytest.raises(BadInput, match=rf"its model is damaged: \S+/{name} cannot be read"):
+        results.export(finished.path, tmp_path / "out")
+    file.rmdir()
+    file.write_text('{"eos_token_id": ')
+    with pytest.raises(BadInput, match=rf"its model is damaged: \S+/{name} \S+"):
+        results.export(finished.path, tmp_path / "out")
+    file.unlink()
+    results.export(finished.path, tmp_path / "out")
 
 
 def test_an_export_says_that_a_resume_took_its_model(finished, tmp_path, monkeypatch):

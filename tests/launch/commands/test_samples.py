@@ -104,6 +104,14 @@ def test_a_long_list_of_steps_is_shortened(run):
     assert "6, 7, 10, 12, 14, 16, 18, …, 76, 78" in said(run, "--step", "8", exit_code=2)
 
 
+@pytest.mark.parametrize("config", ["model: [", "name: tiny", "- 3"])
+def test_a_damaged_config_hides_no_sample(run, monkeypatch, config):
+    monkeypatch.undo()
+    (run / "config.yaml").write_text(config)
+    text = said(run, "--group", "4", "--sibling", "0")
+    assert "config.yaml names no model.path (" in text and "112 55\n" in text
+
+
 def test_ids_where_the_tokenizer_is_gone(run, monkeypatch):
     monkeypatch.undo()
     text = said(run, "--group", "4", "--sibling", "0")

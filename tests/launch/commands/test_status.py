@@ -5,6 +5,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -265,6 +266,28 @@ def test_the_command_that_goes_on_is_the_same_behind_a_shell(tmp_path, files, sa
     }  # fmt: skip
 
 
+def test_commands_in_messages_are_the_same_behind_a_shell(tmp_path):
+    folder = RunFolder(tmp_path / "it's $HOME" / "run 1")
+    folder.logs.mkdir(parents=True)
+    folder.config.write_text("model: {path: m}\ntask: {type: countdown}\n")
+    with pytest.raises(BadInput) as without_logs:
+        log_files(folder, None)
+    (folder.logs / "learn.log").touch()
+    checkpoint(folder, 12, ago_s=1.0)
+    texts = [str(without_logs.value), lines_of(folder)["logs"], training.without_report(folder)]
+    with pytest.raises(BadInput) as without_model:
+        training._trained_model(folder, [])
+    texts += re.findall("`.*?`", str(without_model.value))
+    words = [shlex.split(re.search("`(tandem .*?)`", text)[1]) for text in texts]
+    assert words == [
+        ["tandem", "status", str(folder.path)],
+        ["tandem", "logs", str(folder.path), "--role", "NAME"],
+        ["tandem", "report", str(folder.path)],
+        ["tandem", "export", str(folder.path), "OUT"],
+        ["tandem", "eval", str(folder.config), "model.path=OUT"],
+    ]
+
+
 def test_the_first_error_is_what_it_failed_by(folder):
     for role, text, age in (
         ("learn", "lost a peer", 10),
@@ -450,6 +473,7 @@ def test_a_job_is_asked_of_slurm(folder, tmp_path, monkeypatch, answer, state, s
         ("job.json", "{}", "lacks a sound 'job_id'"),
         ("job.json", "{", "cannot be read"),
         ("summary.json", "{}", "lacks a sound 'steps'"),
+        ("summary.json", '{"steps": 40, "seconds": {"training": NaN}}', "cannot be read (NaN is no number)"),
         ("roles/stopped.json", '{"step": 3}', "lacks a sound 'reason'"),
     ],
 )

@@ -120,6 +120,15 @@ def test_a_look_reads_new_metrics_and_decodes_new_samples_alone(run, monkeypatch
     assert len(decoded) == 2 * count
 
 
+def test_a_damaged_config_hides_neither_curves_nor_samples(run):
+    train(run, 8)
+    sample_file(run / FOLDER, 7).write_bytes(as_lines([make_sample(step=7)]))
+    (run / "config.yaml").write_text("name: [")
+    lines = picture(run)
+    assert any(line.startswith("damaged") for line in lines)
+    assert any("sampled for version" in line for line in lines) and "reward" in " ".join(lines)
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -48,6 +48,23 @@ def test_a_role_keeps_its_docstrings(monkeypatch):
     assert [subprocess.check_output(ask, env=env, text=True).strip() for env in environments] == ["2", "0"]
 
 
+@pytest.mark.parametrize(
+    ("given", "of_roles"),
+    [
+        ("error", "default"),
+        ("ignore,error::FutureWarning", "ignore,default::FutureWarning"),
+        ("ignore", "ignore"),
+    ],
+)
+def test_no_warning_of_a_library_ends_a_role(monkeypatch, given, of_roles):
+    """Megatron-Core and SGLang warn as they are imported."""
+    monkeypatch.setenv("PYTHONWARNINGS", given)
+    assert (
+        environment(SimpleNamespace(launch=SimpleNamespace(threads_per_process=1)))["PYTHONWARNINGS"]
+        == of_roles
+    )
+
+
 @pytest.mark.parametrize("name", table.BESIDE_A_RUN)
 def test_a_command_on_a_run_that_goes_on_is_no_sign_of_life_of_it(name, monkeypatch, tmp_path):
     """It was learner rank 0 in `tandem status`, and took the beat and the note of that rank away as it ended."""

@@ -17,7 +17,17 @@ from configs.schema.learner import CheckpointConfig
 from configs.schema.objective import KLConfig
 from parallel.checkpoints import checkpoint, files
 from parallel.checkpoints.checkpoint import CheckpointError, DamagedCheckpoint
-from parallel.checkpoints.files import is_valid, latest_valid, missing, prune, read_manifest, write_manifest
+from parallel.checkpoints.files import (
+    BEST,
+    MANIFEST,
+    best_step,
+    is_valid,
+    latest_valid,
+    missing,
+    prune,
+    read_manifest,
+    write_manifest,
+)
 from parallel.checkpoints.hashes import hashed_while_written
 from tests.support.megatron_workers import (
     clipped_loss,
@@ -80,6 +90,24 @@ def test_a_flipped_bit_at_200_places_is_never_loaded(saved):
             checkpoint.verified(saved)
         flip(file, *place)
     assert checkpoint.verified(saved).manifest == read_manifest(saved)
+
+
+@pytest.mark.parametrize("name", [BEST, MANIFEST])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
+    """Who opens a pipe waits for its writer. This writer is for a reader that does open it, and so fails here."""
+    os.mkfifo(tmp_path / name)
+    writer = threading.Thread(target=(tmp_path / name).write_text, args=['{"step": 3}'])
+    writer.start()
+    try:
+        if name == MANIFEST:
+            assert "not a regular file" in (missing(tmp_path) or "")
+        else:
+            with pytest.raises(ValueError, match="not a regular file"):
+                best_step(tmp_path)
+    finally:
+        if writer.is_alive():
+            (tmp_path / name).read_text()
+        writer.join()
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -303,6 +303,18 @@ def test_run_without_a_step_yet(tmp_path):
     assert list((path.parent / "figures").iterdir()) == []
 
 
+def test_steps_before_the_first_line_are_noted(tmp_path):
+    """Of a run whose metrics.jsonl was lost before it went on."""
+    text = Page(write_report(make_run(tmp_path / "run", [7, 8, 9], metrics=few_metrics))).text
+    assert "Steps without a record: 1 to 6." in text
+
+
+def test_a_summary_with_numbers_that_are_none_is_left_out_with_a_note(tmp_path):
+    folder = make_run(tmp_path / "run", range(1, 4), metrics=few_metrics)
+    (folder / "summary.json").write_text('{"steps": 3, "seconds": {"training": NaN, "start_up": 1.0}}')
+    assert "summary.json is not readable and was left out." in Page(write_report(folder)).text
+
+
 def test_gaps_nulls_torn_line_and_missing_metrics_are_noted(tmp_path, caplog):
     def metrics(step):
         kept = {

@@ -74,4 +74,5 @@ def test_a_long_ledger_is_summed_up_line_by_line(tmp_path):
 
 
 def test_a_run_that_was_begun_by_an_older_version_is_balanced_from_its_first_line_on():
-    assert summary([line(11, 40, 4), line(12, 44, 4)]) == "8 groups trained on, each in one step"
+    told = "8 groups trained on, each in one step; the ledger begins with step 11"
+    assert summary([line(11, 40, 4), line(12, 44, 4)]) == told

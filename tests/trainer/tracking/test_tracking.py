@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 
 from configs.schema import RunConfig
 from configs.schema.alarms import AlarmsConfig
+from launch.roles.learn import warn_of_lost_lines
 from rollout.client import RolloutError
 from trainer.loop import tell_of_failed_rewards
 from trainer.ranks.interruption import StopRequested
@@ -490,6 +491,21 @@ def test_resume_drops_later_steps_and_the_torn_line_and_goes_on(tmp_path):
     history = client.get_metric_history(run.info.run_id, "reward/mean")
     assert sorted((m.step, m.value) for m in history) == [(0, 0.0), (1, 0.1), (2, 0.2), (3, 0.9)]
     assert run.data.tags["tandem.resumed_from_step"] == "2"
+
+
+@pytest.mark.parametrize("lost", [(), ("metrics",), ("ledger",), ("metrics", "ledger")])
+def test_a_resume_without_the_lines_of_the_steps_before_says_so(tmp_path, capsys, lost):
+    if "metrics" not in lost:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
+    if "ledger" not in lost:
+        entry = {"step": 3, "first": 0, "prompts": ["p"], "without_signal": [], "failed_rewards": 0}
+        (tmp_path / LEDGER).write_text(f"{json.dumps(entry)}\n")
+    with Tracker(make_config(), tmp_path, resumed_from_step=3) as tracker:
+        ledger = Ledger(tmp_path / LEDGER, keep_until=3)
+        warn_of_lost_lines(tracker, ledger, 3)
+        ledger.close()
+    said = capsys.readouterr().out
+    assert re.findall(r"(\w+)\.jsonl has no line of step 3, from which the run goes on", said) == [*lost]
 
 
 def test_resume_ends_the_interrupted_mlflow_run_and_names_it(tmp_path):
