@@ -142,6 +142,8 @@ def test_a_response_that_holds_places_is_not_expanded():
         ("**Score: 7**", 0.7),
         ("**Score**: 7", 0.7),
         ("Score: **7**/10", 0.7),
+        ("__Score:__ _7_", 0.7),
+        ("Score: 7\nScore:" + 100_000 * "*", 0.7),
         ("Score: 7\n\nScore:\n* 3 points are missing", 0.7),
     ],
 )
