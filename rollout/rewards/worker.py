@@ -13,12 +13,15 @@ parent, with which it is ended.
 import asyncio
 import faulthandler
 import inspect
+import json
 import os
+import pickle
 import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -26,11 +29,14 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from rollout.environments.tandem_worker.failures import describe, place_of
+import msgspec
+
+from rollout.environments.tandem_worker.failures import describe, place_of, readable
 from rollout.guarded_process import kill_tree
 from rollout.records import Score
 from rollout.rewards.function import FURTHER, RewardFunction, import_reward_function, to_score
 from rollout.rewards.math_answers import math_verify_reward
+from rollout.rewards.pipe import receive, send
 from rollout.servers.watched_process import how_it_ended
 from rollout.user_code import further_parameters
 
@@ -54,11 +60,16 @@ class Job:
 
 
 Reply = tuple[Literal["ready", "failed", "score", "raised", "unusable"], Score | str | None]
-"""(event, score or message). ``unusable``: the function's result is no reward."""
+"""(event, score or message), which travels as JSON: the process runs code of the user's, and perhaps of a model, so that
+nothing of it is unpickled. ``unusable``: the function's result is no reward."""
 
 
 class WorkerStartError(RuntimeError):
     """A fresh process could not import the reward, although the check before the start could."""
+
+
+class NoAnswer(Exception):
+    """What a process wrote is no answer."""
 
 
 def serve(descriptor: int, reward: str) -> None:
@@ -70,9 +81,9 @@ def serve(descriptor: int, reward: str) -> None:
         try:
             function = _load_reward(reward)
         except Exception as error:  # a user's module may raise anything; the parent reports it
-            connection.send(("failed", str(error)))
+            _reply(connection, ("failed", readable(str(error))))
             return
-        connection.send(("ready", None))
+        _reply(connection, ("ready", None))
         own_pid = os.getpid()
         with asyncio.Runner() as runner:  # one event loop for all calls of a function that is async
             while True:
@@ -84,7 +95,11 @@ def serve(descriptor: int, reward: str) -> None:
                 # The function may have forked. The reply of its child would be taken for the next sample's.
                 if os.getpid() != own_pid:
                     os._exit(0)
-                connection.send(reply)
+                _reply(connection, reply)
+
+
+def _reply(connection: Connection, reply: Reply) -> None:
+    connection.send_bytes(msgspec.json.encode(reply))
 
 
 def _load_reward(reward: str) -> RewardFunction:
@@ -110,7 +125,7 @@ def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Re
     try:
         return "score", to_score(returned)
     except (TypeError, ValueError, OverflowError) as error:
-        return "unusable", f"{type(error).__name__}: {error} ({place_of(function)})"
+        return "unusable", readable(f"{type(error).__name__}: {error} ({place_of(function)})")
 
 
 def start_process(
@@ -120,7 +135,7 @@ def start_process(
     options: Sequence[str] = (),
     ends_with_this_thread: bool = False,
 ) -> tuple[subprocess.Popen, Connection]:
-    """A process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of its pipe.
+    """A process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of its pipe, for ``pipe.py``.
 
     Args:
         output: descriptor for all that the process prints.
@@ -128,6 +143,7 @@ def start_process(
         ends_with_this_thread: the kernel kills it even where it hangs. Without, the end of the pipe has to do.
     """
     ours, theirs = Pipe()
+    os.set_blocking(ours.fileno(), False)
     path = [entry or os.getcwd() for entry in sys.path]
     first = END_WITH_US.format(pid=os.getpid()) if ends_with_this_thread else ""
     command = BOOTSTRAP.format(
@@ -220,21 +236,23 @@ class AnsweringProcess:
         Raises:
             WorkerStartError: the process cannot be started.
             TimeoutError: it did not answer in time, and was killed.
-            EOFError: it ended meanwhile; the message says how.
+            EOFError: it ended meanwhile, or what it wrote is no answer, and it was killed; the message says which.
             CancelledError: it was closed.
         """
         with self._asking:
             process, connection = self._running()
+            deadline = time.monotonic() + self._timeout_s
             try:
-                self._write(connection, question)
-                return self._answer(connection, self._timeout_s)
-            except (EOFError, OSError) as error:
+                send(connection, self._encode(question), deadline)
+                return self._answer(connection, deadline)
+            except (EOFError, OSError, NoAnswer) as error:
                 self._end()
                 if self._is_closed:
                     raise CancelledError from error
                 if isinstance(error, TimeoutError):
                     raise
-                raise EOFError(f"(pid {process.pid}) {how_it_ended(process.returncode)}") from error
+                ending = str(error) if isinstance(error, NoAnswer) else how_it_ended(process.returncode)
+                raise EOFError(f"(pid {process.pid}) {ending}") from error
 
     def _running(self) -> tuple[subprocess.Popen, Connection]:
         process, connection = self._process, self._connection
@@ -250,8 +268,8 @@ class AnsweringProcess:
             )
             self._process, self._connection = process, connection
         try:
-            self._check_start(self._answer(connection, self._start_timeout_s))
-        except (WorkerStartError, EOFError, OSError) as error:
+            self._check_start(self._answer(connection, time.monotonic() + self._start_timeout_s))
+        except (WorkerStartError, EOFError, OSError, NoAnswer) as error:
             self._end()
             if self._is_closed:
                 raise CancelledError from error
@@ -260,10 +278,11 @@ class AnsweringProcess:
             raise WorkerStartError(f"{self._name} did not start; its error output says why") from error
         return process, connection
 
-    def _answer(self, connection: Connection, timeout_s: float) -> Any:
-        if not connection.poll(timeout_s):
-            raise TimeoutError
-        return self._read(connection)
+    def _answer(self, connection: Connection, deadline: float) -> Any:
+        try:
+            return self._decode(receive(connection, deadline))
+        except (ValueError, RecursionError) as error:
+            raise NoAnswer("wrote what is no answer into its pipe, and was killed") from error
 
     def _end(self) -> None:
         """Kill and reap the process, if there is one; the next question starts another."""
@@ -274,11 +293,12 @@ class AnsweringProcess:
                 self._connection.close()
             self._process = self._connection = None
 
-    def _write(self, connection: Connection, question: Any) -> None:
-        connection.send(question)
+    def _encode(self, question: Any) -> bytes:
+        return json.dumps(question).encode()
 
-    def _read(self, connection: Connection) -> Any:
-        return connection.recv()
+    def _decode(self, answer: bytes) -> Any:
+        """Raises ValueError or RecursionError."""
+        return json.loads(answer)
 
     def _check_start(self, answer: Any) -> None:
         """Raises WorkerStartError where the first answer says that the process is of no use."""
@@ -301,7 +321,13 @@ class _Worker(AnsweringProcess):
             content = f"TimeoutError: no answer within {self._timeout_s:g} s; its process was killed"
         except EOFError as error:
             content = f"the reward's process {error}"
-        return content if isinstance(content, Score) else Score(value=0.0, error=content)
+        return content if isinstance(content, Score) else Score(value=0.0, error=content or "no score came")
+
+    def _encode(self, question: Job) -> bytes:
+        return pickle.dumps(question)  # a row of the data may hold anything
+
+    def _decode(self, answer: bytes) -> Reply:
+        return msgspec.json.decode(answer, type=Reply)
 
     def _check_start(self, answer: Reply) -> None:
         kind, content = answer
