@@ -3,7 +3,7 @@
     this process: TrialProcess ── pipe ──> serve(descriptor, ...) of a module, in a fresh interpreter
 
 This process waits with a deadline and reports that it waits. It asks a late process for its current line, then
-kills it. The kernel kills it where this one is killed.
+kills it. Its guard kills it where this one is killed.
 """
 
 import json
@@ -19,7 +19,7 @@ from typing import Any
 from rollout.environments.tandem_worker.failures import is_library
 from rollout.rewards.pipe import receive, send
 from rollout.rewards.worker import end_tree, start_process
-from rollout.servers.watched_process import how_it_ended
+from rollout.servers.watched_process import how_it_ended, server_pid
 from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 
 NO_BYTECODE = "-B"
@@ -41,7 +41,7 @@ class TrialProcess:
             self._output = exits.enter_context(tempfile.TemporaryFile())
             self._process, self._connection = start_process(
                 self._module, *self._arguments,
-                output=self._output.fileno(), options=[NO_BYTECODE], ends_with_this_thread=True,
+                output=self._output.fileno(), options=[NO_BYTECODE],
             )  # fmt: skip
             exits.callback(end_tree, self._process)
             exits.enter_context(self._connection)
@@ -89,8 +89,11 @@ class TrialProcess:
 
     def _current_line(self) -> str:
         """``, at rewards.py:3 in <module>``. faulthandler writes it even inside code that is not Python's."""
-        before, own = self._num_printed(), f"/{self._module.replace('.', '/')}.py"
-        self._process.send_signal(signal.SIGUSR1)
+        own, pid = f"/{self._module.replace('.', '/')}.py", server_pid(self._process)
+        before = self._num_printed()
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
         deadline = time.monotonic() + TRACE_WITHIN_S
         while time.monotonic() < deadline:
             trace = self._read_output(before)

@@ -4,10 +4,11 @@
 
     Scorer (event loop) ── WorkerPool.call in a thread ── pipe ──> worker process: serve()
                               waits with a deadline                  imports the reward, then answers one job at a time
-                              kills and replaces a late worker       ends when the pipe closes, so also when its parent dies
+                              kills and replaces a late worker
 
-A worker is a fresh interpreter (no fork: the parent has threads and sockets) in the process group of its
-parent, with which it is ended.
+A worker is a fresh interpreter (no fork: the parent has threads and sockets) under a guard, as an environment's process
+is (``tandem_worker/guard.py``). The guard kills all that the worker started, orphans too, once the worker ends, or its
+parent does.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -32,7 +34,7 @@ from typing import Any, Literal
 import msgspec
 
 from rollout.environments.tandem_worker.failures import describe, place_of, readable
-from rollout.guarded_process import kill_tree
+from rollout.guarded_process import WORKER, kill_tree
 from rollout.records import Score
 from rollout.rewards.function import FURTHER, RewardFunction, import_reward_function, to_score
 from rollout.rewards.math_answers import math_verify_reward
@@ -43,9 +45,10 @@ from rollout.user_code import further_parameters
 START_TIMEOUT_S = 120.0
 """Time for a worker to start and import the reward while all others may be starting; the config may set more."""
 STOP_TIMEOUT_S = 5.0
-"""Time for the kernel to end a killed process."""
-BOOTSTRAP = "import sys; sys.path[:] = {path!r}; {first}from {module} import serve; serve({descriptor}, *{arguments!r})"
-END_WITH_US = "from rollout.environments.tandem_worker.guard import end_with; end_with({pid}); "
+"""Time for a guard to end what it guards, and for the kernel to end a killed process."""
+BOOTSTRAP = (
+    "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({descriptor}, *{arguments!r})"
+)
 MATH_VERIFY = "math_verify"
 
 
@@ -133,26 +136,22 @@ def start_process(
     *arguments: str,
     output: int,
     options: Sequence[str] = (),
-    ends_with_this_thread: bool = False,
 ) -> tuple[subprocess.Popen, Connection]:
-    """A process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of its pipe, for ``pipe.py``.
+    """The guard of a process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of the pipe to the process,
+    for ``pipe.py``.
 
     Args:
         output: descriptor for all that the process prints.
         options: of the Python interpreter.
-        ends_with_this_thread: the kernel kills it even where it hangs. Without, the end of the pipe has to do.
     """
     ours, theirs = Pipe()
     os.set_blocking(ours.fileno(), False)
     path = [entry or os.getcwd() for entry in sys.path]
-    first = END_WITH_US.format(pid=os.getpid()) if ends_with_this_thread else ""
-    command = BOOTSTRAP.format(
-        path=path, first=first, module=module, descriptor=theirs.fileno(), arguments=arguments
-    )
+    code = BOOTSTRAP.format(path=path, module=module, descriptor=theirs.fileno(), arguments=arguments)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, *options, "-c", command],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()],
+            [sys.executable, "-I", WORKER, sys.executable, *options, "-c", code],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[theirs.fileno()], start_new_session=True,
         )  # fmt: skip
     return process, ours
 
@@ -185,7 +184,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End every worker and its children; calls under way return at once."""
+        """End every worker and all that it started; calls under way return at once."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -211,6 +210,7 @@ class AnsweringProcess:
 
     @property
     def pid(self) -> int | None:
+        """Of its guard."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -336,7 +336,11 @@ class _Worker(AnsweringProcess):
 
 
 def end_tree(process: subprocess.Popen) -> None:
-    """Kill a process of ours and all its descendants, and reap it."""
+    """Kill a process of ours and all its descendants, and reap it. A guard does so itself, with the orphans among them."""
+    if process.stdin is not None:
+        process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=STOP_TIMEOUT_S)
     if process.poll() is None:  # else its number may be another's
         kill_tree(process.pid)
     process.wait(timeout=STOP_TIMEOUT_S)

@@ -365,6 +365,13 @@ def score(prompt_text, response_text, reference):
         with open(response_text.split()[1], "w") as file:
             file.write(str(child.pid))
         child.wait()
+    if response_text.startswith("fork and die"):
+        child = os.fork()
+        if child:
+            with open(response_text.split()[3], "w") as file:
+                file.write(str(child))
+            os._exit(7)
+        time.sleep(600)
     if response_text.startswith("garbage"):
         for descriptor in range(3, 64):
             try:
@@ -539,6 +546,17 @@ def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
     [score] = scores_of(function_config(user_module, timeout_s=5.0), f"leave {tmp_path}/child")
     assert "TimeoutError" in score.error
     assert ends(int((tmp_path / "child").read_text()))
+
+
+def test_what_reward_code_started_ends_with_it_where_it_dies_by_itself(user_module, tmp_path):
+    child = tmp_path / "child"
+
+    async def die():
+        async with make_scorer(function_config(user_module)) as scorer:
+            died = await score(scorer, PROMPT, f"fork and die {child}")
+            assert "ended with exit code 7" in died.error and ends(int(child.read_text()))
+
+    asyncio.run(die())
 
 
 @pytest.mark.parametrize(
