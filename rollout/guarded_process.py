@@ -21,6 +21,9 @@ import psutil
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+WORKER = (Path(__file__).parent / "environments" / "tandem_worker").resolve()
+"""The program that is a guard. With a command as arguments, of that command."""
+
 END_TIMEOUT_S = 10.0
 """Time to end what an episode left over, for ``close()``, and for the guard to kill and reap everything."""
 

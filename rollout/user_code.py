@@ -4,6 +4,7 @@ of their own before a start (``rewards/trial_process.py``)."""
 import difflib
 import faulthandler
 import inspect
+import json
 import os
 import re
 import signal
@@ -84,22 +85,22 @@ def call_problem(
 
 def serve_trials(descriptor: int, attempt: Callable[..., None]) -> None:
     """Main function of a trial's process, which says None once it is up. A job has the arguments of ``attempt``; its answer
-    is None, or the text of the ValueError that ``attempt`` raises."""
+    is None, or the text of the ValueError that ``attempt`` raises, as JSON."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides when this process ends
     faulthandler.register(signal.SIGUSR1)  # writes the current lines on request
     with Connection(descriptor) as connection:
-        connection.send(None)
+        connection.send_bytes(b"null")
         while True:
             try:
                 job = connection.recv()
             except EOFError:
                 return
+            problem = None
             try:
                 attempt(*job)
             except ValueError as error:
-                connection.send(str(error))
-            else:
-                connection.send(None)
+                problem = str(error)
+            connection.send_bytes(json.dumps(problem).encode())
 
 
 def users_line(trace: str, is_other: Callable[[str], bool]) -> str:

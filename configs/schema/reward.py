@@ -159,7 +159,7 @@ class JudgeReward(OwnReward):
     brace is written twice. Texts that are filled in are not searched for places again."""
     system_prompt: str | None = None
     """A system message before it, as it stands."""
-    score_pattern: str = r"Score\**:\**\s*\**(-?\d+(?:\.\d+)?)"
+    score_pattern: str = r"Score[*_]*+:[*_]*+\s*+[*_]*+(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the score. Its last match in the judge's answer counts. An answer
     without one is a failed sample. The default reads ``Score: 7``, also with a part of it in Markdown's bold."""
     score_range: tuple[FiniteFloat, FiniteFloat]

@@ -196,8 +196,11 @@ def _check_run(config: RunConfig, runs: Sequence[str]) -> Iterator[Finding]:
         yield from finding_of("environment.command", check_agent, config.environment, config.key_variables)
     elif config.environment.type == "openenv":
         from rollout.environments.openenv import check_openenv
+        from rollout.environments.template_probes import EXAMPLE_TOOL
 
         yield from finding_of("environment", check_openenv, config.environment)
+        if config.environment.interface == "tools" and config.environment.template == "chat":
+            yield from check_tools_template(config, [EXAMPLE_TOOL])  # its own are known once a server is up
     elif config.environment.type != "single_turn":
         yield from _check_environment(config, config.environment)
     if config.resume is not None and config.resume.is_dir():

@@ -22,7 +22,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -40,6 +40,8 @@ LAST_LINES = 40
 FULL_BYTES = 1 << 16
 """A disk with less free space takes no traceback."""
 KILL_TIMEOUT_S = 5.0
+LARGEST_LOG, KEPT_LOG = 2**28, 2**20
+"""Bytes of a role's log, and those of its end that stay once it has more."""
 StartRole = Callable[..., "Role"]
 """(name, folder, config, ...) -> the role to start, such as ``launch.roles.start.role``."""
 
@@ -54,7 +56,8 @@ class Interrupted(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """One process to start. stderr goes into ``log``; stdout goes there too, or to the terminal."""
+    """One process to start. stderr goes into ``log``, of which the end stays where it becomes too large; stdout goes there too,
+    or to the terminal."""
 
     name: str
     command: Sequence[str]
@@ -227,12 +230,20 @@ class Supervisor:
         among: the roles to check (None: all), without those of ``but_not``.
         """
         self.raise_interrupt()
+        self._shorten_logs()
         for name, running in self._running.items():
             if name in but_not or (among is not None and name not in among):
                 continue
             code = running.process.poll()
             if code is not None and not (code == 0 and name in may_end):
                 raise self.failure(name)
+
+    def _shorten_logs(self) -> None:
+        """Rewards and environments print into a role's log, which must not fill the disk."""
+        for name, running in self._running.items():
+            with contextlib.suppress(OSError):
+                if shorten(running.role.log):
+                    self._running[name] = replace(running, log_start=0)
 
     def stop_all(self) -> None:
         """SIGTERM to every group, newest role first, then SIGKILL to what is left after the grace period."""
@@ -265,6 +276,22 @@ class Supervisor:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     descendants += [child, *child.children(recursive=True)]
         return descendants
+
+
+def shorten(log: Path) -> bool:
+    """Whether the log had more than ``LARGEST_LOG`` bytes, of which its end stays, behind a line that says so. Its writers
+    append, so they go on behind it; what they write in this moment may be lost."""
+    dropped = log.stat().st_size - KEPT_LOG
+    if dropped + KEPT_LOG <= LARGEST_LOG:
+        return False
+    with log.open("a+b", buffering=0) as file:
+        file.seek(dropped)
+        end = file.read(KEPT_LOG)
+        file.truncate(0)
+        file.write(
+            b"(%d bytes before this were dropped: a log has %d at most)\n%b" % (dropped, LARGEST_LOG, end)
+        )
+    return True
 
 
 def run_to_end(*roles: Role, grace_s: float) -> None:

@@ -14,9 +14,8 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from configs.schema.environment import AgentEnvironment
-from rollout.environments.processes import WORKER
 from rollout.environments.protocol import EpisodeFailed
-from rollout.guarded_process import Guard, end_guarded, finished, own_folder, start_guarded
+from rollout.guarded_process import WORKER, Guard, end_guarded, finished, own_folder, start_guarded
 from rollout.records import Status
 
 logger = logging.getLogger(__name__)

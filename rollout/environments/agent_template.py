@@ -23,13 +23,12 @@ from rollout.environments.agent_process import (
     command_of,
 )
 from rollout.environments.processes import (
-    WORKER,
     EnvironmentStartError,
     check_parser_names,
     users_variables,
 )
 from rollout.environments.protocol import EpisodeFailed
-from rollout.guarded_process import END_TIMEOUT_S, Guard, finished
+from rollout.guarded_process import END_TIMEOUT_S, WORKER, Guard, finished
 from rollout.records import Status
 from rollout.servers.watched_process import how_it_ended
 

@@ -23,7 +23,6 @@ import aiohttp
 
 from configs.schema.environment import OpenEnvironment
 from rollout.environments.processes import (
-    LARGEST_ANSWER,
     MOST_AWAY_S,
     RETRY_S,
     EnvironmentStartError,
@@ -40,6 +39,7 @@ from rollout.guarded_process import finished
 from rollout.http_replicas import Replica, choose, open_session
 from rollout.records import Status
 from rollout.rewards.function import to_score
+from rollout.rewards.pipe import LARGEST_ANSWER
 from rollout.rewards.served import key_of
 
 ANSWER = "{answer}"

@@ -28,8 +28,9 @@ from configs.schema.environment import (
     TokenEnvironment,
 )
 from rollout.environments.protocol import EpisodeFailed
-from rollout.guarded_process import END_TIMEOUT_S, end_guarded, finished, start_guarded
+from rollout.guarded_process import END_TIMEOUT_S, WORKER, end_guarded, finished, start_guarded
 from rollout.records import Status
+from rollout.rewards.pipe import LARGEST_ANSWER
 from rollout.rewards.worker import WorkerStartError
 from rollout.servers.tool_call_parsers import check_parser_name
 from rollout.servers.watched_process import how_it_ended
@@ -37,11 +38,8 @@ from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 
 logger = logging.getLogger(__name__)
 
-WORKER = Path(__file__).with_name("tandem_worker").resolve()
 PACKAGES = Path(__file__).resolve().parents[2]
 """The folder of Tandem's packages, which the roles have on PYTHONPATH."""
-LARGEST_ANSWER = 4 * 2**20
-"""Bytes of a line from a process: a million tokens of text."""
 MOST_AWAY_S = 300.0
 """The run ends after so many seconds in which no episode had a process, or no server could be connected to."""
 RETRY_S = (0.05, 1.0)

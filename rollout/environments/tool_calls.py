@@ -6,11 +6,9 @@ pass it on, a lost server would fail an episode, and a parser that hangs on a sa
 expressions) would hang the server, and with it every sample there. A process of its own has a deadline, and is killed.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from typing import Any
 
 from rollout.rewards.worker import START_TIMEOUT_S, AnsweringProcess
@@ -60,19 +58,13 @@ class ParserProcess(AnsweringProcess):
             LateOrLost: it did not answer in time, ended meanwhile, or was closed.
         """
         try:
-            return self.ask(request)
+            return self.ask(request)  # in JSON's ASCII, which can carry a lone surrogate: UTF-8 cannot
         except TimeoutError as error:
             raise LateOrLost(f"no answer of the parser within {self._timeout_s:g} s") from error
         except EOFError as error:
             raise LateOrLost("the parser's process ended") from error
         except CancelledError as error:
             raise LateOrLost("the parser was closed") from error
-
-    def _write(self, connection: Connection, question: Mapping[str, Any]) -> None:
-        connection.send_bytes(json.dumps(question).encode())  # JSON can carry a lone surrogate, UTF-8 cannot
-
-    def _read(self, connection: Connection) -> dict[str, Any]:
-        return json.loads(connection.recv_bytes())  # of a sampled text: nothing is unpickled
 
 
 class ToolCallParser:

@@ -75,7 +75,7 @@ class Judge(ServedReward):
         try:
             given = float(matches[-1])
         except (TypeError, ValueError):  # an optional group is None
-            return Score(value=0.0, error=f"the judge's score {matches[-1]!r} is no number")
+            return Score(value=0.0, error=f"the judge's score {self.shown(str(matches[-1]))!r} is no number")
         low, high = self._config.score_range
         if not low <= given <= high:
             return Score(

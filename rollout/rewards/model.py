@@ -180,14 +180,18 @@ class RewardModel(ServedReward):
         scores = reply.get("scores") if is_json and isinstance(reply, dict) else reply
         if not isinstance(scores, list) or len(scores) != count:
             form = '{"scores": [...]}' if is_json else '[{"embedding": [...]}, ...]'
-            received = f"{len(scores)} of them" if isinstance(scores, list) else repr(content[:200])
+            received = (
+                f"{len(scores)} of them" if isinstance(scores, list) else repr(self.shown(content)[:200])
+            )
             raise self.wrong_form(url, f"was asked for {count} scores as {form} and sent {received}")
         return [_to_score(score if is_json else self._embedded_score(url, score)) for score in scores]
 
     def _embedded_score(self, url: str, reply: object) -> object:
         numbers = reply.get("embedding") if isinstance(reply, dict) else None
         if not isinstance(numbers, list) or len(numbers) > 1:
-            received = f"{len(numbers)} numbers" if isinstance(numbers, list) else f"{reply!r:.200}"
+            received = (
+                f"{len(numbers)} numbers" if isinstance(numbers, list) else self.shown(repr(reply))[:200]
+            )
             raise self.wrong_form(
                 url,
                 f"sent {received} for a text, not one score; serve a reward model with a single label, with --is-embedding",

@@ -3,8 +3,9 @@
 - No connection, a broken one, no answer in time, HTTP 429 or 5xx: another attempt, on another replica if
   there is one. After ``max_retries`` retries: ``RewardModelError``, which ends the run. A step with all scores
   at 0 would teach the model nonsense.
-- HTTP 400, 413 or 422 (e.g. a text longer than the model's context, or one that a filter refuses): ``Refused``.
-- Any other status, or a reply of another form: ``RewardModelError`` at once.
+- HTTP 400, 413 or 422 (e.g. a text longer than the model's context, or one that a filter refuses), or a reply of more
+  than ``LARGEST_ANSWER`` bytes: ``Refused``.
+- Any other status, a reply of another form, or a redirection to another server: ``RewardModelError`` at once.
 - After ``MAX_FAILED_IN_A_ROW`` failed samples without a good one between them the model counts as broken:
   ``RewardModelError``.
 """
@@ -25,6 +26,7 @@ from configs.schema.reward import JudgeReward, ModelReward
 from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
 from rollout.records import Prompt, Score
 from rollout.rewards.function import to_score
+from rollout.rewards.pipe import LARGEST_ANSWER
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -44,7 +46,7 @@ class RewardModelError(RuntimeError):
 
 
 class Refused(Exception):
-    """The server blames the content of the request."""
+    """The server blames the content of the request, or its reply to it is too large."""
 
 
 def key_of(variable: str | None, name: str) -> str | None:
@@ -166,7 +168,7 @@ class ServedReward:
         """``parse(url, content)`` of the reply to ``body``, as JSON.
 
         Raises:
-            Refused: the server blames the content.
+            Refused: the server blames the content, or its reply is too large.
             RewardModelError: no attempt succeeded, or the reply has the wrong form.
         """
         content = json.dumps(body).encode()
@@ -199,8 +201,11 @@ class ServedReward:
         async with self._session.post(
             url, data=body, headers={"Content-Type": "application/json"}, proxy=self._proxies[url]
         ) as response:
-            content = await response.read()
+            content = await _beginning(response.content)
+        self._check_redirections(url, response)
         if response.status == 200:
+            if len(content) > LARGEST_ANSWER:
+                raise Refused(f"{url} answered it with more than {LARGEST_ANSWER} bytes")
             return content
         problem = f"HTTP {response.status}: {self.shown(content)[:500]}"
         if response.status == 429 or response.status >= 500:
@@ -209,12 +214,20 @@ class ServedReward:
             raise Refused(f"{url} refused it with {problem}")
         raise RewardModelError(f"{self._name}: {url} answered {problem}; {self._fix}")
 
+    def _check_redirections(self, url: str, response: aiohttp.ClientResponse) -> None:
+        """Redirections on the same server that keep the request are good. aiohttp does not take the key to another server, and
+        some redirections become a GET. Raises RewardModelError."""
+        servers = {answer.url.origin() for answer in (*response.history, response)}
+        if len(servers) > 1 or response.method != "POST":
+            raise self.wrong_form(url, f"redirects to {response.url}")
+
     def shown(self, content: bytes | str) -> str:
         """The content as a message may show it: a server may repeat the key."""
         text = content if isinstance(content, str) else content.decode(errors="replace")
         return text.strip().replace(self._key, "***") if self._key else text.strip()
 
     def wrong_form(self, url: str, problem: str) -> RewardModelError:
+        """problem: what the server sent in it is ``shown``."""
         return RewardModelError(f"{self._name}: {url} {problem}; {self._fix}")
 
     def count_failures(self, scores: Sequence[Score]) -> None:
@@ -225,6 +238,16 @@ class ServedReward:
                 raise RewardModelError(
                     f"{self._name}: {MAX_FAILED_IN_A_ROW} samples in a row could not be scored, the last: {score.error}"
                 )
+
+
+async def _beginning(content: aiohttp.StreamReader) -> bytes:
+    """All of a reply, or a bit more than ``LARGEST_ANSWER`` bytes of it."""
+    read = bytearray()
+    async for part in content.iter_any():
+        read += part
+        if len(read) > LARGEST_ANSWER:
+            break
+    return bytes(read)
 
 
 def score_of(number: object) -> Score:

@@ -3,10 +3,12 @@
     this process: TrialProcess ── pipe ──> serve(descriptor, ...) of a module, in a fresh interpreter
 
 This process waits with a deadline and reports that it waits. It asks a late process for its current line, then
-kills it. The kernel kills it where this one is killed.
+kills it. Its guard kills it where this one is killed.
 """
 
+import json
 import os
+import pickle
 import signal
 import tempfile
 import time
@@ -15,12 +17,15 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from rollout.environments.tandem_worker.failures import is_library
+from rollout.rewards.pipe import receive, send
 from rollout.rewards.worker import end_tree, start_process
-from rollout.servers.watched_process import how_it_ended
+from rollout.servers.watched_process import how_it_ended, server_pid
 from rollout.user_code import TELL_EVERY_S, TRACE_WITHIN_S, users_line
 
 NO_BYTECODE = "-B"
 """A check leaves no __pycache__ beside the user's module."""
+MOST_READ = 2**16
+"""Bytes that are read of what a process has printed, which may be any number."""
 
 
 class TrialProcess:
@@ -36,7 +41,7 @@ class TrialProcess:
             self._output = exits.enter_context(tempfile.TemporaryFile())
             self._process, self._connection = start_process(
                 self._module, *self._arguments,
-                output=self._output.fileno(), options=[NO_BYTECODE], ends_with_this_thread=True,
+                output=self._output.fileno(), options=[NO_BYTECODE],
             )  # fmt: skip
             exits.callback(end_tree, self._process)
             exits.enter_context(self._connection)
@@ -48,8 +53,8 @@ class TrialProcess:
 
     def ask(self, job: object, doing: str, limit: str, limit_s: float, fix: str) -> Any:
         """Send a job and wait for its reply, as ``reply`` does."""
-        with suppress(OSError):  # the process is gone; the reply reports it
-            self._connection.send(job)
+        with suppress(OSError):  # the process is gone, or does not read; the reply reports it
+            send(self._connection, pickle.dumps(job), time.monotonic() + limit_s)
         return self.reply(doing, limit, limit_s, fix)
 
     def reply(self, doing: str, limit: str, limit_s: float, fix: str) -> Any:
@@ -61,7 +66,15 @@ class TrialProcess:
                 raise ValueError(f"{doing} took longer than {limit}={limit_s:g}{self._current_line()}; {fix}")
             self._tell(f"{doing} … {waited:.0f} s of {limit}={limit_s:g}")
         try:
-            return self._connection.recv()
+            return json.loads(receive(self._connection, began + limit_s))
+        except TimeoutError:
+            raise ValueError(
+                f"{doing} wrote half of an answer, and no more within {limit}={limit_s:g}; {fix}"
+            ) from None
+        except (ValueError, RecursionError):
+            raise ValueError(
+                f"{doing}: its process wrote what is no answer into our pipe; leave descriptors alone that it did not open"
+            ) from None
         except (EOFError, OSError):
             ending = how_it_ended(self._process.wait())
             raise ValueError(
@@ -76,21 +89,27 @@ class TrialProcess:
 
     def _current_line(self) -> str:
         """``, at rewards.py:3 in <module>``. faulthandler writes it even inside code that is not Python's."""
-        before, own = self._read_output(), f"/{self._module.replace('.', '/')}.py"
-        self._process.send_signal(signal.SIGUSR1)
+        own, pid = f"/{self._module.replace('.', '/')}.py", server_pid(self._process)
+        before = self._num_printed()
+        if pid is not None:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)
         deadline = time.monotonic() + TRACE_WITHIN_S
         while time.monotonic() < deadline:
-            trace = self._read_output()[len(before) :]
+            trace = self._read_output(before)
             if line := users_line(trace, lambda file: is_library(file) or file.endswith(own)):
                 return line
             time.sleep(0.02)
         return ""
 
     def _last_output(self) -> str:
-        lines = self._read_output().split("\n")
+        lines = self._read_output(self._num_printed() - MOST_READ).split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f", after writing: {last[:200]}" if last else ""
 
-    def _read_output(self) -> str:
-        size = os.fstat(self._output.fileno()).st_size
-        return os.pread(self._output.fileno(), size, 0).decode(errors="replace")
+    def _num_printed(self) -> int:
+        return os.fstat(self._output.fileno()).st_size
+
+    def _read_output(self, start: int) -> str:
+        """What was printed from there on, at most ``MOST_READ`` bytes of it."""
+        return os.pread(self._output.fileno(), MOST_READ, max(0, start)).decode(errors="replace")

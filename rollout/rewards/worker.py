@@ -4,42 +4,51 @@
 
     Scorer (event loop) ── WorkerPool.call in a thread ── pipe ──> worker process: serve()
                               waits with a deadline                  imports the reward, then answers one job at a time
-                              kills and replaces a late worker       ends when the pipe closes, so also when its parent dies
+                              kills and replaces a late worker
 
-A worker is a fresh interpreter (no fork: the parent has threads and sockets) in the process group of its
-parent, with which it is ended.
+A worker is a fresh interpreter (no fork: the parent has threads and sockets) under a guard, as an environment's process
+is (``tandem_worker/guard.py``). The guard kills all that the worker started, orphans too, once the worker ends, or its
+parent does.
 """
 
 import asyncio
 import faulthandler
 import inspect
+import json
 import os
+import pickle
 import queue
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from rollout.environments.tandem_worker.failures import describe, place_of
-from rollout.guarded_process import kill_tree
+import msgspec
+
+from rollout.environments.tandem_worker.failures import describe, place_of, readable
+from rollout.guarded_process import WORKER, kill_tree
 from rollout.records import Score
 from rollout.rewards.function import FURTHER, RewardFunction, import_reward_function, to_score
 from rollout.rewards.math_answers import math_verify_reward
+from rollout.rewards.pipe import receive, send
 from rollout.servers.watched_process import how_it_ended
 from rollout.user_code import further_parameters
 
 START_TIMEOUT_S = 120.0
 """Time for a worker to start and import the reward while all others may be starting; the config may set more."""
 STOP_TIMEOUT_S = 5.0
-"""Time for the kernel to end a killed process."""
-BOOTSTRAP = "import sys; sys.path[:] = {path!r}; {first}from {module} import serve; serve({descriptor}, *{arguments!r})"
-END_WITH_US = "from rollout.environments.tandem_worker.guard import end_with; end_with({pid}); "
+"""Time for a guard to end what it guards, and for the kernel to end a killed process."""
+BOOTSTRAP = (
+    "import sys; sys.path[:] = {path!r}; from {module} import serve; serve({descriptor}, *{arguments!r})"
+)
 MATH_VERIFY = "math_verify"
 
 
@@ -54,11 +63,16 @@ class Job:
 
 
 Reply = tuple[Literal["ready", "failed", "score", "raised", "unusable"], Score | str | None]
-"""(event, score or message). ``unusable``: the function's result is no reward."""
+"""(event, score or message), which travels as JSON: the process runs code of the user's, and perhaps of a model, so that
+nothing of it is unpickled. ``unusable``: the function's result is no reward."""
 
 
 class WorkerStartError(RuntimeError):
     """A fresh process could not import the reward, although the check before the start could."""
+
+
+class NoAnswer(Exception):
+    """What a process wrote is no answer."""
 
 
 def serve(descriptor: int, reward: str) -> None:
@@ -70,9 +84,9 @@ def serve(descriptor: int, reward: str) -> None:
         try:
             function = _load_reward(reward)
         except Exception as error:  # a user's module may raise anything; the parent reports it
-            connection.send(("failed", str(error)))
+            _reply(connection, ("failed", readable(str(error))))
             return
-        connection.send(("ready", None))
+        _reply(connection, ("ready", None))
         own_pid = os.getpid()
         with asyncio.Runner() as runner:  # one event loop for all calls of a function that is async
             while True:
@@ -84,7 +98,11 @@ def serve(descriptor: int, reward: str) -> None:
                 # The function may have forked. The reply of its child would be taken for the next sample's.
                 if os.getpid() != own_pid:
                     os._exit(0)
-                connection.send(reply)
+                _reply(connection, reply)
+
+
+def _reply(connection: Connection, reply: Reply) -> None:
+    connection.send_bytes(msgspec.json.encode(reply))
 
 
 def _load_reward(reward: str) -> RewardFunction:
@@ -110,7 +128,7 @@ def _score_job(function: RewardFunction, job: Job, runner: asyncio.Runner) -> Re
     try:
         return "score", to_score(returned)
     except (TypeError, ValueError, OverflowError) as error:
-        return "unusable", f"{type(error).__name__}: {error} ({place_of(function)})"
+        return "unusable", readable(f"{type(error).__name__}: {error} ({place_of(function)})")
 
 
 def start_process(
@@ -118,25 +136,22 @@ def start_process(
     *arguments: str,
     output: int,
     options: Sequence[str] = (),
-    ends_with_this_thread: bool = False,
 ) -> tuple[subprocess.Popen, Connection]:
-    """A process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of its pipe.
+    """The guard of a process that runs ``serve(descriptor, *arguments)`` of ``module``, and our end of the pipe to the process,
+    for ``pipe.py``.
 
     Args:
         output: descriptor for all that the process prints.
         options: of the Python interpreter.
-        ends_with_this_thread: the kernel kills it even where it hangs. Without, the end of the pipe has to do.
     """
     ours, theirs = Pipe()
+    os.set_blocking(ours.fileno(), False)
     path = [entry or os.getcwd() for entry in sys.path]
-    first = END_WITH_US.format(pid=os.getpid()) if ends_with_this_thread else ""
-    command = BOOTSTRAP.format(
-        path=path, first=first, module=module, descriptor=theirs.fileno(), arguments=arguments
-    )
+    code = BOOTSTRAP.format(path=path, module=module, descriptor=theirs.fileno(), arguments=arguments)
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, *options, "-c", command],
-            stdin=subprocess.DEVNULL, stdout=output, stderr=output, pass_fds=[theirs.fileno()],
+            [sys.executable, "-I", WORKER, sys.executable, *options, "-c", code],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=[theirs.fileno()], start_new_session=True,
         )  # fmt: skip
     return process, ours
 
@@ -169,7 +184,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def close(self) -> None:
-        """End every worker and its children; calls under way return at once."""
+        """End every worker and all that it started; calls under way return at once."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(wait=True, cancel_futures=True)
@@ -195,6 +210,7 @@ class AnsweringProcess:
 
     @property
     def pid(self) -> int | None:
+        """Of its guard."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -220,21 +236,23 @@ class AnsweringProcess:
         Raises:
             WorkerStartError: the process cannot be started.
             TimeoutError: it did not answer in time, and was killed.
-            EOFError: it ended meanwhile; the message says how.
+            EOFError: it ended meanwhile, or what it wrote is no answer, and it was killed; the message says which.
             CancelledError: it was closed.
         """
         with self._asking:
             process, connection = self._running()
+            deadline = time.monotonic() + self._timeout_s
             try:
-                self._write(connection, question)
-                return self._answer(connection, self._timeout_s)
-            except (EOFError, OSError) as error:
+                send(connection, self._encode(question), deadline)
+                return self._answer(connection, deadline)
+            except (EOFError, OSError, NoAnswer) as error:
                 self._end()
                 if self._is_closed:
                     raise CancelledError from error
                 if isinstance(error, TimeoutError):
                     raise
-                raise EOFError(f"(pid {process.pid}) {how_it_ended(process.returncode)}") from error
+                ending = str(error) if isinstance(error, NoAnswer) else how_it_ended(process.returncode)
+                raise EOFError(f"(pid {process.pid}) {ending}") from error
 
     def _running(self) -> tuple[subprocess.Popen, Connection]:
         process, connection = self._process, self._connection
@@ -250,8 +268,8 @@ class AnsweringProcess:
             )
             self._process, self._connection = process, connection
         try:
-            self._check_start(self._answer(connection, self._start_timeout_s))
-        except (WorkerStartError, EOFError, OSError) as error:
+            self._check_start(self._answer(connection, time.monotonic() + self._start_timeout_s))
+        except (WorkerStartError, EOFError, OSError, NoAnswer) as error:
             self._end()
             if self._is_closed:
                 raise CancelledError from error
@@ -260,10 +278,11 @@ class AnsweringProcess:
             raise WorkerStartError(f"{self._name} did not start; its error output says why") from error
         return process, connection
 
-    def _answer(self, connection: Connection, timeout_s: float) -> Any:
-        if not connection.poll(timeout_s):
-            raise TimeoutError
-        return self._read(connection)
+    def _answer(self, connection: Connection, deadline: float) -> Any:
+        try:
+            return self._decode(receive(connection, deadline))
+        except (ValueError, RecursionError) as error:
+            raise NoAnswer("wrote what is no answer into its pipe, and was killed") from error
 
     def _end(self) -> None:
         """Kill and reap the process, if there is one; the next question starts another."""
@@ -274,11 +293,12 @@ class AnsweringProcess:
                 self._connection.close()
             self._process = self._connection = None
 
-    def _write(self, connection: Connection, question: Any) -> None:
-        connection.send(question)
+    def _encode(self, question: Any) -> bytes:
+        return json.dumps(question).encode()
 
-    def _read(self, connection: Connection) -> Any:
-        return connection.recv()
+    def _decode(self, answer: bytes) -> Any:
+        """Raises ValueError or RecursionError."""
+        return json.loads(answer)
 
     def _check_start(self, answer: Any) -> None:
         """Raises WorkerStartError where the first answer says that the process is of no use."""
@@ -301,7 +321,13 @@ class _Worker(AnsweringProcess):
             content = f"TimeoutError: no answer within {self._timeout_s:g} s; its process was killed"
         except EOFError as error:
             content = f"the reward's process {error}"
-        return content if isinstance(content, Score) else Score(value=0.0, error=content)
+        return content if isinstance(content, Score) else Score(value=0.0, error=content or "no score came")
+
+    def _encode(self, question: Job) -> bytes:
+        return pickle.dumps(question)  # a row of the data may hold anything
+
+    def _decode(self, answer: bytes) -> Reply:
+        return msgspec.json.decode(answer, type=Reply)
 
     def _check_start(self, answer: Reply) -> None:
         kind, content = answer
@@ -310,7 +336,11 @@ class _Worker(AnsweringProcess):
 
 
 def end_tree(process: subprocess.Popen) -> None:
-    """Kill a process of ours and all its descendants, and reap it."""
+    """Kill a process of ours and all its descendants, and reap it. A guard does so itself, with the orphans among them."""
+    if process.stdin is not None:
+        process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=STOP_TIMEOUT_S)
     if process.poll() is None:  # else its number may be another's
         kill_tree(process.pid)
     process.wait(timeout=STOP_TIMEOUT_S)

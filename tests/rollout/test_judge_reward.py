@@ -17,6 +17,7 @@ from configs.schema.reward import AnyReward, CountdownReward, JudgeReward, Weigh
 from rollout import http_replicas
 from rollout.records import FinishReason, Prompt, Score
 from rollout.rewards import served
+from rollout.rewards.pipe import LARGEST_ANSWER
 from rollout.rewards.scorer import Scorer, check_reward
 from rollout.rewards.served import RewardModelError
 
@@ -37,11 +38,13 @@ class Server:
     trial: str = "Score: 8"
     url: str = ""
     in_flight: int = 0
+    flooded: int = 0
+    """Bytes of an answer without end."""
     tried: bool = False
 
     async def __aenter__(self) -> "Server":
         app = web.Application()
-        app.router.add_post("/v1/chat/completions", self._handle)
+        app.router.add_route("*", "/v1/chat/completions{slash:/?}", self._handle)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
         await self._runner.setup()
         await web.TCPSite(self._runner, "127.0.0.1", 0).start()
@@ -52,7 +55,7 @@ class Server:
         await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body = await request.json() if request.method == "POST" else {}
         self.keys.append(request.headers.get("Authorization"))
         if not self.tried:
             self.tried = True
@@ -71,9 +74,21 @@ class Server:
             return web.Response(
                 status=int(status), text=f"no: {request.headers.get('Authorization')}", headers=headers
             )
+        if act.startswith(("301 to ", "302 to ", "307 to ")):
+            return web.Response(status=int(act[:3]), headers={"Location": act[7:]})
+        if act == "without end":
+            return await self._flood(request)
         if act.startswith("{"):
             return web.Response(text=act)
         return self._answer(act)
+
+    async def _flood(self, request: web.Request) -> web.StreamResponse:
+        """Until its client leaves."""
+        response = web.StreamResponse()
+        await response.prepare(request)
+        while True:
+            await response.write(bytes(2**16))
+            self.flooded += 2**16
 
     def _answer(self, text: str) -> web.Response:
         reason = "length" if text.endswith("…") else "stop"
@@ -142,6 +157,8 @@ def test_a_response_that_holds_places_is_not_expanded():
         ("**Score: 7**", 0.7),
         ("**Score**: 7", 0.7),
         ("Score: **7**/10", 0.7),
+        ("__Score:__ _7_", 0.7),
+        ("Score: 7\nScore:" + 100_000 * "*", 0.7),
         ("Score: 7\n\nScore:\n* 3 points are missing", 0.7),
     ],
 )
@@ -280,6 +297,38 @@ def test_a_look_at_servers_that_were_lost_is_no_failure_of_the_request(monkeypat
     now += 2 * http_replicas.LOST_FOR_S
     assert [asyncio.run(ask()) for _ in range(2)] == ["third", "third"]
     assert asked == ["first", "second", "third", "third"] and replicas[0].is_lost and replicas[1].is_lost
+
+
+def test_an_answer_without_end_is_a_failed_sample():
+    server = Server(["without end"])
+    scores, retries = run(server, "a", "b")
+    assert f"answered it with more than {LARGEST_ANSWER} bytes" in scores[0].error and retries == 0
+    assert (scores[1].value, scores[1].error) == (0.8, None)
+    assert server.flooded < 4 * LARGEST_ANSWER  # what the kernel holds for a reader that is gone
+
+
+def test_a_redirection_on_the_same_server_is_followed():
+    server = Server(["307 to /v1/chat/completions/"])
+    [score], _ = run(server, "a")
+    assert score.value == 0.8 and server.bodies[0] == server.bodies[1]
+
+
+@pytest.mark.parametrize("act", ["301 to {}", "302 to {}", "307 to {}", "302 to /v1/chat/completions"])
+def test_another_redirection_ends_the_run_and_no_key_goes_along(monkeypatch, act):
+    monkeypatch.setenv("JUDGE_KEY", KEY)
+
+    async def go():
+        async with asyncio.timeout(DEADLINE_S), Server() as server, Server(tried=True) as other:
+            config = config_of(server.url, api_key_variable="JUDGE_KEY")
+            async with Scorer(config, max_new_tokens=9) as scorer:
+                server.acts.append(act.format(f"{other.url}/chat/completions"))
+                with pytest.raises(
+                    RewardModelError, match=rf"{server.url}/chat/completions redirects to http://"
+                ):
+                    await score(scorer)
+            return other.keys
+
+    assert set(asyncio.run(go())) <= {None}
 
 
 def test_a_judge_that_stays_away_ends_the_run():

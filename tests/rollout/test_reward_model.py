@@ -131,6 +131,10 @@ class Server:
             await asyncio.Event().wait()
         if act.isdigit():
             return web.Response(status=int(act), text="the reason")
+        if act == "echo":
+            return web.json_response([{"told": request.headers.get("Authorization")}] * len(texts))
+        if act == "echo as text":
+            return web.Response(text=str(request.headers.get("Authorization")))
         if act == "garbage":
             return web.Response(body=b"<html>busy</html>")
         if act == "deep":
@@ -182,6 +186,13 @@ def test_a_key_is_sent_where_a_variable_holds_one(monkeypatch):
     config = ModelReward(urls=("http://a",), api_key_variable="REWARD_KEY")
     with pytest.raises(ValueError, match=r"reward\.api_key_variable=REWARD_KEY is not set"):
         check_reward(config, tell=lambda remark: None)
+
+
+@pytest.mark.parametrize("act", ["echo", "echo as text"])
+def test_a_key_that_the_server_repeats_is_not_shown(monkeypatch, act):
+    monkeypatch.setenv("REWARD_KEY", "of the servers")
+    with pytest.raises(RewardModelError, match=r"sent .*Bearer \*\*\*"):
+        run(Server(acts=[act]), "four", api_key_variable="REWARD_KEY")
 
 
 async def ask(config: ModelReward, *responses: str) -> list[Score]:
@@ -436,9 +447,9 @@ def test_a_model_that_stays_away_is_one_clear_error_for_all_who_wait(act, messag
         ("json", "long", r"was asked for 2 scores as \{.scores.*\} and sent 4 of them"),
         ("sglang", "garbage", "<html>busy"),
         ("json", "garbage", "<html>busy"),
-        ("json", "deep", r"and sent b'\[\["),
-        ("sglang", "object", "and sent b'{"),
-        ("json", "object", "and sent b'{"),
+        ("json", "deep", r"and sent '\[\["),
+        ("sglang", "object", "and sent '{"),
+        ("json", "object", "and sent '{"),
         ("sglang", "404", "answered HTTP 404: the reason"),
         ("json", "401", "answered HTTP 401"),
     ],

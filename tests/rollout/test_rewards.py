@@ -365,6 +365,19 @@ def score(prompt_text, response_text, reference):
         with open(response_text.split()[1], "w") as file:
             file.write(str(child.pid))
         child.wait()
+    if response_text.startswith("fork and die"):
+        child = os.fork()
+        if child:
+            with open(response_text.split()[3], "w") as file:
+                file.write(str(child))
+            os._exit(7)
+        time.sleep(600)
+    if response_text.startswith("garbage"):
+        for descriptor in range(3, 64):
+            try:
+                os.write(descriptor, GARBAGE[response_text])
+            except OSError:
+                pass
     if response_text == "pid":
         return os.getpid()
     return {
@@ -414,6 +427,7 @@ class Async:
 async_object = Async()
 
 number = 3
+GARBAGE = {"garbage that goes on": b"\\0\\1\\0\\0[", "garbage that is text": b"hello", "garbage in form": b"\\0\\0\\0\\2[["}
 '''
 PROMPT = Prompt(prompt_id="jsonl:7", token_ids=[1], text="p", task="jsonl", reference="r")
 
@@ -532,6 +546,36 @@ def test_what_reward_code_started_ends_with_it(user_module, tmp_path):
     [score] = scores_of(function_config(user_module, timeout_s=5.0), f"leave {tmp_path}/child")
     assert "TimeoutError" in score.error
     assert ends(int((tmp_path / "child").read_text()))
+
+
+def test_what_reward_code_started_ends_with_it_where_it_dies_by_itself(user_module, tmp_path):
+    child = tmp_path / "child"
+
+    async def die():
+        async with make_scorer(function_config(user_module)) as scorer:
+            died = await score(scorer, PROMPT, f"fork and die {child}")
+            assert "ended with exit code 7" in died.error and ends(int(child.read_text()))
+
+    asyncio.run(die())
+
+
+@pytest.mark.parametrize(
+    ("response", "error"),
+    [
+        ("garbage that goes on", "TimeoutError: no answer within 2 s; its process was killed"),
+        ("garbage that is text", "wrote what is no answer into its pipe, and was killed"),
+        ("garbage in form", "wrote what is no answer into its pipe, and was killed"),
+    ],
+)
+def test_what_reward_code_writes_into_our_pipe_costs_one_sample(user_module, response, error):
+    """Such a function writes into descriptors that it inherits."""
+
+    async def talk():
+        async with asyncio.timeout(60), make_scorer(function_config(user_module, timeout_s=2.0)) as scorer:
+            return [await score(scorer, PROMPT, text) for text in (response, "numpy")]
+
+    garbage, after = asyncio.run(talk())
+    assert garbage.value == 0 and error in garbage.error and (after.value, after.error) == (0.5, None)
 
 
 def test_what_its_children_started_ends_too():
@@ -751,13 +795,20 @@ def one(prompt, response, reference):
     return float(response[0] == "1")
 
 def dies(prompt, response, reference):
-    print("last words", file=sys.stderr)
+    print(1000 * "many words ", "last words", sep="\\n", file=sys.stderr)
     os.kill(os.getpid(), 9)
 
 def hangs(prompt, response, reference):
     def deeper():
         time.sleep(600)
     deeper()
+
+def garbles(prompt, response, reference):
+    for descriptor in range(3, 64):
+        try:
+            os.write(descriptor, b"\\0\\1\\0\\0[")
+        except OSError:
+            pass
 
 def repeats(prompt, response, reference, row):
     print(repr((prompt, response, reference, row)), file=open("asked", "a"))
@@ -805,7 +856,8 @@ def trial(tmp_path, monkeypatch) -> Path:
         ),
     ],
 )
-def test_a_function_that_no_response_excuses_is_refused(trial, capfd, name, message):
+def test_a_function_that_no_response_excuses_is_refused(trial, monkeypatch, capfd, name, message):
+    monkeypatch.setattr("rollout.rewards.trial_process.MOST_READ", 64)
     before = children()
     with pytest.raises(ValueError, match=message):
         tried(name)
@@ -820,6 +872,13 @@ def test_a_function_that_hangs_is_killed_and_its_line_named(trial):
     ):
         tried("hangs", timeout_s=4.0)
     assert children() == before
+
+
+def test_a_function_that_begins_an_answer_of_its_own_is_late(trial):
+    with pytest.raises(
+        ValueError, match=r"wrote half of an answer, and no more within timeout_s=1; make it faster"
+    ):
+        tried("garbles", timeout_s=1.0)
 
 
 def test_a_function_that_raises_on_one_response_is_only_told(trial):

@@ -743,6 +743,11 @@ def test_the_template_is_tried_with_the_tools_of_an_environment(text, monkeypatc
     (problem,) = problems(chat.format("with_tools", ""))
     assert problem.field == "environment.template"
     assert "no tools" in problem.error and "or set environment.template=plain" in problem.fix
+    served = (
+        "environment={{type: openenv, urls: ['http://localhost:1'], interface: {}, tool_call_parser: qwen25}}"
+    )
+    assert problems(served.format("text")) == []
+    assert problems(served.format("tools")) == [problem]
 
 
 def test_marks_of_what_an_assistant_wrote_are_no_error(tmp_path):

@@ -150,6 +150,26 @@ def test_a_death_is_told_by_process_cause_and_last_words_of_this_life(tmp_path, 
     assert "earlier life" not in str(failure.value) and "1147" not in str(failure.value)
 
 
+def test_of_a_log_that_becomes_too_large_the_end_stays_and_the_role_goes_on_behind_it(tmp_path, monkeypatch):
+    """Also where an earlier life of the run wrote more than stays."""
+    monkeypatch.setattr("launch.processes.supervisor.LARGEST_LOG", 10_000)
+    monkeypatch.setattr("launch.processes.supervisor.KEPT_LOG", 1000)
+    log = tmp_path / "noisy.log"
+    log.write_text(5000 * "e")
+    code = f"""
+        import os, sys, time
+        print(9000 * "x", file=sys.stderr)
+        while os.path.getsize({str(log)!r}) > 10_000:
+            time.sleep(0.01)
+        sys.exit("last words")
+    """
+    with pytest.raises(RoleFailed, match="last words"), Supervisor(grace_s=1) as supervisor:
+        supervisor.start(role(tmp_path, "noisy", code))
+        supervisor.wait_until_done("noisy")
+    told = b"(13001 bytes before this were dropped: a log has 10000 at most)\n"
+    assert log.read_bytes() == told + 999 * b"x" + b"\nlast words\n"
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [("", r"the disk of \S+ is full, so that it could not say why"), ("no ink", "no ink\n")],

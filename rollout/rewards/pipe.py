@@ -1,0 +1,56 @@
+"""Messages over our end of a pipe to a process that runs the user's code, each with a deadline.
+
+The other end is a ``multiprocessing.connection.Connection``. Its own ``recv`` and ``send`` wait without end for the rest of
+a message, and the user's code may write into the pipe, or keep its process from reading.
+"""
+
+import os
+import select
+import struct
+import time
+from multiprocessing.connection import Connection
+
+LARGEST_ANSWER = 4 * 2**20
+"""Bytes of an answer of the user's code or of a server that is not ours: a million tokens of text."""
+HEADER = struct.Struct("!i")
+"""Before each message: its bytes."""
+
+
+def send(connection: Connection, content: bytes, deadline: float) -> None:
+    """deadline: of ``time.monotonic()``. Raises TimeoutError, or another OSError where the other end is closed."""
+    left = memoryview(HEADER.pack(len(content)) + content)
+    while left:
+        _wait_for(connection, select.POLLOUT, deadline)
+        left = left[os.write(connection.fileno(), left) :]
+
+
+def receive(connection: Connection, deadline: float) -> bytes:
+    """The next message, whole.
+
+    Raises:
+        TimeoutError: it is not there by then.
+        EOFError, OSError: the other end is closed.
+        ValueError: this is no message.
+    """
+    (size,) = HEADER.unpack(_read(connection, HEADER.size, deadline))
+    if not 0 <= size <= LARGEST_ANSWER:
+        raise ValueError(f"a message of {size} bytes")
+    return _read(connection, size, deadline)
+
+
+def _read(connection: Connection, size: int, deadline: float) -> bytes:
+    content = bytearray()
+    while len(content) < size:
+        _wait_for(connection, select.POLLIN, deadline)
+        part = os.read(connection.fileno(), size - len(content))
+        if not part:
+            raise EOFError
+        content += part
+    return bytes(content)
+
+
+def _wait_for(connection: Connection, event: int, deadline: float) -> None:
+    poll = select.poll()
+    poll.register(connection, event)
+    if not poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+        raise TimeoutError
