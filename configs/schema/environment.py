@@ -157,11 +157,7 @@ class OpenEnvironment(MessageEnvironment):
     messages."""
 
     type: Literal["openenv"] = "openenv"
-    urls: Annotated[
-        tuple[str, ...],
-        Field(min_length=1),
-        served_at("http://node:8000", "ws", "wss"),
-    ]
+    urls: Annotated[tuple[str, ...], Field(min_length=1), served_at("http://node:8000", "ws", "wss")]
     """Its servers, such as http://node:8000. An episode goes to the one with the fewest. Their max_concurrent_envs
     together must be at least max_concurrency; an episode without room waits, up to reset_timeout_s."""
     interface: Literal["text", "tools"] = "text"

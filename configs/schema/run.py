@@ -8,16 +8,7 @@ from pydantic import Field
 
 from configs.errors import Contradiction
 from configs.schema.alarms import AlarmsConfig
-from configs.schema.base import (
-    Count,
-    GivenPath,
-    LearningRate,
-    PositiveInt,
-    Schema,
-    Steps,
-    Tokens,
-    at_most,
-)
+from configs.schema.base import Count, GivenPath, LearningRate, PositiveInt, Schema, Steps, Tokens, at_most
 from configs.schema.contradictions import contradictions_of, endless_warmup, unread_template_arguments
 from configs.schema.correction import CorrectionConfig, ImportanceWeight
 from configs.schema.critic import CriticConfig

@@ -7,14 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from configs.errors import Contradiction
-from configs.schema.base import (
-    PART_NAME,
-    Fraction,
-    GivenPath,
-    PositiveInt,
-    Schema,
-    at_most,
-)
+from configs.schema.base import PART_NAME, Fraction, GivenPath, PositiveInt, Schema, at_most
 
 MAX_NUMBERS = 5
 """Most numbers of a Countdown problem; more have too many expressions to enumerate."""

@@ -185,8 +185,7 @@ def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
     family: Annotated[
-        str,
-        typer.Option(help="The family of the model, a model_type of docs/model.md."),
+        str, typer.Option(help="The family of the model, a model_type of docs/model.md.")
     ] = "qwen3",
 ) -> None:
     """Make a tiny model with random weights and a character tokenizer, for Countdown."""

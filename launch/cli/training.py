@@ -42,8 +42,7 @@ def make_experiment(
 @command()
 def schema(
     field: Annotated[
-        str | None,
-        typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="FIELD"),
+        str | None, typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="FIELD")
     ] = None,
     kind: Annotated[
         Literal["train", "sft", "hardware"],
