@@ -53,15 +53,9 @@ from configs.reading.yaml_values import Value, comments_in, dump, read_yaml, sho
 from configs.schema import AnyConfig, RunConfig, SftConfig
 
 __all__ = [
-    "ConfigError",
-    "Finding",
-    "ParsedConfig",
-    "Problem",
-    "check_files",
-    "load_config",
-    "parse_config",
+    "ConfigError", "Finding", "ParsedConfig", "Problem", "check_files", "load_config", "parse_config",
     "resolved_yaml",
-]
+]  # fmt: skip
 
 Finding = tuple[str, str]
 """(field, "error; fix"); see ``wording.problem_of``."""

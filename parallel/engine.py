@@ -76,8 +76,7 @@ class MegatronEngine(Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        forward = _logprob_forward(temperature, with_entropy=False)
-        return [logprobs_T for (logprobs_T,) in self._scores(microbatches, forward, 1)]
+        return self._scores(microbatches, _logprob_forward(temperature, with_entropy=False))
 
     def logprobs_and_experts(
         self, microbatches: Sequence[PackedBatch], *, temperature: float, dtype: torch.dtype
@@ -100,7 +99,7 @@ class MegatronEngine(Engine):
             )
             for batch in microbatches
         ]
-        scored = self._scores(blank, _logprob_forward(temperature, with_entropy=False, records=True), 1)
+        scored = self._scores(blank, _logprob_forward(temperature, with_entropy=False, records=True))
         recorded: list[Tensor] = []
         for batch in blank:
             assert batch.experts_TLK is not None  # written above
@@ -108,7 +107,7 @@ class MegatronEngine(Engine):
             for group in self.groups.of_one_dp_rank:
                 dist.all_reduce(batch.experts_TLK.view(torch.uint8), dist.ReduceOp.MAX, group=group)
             recorded.append(batch.experts_TLK)
-        return [(logprobs_T, ids_TLK) for (logprobs_T,), ids_TLK in zip(scored, recorded, strict=True)]
+        return list(zip(scored, recorded, strict=True))
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Inside, the policy is the model that it started from, in the same layout and for no memory."""
@@ -215,7 +214,7 @@ class ValueEngine(Engine):
 
         All ranks of a data-parallel group pass the same number of micro-batches.
         """
-        return [values_T for (values_T,) in self._scores(microbatches, _value_forward, 1)]
+        return self._scores(microbatches, _value_forward)
 
     def update(self, microbatches: Sequence[PackedBatch], loss_fn: ValueLossFunction) -> UpdateResult:
         """One optimizer step, like ``MegatronEngine.update``."""

@@ -195,14 +195,12 @@ class Engine(ABC):
             self._offloaded.restore()
             self._offloaded = None
 
-    def _scores(
-        self, microbatches: Sequence[PackedBatch], forward: Forward, num_results: int
-    ) -> list[tuple[Tensor, ...]]:
+    def _scores(self, microbatches: Sequence[PackedBatch], forward: Forward) -> list[Tensor]:
         """See ``Schedule.scores``."""
         self._require_weights("a forward pass")
         for chunk in self.chunks:
             chunk.eval()
-        return self._schedule.scores(microbatches, forward, num_results)
+        return self._schedule.scores(microbatches, forward)
 
     def _update_weights(
         self,

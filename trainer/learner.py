@@ -92,9 +92,7 @@ class Learner:
         if config.has_reference_weights:
             teacher = config.kl.model  # which no server computes: nothing aligns its numerics
             self._reference = engine_of(
-                teacher or config.model,
-                training=None,
-                pieces=None if teacher else config.numerics_pieces,
+                teacher or config.model, training=None, pieces=None if teacher else config.numerics_pieces
             )
             check_other_vocabulary("kl.model", self._reference.architecture, self.engine.architecture)
         self.critic = None if config.critic is None else Critic(config)

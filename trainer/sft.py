@@ -22,13 +22,7 @@ from parallel.rank_objects import from_first_rank
 from rollout.records import DataPrompt, Message
 from rollout.sampling.prompt_room import check_example_length
 from rollout.tasks import generate_sft_examples, read_pairs
-from rollout.tokenization import (
-    encode_prompt,
-    encode_response,
-    end_token_ids,
-    find_turns,
-    load_tokenizer,
-)
+from rollout.tokenization import encode_prompt, encode_response, end_token_ids, find_turns, load_tokenizer
 from trainer.batch.plan import pack_responses, packed_length, plan_batches
 from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 

@@ -28,19 +28,11 @@ from configs.schema.correction import (
 )
 
 ROLL_KEYS = (
-    "infer_correction",
-    "infer_is_mode",
-    "infer_is_threshold_min",
-    "infer_is_threshold_max",
-    "enable_token_reject",
-    "infer_token_mask_threshold_min",
-    "infer_token_mask_threshold_max",
-    "enable_catastrophic_reject",
-    "infer_catastrophic_threshold",
-    "enable_seq_reject",
-    "infer_seq_mask_threshold_min",
-    "infer_seq_mask_threshold_max",
-)
+    "infer_correction", "infer_is_mode", "infer_is_threshold_min", "infer_is_threshold_max",
+    "enable_token_reject", "infer_token_mask_threshold_min", "infer_token_mask_threshold_max",
+    "enable_catastrophic_reject", "infer_catastrophic_threshold", "enable_seq_reject",
+    "infer_seq_mask_threshold_min", "infer_seq_mask_threshold_max",
+)  # fmt: skip
 NEW_BLOCK, RECOMPUTE = "train_infer_correction", "enable_old_logprobs_recompute"
 NEW_ROLL_KEYS = (NEW_BLOCK, RECOMPUTE)
 _WEIGHT_KEYS = ("enabled", "weight_type", "upper_bound", "detach")

@@ -28,17 +28,10 @@ from configs.schema.correction import (
 )
 
 VERL_KEYS = (
-    "rollout_is",
-    "rollout_is_threshold",
-    "rollout_is_batch_normalize",
-    "rollout_rs",
-    "rollout_rs_threshold",
-    "rollout_rs_threshold_lower",
-    "rollout_token_veto_threshold",
-    "bypass_mode",
-    "loss_type",
+    "rollout_is", "rollout_is_threshold", "rollout_is_batch_normalize", "rollout_rs", "rollout_rs_threshold",
+    "rollout_rs_threshold_lower", "rollout_token_veto_threshold", "bypass_mode", "loss_type",
     "use_policy_gradient",
-)
+)  # fmt: skip
 
 _OLD_RULES: dict[str, Level] = {"token": "token", "sequence": "sequence", "geometric": "geometric"}
 _RATIO_RULES: dict[str, Level] = {"token_k1": "token", "seq_sum_k1": "sequence", "seq_mean_k1": "geometric"}

@@ -8,7 +8,6 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from configs.errors import Problem
-from configs.reading.hub_names import HUB_NAMES
 from configs.reading.yaml_values import Value
 from configs.schema import RunConfig, SftConfig
 from configs.schema.run import JsonlSftData
@@ -26,6 +25,14 @@ _MADE_HERE = {
     "countdown-tiny-warm": "tandem make-tiny-model models/countdown-tiny-random`, then `tandem sft configs/recipes/countdown_tiny_sft.yaml",
 }
 """By the folder's name: the commands that make the tiny models of the recipes, which no hub has."""
+_BY_OWNER = {
+    "Qwen": "Qwen2.5-0.5B-Instruct Qwen2.5-1.5B-Instruct Qwen2.5-3B-Instruct Qwen2.5-7B-Instruct Qwen2.5-14B-Instruct "
+    "Qwen2.5-32B Qwen2.5-72B-Instruct Qwen3-0.6B Qwen3-4B Qwen3-8B Qwen3-14B Qwen3-32B Qwen3-30B-A3B Qwen3-235B-A22B",
+    "meta-llama": "Llama-3.1-8B-Instruct Llama-3.1-70B-Instruct",
+}
+HUB_NAMES = {name: f"{owner}/{name}" for owner, names in _BY_OWNER.items() for name in names.split()}
+"""OWNER/NAME at the Hugging Face hub by the name of the folder under ``models/`` in which recipes expect the model: a folder's
+name does not say its owner, and an error is to have a command to paste."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SIMILAR_MODELS = 3
 

@@ -1,6 +1,6 @@
 """Thresholds at which a step's metrics raise an alarm."""
 
-from pydantic import model_validator
+from collections.abc import Iterator
 
 from configs.errors import Contradiction
 from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema, UnitFraction
@@ -38,13 +38,11 @@ class AlarmsConfig(Schema):
     evaluation. In training such a sample is left out; in an evaluation it counts as wrong. Where all samples fail, the
     run ends. An evaluation above it is not taken as the best (``checkpoint.keep_best``)."""
 
-    @model_validator(mode="after")
-    def _weight_means_in_order(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         low, high = self.weight_mean_min, self.weight_mean_max
         if low is not None and high is not None and low >= high:
-            raise Contradiction(
+            yield Contradiction(
                 ("weight_mean_min", "weight_mean_max"),
                 f"alarms.weight_mean_min={low} is not below alarms.weight_mean_max={high}",
                 "a healthy mean is near 1",
             )
-        return self

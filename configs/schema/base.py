@@ -2,11 +2,14 @@
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from configs.errors import Contradiction, Contradictions
 
 
 class Schema(BaseModel):
@@ -15,6 +18,16 @@ class Schema(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True
     )
+
+    def _contradictions(self) -> Iterable[Contradiction]:
+        """Of the fields, each of which is valid by itself."""
+        return ()
+
+    @model_validator(mode="after")
+    def _fields_fit(self):
+        if contradictions := list(self._contradictions()):
+            raise Contradictions(contradictions)
+        return self
 
 
 _UNEXPANDED = re.compile(r"~[\w-]*(?=/|$)|\$\w+|\$\{\w+\}")

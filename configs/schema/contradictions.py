@@ -79,9 +79,7 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
         )
     if config.critic is None and config.advantage.type == "gae":
         yield Contradiction(
-            ("advantage.type",),
-            "advantage.type=gae needs the values of a critic",
-            "remove `critic: null`",
+            ("advantage.type",), "advantage.type=gae needs the values of a critic", "remove `critic: null`"
         )
     if config.critic is not None and config.advantage.type != "gae":
         yield Contradiction(

@@ -5,9 +5,10 @@ Presets: ``configs/presets.py``.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.errors import Contradiction
 from configs.schema.base import NonNegativeFloat, PositiveFloat, Schema
@@ -52,27 +53,25 @@ class ImportanceWeight(Schema):
     """Divide the bounded weights by their mean over the step: over tokens at token level, else over sequences
     (segments)."""
 
-    @model_validator(mode="after")
-    def _bounds_belong(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.bound == "none" and (self.upper, self.lower) != (None, None):
-            raise Contradiction(
+            yield Contradiction(
                 ("bound", "upper", "lower"),
                 "`bound: none` leaves ratios as they are: remove `upper` and `lower`, or choose another bound",
             )
         if (self.bound != "none" and self.upper is None) or (self.bound in TWO_SIDED and self.lower is None):
-            raise Contradiction(
+            yield Contradiction(
                 ("bound",),
                 f"`bound: {self.bound}` needs its bounds",
                 "give numbers instead of null, or set `bound: none`",
             )
         if self.bound == "truncate" and self.lower is not None:
-            raise Contradiction(
+            yield Contradiction(
                 ("bound", "lower"),
                 "`bound: truncate` has no lower bound: set `lower: null`, or use `bound: clip` or `bound: mask`",
             )
         if self.upper is not None and self.lower is not None and self.lower > self.upper:
-            raise Contradiction(("lower", "upper"), f"lower={self.lower} is above upper={self.upper}")
-        return self
+            yield Contradiction(("lower", "upper"), f"lower={self.lower} is above upper={self.upper}")
 
 
 class FunctionWeight(OwnFunction):
@@ -97,23 +96,21 @@ class RatioRule(Schema):
     lower: NonNegativeFloat = Field(default_factory=lambda data: _reciprocal(data))
     """1 / upper where it is left out; 0 for none."""
 
-    @model_validator(mode="after")
-    def _ordered(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         greatest = math.exp(LOG_RATIO_BOUND)
         if self.upper > greatest or 0 < self.lower < 1 / greatest:
-            raise Contradiction(
+            yield Contradiction(
                 ("lower", "upper"),
                 f"[{self.lower}, {self.upper}] is beyond the ratios that a rule sees, which are bounded to "
                 f"[{1 / greatest:.2g}, {greatest:.2g}], so that one side would reject nothing",
                 "use bounds within, or lower=0 for none below",
             )
         if self.lower > self.upper:
-            raise Contradiction(
+            yield Contradiction(
                 ("lower", "upper"),
                 f"lower={self.lower} (1 / upper where it is left out) is above upper={self.upper}",
                 "give both, lower first",
             )
-        return self
 
 
 class DivergenceRule(Schema):
@@ -183,30 +180,28 @@ class CorrectionConfig(Schema):
         """Whether the loss is a mean over fewer tokens than were sampled."""
         return self.rejects and self.denominator == "kept"
 
-    @model_validator(mode="after")
-    def _mode_fits(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.loss == "policy_gradient" and self.mode != "bypass":
-            raise Contradiction(
+            yield Contradiction(
                 ("loss", "mode"),
                 "`loss: policy_gradient` goes with `mode: bypass`",
                 "in decoupled mode set objective.type=policy_gradient",
             )
         if self.mode == "bypass":
             if self.loss == "objective" and self.weight.level != "none":
-                raise Contradiction(
+                yield Contradiction(
                     ("mode", "weight.level", "loss"),
                     "in bypass mode the objective's own ratio is current / rollout, so "
                     f"weight.level={self.weight.level} would count the gap twice",
                     "set weight.level=none, or `loss: policy_gradient`, or `mode: decoupled`",
                 )
             if isinstance(self.weight, ImportanceWeight) and self.weight.normalise:
-                raise Contradiction(
+                yield Contradiction(
                     ("mode",),
                     "`normalise` needs all weights of the step before the first update, but in bypass mode a weight is known only in "
                     "the forward pass of its own micro-batch",
                     "remove it, or use `mode: decoupled`",
                 )
-        return self
 
 
 def _reciprocal(data: dict[str, Any]) -> float | None:

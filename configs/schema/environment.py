@@ -1,9 +1,11 @@
 """The environment: what happens between a problem and its reward."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
+from configs.errors import Contradiction
 from configs.schema.base import (
     Count,
     FiniteFloat,
@@ -72,18 +74,19 @@ class MessageEnvironment(EnvironmentLimits):
     """chat: the model's chat template, with ``model.chat_template_kwargs``. plain: the texts of the messages one after
     another, and nothing else."""
 
-    @model_validator(mode="after")
-    def _fits_together(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if getattr(self, "interface", None) == "tools" and self.tool_call_parser is None:
-            raise ValueError(
-                "environment.interface=tools needs environment.tool_call_parser; give SGLang's name of the form in which the model writes "
-                "calls, such as qwen25"
+            yield Contradiction(
+                ("tool_call_parser",),
+                "environment.interface=tools needs environment.tool_call_parser",
+                "give SGLang's name of the form in which the model writes calls, such as qwen25",
             )
         if self.reasoning_parser is not None and self.tool_call_parser is None:
-            raise ValueError(
-                "environment.reasoning_parser needs environment.tool_call_parser; name it, or leave both out"
+            yield Contradiction(
+                ("reasoning_parser", "tool_call_parser"),
+                "environment.reasoning_parser needs environment.tool_call_parser",
+                "name it, or leave both out",
             )
-        return self
 
 
 class ProcessEnvironment(MessageEnvironment):
@@ -154,11 +157,7 @@ class OpenEnvironment(MessageEnvironment):
     messages."""
 
     type: Literal["openenv"] = "openenv"
-    urls: Annotated[
-        tuple[str, ...],
-        Field(min_length=1),
-        served_at("http://node:8000", "ws", "wss"),
-    ]
+    urls: Annotated[tuple[str, ...], Field(min_length=1), served_at("http://node:8000", "ws", "wss")]
     """Its servers, such as http://node:8000. An episode goes to the one with the fewest. Their max_concurrent_envs
     together must be at least max_concurrency; an episode without room waits, up to reset_timeout_s."""
     interface: Literal["text", "tools"] = "text"
@@ -180,13 +179,12 @@ class OpenEnvironment(MessageEnvironment):
     step_timeout_s: Seconds = 60.0
     """Time for a step."""
 
-    @model_validator(mode="after")
-    def _the_answer_has_a_place(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
+        yield from super()._contradictions()
         if self.interface == "text" and "{answer}" not in str(self.action):
-            raise ValueError(
-                f"environment.action={self.action} has no place for the policy's answer; write {{answer}} there"
+            yield Contradiction(
+                ("action",), f"{self.action} has no place for the policy's answer", "write {answer} there"
             )
-        return self
 
 
 EnvironmentConfig = Annotated[

@@ -1,11 +1,12 @@
 """Where a run writes, what it tracks, and the limits of its processes."""
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import parse_qs
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from configs.errors import Contradiction
 from configs.schema.base import (
@@ -109,16 +110,14 @@ class SlurmConfig(Schema):
     """Starts after failures that brought no new checkpoint; then the job ends. Pre-emption and time limits
     are not counted."""
 
-    @model_validator(mode="after")
-    def _in_a_container(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         for name in ("container_python", "container_mounts"):
             if self.container is None and getattr(self, name) is not None:
-                raise Contradiction(
+                yield Contradiction(
                     (name,),
                     f"{name}={getattr(self, name)} is of a container, and launch.slurm.container names none",
                     f"set launch.slurm.container, or leave {name} out",
                 )
-        return self
 
 
 class LaunchConfig(Schema):
@@ -155,15 +154,13 @@ class LaunchConfig(Schema):
     """Time for the learner to write its checkpoint and end after a request to stop (SIGTERM or SIGUSR1 to
     ``tandem train``). Then every process is ended."""
 
-    @model_validator(mode="after")
-    def _colocated_on_the_same_nodes(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.takes_turns and self.nodes is not None:
-            raise Contradiction(
+            yield Contradiction(
                 ("placement",),
                 "placement=colocated shares the GPUs of one machine, but nodes gives learner and servers nodes of their own",
                 "remove one",
             )
-        return self
 
     @property
     def takes_turns(self) -> bool:
@@ -194,15 +191,13 @@ class TraceConfig(Schema):
         """The step behind the last one."""
         return self.first + self.steps
 
-    @model_validator(mode="after")
-    def _profiles_traced_steps(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.profile_rank is not None and not self.steps:
-            raise Contradiction(
+            yield Contradiction(
                 ("profile_rank", "steps"),
                 f"profile_rank={self.profile_rank} profiles the traced steps, but steps=0 traces none",
                 "set steps=1, or remove profile_rank",
             )
-        return self
 
 
 def _without_password(uri: str | None) -> str | None:

@@ -2,9 +2,10 @@
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import ValidationError, model_validator
+from pydantic import ValidationError
 
 from configs.errors import Contradiction, did_you_mean
 from configs.schema.base import Count, Schema
@@ -32,33 +33,31 @@ class LayoutConfig(Schema):
     """Data parallel. auto: as many copies as fit on the GPUs beside the servers; without a GPU as few as ep
     allows, mostly one."""
 
-    @model_validator(mode="after")
-    def _combinations(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.sp and self.tp == 1:
-            raise Contradiction(
+            yield Contradiction(
                 ("sp", "tp"),
                 "sp=true splits tokens over tensor-parallel ranks, of which tp=1 has one",
                 "set tp=2 or more, or sp=false",
             )
         if self.vpp > 1 and self.pp == 1:
-            raise Contradiction(
+            yield Contradiction(
                 ("vpp", "pp"),
                 f"vpp={self.vpp} interleaves the stages of a pipeline, of which pp=1 has one",
                 "set pp=2 or more, or vpp=1",
             )
         if self.ep > 1 and self.tp > 1 and not self.sp:
-            raise Contradiction(
+            yield Contradiction(
                 ("ep", "tp", "sp"),
                 f"ep={self.ep} with tp={self.tp} needs sp=true: Megatron routes tokens to experts from where they are split",
             )
         ranks = self.tp * self.cp * self.dp if self.dp != "auto" else None
         if ranks is not None and ranks % self.ep:
-            raise Contradiction(
+            yield Contradiction(
                 ("ep", "tp", "cp", "dp"),
                 f"ep={self.ep} does not divide the tp*cp*dp={ranks} ranks of a pipeline stage",
                 "use ep or dp that does",
             )
-        return self
 
     @property
     def model_size(self) -> int:

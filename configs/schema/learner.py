@@ -1,8 +1,7 @@
 """The updates of the Megatron-Core learner: batches, optimizer, schedule, checkpoints."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
-
-from pydantic import model_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
@@ -40,19 +39,17 @@ class OptimizerConfig(Schema):
     distributed: bool = True
     """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer)."""
 
-    @model_validator(mode="after")
-    def _ranges(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.min_lr > self.lr:
-            raise Contradiction(("min_lr", "lr"), f"min_lr={self.min_lr} is above lr={self.lr}")
-        if self.min_lr and self.schedule == "constant":
-            raise Contradiction(
+            yield Contradiction(("min_lr", "lr"), f"min_lr={self.min_lr} is above lr={self.lr}")
+        elif self.min_lr and self.schedule == "constant":
+            yield Contradiction(
                 ("min_lr", "schedule"),
                 f"min_lr={self.min_lr} has no effect: schedule=constant does not decay",
                 "remove it, or set schedule to cosine or linear",
             )
         if not all(0 <= b < 1 for b in self.betas):
-            raise Contradiction(("betas",), f"betas={self.betas} must lie in [0, 1)")
-        return self
+            yield Contradiction(("betas",), f"betas={self.betas} must lie in [0, 1)")
 
 
 LoraTarget = Literal["qkv", "proj", "fc1", "fc2"]
@@ -75,17 +72,15 @@ class LoraConfig(Schema):
     rounded to rollout.dtype; the gradient passes the rounding as if it were none. factored: W x + alpha / rank B (A x),
     which rounds otherwise than the servers do, and saves the time of merging."""
 
-    @model_validator(mode="after")
-    def _targets_differ(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if not self.targets:
-            raise Contradiction(
+            yield Contradiction(
                 ("targets",), "targets=[] leaves nothing to train", "name one or more of qkv, proj, fc1, fc2"
             )
         if len(set(self.targets)) < len(self.targets):
-            raise Contradiction(
+            yield Contradiction(
                 ("targets",), f"targets={list(self.targets)} names a matrix twice", "name each once"
             )
-        return self
 
 
 class LearnerConfig(Schema):

@@ -1,9 +1,10 @@
 """The loss: objective, advantages, aggregation, KL and entropy. The functions in ``trainer/`` have the
 formulas."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.errors import Contradiction
 from configs.schema.base import (
@@ -199,14 +200,12 @@ class AggregationConfig(Schema):
     constant: PositiveInt | None = None
     """The divisor of ``sequence_mean_token_sum_over_constant`` (Dr. GRPO), usually max_new_tokens."""
 
-    @model_validator(mode="after")
-    def _constant_where_used(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if (self.type == "sequence_mean_token_sum_over_constant") != (self.constant is not None):
-            raise Contradiction(
+            yield Contradiction(
                 ("constant", "type"),
                 "`constant` goes with `type: sequence_mean_token_sum_over_constant`, and only with it",
             )
-        return self
 
 
 Estimator = Literal[
@@ -255,38 +254,36 @@ class KLConfig(Schema):
     """The reference, with the tokens of the policy's model: a teacher, for on-policy distillation. It takes the learner's
     layout. None: the model at the start of the run."""
 
-    @model_validator(mode="after")
-    def _parts_fit(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.model is not None and self.coefficient == 0:
-            raise Contradiction(
+            yield Contradiction(
                 ("model", "coefficient"),
                 "kl.model is the reference of a KL, which coefficient 0 leaves out",
                 "set kl.coefficient, or remove kl.model",
             )
         if self.place == "reward" and self.coefficient == 0:
-            raise Contradiction(
+            yield Contradiction(
                 ("place", "coefficient"),
                 "`place: reward` with coefficient 0 has no effect",
                 "set kl.coefficient, or remove it",
             )
         if self.place == "loss" and self.controller.type != "fixed":
-            raise Contradiction(
+            yield Contradiction(
                 ("place", "controller.type"),
                 "an adaptive controller goes with `place: reward`",
                 "set kl.place=reward, or kl.controller.type=fixed",
             )
         if self.unbiased and not (self.in_loss and self.estimator in ("k1", "k3")):
-            raise Contradiction(
+            yield Contradiction(
                 ("unbiased", "place", "coefficient", "estimator"),
                 "an unbiased KL is one of the loss, by k1 or k3: others' gradients are no estimates once they are multiplied",
                 "set kl.estimator=k3 and kl.place=loss, or remove kl.unbiased",
             )
         if self.place == "reward" and self.estimator.endswith("_straight_through"):
-            raise Contradiction(
+            yield Contradiction(
                 ("estimator",),
                 f"kl.estimator={self.estimator} differs from its plain form in the gradient alone, which a reward has none of",
             )
-        return self
 
     @property
     def in_loss(self) -> bool:

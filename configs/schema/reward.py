@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from configs.errors import Contradiction
 from configs.schema.base import (
@@ -293,22 +293,20 @@ class WeightedReward(Schema):
     first part that checks an answer (countdown, gsm8k, math_verify, function, code) or, where there is none, the
     first model or judge."""
 
-    @model_validator(mode="after")
-    def _something_is_rewarded(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if all(part.type == "overlong" for part in self.parts.values()):
-            raise Contradiction(
+            yield Contradiction(
                 ("parts",),
                 "parts hold an overlong penalty and nothing to penalise",
                 "add a part that rewards, e.g. correct: {type: gsm8k}",
             )
         wrong = next((name for name in self.parts if not PART_NAME.fullmatch(name)), None)
         if wrong is not None:
-            raise Contradiction(
+            yield Contradiction(
                 (),
                 f"{wrong!r} cannot name a part, since metrics are named after it",
                 "use letters, digits, `_` and `-`",
             )
-        return self
 
 
 RewardOfAll = Annotated[SingleReward | WeightedReward, Field(discriminator="type")]
@@ -332,8 +330,7 @@ class RewardByField(Schema):
         parts = {value: re.sub(r"[^\w./-]", "_", value).split("/") for value in self.rewards}
         return {value: "/".join(p for p in of if p not in ("", ".", "..")) for value, of in parts.items()}
 
-    @model_validator(mode="after")
-    def _sources_have_names(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         names = self.names
         for value, name in names.items():
             others = (
@@ -346,10 +343,10 @@ class RewardByField(Schema):
                     if name
                     else "cannot name a metric"
                 )
-                raise Contradiction(
+                yield Contradiction(
                     ("rewards",), f"the value {value!r} {why}", "write another value into the data"
                 )
-        return self
+                return
 
 
 AnyReward = Annotated[SingleReward | WeightedReward | RewardByField, Field(discriminator="type")]

@@ -1,8 +1,9 @@
 """Sampling by the SGLang servers."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.errors import Contradiction
 from configs.schema.base import (
@@ -197,75 +198,53 @@ class RolloutConfig(Schema):
         """The samples that are in flight or wait for a place, at most."""
         return (1 + self.max_staleness) * self.prompts_per_step * self.group_size
 
-    @model_validator(mode="after")
-    def _siblings_can_differ(self):
-        if self.dynamic_sampling.type == "resample" and self.group_size == 1:
-            raise Contradiction(
-                ("dynamic_sampling.type", "group_size"),
-                "dynamic_sampling.type=resample needs siblings that can differ, but group_size=1",
-                "raise it, or use type: none",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _drains_what_is_under_way(self):
-        if self.drain_s > 0 and not self.max_staleness:
-            raise Contradiction(
-                ("drain_s", "max_staleness"),
-                f"drain_s={self.drain_s:g} waits for responses under way, of which max_staleness=0 leaves none at an update",
-                "remove it, or set max_staleness to 1 or more",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _quantization_has_kernels(self):
-        if self.quantization == "fp8" and self.dtype == "float32":
-            raise Contradiction(
-                ("quantization", "dtype"),
-                "quantization=fp8 computes with activations of 2 bytes, but dtype=float32",
-                "set dtype=bfloat16",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _memory_has_a_reader(self):
-        if self.weight_transfer == "memory" and not self.sglang_plugin:
-            raise Contradiction(
-                ("weight_transfer", "sglang_plugin"),
-                "weight_transfer=memory needs Tandem's plugin to read it, which sglang_plugin=false leaves out",
-                "set weight_transfer=broadcast, or sglang_plugin=true",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _rounded_once(self):
-        if self.quantization != "none" and self.precision is not None:
-            raise Contradiction(
-                ("precision", "quantization"),
-                f"precision={self.precision} would round weights that SGLang rounds again (quantization={self.quantization})",
-                "set one of them",
-            )
-        return self
-
     @property
     def is_truncated(self) -> bool:
         """Whether training samples come from a part of the vocabulary."""
         return self.top_k != -1
 
-    @model_validator(mode="after")
-    def _kept_sets_are_finite(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
+        if self.dynamic_sampling.type == "resample" and self.group_size == 1:
+            yield Contradiction(
+                ("dynamic_sampling.type", "group_size"),
+                "dynamic_sampling.type=resample needs siblings that can differ, but group_size=1",
+                "raise it, or use type: none",
+            )
+        if self.drain_s > 0 and not self.max_staleness:
+            yield Contradiction(
+                ("drain_s", "max_staleness"),
+                f"drain_s={self.drain_s:g} waits for responses under way, of which max_staleness=0 leaves none at an update",
+                "remove it, or set max_staleness to 1 or more",
+            )
+        if self.quantization == "fp8" and self.dtype == "float32":
+            yield Contradiction(
+                ("quantization", "dtype"),
+                "quantization=fp8 computes with activations of 2 bytes, but dtype=float32",
+                "set dtype=bfloat16",
+            )
+        if self.weight_transfer == "memory" and not self.sglang_plugin:
+            yield Contradiction(
+                ("weight_transfer", "sglang_plugin"),
+                "weight_transfer=memory needs Tandem's plugin to read it, which sglang_plugin=false leaves out",
+                "set weight_transfer=broadcast, or sglang_plugin=true",
+            )
+        if self.quantization != "none" and self.precision is not None:
+            yield Contradiction(
+                ("precision", "quantization"),
+                f"precision={self.precision} would round weights that SGLang rounds again (quantization={self.quantization})",
+                "set one of them",
+            )
         if self.top_k in (0, 1):
-            raise Contradiction(
+            yield Contradiction(
                 ("top_k",),
                 f"top_k={self.top_k} leaves no choice to learn from: every log-prob would be 0",
                 "set top_k to 2 or more, or -1 for the full vocabulary",
             )
         for name, neutral in (("top_p", 1.0), ("min_p", 0.0)):
             if getattr(self, name) != neutral and self.top_k == -1:
-                raise Contradiction(
+                yield Contradiction(
                     (name, "top_k"),
                     f"{name}={getattr(self, name):g} samples from a truncated distribution while SGLang reports log-probs of the full one, "
                     f"and SGLang returns the kept ids only with a finite top_k",
                     f"set top_k, up to {MOST_KEPT}, or {name}: {neutral}",
                 )
-        return self

@@ -4,20 +4,11 @@ several blocks."""
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from configs.errors import Contradiction, Contradictions
+from configs.errors import Contradiction
 from configs.schema.alarms import AlarmsConfig
-from configs.schema.base import (
-    Count,
-    GivenPath,
-    LearningRate,
-    PositiveInt,
-    Schema,
-    Steps,
-    Tokens,
-    at_most,
-)
+from configs.schema.base import Count, GivenPath, LearningRate, PositiveInt, Schema, Steps, Tokens, at_most
 from configs.schema.contradictions import contradictions_of, endless_warmup, unread_template_arguments
 from configs.schema.correction import CorrectionConfig, ImportanceWeight
 from configs.schema.critic import CriticConfig
@@ -99,11 +90,8 @@ class RunConfig(Schema):
     resume: GivenPath | None = None
     """The folder of a run to go on with, from its newest valid checkpoint."""
 
-    @model_validator(mode="after")
-    def _parts_fit(self):
-        if contradictions := list(contradictions_of(self)):
-            raise Contradictions(contradictions)
-        return self
+    def _contradictions(self) -> Iterator[Contradiction]:
+        return contradictions_of(self)
 
     @property
     def other_models(self) -> dict[str, ModelConfig]:
@@ -230,15 +218,13 @@ class CountdownSftData(Schema):
     noise: Annotated[float, Field(ge=0, lt=1)] = 0.3
     """Share of the examples, from 0 to below 1, whose answer is wrong."""
 
-    @model_validator(mode="after")
-    def _wrong_answers_exist(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.noise > 0 and self.task.num_numbers == 1:
-            raise Contradiction(
+            yield Contradiction(
                 ("noise", "task.num_numbers"),
                 f"noise={self.noise} needs wrong answers, but task.num_numbers=1 has none",
                 "use noise=0 or more numbers",
             )
-        return self
 
 
 class JsonlSftData(Schema):
@@ -266,22 +252,20 @@ class JsonlSftData(Schema):
     """Whether a prompt becomes a user's message in the model's chat template. false: prompt and response are
     used as they are."""
 
-    @model_validator(mode="after")
-    def _messages_have_a_template(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         for field in ("messages_field", "tools_field"):
             if getattr(self, field) is not None and not self.apply_chat_template:
-                raise Contradiction(
+                yield Contradiction(
                     (field, "apply_chat_template"),
                     f"{field} needs a chat template, but apply_chat_template=false",
                     f"set it to true, or remove {field}",
                 )
         if self.learned_turns == "all" and self.messages_field is None:
-            raise Contradiction(
+            yield Contradiction(
                 ("learned_turns", "messages_field"),
                 "learned_turns=all is of the turns of messages_field, which names no field",
                 "name the field of the conversations, or remove learned_turns",
             )
-        return self
 
 
 SftData = Annotated[CountdownSftData | JsonlSftData, Field(discriminator="type")]
@@ -328,48 +312,31 @@ class SftConfig(Schema):
         """Whether earlier turns of the assistant are learned too."""
         return isinstance(self.data, JsonlSftData) and self.data.learned_turns == "all"
 
-    @model_validator(mode="after")
-    def _has_no_servers(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.model.numerics == "aligned":
-            raise Contradiction(
+            yield Contradiction(
                 ("model.numerics",),
                 "model.numerics=aligned makes learner and servers agree, and a warm start has no servers",
                 "remove it",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _batch_divides(self):
+        stages = self.layout.microbatch_multiple
+        per_rank = self.batch_size // (1 if self.layout.dp == "auto" else self.layout.dp)
         if self.layout.dp != "auto" and self.batch_size % self.layout.dp:
-            raise Contradiction(
+            yield Contradiction(
                 ("batch_size", "layout.dp"),
                 f"batch_size={self.batch_size} does not divide by layout.dp={self.layout.dp}",
             )
-        stages = self.layout.microbatch_multiple
-        per_rank = self.batch_size // (1 if self.layout.dp == "auto" else self.layout.dp)
-        if per_rank % stages:
-            raise Contradiction(
+        elif per_rank % stages:
+            yield Contradiction(
                 ("layout.vpp", "layout.pp", "batch_size"),
                 f"layout.vpp={self.layout.vpp} interleaves layout.pp={stages} stages, which take a multiple of {stages} micro-batches, but "
                 f"each rank has {per_rank} sequences of batch_size={self.batch_size}",
                 f"use a multiple of {stages}, or layout.vpp=1",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _template_is_rendered(self):
         renders = isinstance(self.data, JsonlSftData) and self.data.apply_chat_template
-        if not renders and (
-            found := list(unread_template_arguments(self.model.chat_template_kwargs, "data"))
-        ):
-            raise Contradictions(found)
-        return self
-
-    @model_validator(mode="after")
-    def _schedule_has_steps(self):
-        if found := list(endless_warmup(self.optimizer, "optimizer", self.steps, ("steps",))):
-            raise Contradictions(found)
-        return self
+        if not renders:
+            yield from unread_template_arguments(self.model.chat_template_kwargs, "data")
+        yield from endless_warmup(self.optimizer, "optimizer", self.steps, ("steps",))
 
 
 AnyConfig = Annotated[RunConfig | SftConfig, Field(discriminator="kind")]

@@ -2,9 +2,10 @@
 
 import fractions
 import math
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from configs.errors import Contradiction
 from configs.schema.base import NonNegativeFloat, Schema
@@ -51,22 +52,20 @@ class MixtureOrder(Schema):
         divisor = math.gcd(*whole.values())
         return {name: weight // divisor for name, weight in whole.items()}
 
-    @model_validator(mode="after")
-    def _has_a_round(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         turns = self.turns
         if not turns:
-            raise Contradiction(
+            yield Contradiction(
                 ("weights",),
                 "weights has no source with a weight above 0, so that no prompt would come",
                 "give at least one, such as {math: 3, code: 1}",
             )
         if (total := sum(turns.values())) > MOST_TURNS:
-            raise Contradiction(
+            yield Contradiction(
                 ("weights",),
                 f"weights are in the ratio of whole numbers whose sum has {len(str(total))} digits; it may be {MOST_TURNS:,}",
                 "round them, such as {math: 0.75, code: 0.25}",
             )
-        return self
 
 
 class FunctionOrder(OwnFunction):

@@ -50,23 +50,10 @@ NO_KEPT_IDS_WITH = {
 """Flags of SGLang that top_p, top_k and min_p refuse, and why."""
 
 NOT_ALIGNED_FLAGS = (
-    "attention-backend",
-    "kv-cache-dtype",
-    "torch-compile",
-    "speculative",
-    "lora",
-    "sampling-backend",
-    "dp-attention",
-    "attn-dp",
-    "attention-data-parallel",
-    "attn-cp",
-    "attention-context-parallel",
-    "dcp-size",
-    "decode-context-parallel",
-    "dp-lm-head",
-    "layernorm-sp",
-    "quant-communications",
-)
+    "attention-backend", "kv-cache-dtype", "torch-compile", "speculative", "lora", "sampling-backend",
+    "dp-attention", "attn-dp", "attention-data-parallel", "attn-cp", "attention-context-parallel", "dcp-size",
+    "decode-context-parallel", "dp-lm-head", "layernorm-sp", "quant-communications",
+)  # fmt: skip
 """Flags of SGLang, or parts of them, that take other operations than those of ``numerics``, or sum over other ranks."""
 
 

@@ -1,19 +1,13 @@
 """The task: what is asked. ``reward.py`` says how a response is scored."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
 from configs.errors import Contradiction
-from configs.schema.base import (
-    PART_NAME,
-    Fraction,
-    GivenPath,
-    PositiveInt,
-    Schema,
-    at_most,
-)
+from configs.schema.base import PART_NAME, Fraction, GivenPath, PositiveInt, Schema, at_most
 
 MAX_NUMBERS = 5
 """Most numbers of a Countdown problem; more have too many expressions to enumerate."""
@@ -63,25 +57,19 @@ class FileTask(Schema):
         sets = {f"heldout_sets.{name}": path for name, path in self.heldout_sets.items()}
         return {field: path for field, path in (main | sets).items() if path is not None}
 
-    @model_validator(mode="after")
-    def _sets_are_beside_a_first(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
         if self.heldout_sets and self.heldout_path is None:
-            raise Contradiction(
+            yield Contradiction(
                 ("heldout_sets", "heldout_path"),
                 "heldout_sets are further ones, but heldout_path, by which checkpoints and runs are compared, is null",
                 "name one of the files as heldout_path",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _system_prompt_has_a_place(self):
         if self.system_prompt is not None and not self.apply_chat_template:
-            raise Contradiction(
+            yield Contradiction(
                 ("system_prompt", "apply_chat_template"),
                 "system_prompt has its place in a chat template, but apply_chat_template=false",
                 "set it to true, or write the text into the prompts",
             )
-        return self
 
 
 class Gsm8kTask(FileTask):
@@ -104,15 +92,14 @@ class JsonlTask(FileTask):
     """The name of a field with tools for the chat template, a list of JSON schemas as TRL's ``tools`` or its JSON as text.
     A record without tools has null or an empty list."""
 
-    @model_validator(mode="after")
-    def _tools_have_a_place(self):
+    def _contradictions(self) -> Iterator[Contradiction]:
+        yield from super()._contradictions()
         if self.tools_field is not None and not self.apply_chat_template:
-            raise Contradiction(
+            yield Contradiction(
                 ("tools_field", "apply_chat_template"),
                 "tools have their place in a chat template, but apply_chat_template=false",
                 "set it to true, or remove tools_field",
             )
-        return self
 
 
 TaskConfig = Annotated[CountdownTask | Gsm8kTask | JsonlTask, Field(discriminator="type")]

@@ -145,11 +145,7 @@ def _check_rewards_of_sources(
     seen = set[str]()
     problems = [
         *finding_of(
-            field,
-            check_field,
-            path,
-            reward.field,
-            lambda value: seen.add(known_source(reward, value)),
+            field, check_field, path, reward.field, lambda value: seen.add(known_source(reward, value))
         )
     ]
     yield from problems

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from launch.cli.shared import ConfigPath, Overrides, command_of, run_folder
+from launch.cli.shared import ConfigPath, Overrides, command_of, gib, run_folder
 
 commands = typer.Typer()
 command = command_of(commands, "Before a run")
@@ -31,11 +31,7 @@ def plan(
     ] = None,
     gpu_memory: Annotated[
         float | None,
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            help="The memory of one GPU, in GiB. Left out: that of --gpu. Without --gpu there are no seconds to rank by.",
-        ),
+        gib("The memory of one GPU. Left out: that of --gpu. Without --gpu there are no seconds to rank by."),
     ] = None,
     gpus_per_node: Annotated[
         int, typer.Option(min=1, max=1024, help="GPUs of a node, within which tensor-parallel groups stay.")
@@ -87,10 +83,7 @@ def simulate(
             "pipeline stage."
         ),
     ] = None,
-    gpu_memory: Annotated[
-        float | None,
-        typer.Option(min=1, max=1_000_000, help="GiB of each GPU: exit code 1 where a rank takes more."),
-    ] = None,
+    gpu_memory: Annotated[float | None, gib("GiB of each GPU: exit code 1 where a rank takes more.")] = None,
     json: Annotated[
         Path | None, typer.Option(help="Also write the figures into this file.", metavar="FILE")
     ] = None,
@@ -192,8 +185,7 @@ def make_tiny_model(
     folder: Annotated[Path, typer.Argument(help="The folder to write", metavar="FOLDER")],
     seed: Annotated[int, typer.Option(help="The seed of the random weights.")] = 0,
     family: Annotated[
-        str,
-        typer.Option(help="The family of the model, a model_type of docs/model.md."),
+        str, typer.Option(help="The family of the model, a model_type of docs/model.md.")
     ] = "qwen3",
 ) -> None:
     """Make a tiny model with random weights and a character tokenizer, for Countdown."""

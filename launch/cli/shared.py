@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -105,13 +105,15 @@ DryRun = Annotated[
         "start nothing.",
     ),
 ]
+
+
+def gib(help: str) -> Any:
+    """An option with the memory of a GPU."""
+    return typer.Option(min=1, max=1_000_000, help=help, metavar="GIB")
+
+
 GpuMemory = Annotated[
-    float | None,
-    typer.Option(
-        min=1,
-        max=1_000_000,
-        help="With --dry-run: GiB of each GPU, for a run on other machines than this one.",
-    ),
+    float | None, gib("With --dry-run: GiB of each GPU, for a run on other machines than this one.")
 ]
 RunPath = Annotated[Path, typer.Argument(help="A run folder, e.g. runs/latest", metavar="RUN")]
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from launch.cli.shared import ConfigPath, DryRun, GpuMemory, Overrides, RunPath, command_of
+from launch.cli.shared import ConfigPath, DryRun, GpuMemory, Overrides, RunPath, command_of, gib
 
 commands = typer.Typer()
 command = command_of(commands, "Train")
@@ -42,8 +42,7 @@ def make_experiment(
 @command()
 def schema(
     field: Annotated[
-        str | None,
-        typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="FIELD"),
+        str | None, typer.Argument(help="Only this field and those inside it, e.g. rollout.", metavar="FIELD")
     ] = None,
     kind: Annotated[
         Literal["train", "sft", "hardware"],
@@ -145,13 +144,7 @@ def slurm(
         typer.Option("--dry-run", help="Print what --dry-run of train does, and the script; write nothing."),
     ] = False,
     gpu_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=1,
-            max=1_000_000,
-            help="GiB of each of the job's GPUs, to check their memory too.",
-            metavar="GIB",
-        ),
+        float | None, gib("GiB of each of the job's GPUs, to check their memory too.")
     ] = None,
 ) -> None:
     """Write the batch script of this config for Slurm (launch.nodes, launch.slurm), in a new run folder."""

@@ -82,13 +82,7 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         critic, reference = critic_architecture(config, architecture), reference_architecture(config)
         timing = timing_of(config, architecture, options, hardware)
         plans = plan(
-            architecture,
-            config,
-            cluster,
-            critic=critic,
-            reference=reference,
-            measured=table,
-            timing=timing,
+            architecture, config, cluster, critic=critic, reference=reference, measured=table, timing=timing
         )
     found = Found(
         config=config,

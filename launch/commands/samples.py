@@ -35,12 +35,7 @@ MOST_STEPS = 12
 
 
 def show_samples(
-    folder: RunFolder,
-    *,
-    step: int | None,
-    group: int | None,
-    sibling: int | None,
-    tokens: bool,
+    folder: RunFolder, *, step: int | None, group: int | None, sibling: int | None, tokens: bool
 ) -> None:
     """Print the samples of ``step``, or of the last one, of all groups and siblings or of these."""
     step = _chosen_step(folder, step)

@@ -230,11 +230,7 @@ def packed_attention(
 
 
 def _bucket_attention(
-    query_TAD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    bucket: Bucket,
-    scoring: Scoring,
+    query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, bucket: Bucket, scoring: Scoring
 ) -> Tensor:
     query_NALD, key_NKLD, value_NKLD = (
         bucket.sequences(x).transpose(1, 2) for x in (query_TAD, key_TKD, value_TKD)
@@ -349,12 +345,7 @@ def _window_attention(
             keys, values = (torch.cat((x[:, :, :1], x[:, :, seen]), 2) for x in (key, value))
         parts.append(
             F.scaled_dot_product_attention(
-                rows,
-                keys,
-                values,
-                attn_mask=mask,
-                scale=scale,
-                enable_gqa=is_grouped,
+                rows, keys, values, attn_mask=mask, scale=scale, enable_gqa=is_grouped
             )
         )
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)

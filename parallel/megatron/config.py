@@ -65,11 +65,7 @@ def _of_sinks(architecture: Architecture) -> dict[str, Any]:
     experts = architecture.experts
     if not architecture.has_sinks or experts is None:
         return {}
-    return {
-        "add_bias_linear": True,
-        "activation_func_clamp_value": experts.clamp,
-        "glu_linear_offset": 1.0,
-    }
+    return {"add_bias_linear": True, "activation_func_clamp_value": experts.clamp, "glu_linear_offset": 1.0}
 
 
 def transformer_config(
@@ -127,9 +123,6 @@ def transformer_config(
         variable_seq_lengths=pipeline_parallel > 1,
         use_cpu_initialization=not platform.is_gpu(),
         persist_layer_norm=has_engine,
-        **moe.config_fields(
-            architecture.experts,
-            is_grouped=has_engine and not has_adapters,
-        ),
+        **moe.config_fields(architecture.experts, is_grouped=has_engine and not has_adapters),
         **(full if recompute == "full" else {}),
     )

@@ -97,11 +97,7 @@ class LatentAttention(MegatronModule):
         )
         self.core_attention = core_attention(config, softmax_scale=latent.scale)
         self.linear_proj = RowParallelLinear(
-            a.num_heads * latent.value_dim,
-            a.hidden_size,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            **split,
+            a.num_heads * latent.value_dim, a.hidden_size, input_is_parallel=True, skip_bias_add=True, **split
         )
 
     def forward(self, hidden_states: Tensor, *, packed_seq_params, **unused) -> tuple[Tensor, Tensor | None]:

@@ -240,9 +240,7 @@ def _adaptable_layer(
 
 def _transformer_engine_layer(architecture: Architecture, experts: Experts | None) -> ModuleSpec:
     spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(
-        num_experts=experts and experts.num_experts,
-        moe_grouped_gemm=True,
-        qk_layernorm=architecture.qk_norm,
+        num_experts=experts and experts.num_experts, moe_grouped_gemm=True, qk_layernorm=architecture.qk_norm
     )
     layer: Any = spec.submodules
     if architecture.latent:

@@ -227,9 +227,7 @@ class LogprobGPTModel(PackedGPTModel):
         self.whole_logits = None
         if backbone.pieces is not None:
             self.whole_logits = partial(
-                aligned.whole_logits,
-                vocab_size=backbone.architecture.vocab_size,
-                group=self.pg_collection.tp,
+                aligned.whole_logits, vocab_size=backbone.architecture.vocab_size, group=self.pg_collection.tp
             )
         self.head_dtype = torch.float32 if fp32_lm_head else backbone.config.params_dtype
 

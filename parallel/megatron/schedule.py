@@ -45,10 +45,8 @@ class Schedule:
         self._microbatch_multiple = microbatch_multiple
 
     @torch.no_grad()
-    def scores(
-        self, microbatches: Sequence[PackedBatch], forward: Forward, num_results: int
-    ) -> list[tuple[Tensor, ...]]:
-        """The ``num_results`` float32 tensors of ``forward`` for each micro-batch, on every rank.
+    def scores(self, microbatches: Sequence[PackedBatch], forward: Forward) -> list[Tensor]:
+        """The one float32 tensor of ``forward`` for each micro-batch, on every rank.
 
         All ranks of a data-parallel group pass the same number of micro-batches: any number.
         """
@@ -58,7 +56,13 @@ class Schedule:
         results = self._run([*microbatches, *[microbatches[-1]] * fill], forward, None)[: len(microbatches)]
         if self._groups.pp_size == 1:
             return results
-        return self._broadcast_tensors(results, microbatches, num_results)
+        lengths = [batch.num_tokens for batch in microbatches]
+        if self._groups.pp_rank == self._groups.pp_size - 1:
+            packed_T = torch.cat(results)
+        else:
+            packed_T = torch.empty(sum(lengths), dtype=torch.float32, device=platform.device())
+        dist.broadcast(packed_T, src=self._last_stage, group=self._groups.pp_group)
+        return list(packed_T.split(lengths))
 
     def add_gradient(
         self,
@@ -145,7 +149,7 @@ class Schedule:
             batch = batch.to(platform.device())
             output = forward(getattr(chunk, "module", chunk), batch)
             if attach_loss is None and isinstance(output, tuple):
-                output = torch.stack(output)  # Megatron reads output.device for a model with experts
+                (output,) = output  # Megatron reads output.device for a model with experts
             return output, attach_loss(batch) if attach_loss else (lambda result, non_loss_data: result)
 
         # A lap ends where the next forward pass begins. In a pipeline it also has the backward pass of an earlier one.
@@ -160,18 +164,6 @@ class Schedule:
                 forward_only=attach_loss is None or not backward,
                 collect_non_loss_data=attach_loss is None,
             )
-
-    def _broadcast_tensors(
-        self, results: list[tuple[Tensor, ...]], microbatches: Sequence[PackedBatch], num_results: int
-    ) -> list[tuple[Tensor, ...]]:
-        """``results`` of the last pipeline stage, in one message."""
-        lengths = [batch.num_tokens for batch in microbatches]
-        if self._groups.pp_rank == self._groups.pp_size - 1:
-            packed = torch.stack([torch.cat(parts) for parts in zip(*results, strict=True)])
-        else:
-            packed = torch.empty((num_results, sum(lengths)), dtype=torch.float32, device=platform.device())
-        dist.broadcast(packed, src=self._last_stage, group=self._groups.pp_group)
-        return list(zip(*(row_T.split(lengths) for row_T in packed), strict=True))
 
     @property
     def _last_stage(self) -> int:

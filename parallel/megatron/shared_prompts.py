@@ -201,11 +201,7 @@ def shared_attention(
 
 
 def _branch_attention(
-    query_TAD: Tensor,
-    key_TKD: Tensor,
-    value_TKD: Tensor,
-    branches: Branches,
-    scoring: Scoring,
+    query_TAD: Tensor, key_TKD: Tensor, value_TKD: Tensor, branches: Branches, scoring: Scoring
 ) -> Tensor:
     """Attention of the branches' tokens to their prompts and, causally, to themselves. A filling is behind every token of
     its branch, so that none sees it; its own results are dropped."""
@@ -217,10 +213,7 @@ def _branch_attention(
         for x in (key_TKD, value_TKD)
     )
     out_NALD = lower_right_causal_attention(
-        query_NLAD.transpose(1, 2),
-        key_NPKD.transpose(1, 2),
-        value_NPKD.transpose(1, 2),
-        scoring,
+        query_NLAD.transpose(1, 2), key_NPKD.transpose(1, 2), value_NPKD.transpose(1, 2), scoring
     )
     out = out_NALD.transpose(1, 2).flatten(0, 1)
     return out if branches.cells is None else out[branches.cells]

@@ -230,19 +230,8 @@ def rms_norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, root: Tensor) -> 
     parts = torch.empty(programs, size, dtype=torch.float32, device=x.device)
     if rows:
         _rms_norm_gradient[(programs,)](
-            grad,
-            x_TAD,
-            weight,
-            root,
-            of_x,
-            parts,
-            *x_TAD.stride()[:2],
-            rows,
-            x_TAD.shape[1],
-            size,
-            block_rows,
-            block,
-        )
+            grad, x_TAD, weight, root, of_x, parts, *x_TAD.stride()[:2], rows, x_TAD.shape[1], size, block_rows, block,
+        )  # fmt: skip
     return of_x, parts.sum(0).to(weight.dtype)
 
 

@@ -132,12 +132,7 @@ def _trained_bytes(
 
 
 def trained_parameters(
-    architecture: Architecture,
-    layout: LayoutConfig,
-    stage: int,
-    lora: LoraConfig | None,
-    *,
-    output: bool,
+    architecture: Architecture, layout: LayoutConfig, stage: int, lora: LoraConfig | None, *, output: bool
 ) -> tuple[int, int]:
     """``stage_parameters`` that have a gradient: with adapters theirs alone."""
     if lora is not None:

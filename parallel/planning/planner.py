@@ -195,11 +195,7 @@ def plan(
     if no pair fits, ValueError for an unusable static share.
     """
     search = _Search(
-        architecture=architecture,
-        config=config,
-        cluster=cluster,
-        critic=critic,
-        reference=reference,
+        architecture=architecture, config=config, cluster=cluster, critic=critic, reference=reference
     )
     plans = sorted(search.plans(measured, timing), key=lambda plan: plan.rank_key)
     if not plans:

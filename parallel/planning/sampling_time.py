@@ -98,10 +98,7 @@ def server_flops(architecture: Architecture, tp: int) -> Flops:
     of_others = 2 * architecture.num_layers * architecture.attention_numbers[1] * (tp - 1) if layout.sp else 0
     matrices = (flops.matrices + of_others) // tp
     return Flops(
-        matrices=matrices,
-        attention=flops.attention // tp,
-        output=flops.output // tp,
-        rule=flops.rule // tp,
+        matrices=matrices, attention=flops.attention // tp, output=flops.output // tp, rule=flops.rule // tp
     )
 
 

@@ -67,11 +67,7 @@ class StepTime:
 
     def shares(self) -> dict[str, float]:
         """Seconds of the three parts by name."""
-        return {
-            "sampling": self.sampling.total,
-            "training": self.training.total,
-            "transfer": self.transfer,
-        }
+        return {"sampling": self.sampling.total, "training": self.training.total, "transfer": self.transfer}
 
     def parts(self) -> dict[str, float]:
         """Names and seconds of all parts, in their order."""

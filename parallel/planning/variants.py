@@ -135,10 +135,7 @@ def _refuse_short_window(hf_config: Mapping[str, Any], kind: str, default: int |
 def _refuse_unread_rotation(hf_config: Mapping[str, Any], share: float) -> None:
     """Of a Qwen3-Next, whose rope parameters SGLang does not read."""
     theta = rope_of(hf_config).get("rope_theta", hf_config.get("rope_theta", 10_000.0))
-    for name, value, default in (
-        ("rope_theta", theta, 10_000.0),
-        ("partial_rotary_factor", share, 0.25),
-    ):
+    for name, value, default in (("rope_theta", theta, 10_000.0), ("partial_rotary_factor", share, 0.25)):
         if hf_config.get(name, default) != value:
             raise ValueError(
                 f"config.json has {name}={value!r} in its rope parameters, where SGLang does not read it; write it beside them too"

@@ -207,9 +207,7 @@ class _Planned:
 
 
 def make_buckets(
-    tensors: Iterable[tuple[str, Tensor]],
-    plan: TransferPlan,
-    buffers: Buffers,
+    tensors: Iterable[tuple[str, Tensor]], plan: TransferPlan, buffers: Buffers
 ) -> Iterator[Bucket]:
     """The buckets of ``plan``, each as soon as the last of its tensors has come from ``tensors``: the planned names
     with full tensors, in the order of the export.
@@ -318,13 +316,7 @@ class WeightBroadcaster:
     """
 
     def __init__(
-        self,
-        *,
-        world_size: int,
-        backend: str,
-        timeout_s: float,
-        address: str = "127.0.0.1",
-        group_name: str,
+        self, *, world_size: int, backend: str, timeout_s: float, address: str = "127.0.0.1", group_name: str
     ):
         self._timeout = timedelta(seconds=timeout_s)
         # A store listens on every interface, unless it gets a listening socket. Port 0 leaves no moment in

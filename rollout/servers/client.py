@@ -118,10 +118,7 @@ class SGLangClient:
         self._stats = ClientStats()
         headers = key.http_headers if key is not None else None
         self._session = open_session(
-            peer_timeout_s=peer_timeout_s,
-            headers=headers,
-            connector=OwnServers,
-            keepalive_timeout=REUSE_S,
+            peer_timeout_s=peer_timeout_s, headers=headers, connector=OwnServers, keepalive_timeout=REUSE_S
         )
 
     async def __aenter__(self) -> "SGLangClient":
@@ -326,14 +323,7 @@ class SGLangClient:
                 failure,
             )
 
-    async def _attempt(
-        self,
-        url: str,
-        *,
-        body: bytes,
-        count: int,
-        sent: "Sent",
-    ) -> list[Completion]:
+    async def _attempt(self, url: str, *, body: bytes, count: int, sent: "Sent") -> list[Completion]:
         with span("generate", server=url) as generating:
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:

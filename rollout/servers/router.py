@@ -28,13 +28,7 @@ from rollout.servers.client import SGLangClient
 from rollout.servers.kept_sets import Truncation
 from rollout.servers.ports import LOOPBACK, Ports, choose_ports
 from rollout.servers.routing import Experts
-from rollout.servers.watched_process import (
-    WatchedProcess,
-    end_watched,
-    how_it_ended,
-    log_tail,
-    start_watched,
-)
+from rollout.servers.watched_process import WatchedProcess, end_watched, how_it_ended, log_tail, start_watched
 
 POLL_S = 0.25
 READY_REQUEST_TIMEOUT_S = 5.0
@@ -194,12 +188,7 @@ class Router:
 
 
 def router_command(
-    config: RouterConfig,
-    urls: Sequence[str],
-    *,
-    ports: Ports,
-    request_timeout_s: float,
-    key: RunKey | None,
+    config: RouterConfig, urls: Sequence[str], *, ports: Ports, request_timeout_s: float, key: RunKey | None
 ) -> list[str]:
     """The command line. Its settings, beside addresses and policy:
 

@@ -15,42 +15,13 @@ from rollout.servers.share import ServerShare
 LONGEST_FOLDER_OF_SOCKETS = 95
 """Bytes of a folder's path: Linux takes 107 for a socket's, of which SGLang's names have 12 (``/tmp`` and eight of
 ``tempfile``)."""
-OWNED_FLAGS = frozenset(
-    {
-        "model",
-        "model-path",
-        "config",
-        "device",
-        "base-gpu-id",
-        "gpu-id-step",
-        "host",
-        "port",
-        "nccl-port",
-        "dist-init-addr",
-        "nccl-init-addr",
-        "nnodes",
-        "node-rank",
-        "tp-size",
-        "tensor-parallel-size",
-        "pp-size",
-        "pipeline-parallel-size",
-        "dp-size",
-        "data-parallel-size",
-        "dtype",
-        "max-total-tokens",
-        "random-seed",
-        "weight-version",
-        "skip-tokenizer-init",
-        "enable-fp32-lm-head",
-        "quantization",
-        "load-format",
-        "rl-quant-profile",
-        "enable-memory-saver",
-        "enable-return-routed-experts",
-        "api-key",
-        "admin-api-key",
-    }
-)
+OWNED_FLAGS = frozenset({
+    "model", "model-path", "config", "device", "base-gpu-id", "gpu-id-step", "host", "port", "nccl-port",
+    "dist-init-addr", "nccl-init-addr", "nnodes", "node-rank", "tp-size", "tensor-parallel-size", "pp-size",
+    "pipeline-parallel-size", "dp-size", "data-parallel-size", "dtype", "max-total-tokens", "random-seed",
+    "weight-version", "skip-tokenizer-init", "enable-fp32-lm-head", "quantization", "load-format",
+    "rl-quant-profile", "enable-memory-saver", "enable-return-routed-experts", "api-key", "admin-api-key",
+})  # fmt: skip
 """Flags, with all their names, that the schema's fields or the design decide; ``server_args`` may not set
 them."""
 FP8_MODELS = ("qwen2", "qwen3")

@@ -18,14 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from numerics.delta_rule import (
-    causal_convolution,
-    gated_delta_rule,
-    gated_norm,
-    log_decay,
-    plan_chunks,
-    unit,
-)
+from numerics.delta_rule import causal_convolution, gated_delta_rule, gated_norm, log_decay, plan_chunks, unit
 
 NORMS = tuple(f"sglang.kernels.ops.attention.fla.{name}" for name in ("layernorm_gated", "fused_norm_gate"))
 EXPERTS = "sglang.srt.models.qwen2_moe"

@@ -84,9 +84,7 @@ def register_for_cpu() -> None:
         HookType.AFTER,
     )
     HookRegistry.register(
-        "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup",
-        when_it_listens,
-        HookType.AROUND,
+        "sglang.srt.entrypoints.http_server._freeze_gc_after_server_warmup", when_it_listens, HookType.AROUND
     )
 
 

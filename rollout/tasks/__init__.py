@@ -19,21 +19,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "Problem",
-    "Survey",
-    "Task",
-    "digest_of",
-    "first_problem",
-    "generate_sft_examples",
-    "ids_of",
-    "load_task",
-    "longer_than",
-    "read_pairs",
-    "rows_of",
-    "survey_pairs",
-    "survey_task_file",
-    "without",
-]
+    "Problem", "Survey", "Task", "digest_of", "first_problem", "generate_sft_examples", "ids_of",
+    "load_task", "longer_than", "read_pairs", "rows_of", "survey_pairs", "survey_task_file", "without",
+]  # fmt: skip
 
 
 def load_task(

@@ -693,6 +693,14 @@ def test_bad_value_on_the_command_line_and_in_a_file(folder, override, field, va
     assert problem.value == value.replace("command line", f"top.yaml:{line}")
 
 
+def test_all_contradictions_of_a_block_are_reported_at_once(folder):
+    write("c.yaml", BASE)
+    overrides = ["rollout.drain_s=5", "rollout.top_k=1"]
+    fields = [{name.strip() for name in p.field.split(",")} for p in problems_of("c.yaml", overrides)]
+    alone = [{name.strip() for name in the_problem("c.yaml", [one]).field.split(",")} for one in overrides]
+    assert fields == alone and {"rollout.drain_s", "rollout.max_staleness"} in fields
+
+
 @pytest.mark.parametrize("field", ["name", "model.path"])
 @pytest.mark.parametrize(("written", "read"), [("3", "3"), ("1.10", "1.1"), ("2024_01", "202401")])
 def test_a_number_in_the_place_of_text_keeps_its_text_in_the_fix(folder, field, written, read):

@@ -17,8 +17,7 @@ from typer.testing import CliRunner
 
 from configs.loader import ConfigError, load_config, parse_config
 from configs.presets import preset_name
-from configs.reading.hub_names import HUB_NAMES
-from configs.reading.named_files import fix_model_path
+from configs.reading.named_files import HUB_NAMES, fix_model_path
 from configs.reading.yaml_values import comments_in
 from configs.schema import RunConfig
 from configs.schema.layout import LayoutConfig, layout_text

@@ -46,10 +46,7 @@ class Part:
 
 
 OBJECTIVE = Part(
-    "objective",
-    ("current_logprobs_T", "old_logprobs_T", "advantages_T"),
-    ("mask_T", "cu_seqlens"),
-    "loss_T",
+    "objective", ("current_logprobs_T", "old_logprobs_T", "advantages_T"), ("mask_T", "cu_seqlens"), "loss_T"
 )
 ADVANTAGE = Part("advantage", ("rewards_S", "group_ids_S"), ("lengths_S",), "advantages_S")
 WEIGHT = Part("weight", ("log_ratio_N",), ("bounds_S", "segment_bounds"), "weights_N")

@@ -328,11 +328,7 @@ PICTURES = (
                 },
                 bounds=(0, None),
                 idle=0,
-                may_lack=(
-                    "policy/clip_fraction",
-                    "policy/dual_clip_fraction",
-                    "policy/off_policy_fraction",
-                ),
+                may_lack=("policy/clip_fraction", "policy/dual_clip_fraction", "policy/off_policy_fraction"),
             ),
             Lines("KL(old || current), k1", {"policy/ppo_kl": "k1"}, idle=0, noise=ROUNDING),
             Lines(
