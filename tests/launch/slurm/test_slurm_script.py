@@ -515,15 +515,38 @@ def test_a_dry_run_writes_nothing(config_file):
     assert nothing_written(config_file)
 
 
-@pytest.mark.parametrize(
-    ("state", "code"), [("RUNNING", 2), ("PENDING", 2), ("DOWN", 2), ("COMPLETED", 0), ("", 0)]
-)
-def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, state, code):
+def run_before(config_file: Path, *, steps: int) -> Path:
+    """A run that a command of this folder has made, with a checkpoint of step 1."""
     run = config_file.parent / "runs" / "before"
     checkpoint = run / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     write_manifest(checkpoint, world_size=1)
-    (run / "config.yaml").write_text(resolved_yaml(load_config(config_file, ["layout.dp=1"])))
+    config = load_config(config_file, ["layout.dp=1", f"steps={steps}"])
+    (run / "config.yaml").write_text(resolved_yaml(config))
+    return run
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["submitted", "dry"])
+def test_a_finished_run_is_told_of_and_not_submitted(config_file, fake_slurm, dry):
+    run = run_before(config_file, steps=1)
+    (run / "hf").mkdir()
+    (run / "summary.json").write_text('{"steps": 1}')
+    config, before = run / "config.yaml", sorted(run.rglob("*"))
+    how = "--dry-run" if dry else "--submit"
+    done = tandem_slurm(config, f"resume={run}", how, PATH=fake_slurm)
+    more = f"`tandem slurm {config} resume={run} steps=N --submit`"
+    said = f"{'# ' * dry}{run} is finished, with steps=1; for more: {more}"
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == said, done.stderr
+    assert sorted(run.rglob("*")) == before
+    done = tandem_slurm(config, f"resume={run}", "steps=2", how, PATH=fake_slurm)
+    assert done.returncode == 0 and "is finished" not in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("RUNNING", 2), ("PENDING", 2), ("DOWN", 2), ("COMPLETED", 0), ("", 0)]
+)
+def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, state, code):
+    run = run_before(config_file, steps=9)
     (run / "job.json").write_text(json.dumps({"job_id": "17", "nodes": ["n1"], "restart": 0}))
     done = tandem_slurm(run / "config.yaml", f"resume={run}", "--submit", PATH=fake_slurm, FAKE_STATE=state)
     assert done.returncode == code, done.stderr
