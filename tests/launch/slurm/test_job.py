@@ -15,7 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,8 +66,8 @@ FAKES = {
     """,
     "squeue": """
         import os, sys
-        if os.environ["FAKE_STATE"] == "DOWN":
-            sys.exit("Unable to contact slurm controller")
+        if os.environ["FAKE_STATE"] == "REFUSED":
+            sys.exit("slurm_load_jobs error: Access/permission denied")
         print(os.environ["FAKE_STATE"])
     """,
 }
@@ -529,27 +529,60 @@ DOWN = "slurm_requeue error: Unable to contact slurm controller (connect failure
     [
         ([DOWN, "Socket timed out on send/recv operation", None], 3, None),
         ([DOWN, "Job is pending execution for job 17"], 2, None),
+@pytest.fixture
+def controller(monkeypatch) -> Callable[[Sequence[str | None]], list[str]]:
+    """Takes the answers of Slurm's commands in turn: errors, but for states of jobs and None. Gives the commands that were
+    asked. Time passes while the product sleeps."""
+    waited, calls = list[float](), list[str]()
+
+    def answers_with(answers: Sequence[str | None]) -> list[str]:
+        def run(command: Sequence[str], **options: object) -> SimpleNamespace:
+            calls.append(" ".join(command))
+            answer = answers[len(calls) - 1]
+            is_error = answer is not None and answer not in ("RUNNING", "COMPLETED")
+            return SimpleNamespace(returncode=int(is_error), stdout=answer or "", stderr=answer)
+
+        monkeypatch.setattr(jobs.subprocess, "run", run)
+        return calls
+
+    monkeypatch.setattr(jobs.shutil, "which", lambda name: name)
+    monkeypatch.setattr(jobs, "PATIENCE_S", 2.5 * jobs.ASK_AGAIN_S)
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append))
+    return answers_with
+
+
         ([DOWN, "Access/permission denied"], 2, "denied"),
         ([DOWN] * 9, 4, "Unable to contact"),
     ],
     ids=["it comes back", "it had requeued", "it refuses then", "it stays away"],
 )
-def test_a_requeue_waits_for_a_controller_that_is_down(monkeypatch, answers, asked, error):
-    waited, calls = [], []
-
-    def ask(*command: str) -> str:
-        calls.append(command)
-        if (answer := answers[len(calls) - 1]) is not None:
-            raise RuntimeError(answer)
-        return ""
-
-    monkeypatch.setattr(jobs, "ask_slurm", ask)
-    monkeypatch.setattr(jobs, "REQUEUE_TIMEOUT_S", 2.5 * jobs.REQUEUE_AGAIN_S)
-    clock = SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append)
-    monkeypatch.setattr(jobs, "time", clock)
+def test_a_requeue_waits_for_a_controller_that_is_down(controller, answers, asked, error):
+    calls = controller(answers)
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
         JOB.requeue()
-    assert calls == [("scontrol", "requeue", "17")] * asked
+    assert calls == ["scontrol requeue 17"] * asked
+
+
+@pytest.mark.parametrize(
+    ("answers", "job", "asked", "found"),
+    [
+        ([DOWN, DOWN, "RUNNING"], JOB, 3, "9"),
+        ([DOWN, "COMPLETED"], JOB, 2, None),
+        ([DOWN] * 9, JOB, 4, RuntimeError),
+        (["Access/permission denied"], JOB, 1, RuntimeError),
+        ([DOWN], None, 1, RuntimeError),
+    ],
+    ids=["it runs", "it has ended", "no answer", "refused", "of a user, who waits"],
+)
+def test_a_job_waits_for_a_controller_that_is_down_before_it_takes_a_folder(
+    tmp_path, controller, answers, job, asked, found
+):
+    folder = RunFolder(tmp_path)
+    write_json(folder.job, jobs.record("9", None))
+    calls = controller(answers)
+    with pytest.raises(found) if found is RuntimeError else contextlib.nullcontext():
+        assert jobs.running_elsewhere(folder, job) == found
+    assert len(calls) == asked
 
 
 @pytest.mark.parametrize(("ends_by", "code"), [("an error", 1), ("the time limit", os.EX_TEMPFAIL)])
@@ -717,7 +750,7 @@ def test_two_starts_of_one_folder_at_once_are_refused(stage):
     ("other", "state", "code"),
     [
         ("9", "RUNNING", 2),
-        ("9", "DOWN", 1),
+        ("9", "REFUSED", 1),
         ("9", "COMPLETED", 0),
         ("17", "RUNNING", 0),
         ("5_1", "RUNNING", 0),
@@ -729,7 +762,7 @@ def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code)
     stage.env |= {"FAKE_STATE": state, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
     found, output = stage.run()
     assert found == code, output
-    told = "Slurm does not say whether it still runs" if state == "DOWN" else "is being run by job 9"
+    told = "Slurm does not say whether it still runs" if state == "REFUSED" else "is being run by job 9"
     assert (told in output) == bool(code)
 
 
