@@ -2,6 +2,7 @@
 
 import re
 import shlex
+from pathlib import Path
 
 from launch.processes.run_folder import RunFolder
 
@@ -14,18 +15,29 @@ def next_command(folder: RunFolder, command: str = "train", *, here: bool = Fals
     """
     is_saved = folder.newest_checkpoint() is not None
     has_script = folder.script.exists()
-    path, config = shlex.quote(str(folder.path)), shlex.quote(str(folder.config))
     if has_script and not here and not _is_of_another(folder):
-        return f"sbatch {shlex.quote(str(folder.script))}"
+        return f"sbatch {_quoted(folder.script)}"
     if (has_script or folder.job.exists()) and not here:  # an element of an array has no script of its own
-        return f"tandem slurm {config}{f' resume={path}' if is_saved else ''} --submit"
-    return f"tandem resume {path}" if is_saved else f"tandem {command} {config}"
+        return job_command(folder)
+    return (
+        f"tandem resume {_quoted(folder.path)}" if is_saved else f"tandem {command} {_quoted(folder.config)}"
+    )
+
+
+def job_command(folder: RunFolder) -> str:
+    """The same, in a job of Slurm with a batch script of its own."""
+    resume = f" resume={_quoted(folder.path)}" if folder.newest_checkpoint() is not None else ""
+    return f"tandem slurm {_quoted(folder.config)}{resume} --submit"
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
 
 
 def _is_of_another(folder: RunFolder) -> bool:
     """Whether the batch script runs another folder: that from which this one was moved or copied."""
     runs = re.search(r" -m launch job (.+)$", folder.script.read_text(), re.MULTILINE)
-    return runs is not None and runs[1] != shlex.quote(str(folder.path.resolve()))
+    return runs is not None and runs[1] != _quoted(folder.path.resolve())
 
 
 def way_on(folder: RunFolder, command: str = "train", *, here: bool = False) -> str:

@@ -42,7 +42,7 @@ from launch.checks.arguments import BadInput, as_bad_input
 from launch.commands.train import adding_causes, print_result, without_report
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address
-from launch.processes.going_on import way_on
+from launch.processes.going_on import job_command, way_on
 from launch.processes.placement import gpus_of_node, learner_ranks_per_node, num_nodes, serve_roles
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
@@ -125,7 +125,7 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     if len(job.nodes) != num_nodes(config):
         needed = f"{nodes.learner} + {nodes.rollout} nodes" if nodes is not None else "one node"
         given = f"job {job.id} has {len(job.nodes)} ({' '.join(job.nodes)})"
-        again = f"make the script anew with `tandem slurm {folder.config} resume={folder.path}`"
+        again = f"`{job_command(folder)}` makes the script anew"
         raise BadInput(f"launch.nodes: the run takes {needed}, but {given}; {again}")
     try:
         other = running_elsewhere(folder, job)

@@ -700,7 +700,12 @@ def test_a_job_whose_summary_was_lost_writes_it_again(stage):
 # bad input
 
 
-def test_a_job_of_other_nodes_is_refused_for_good(stage):
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_job_of_other_nodes_is_refused_for_good(stage, saved):
+    """The way out goes on from a checkpoint where there is one: without one `resume` would be refused."""
+    if saved:
+        (stage.folder.checkpoints / "step_000001").mkdir(parents=True)
+        write_manifest(stage.folder.checkpoints / "step_000001", world_size=1)
     code, output = stage.run("n1,n2,n3")
     assert code == 2
     assert "takes 1 + 1 nodes, but job 17 has 3" in output
@@ -709,6 +714,8 @@ def test_a_job_of_other_nodes_is_refused_for_good(stage):
 
 def test_a_run_of_one_machine_is_refused_on_two_nodes(stage):
     config = config_with()
+    resume = f" resume={stage.folder.path}" if saved else ""
+    assert f"`tandem slurm {stage.folder.config}{resume} --submit` makes the script anew" in output
     stage.folder.config.write_text(
         resolved_yaml(config.model_copy(update={"launch": config.launch.model_copy(update={"nodes": None})}))
     )
