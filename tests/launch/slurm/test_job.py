@@ -479,17 +479,22 @@ def test_a_requeue_over_a_damaged_checkpoint_promises_nothing(stage):
     assert "job 17 is requeued, and finds no whole checkpoint (step_000001: " in output
 
 
-def test_notices_that_are_too_short_for_a_checkpoint_are_not_repeated_for_ever(stage):
-    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1})))
+@pytest.mark.parametrize(
+    ("time", "requeues"), [("00:00:01", 1), ("24:00:00", 2)], ids=["limit", "pre-emption"]
+)
+def test_time_limits_without_a_checkpoint_are_not_repeated_for_ever_and_pre_emptions_are(
+    stage, time, requeues
+):
+    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1, "time": time})))
     stage.role("learn", WAITS)
-    for requeued in (["requeue 17"], ["requeue 17"]):
+    for count in (1, requeues):
         stage.start()
         stage.wait_for(stage.bin / "learn-0.pid")
         stage.process.send_signal(signal.SIGUSR1)
         code, output = stage.end()
-        assert (code, stage.asked()) == (os.EX_TEMPFAIL, requeued)
+        assert (code, stage.asked()) == (os.EX_TEMPFAIL, ["requeue 17"] * count)
         (stage.bin / "learn-0.pid").unlink()
-    assert "raise launch.slurm.notice_s" in output
+    assert ("raise launch.slurm.notice_s" in output) == (requeues == 1)
 
 
 def test_a_learner_that_never_stops_is_ended_before_the_time_limit(tmp_path, stage):
@@ -524,11 +529,6 @@ def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
 DOWN = "slurm_requeue error: Unable to contact slurm controller (connect failure)"  # as of Slurm 22.05
 
 
-@pytest.mark.parametrize(
-    ("answers", "asked", "error"),
-    [
-        ([DOWN, "Socket timed out on send/recv operation", None], 3, None),
-        ([DOWN, "Job is pending execution for job 17"], 2, None),
 @pytest.fixture
 def controller(monkeypatch) -> Callable[[Sequence[str | None]], list[str]]:
     """Takes the answers of Slurm's commands in turn: errors, but for states of jobs and None. Gives the commands that were
@@ -551,6 +551,11 @@ def controller(monkeypatch) -> Callable[[Sequence[str | None]], list[str]]:
     return answers_with
 
 
+@pytest.mark.parametrize(
+    ("answers", "asked", "error"),
+    [
+        ([DOWN, "Socket timed out on send/recv operation", None], 3, None),
+        ([DOWN, "Job is pending execution for job 17"], 2, None),
         ([DOWN, "Access/permission denied"], 2, "denied"),
         ([DOWN] * 9, 4, "Unable to contact"),
     ],
@@ -709,13 +714,13 @@ def test_a_job_of_other_nodes_is_refused_for_good(stage, saved):
     code, output = stage.run("n1,n2,n3")
     assert code == 2
     assert "takes 1 + 1 nodes, but job 17 has 3" in output
+    resume = f" resume={stage.folder.path}" if saved else ""
+    assert f"`tandem slurm {stage.folder.config}{resume} --submit` makes the script anew" in output
     assert stage.asked() == [] and stage.steps() == []
 
 
 def test_a_run_of_one_machine_is_refused_on_two_nodes(stage):
     config = config_with()
-    resume = f" resume={stage.folder.path}" if saved else ""
-    assert f"`tandem slurm {stage.folder.config}{resume} --submit` makes the script anew" in output
     stage.folder.config.write_text(
         resolved_yaml(config.model_copy(update={"launch": config.launch.model_copy(update={"nodes": None})}))
     )
