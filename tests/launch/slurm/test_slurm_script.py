@@ -326,7 +326,8 @@ FAKES = {
     "sbatch": """#!/bin/sh
         case "$1" in --test-only) cat > tested; exit ${FAKE_TEST:-0};; esac
         [ -z "$FAKE_REFUSAL" ] || { echo "sbatch: error: $FAKE_REFUSAL" >&2; exit 1; }
-        cp "$2" submitted; env > environment; echo 4711
+        for script do :; done
+        cp "$script" submitted; env > environment; printf '%s\\n' "$@" > requests; echo 4711
     """,
     "scontrol": """#!/bin/sh
         printf 'ClusterIdX = 1\\nClusterName             = here\\n'
@@ -440,6 +441,22 @@ def test_the_shell_of_another_job_asks_for_nothing_in_the_script_s_place(config_
     environment = (config_file.parent / "environment").read_text().splitlines()
     assert "SBATCH_QOS=mine" in environment
     assert not [line for line in environment if "GPUS_PER_NODE" in line]
+
+
+def test_requests_of_the_environment_do_not_take_the_place_of_the_script_s(config_file, fake_slurm):
+    """sbatch puts SBATCH_ACCOUNT above a script's --account, and below its own option."""
+    done = tandem_slurm(config_file, "launch.slurm.account=mine", "--submit", PATH=fake_slurm)
+    assert done.returncode == 0, done.stderr
+    parsable, *requests, _ = (config_file.parent / "requests").read_text().splitlines()
+    asked = asked_of_slurm((config_file.parent / "submitted").read_text())
+    assert parsable == "--parsable" and asked["account"] == "mine" and asked["requeue"] == ""
+    assert requests == [f"--{name}={value}" if value else f"--{name}" for name, value in asked.items()]
+
+
+def test_a_setup_line_is_no_request(config_file, fake_slurm):
+    done = tandem_slurm(config_file, "launch.slurm.setup=['#SBATCH --hold']", "--submit", PATH=fake_slurm)
+    assert done.returncode == 0, done.stderr
+    assert "--hold" not in (config_file.parent / "requests").read_text()
 
 
 def nothing_written(config_file: Path) -> bool:
