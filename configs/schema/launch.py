@@ -107,8 +107,8 @@ class SlurmConfig(Schema):
     """Seconds before the time limit at which the run is told to stop. It then finishes or drops its step, writes
     a checkpoint and is requeued."""
     max_restarts: PositiveInt = 3
-    """Starts after failures that brought no new checkpoint; then the job ends. Pre-emption and time limits
-    are not counted."""
+    """Starts after failures that brought no new checkpoint; then the job ends. A time limit without a checkpoint,
+    for a short notice or a long start, counts as one. Pre-emption does not."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         for name in ("container_python", "container_mounts"):

@@ -11,6 +11,7 @@ from configs.loader import parse_config, resolved_yaml
 from configs.schema import RunConfig
 from launch.checks.config import TRAINING, load_checked
 from launch.commands.dry_run import print_dry_run
+from launch.commands.train import finished_line
 from launch.processes import run_folder
 from launch.processes.placement import gpus_of_node
 from launch.processes.run_folder import RunFolder
@@ -52,6 +53,9 @@ def slurm(
         )
     for element, config in zip(elements, configs, strict=True):
         _check_element(element, config, configs[0])
+    if finished := finished_line(configs[0], in_job=True):
+        print(f"# {finished}" if dry_run else finished, flush=True)  # the output of a dry run is a config
+        return
     if (note := script.note_on_cores(configs[0])) is not None:
         print(f"# {note}", flush=True)
     count = len(configs) if arrays else None

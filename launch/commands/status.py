@@ -298,11 +298,11 @@ def _role_lines(folder: RunFolder, damaged: list[str], now: float) -> list[tuple
 
 def _activity_lines(folder: RunFolder, now: float) -> list[tuple[str, str]]:
     """The activity of each role and, of many ranks, of those with the longest activity."""
-    beats = sorted(read_beats(folder), key=lambda pair: (pair[0].who.startswith("learner"), pair[0].since))
+    beats = sorted(read_beats(folder), key=lambda pair: (pair[0].who.startswith("learner"), -pair[0].lasts_s))
     lines = []
     for beat, written in beats[:BEATS]:
         last_sign = f"heard of {duration(max(now - written, 0))} ago (pid {beat.pid} on {beat.host})"
-        lines.append(("doing", f"{beat.who}: {beat.text(now)}; {last_sign}"))
+        lines.append(("doing", f"{beat.who}: {beat.text()}; {last_sign}"))
     if len(beats) > BEATS:
         lines.append(("doing", f"… and {len(beats) - BEATS} learner ranks more, each not as long"))
     return lines

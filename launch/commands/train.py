@@ -53,7 +53,7 @@ def train(
     parsed = parse_config(config_path, overrides)
     if dry_run:
         config = load_checked(parsed, RunConfig, runs=TRAINING, gpu_memory=gpu_memory)
-        if finished := _finished(config):
+        if finished := finished_line(config):
             print(f"# {finished}", flush=True)  # the output of a dry run is a config
         else:
             print_dry_run(config, TRAINING, gpu_memory)
@@ -61,7 +61,7 @@ def train(
     _refuse_other_machines(gpu_memory)
     instead = "use `tandem slurm`, `tandem prepare`, or remove it"
     config = load_checked(parsed, RunConfig, runs=TRAINING, instead_of_nodes=instead)
-    if config.resume is not None and (finished := _finished(config)):
+    if config.resume is not None and (finished := finished_line(config)):
         print(finished, flush=True)
         return existing_run(config.resume)
     folder = folder_of(config)
@@ -98,13 +98,16 @@ def train(
     return folder
 
 
-def _finished(config: RunConfig) -> str:
+def finished_line(config: RunConfig, *, in_job: bool = False) -> str:
     """The line for a run that is to go on and has done all its steps; "" otherwise. It is no error: whoever starts a run
-    again until it is finished, as a job of Slurm does, is done."""
-    if config.resume is None or not is_finished(RunFolder(config.resume), config, note=_print_note):
+    again until it is finished, as a job of Slurm does, is done.
+
+    in_job: it was to go on in a job of Slurm."""
+    if config.resume is None or not is_finished(folder := RunFolder(config.resume), config, note=_print_note):
         return ""
-    more = tandem_command("resume", config.resume, "steps=N")
-    return f"{config.resume} is finished, with steps={config.steps}; for more: `{more}`"
+    job = tandem_command("slurm", folder.config, f"resume={folder.path}", "steps=N", "--submit")
+    more = job if in_job else tandem_command("resume", folder.path, "steps=N")
+    return f"{folder.path} is finished, with steps={config.steps}; for more: `{more}`"
 
 
 def _print_note(text: str) -> None:

@@ -18,9 +18,14 @@ def next_command(folder: RunFolder, command: str = "train", *, here: bool = Fals
     if has_script and not here and not _is_of_another(folder):
         return f"sbatch {shlex.quote(str(folder.script))}"
     if (has_script or folder.job.exists()) and not here:  # an element of an array has no script of its own
-        resume = [f"resume={folder.path}"] if is_saved else []
-        return tandem_command("slurm", folder.config, *resume, "--submit")
+        return job_command(folder)
     return tandem_command("resume", folder.path) if is_saved else tandem_command(command, folder.config)
+
+
+def job_command(folder: RunFolder) -> str:
+    """The same, in a job of Slurm with a batch script of its own."""
+    resume = [f"resume={folder.path}"] if folder.newest_checkpoint() is not None else []
+    return tandem_command("slurm", folder.config, *resume, "--submit")
 
 
 def _is_of_another(folder: RunFolder) -> bool:

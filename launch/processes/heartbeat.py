@@ -57,15 +57,21 @@ class Beat:
     host: str
     doing: str
     since: float
-    """Seconds since the epoch, by the clock of its host."""
+    now: float
+    """When the activity began, and when this was written: seconds of a clock that only this role has. The clocks of two
+    hosts may be minutes apart."""
     cpu: float
     """Cores that its processes have used since its last beat."""
     ended: list[str] = field(default_factory=list)
     """A line for each of its processes that was stopped and that it has killed."""
 
-    def text(self, now: float) -> str:
+    @property
+    def lasts_s(self) -> float:
+        return max(self.now - self.since, 0.0)
+
+    def text(self) -> str:
         load = "busy" if self.cpu >= BUSY else "idle"
-        return f"in `{self.doing}` for {max(now - self.since, 0):.0f} s, its CPU is {load}"
+        return f"in `{self.doing}` for {self.lasts_s:.0f} s, its CPU is {load}"
 
 
 def beat_file(folder: RunFolder, name: str) -> Path:
@@ -179,7 +185,7 @@ class Pulse(_Looking):
         self._file, self._who = beat_file(folder, name), role_text(name)
         self._stopped = StoppedProcesses(timeout_s)
         self._me = psutil.Process()
-        self._doing, self._since = "starting", time.time()
+        self._doing, self._since = "starting", time.monotonic()
         self._cpu, self._cpu_at = 0.0, time.monotonic()
         self._ended: list[str] = []
 
@@ -190,7 +196,7 @@ class Pulse(_Looking):
                 self._file.unlink(missing_ok=True)
 
     def doing(self, activity: str) -> None:
-        self._doing, self._since = activity, time.time()
+        self._doing, self._since = activity, time.monotonic()
 
     def look(self) -> None:
         children = self._me.children(recursive=True)
@@ -201,7 +207,7 @@ class Pulse(_Looking):
         self._cpu, self._cpu_at = used, now
         beat = Beat(
             who=self._who, pid=self._me.pid, started=self._me.create_time(), host=socket.gethostname(), doing=self._doing,
-            since=self._since, cpu=round(share, 3), ended=self._ended,
+            since=self._since, now=now, cpu=round(share, 3), ended=self._ended,
         )  # fmt: skip
         write_json(self._file, asdict(beat))
 
@@ -261,19 +267,19 @@ class Watch(_Looking):
 
     def _slow(self, beat: Beat) -> str | None:
         """A report on an activity that takes much longer than ever before; once."""
-        last, now = self._last.get(beat.who), time.time()
+        last = self._last.get(beat.who)
         if last is not None and (last.doing, last.since) != (beat.doing, beat.since):
             activity = (last.who, last.doing)
             self._longest[activity] = max(self._longest.get(activity, 0.0), beat.since - last.since)
         self._last[beat.who] = beat
         longest = self._longest.get((beat.who, beat.doing))
         limit = FIRST_TIME * self._timeout_s if longest is None else max(UNUSUAL * longest, self._timeout_s)
-        if beat.doing in WAITING or now - beat.since <= limit:
+        if beat.doing in WAITING or beat.lasts_s <= limit:
             return None
         if not self._is_new((beat.who, beat.doing, beat.since)):
             return None
         before = "" if longest is None else f" (the longest so far took {longest:.0f} s)"
-        return f"{beat.who} has been {beat.text(now)}{before}"
+        return f"{beat.who} has been {beat.text()}{before}"
 
     def _silent(self, beat: Beat, written: float) -> str | None:
         """A report on a role whose beats do not come, by this host's clock alone; once."""

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
-from setproctitle import setproctitle
+from setproctitle import getproctitle, setproctitle
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -33,6 +33,8 @@ IMPORTS = ("launch.cli", "launch.roles.table", "trainer.loop", "trainer.learner"
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 """The signals that torchrun's agent handles."""
 POLL_S = 0.02
+
+getproctitle()  # finds where the command line lies, by the environment: later that may have moved
 
 
 def fork_ranks() -> None:
@@ -111,7 +113,6 @@ def _become_rank(arguments: Sequence[str], environment: Mapping[str, str]) -> No
                 signal.signal(
                     number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
                 )
-        # Before the environment changes: it looks for it where it was.
         setproctitle(" ".join([sys.executable, *COMMAND, *arguments]))
         os.environ.clear()
         os.environ.update(environment)

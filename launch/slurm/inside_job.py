@@ -9,8 +9,8 @@
     the run has done all its steps                   exit code 0
     a failure or a stop behind the last step, once   no requeue: nothing is left but the report
     the model is written
-    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`; where the notice was too short
-                                                     for a checkpoint, as after a failure
+    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`; where the time limit's notice
+                                                     was too short for a checkpoint, as after a failure
     SIGTERM: pre-emption, requeue or scancel         stopped with a checkpoint, exit code 75; Slurm decides about another start
     a role fails                                     `scontrol requeue`, launch.slurm.max_restarts times without a newer checkpoint
                                                      in between, with growing pauses; then exit code 1
@@ -36,13 +36,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from configs.errors import counted
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.commands.train import adding_causes, print_result, without_report
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address
-from launch.processes.going_on import way_on
+from launch.processes.going_on import job_command, way_on
 from launch.processes.placement import gpus_of_node, learner_ranks_per_node, num_nodes, serve_roles
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Interrupted, Role, RoleFailed, Supervisor
@@ -57,7 +59,7 @@ from launch.slurm.job import (
     pause_s,
     running_elsewhere,
 )
-from rollout.terminal_text import tandem_command
+from launch.slurm.script import seconds
 from trainer.file_system import SHARED_FOLDER_S
 
 ECHO_EVERY_S = 0.5
@@ -126,9 +128,7 @@ def _check(job: Job, folder: RunFolder, config: RunConfig) -> None:
     if len(job.nodes) != num_nodes(config):
         needed = f"{nodes.learner} + {nodes.rollout} nodes" if nodes is not None else "one node"
         given = f"job {job.id} has {len(job.nodes)} ({' '.join(job.nodes)})"
-        again = (
-            f"make the script anew with `{tandem_command('slurm', folder.config, f'resume={folder.path}')}`"
-        )
+        again = f"`{job_command(folder)}` makes the script anew"
         raise BadInput(f"launch.nodes: the run takes {needed}, but {given}; {again}")
     try:
         other = running_elsewhere(folder, job)
@@ -305,7 +305,7 @@ def _requeue_or_end(
         return os.EX_TEMPFAIL
     asks_requeue = failed or signal.SIGUSR1 in signals
     may_start_again = True
-    if asks_requeue and (failed or isinstance(outcome, Interrupted)):  # it did not end in order
+    if failed or (asks_requeue and isinstance(outcome, Interrupted) and _is_late(config)):
         may_start_again = count_failed_start(folder, limit)
     if not may_start_again:
         notice = "raise launch.slurm.notice_s above the time of an update and a checkpoint"
@@ -319,6 +319,12 @@ def _requeue_or_end(
     else:
         _print_message(f"{way_on(folder)}")
     return 1 if failed else os.EX_TEMPFAIL
+
+
+def _is_late(config: RunConfig) -> bool:
+    """Whether the time limit may be what ends this start, and no pre-emption, which comes at any time: it is in the
+    second half of its time. (The job's time began before this process did, by the prologue of its nodes.)"""
+    return time.time() - psutil.Process().create_time() > seconds(config.launch.slurm.time) / 2
 
 
 def _outcome_text(outcome: stopping.Stopped | Interrupted | RoleFailed) -> str:

@@ -22,9 +22,9 @@ NO_ANSWER = re.compile(
     "Unable to contact|timed out|Unexpected message|Zero Bytes|standby mode", re.IGNORECASE
 )
 """In errors of commands to a controller that is down, busy or just starting, and knows nothing of the request."""
-REQUEUE_TIMEOUT_S = 600.0
-"""Time for such a controller to come back and requeue a job, which is forgotten otherwise."""
-REQUEUE_AGAIN_S = 5.0
+PATIENCE_S = 600.0
+"""Time for such a controller to answer a job that cannot begin, or is not requeued, without it."""
+ASK_AGAIN_S = 5.0
 OVER = {
     "BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT",
 }  # fmt: skip
@@ -84,19 +84,13 @@ class Job:
 
     def requeue(self) -> None:
         """Have Slurm start this job again, which ends this process soon. Raises RuntimeError where Slurm refuses, or does
-        not answer for REQUEUE_TIMEOUT_S."""
-        deadline = time.monotonic() + REQUEUE_TIMEOUT_S
-        while True:
-            try:
-                ask_slurm("scontrol", "requeue", self.id)
-                return
-            except RuntimeError as error:
-                # Slurm has requeued the job itself, after it lost a node, and gives the other nodes KillWait to end.
-                if "is pending execution" in str(error):
-                    return
-                if not NO_ANSWER.search(str(error)) or time.monotonic() > deadline:
-                    raise
-            time.sleep(REQUEUE_AGAIN_S)
+        not answer for PATIENCE_S."""
+        try:
+            ask_slurm("scontrol", "requeue", self.id, patience_s=PATIENCE_S)
+        except RuntimeError as error:
+            # Slurm has requeued the job itself, after it lost a node, and gives the other nodes KillWait to end.
+            if "is pending execution" not in str(error):
+                raise
 
 
 def record(job: str, cluster: str | None, *, nodes: Sequence[str] = (), restart: int = 0) -> dict:
@@ -135,7 +129,7 @@ def cluster_here(timeout_s: float = TIMEOUT_S) -> str | None:
 
 def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     """The id of another job than ``job`` that runs this folder or waits to run it, by Slurm; None where there is
-    none. Raises RuntimeError where Slurm does not say: such a job may be running.
+    none. Raises RuntimeError where Slurm does not say: such a job may be running. ``job`` itself waits for PATIENCE_S.
 
     The lock of ``RunFolder.claim`` is not enough: on some shared file systems one host alone sees it.
     """
@@ -143,7 +137,8 @@ def running_elsewhere(folder: RunFolder, job: Job | None = None) -> str | None:
     if other is None or (job is not None and job.is_recorded(folder)) or shutil.which("squeue") is None:
         return None
     try:
-        states = ask_squeue(other, "%T", cluster=cluster).split()
+        patience_s = PATIENCE_S if job is not None else 0.0
+        states = ask_squeue(other, "%T", cluster=cluster, patience_s=patience_s).split()
     except RuntimeError as error:
         what = f"job {other} had {folder.path} last, and Slurm does not say whether it still runs ({error})"
         where = (
@@ -213,7 +208,9 @@ def _newest(folder: RunFolder) -> str | None:
     return newest.name if newest is not None else None
 
 
-def ask_squeue(job: str, form: str, *, cluster: str | None = None, timeout_s: float = TIMEOUT_S) -> str:
+def ask_squeue(
+    job: str, form: str, *, cluster: str | None = None, timeout_s: float = TIMEOUT_S, patience_s: float = 0.0
+) -> str:
     """squeue's line of a job in the format ``form``; "" for a job that Slurm has forgotten. Raises RuntimeError where
     squeue fails in another way, or knows another job by this number: that says nothing of the job.
 
@@ -221,17 +218,29 @@ def ask_squeue(job: str, form: str, *, cluster: str | None = None, timeout_s: fl
     if isinstance(cluster, str) and _differ(cluster, here := cluster_here(timeout_s)):
         raise OtherCluster(f"it is of the cluster {cluster}, and this one is {here}")
     try:
-        return ask_slurm(
-            "squeue", "--noheader", f"--jobs={job}", f"--format={form}", "--states=all", timeout_s=timeout_s
-        )
+        command = ("squeue", "--noheader", f"--jobs={job}", f"--format={form}", "--states=all")
+        return ask_slurm(*command, timeout_s=timeout_s, patience_s=patience_s)
     except RuntimeError as error:
         if FORGOTTEN not in str(error):
             raise
         return ""
 
 
-def ask_slurm(*command: str, timeout_s: float = TIMEOUT_S) -> str:
-    """The output of a command to Slurm. Raises RuntimeError with its error where it fails."""
+def ask_slurm(*command: str, timeout_s: float = TIMEOUT_S, patience_s: float = 0.0) -> str:
+    """The output of a command to Slurm. Raises RuntimeError with its error where it fails.
+
+    patience_s: time in which it is given again where the controller does not answer."""
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            return _output_of(command, timeout_s)
+        except RuntimeError as error:
+            if not NO_ANSWER.search(str(error)) or time.monotonic() >= deadline:
+                raise
+        time.sleep(ASK_AGAIN_S)
+
+
+def _output_of(command: Sequence[str], timeout_s: float) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
     except (OSError, subprocess.TimeoutExpired) as error:

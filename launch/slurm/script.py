@@ -187,7 +187,8 @@ def script_text(config: RunConfig, place: Place, *, submitted_from: Path, count:
 def check_script(text: str, *, by_slurm: bool) -> None:
     """Check the script by the shell and, before a submission, by Slurm. Raises ValueError with their errors."""
     shell = (["bash", "-n"], "the shell", "mend launch.slurm.setup")
-    slurm = (["sbatch", "--test-only"], "sbatch", "ask for what the cluster has (launch.nodes, launch.slurm)")
+    sbatch = ["sbatch", "--test-only", *_requests(text)]
+    slurm = (sbatch, "sbatch", "ask for what the cluster has (launch.nodes, launch.slurm)")
     for command, program, fix in (shell, slurm) if by_slurm else (shell,):
         done = _run_command(command, text)
         if done.returncode:
@@ -203,7 +204,7 @@ def require_sbatch() -> None:
 def submit(script: Path) -> tuple[str, str | None]:
     """Submit the script. Returns the number of the new job and, where Slurm has chosen among several, its cluster. Raises
     ValueError with the error of ``sbatch``."""
-    done = _run_command(["sbatch", "--parsable", str(script)])
+    done = _run_command(["sbatch", "--parsable", *_requests(script.read_text()), str(script)])
     if done.returncode:
         error = f"sbatch refuses {script}: {' '.join(done.stderr.split())}"
         raise ValueError(f"{error}; the script is kept, to be submitted later")
@@ -211,8 +212,15 @@ def submit(script: Path) -> tuple[str, str | None]:
     return job, cluster or None
 
 
+def _requests(text: str) -> list[str]:
+    """The script's requests as options of sbatch: those alone come before the environment's (SBATCH_ACCOUNT, SBATCH_SIGNAL, ...),
+    which take the place of a script's."""
+    head, _, _ = text.partition("\n\n")
+    return re.findall(r"^#SBATCH (\S+)$", head, re.MULTILINE)
+
+
 def _run_command(command: Sequence[str], text: str | None = None) -> subprocess.CompletedProcess:
-    """The command without requests of the environment, which sbatch would put above those of the script."""
+    """The command without requests of the environment that an outer job has made."""
     asked = {f"{prefix}_{name}" for prefix in ("SLURM", "SBATCH") for name in ASKED_OF_SLURM}
     env = {name: value for name, value in os.environ.items() if name not in asked}
     try:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from unittest import mock
 
 import psutil
 import pytest
@@ -48,6 +49,8 @@ def test_a_fork_has_session_signals_environment_and_arguments_of_a_command(tmp_p
         }
         seen.write_text(json.dumps(facts))
 
+    with mock.patch.dict(os.environ):
+        pass  # which has removed each variable, and set it again elsewhere
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         for number in before:

@@ -215,6 +215,26 @@ def test_the_findings_of_ranks_and_their_own_words_come_through(monkeypatch, tmp
     )
 
 
+DIES_WHEN_ASKED = """
+import os, time
+(folder / "roles").mkdir()
+(folder / "pid").write_text(str(os.getpid()))
+(folder / "roles" / "serve.json").write_text(json.dumps({"urls": []}))
+while not (folder / "asked").exists():
+    time.sleep(0.01)
+raise RuntimeError("out of memory")
+"""
+LOSES_ITS_SERVER = """
+import time, psutil
+server = folder.parent / "server"
+process = psutil.Process(int((server / "pid").read_text()))
+(server / "asked").touch()
+while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+    time.sleep(0.01)
+raise SystemExit(1)
+"""
+
+
 def test_a_server_that_does_not_start_or_dies_later_is_named(monkeypatch, tmp_path):
     as_role(monkeypatch, "raise RuntimeError('no kernel image is available')")
     with bench_in(tmp_path) as bench:
@@ -225,16 +245,11 @@ def test_a_server_that_does_not_start_or_dies_later_is_named(monkeypatch, tmp_pa
         and "no kernel image" in outcome.text
     )
 
-    announces = (
-        "(folder / 'roles').mkdir(); (folder / 'roles/serve.json').write_text(json.dumps({'urls': []}));"
-    )
-    as_role(
-        monkeypatch, f"{WRITES} {announces} import time; time.sleep(0.5); raise RuntimeError('out of memory')"
-    )
+    as_role(monkeypatch, f"{WRITES}{DIES_WHEN_ASKED}")
     (tmp_path / "later").mkdir()
     with bench_in(tmp_path / "later") as bench:
         assert made("server", bench).result is Result.PASS
-        as_role(monkeypatch, "import time; time.sleep(3); raise SystemExit(1)")
+        as_role(monkeypatch, f"{WRITES}{LOSES_ITS_SERVER}")
         outcome = made("engines", bench)
     assert (
         outcome.result is Result.FAIL and "the serve role" in outcome.text and "out of memory" in outcome.text

@@ -15,7 +15,7 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,8 +66,8 @@ FAKES = {
     """,
     "squeue": """
         import os, sys
-        if os.environ["FAKE_STATE"] == "DOWN":
-            sys.exit("Unable to contact slurm controller")
+        if os.environ["FAKE_STATE"] == "REFUSED":
+            sys.exit("slurm_load_jobs error: Access/permission denied")
         print(os.environ["FAKE_STATE"])
     """,
 }
@@ -479,17 +479,22 @@ def test_a_requeue_over_a_damaged_checkpoint_promises_nothing(stage):
     assert "job 17 is requeued, and finds no whole checkpoint (step_000001: " in output
 
 
-def test_notices_that_are_too_short_for_a_checkpoint_are_not_repeated_for_ever(stage):
-    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1})))
+@pytest.mark.parametrize(
+    ("time", "requeues"), [("00:00:01", 1), ("24:00:00", 2)], ids=["limit", "pre-emption"]
+)
+def test_time_limits_without_a_checkpoint_are_not_repeated_for_ever_and_pre_emptions_are(
+    stage, time, requeues
+):
+    stage.folder.config.write_text(resolved_yaml(config_with(slurm={"max_restarts": 1, "time": time})))
     stage.role("learn", WAITS)
-    for requeued in (["requeue 17"], ["requeue 17"]):
+    for count in (1, requeues):
         stage.start()
         stage.wait_for(stage.bin / "learn-0.pid")
         stage.process.send_signal(signal.SIGUSR1)
         code, output = stage.end()
-        assert (code, stage.asked()) == (os.EX_TEMPFAIL, requeued)
+        assert (code, stage.asked()) == (os.EX_TEMPFAIL, ["requeue 17"] * count)
         (stage.bin / "learn-0.pid").unlink()
-    assert "raise launch.slurm.notice_s" in output
+    assert ("raise launch.slurm.notice_s" in output) == (requeues == 1)
 
 
 def test_a_learner_that_never_stops_is_ended_before_the_time_limit(tmp_path, stage):
@@ -524,6 +529,28 @@ def test_a_job_that_slurm_has_requeued_itself_is_not_refused(stage):
 DOWN = "slurm_requeue error: Unable to contact slurm controller (connect failure)"  # as of Slurm 22.05
 
 
+@pytest.fixture
+def controller(monkeypatch) -> Callable[[Sequence[str | None]], list[str]]:
+    """Takes the answers of Slurm's commands in turn: errors, but for states of jobs and None. Gives the commands that were
+    asked. Time passes while the product sleeps."""
+    waited, calls = list[float](), list[str]()
+
+    def answers_with(answers: Sequence[str | None]) -> list[str]:
+        def run(command: Sequence[str], **options: object) -> SimpleNamespace:
+            calls.append(" ".join(command))
+            answer = answers[len(calls) - 1]
+            is_error = answer is not None and answer not in ("RUNNING", "COMPLETED")
+            return SimpleNamespace(returncode=int(is_error), stdout=answer or "", stderr=answer)
+
+        monkeypatch.setattr(jobs.subprocess, "run", run)
+        return calls
+
+    monkeypatch.setattr(jobs.shutil, "which", lambda name: name)
+    monkeypatch.setattr(jobs, "PATIENCE_S", 2.5 * jobs.ASK_AGAIN_S)
+    monkeypatch.setattr(jobs, "time", SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append))
+    return answers_with
+
+
 @pytest.mark.parametrize(
     ("answers", "asked", "error"),
     [
@@ -534,22 +561,33 @@ DOWN = "slurm_requeue error: Unable to contact slurm controller (connect failure
     ],
     ids=["it comes back", "it had requeued", "it refuses then", "it stays away"],
 )
-def test_a_requeue_waits_for_a_controller_that_is_down(monkeypatch, answers, asked, error):
-    waited, calls = [], []
-
-    def ask(*command: str) -> str:
-        calls.append(command)
-        if (answer := answers[len(calls) - 1]) is not None:
-            raise RuntimeError(answer)
-        return ""
-
-    monkeypatch.setattr(jobs, "ask_slurm", ask)
-    monkeypatch.setattr(jobs, "REQUEUE_TIMEOUT_S", 2.5 * jobs.REQUEUE_AGAIN_S)
-    clock = SimpleNamespace(monotonic=lambda: sum(waited), sleep=waited.append)
-    monkeypatch.setattr(jobs, "time", clock)
+def test_a_requeue_waits_for_a_controller_that_is_down(controller, answers, asked, error):
+    calls = controller(answers)
     with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
         JOB.requeue()
-    assert calls == [("scontrol", "requeue", "17")] * asked
+    assert calls == ["scontrol requeue 17"] * asked
+
+
+@pytest.mark.parametrize(
+    ("answers", "job", "asked", "found"),
+    [
+        ([DOWN, DOWN, "RUNNING"], JOB, 3, "9"),
+        ([DOWN, "COMPLETED"], JOB, 2, None),
+        ([DOWN] * 9, JOB, 4, RuntimeError),
+        (["Access/permission denied"], JOB, 1, RuntimeError),
+        ([DOWN], None, 1, RuntimeError),
+    ],
+    ids=["it runs", "it has ended", "no answer", "refused", "of a user, who waits"],
+)
+def test_a_job_waits_for_a_controller_that_is_down_before_it_takes_a_folder(
+    tmp_path, controller, answers, job, asked, found
+):
+    folder = RunFolder(tmp_path)
+    write_json(folder.job, jobs.record("9", None))
+    calls = controller(answers)
+    with pytest.raises(found) if found is RuntimeError else contextlib.nullcontext():
+        assert jobs.running_elsewhere(folder, job) == found
+    assert len(calls) == asked
 
 
 @pytest.mark.parametrize(("ends_by", "code"), [("an error", 1), ("the time limit", os.EX_TEMPFAIL)])
@@ -667,10 +705,17 @@ def test_a_job_whose_summary_was_lost_writes_it_again(stage):
 # bad input
 
 
-def test_a_job_of_other_nodes_is_refused_for_good(stage):
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_job_of_other_nodes_is_refused_for_good(stage, saved):
+    """The way out goes on from a checkpoint where there is one: without one `resume` would be refused."""
+    if saved:
+        (stage.folder.checkpoints / "step_000001").mkdir(parents=True)
+        write_manifest(stage.folder.checkpoints / "step_000001", world_size=1)
     code, output = stage.run("n1,n2,n3")
     assert code == 2
     assert "takes 1 + 1 nodes, but job 17 has 3" in output
+    resume = f" resume={stage.folder.path}" if saved else ""
+    assert f"`tandem slurm {stage.folder.config}{resume} --submit` makes the script anew" in output
     assert stage.asked() == [] and stage.steps() == []
 
 
@@ -717,7 +762,7 @@ def test_two_starts_of_one_folder_at_once_are_refused(stage):
     ("other", "state", "code"),
     [
         ("9", "RUNNING", 2),
-        ("9", "DOWN", 1),
+        ("9", "REFUSED", 1),
         ("9", "COMPLETED", 0),
         ("17", "RUNNING", 0),
         ("5_1", "RUNNING", 0),
@@ -729,7 +774,7 @@ def test_a_folder_that_another_job_runs_is_left_alone(stage, other, state, code)
     stage.env |= {"FAKE_STATE": state, "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "1"}
     found, output = stage.run()
     assert found == code, output
-    told = "Slurm does not say whether it still runs" if state == "DOWN" else "is being run by job 9"
+    told = "Slurm does not say whether it still runs" if state == "REFUSED" else "is being run by job 9"
     assert (told in output) == bool(code)
 
 

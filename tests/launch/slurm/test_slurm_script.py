@@ -326,7 +326,8 @@ FAKES = {
     "sbatch": """#!/bin/sh
         case "$1" in --test-only) cat > tested; exit ${FAKE_TEST:-0};; esac
         [ -z "$FAKE_REFUSAL" ] || { echo "sbatch: error: $FAKE_REFUSAL" >&2; exit 1; }
-        cp "$2" submitted; env > environment; echo 4711
+        for script do :; done
+        cp "$script" submitted; env > environment; printf '%s\\n' "$@" > requests; echo 4711
     """,
     "scontrol": """#!/bin/sh
         printf 'ClusterIdX = 1\\nClusterName             = here\\n'
@@ -442,6 +443,22 @@ def test_the_shell_of_another_job_asks_for_nothing_in_the_script_s_place(config_
     assert not [line for line in environment if "GPUS_PER_NODE" in line]
 
 
+def test_requests_of_the_environment_do_not_take_the_place_of_the_script_s(config_file, fake_slurm):
+    """sbatch puts SBATCH_ACCOUNT above a script's --account, and below its own option."""
+    done = tandem_slurm(config_file, "launch.slurm.account=mine", "--submit", PATH=fake_slurm)
+    assert done.returncode == 0, done.stderr
+    parsable, *requests, _ = (config_file.parent / "requests").read_text().splitlines()
+    asked = asked_of_slurm((config_file.parent / "submitted").read_text())
+    assert parsable == "--parsable" and asked["account"] == "mine" and asked["requeue"] == ""
+    assert requests == [f"--{name}={value}" if value else f"--{name}" for name, value in asked.items()]
+
+
+def test_a_setup_line_is_no_request(config_file, fake_slurm):
+    done = tandem_slurm(config_file, "launch.slurm.setup=['#SBATCH --hold']", "--submit", PATH=fake_slurm)
+    assert done.returncode == 0, done.stderr
+    assert "--hold" not in (config_file.parent / "requests").read_text()
+
+
 def nothing_written(config_file: Path) -> bool:
     return not (config_file.parent / "runs").exists()
 
@@ -515,15 +532,38 @@ def test_a_dry_run_writes_nothing(config_file):
     assert nothing_written(config_file)
 
 
-@pytest.mark.parametrize(
-    ("state", "code"), [("RUNNING", 2), ("PENDING", 2), ("DOWN", 2), ("COMPLETED", 0), ("", 0)]
-)
-def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, state, code):
+def run_before(config_file: Path, *, steps: int) -> Path:
+    """A run that a command of this folder has made, with a checkpoint of step 1."""
     run = config_file.parent / "runs" / "before"
     checkpoint = run / "checkpoints" / "step_000001"
     checkpoint.mkdir(parents=True)
     write_manifest(checkpoint, world_size=1)
-    (run / "config.yaml").write_text(resolved_yaml(load_config(config_file, ["layout.dp=1"])))
+    config = load_config(config_file, ["layout.dp=1", f"steps={steps}"])
+    (run / "config.yaml").write_text(resolved_yaml(config))
+    return run
+
+
+@pytest.mark.parametrize("dry", [False, True], ids=["submitted", "dry"])
+def test_a_finished_run_is_told_of_and_not_submitted(config_file, fake_slurm, dry):
+    run = run_before(config_file, steps=1)
+    (run / "hf").mkdir()
+    (run / "summary.json").write_text('{"steps": 1}')
+    config, before = run / "config.yaml", sorted(run.rglob("*"))
+    how = "--dry-run" if dry else "--submit"
+    done = tandem_slurm(config, f"resume={run}", how, PATH=fake_slurm)
+    more = f"`tandem slurm {config} resume={run} steps=N --submit`"
+    said = f"{'# ' * dry}{run} is finished, with steps=1; for more: {more}"
+    assert done.returncode == 0 and done.stdout.splitlines()[-1] == said, done.stderr
+    assert sorted(run.rglob("*")) == before
+    done = tandem_slurm(config, f"resume={run}", "steps=2", how, PATH=fake_slurm)
+    assert done.returncode == 0 and "is finished" not in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "code"), [("RUNNING", 2), ("PENDING", 2), ("DOWN", 2), ("COMPLETED", 0), ("", 0)]
+)
+def test_a_run_that_a_job_has_is_not_submitted_again(config_file, fake_slurm, state, code):
+    run = run_before(config_file, steps=9)
     (run / "job.json").write_text(json.dumps({"job_id": "17", "nodes": ["n1"], "restart": 0}))
     done = tandem_slurm(run / "config.yaml", f"resume={run}", "--submit", PATH=fake_slurm, FAKE_STATE=state)
     assert done.returncode == code, done.stderr
