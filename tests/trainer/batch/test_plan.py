@@ -324,10 +324,28 @@ def test_pack_trajectories():
     assert batch.lag_T is None and batch.num_kept_T is None
     assert batch.lengths == [packed_length(t.token_ids) for t in samples] == [2, 1]
     assert batch.tokens_T.tolist() == [5, 6, 8] and batch.targets_T.tolist() == [6, 7, 9]
+    assert batch.positions_T.tolist() == [0, 1, 0]
     assert batch.rollout_logprobs_T.tolist() == [-0.5, -1.0, -0.5]
     assert batch.sequence_ids_S.tolist() == [12, 3]
     with pytest.raises(ValueError, match=r"sequence 4 .*3 tokens, 2 mask entries"):
         pack_trajectories([trajectory([1, 2, 3], response_mask=[False, True])], [4])
+    with pytest.raises(ValueError, match=r"sequences \[3\] have fewer than two tokens"):
+        pack_trajectories([*samples, trajectory([1])], [12, 4, 3])
+
+
+def test_a_shared_prompt_is_what_lies_before_the_first_response_token():
+    """Of a sequence without a response, all but its last token, which is no input."""
+    prompts = {(1, 2, 5, 6): [2, 3], (1, 2, 7): [2], (1, 2, 8): [], (2, 1, 7): [2], (1, 2, 5, 7): [1, 3]}
+    packed = pack_sequences(
+        token_ids=[*prompts],
+        response_masks=[[place in sampled for place in range(len(ids))] for ids, sampled in prompts.items()],
+        rollout_logprobs=[[0.0] * len(ids) for ids in prompts],
+        sequence_ids=range(5),
+        share_prompts=True,
+    )
+    assert packed.prompt_lengths_S.tolist() == [2, 2, 2, 2, 1]
+    first, *others = packed.prompt_ids_S.tolist()
+    assert others[:2] == [first, first] and len({first, *others}) == 3
 
 
 def test_lags_count_from_the_learners_version_on_response_tokens():
