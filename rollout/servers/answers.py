@@ -69,7 +69,7 @@ def read_answer(content: bytes, count: int, url: str, sent: Sent) -> list[Comple
         return [parse_completion(reply, sent) for reply in replies]
     except GenerationError as error:
         raise GenerationError(f"{url}: {error}") from error
-    except (ValueError, KeyError, TypeError) as error:  # a proxy's page, or another version of SGLang
+    except (ValueError, LookupError, TypeError, OverflowError) as error:  # a proxy's page, or another SGLang
         text = f"{url}: the answer has not the form of SGLang's ({type(error).__name__}: {error})"
         raise GenerationError(text) from error
 

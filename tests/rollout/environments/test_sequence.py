@@ -76,6 +76,7 @@ def test_each_token_has_the_experts_by_the_newest_weights_behind_it(turns, behin
         assert (made.experts[place] == wanted).all(), place
     forked = sequence.beginning(length - 1)
     assert forked.known_experts is None, "a fork asks for the experts of all its tokens"
+    assert np.array_equal(forked.token_ids, sequence.token_ids[: length - 1])
 
 
 @given(
@@ -129,3 +130,24 @@ def test_behind_an_answer_without_experts_or_without_tokens_all_are_asked_for():
     )
     assert made.is_replayed.tolist() == [True, True, False, False] and made.branch == 0
     assert (made.experts[:2] == rows_of(1, 0, 2)).all() and not made.experts[2:].any()
+
+
+def test_no_experts_are_left_of_weights_before_an_answer_without_experts():
+    """A later turn was sampled by newer weights, which told none."""
+    sequence = TokenSequence()
+    sequence.observe([1])
+    for number, experts in enumerate((rows_of(1, 0, 2), None)):
+        sequence.append(
+            completion(
+                token_ids=[3, 3],
+                rollout_logprobs=[-1.0] * 2,
+                token_versions=[7 + number] * 2,
+                finish_reason=FinishReason.STOP,
+                experts=experts,
+            )
+        )
+    made = sequence.trajectory(
+        group_id=0, sibling_id=0, prompt_id="p", reward=1.0, reward_parts={}, status=Status.OK
+    )
+    assert not made.is_replayed.any() and not made.experts.any()
+    assert made.token_versions.tolist() == [0, 7, 7, 8, 8]

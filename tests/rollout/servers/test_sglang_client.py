@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import aiohttp
 import numpy as np
+import orjson
 import pytest
 from aiohttp import web
 from hypothesis import given, settings
@@ -366,6 +367,7 @@ def test_a_completion_is_what_the_server_said_and_asked_for_neutrally():
             assert (body["input_ids"], body["return_logprob"]) == ([[1, 2, 3]], True)
             wanted = {"max_new_tokens": 4, "temperature": 0.7, "stop_token_ids": [6], "sampling_seed": 11}
             neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+            neutral |= {"frequency_penalty": 0.0, "presence_penalty": 0.0}
             (sampling,) = body["sampling_params"]
             assert sampling.items() >= (wanted | neutral).items()
             assert (client.stats.requests, client.stats.retries) == (1, 0)
@@ -1100,6 +1102,8 @@ def test_a_reply_of_another_number_of_samples_is_refused_with_both_numbers(reply
         (b"<html>a proxy's page</html>", "JSONDecodeError"), (b'[{"text": "no ids"}]', "KeyError: 'meta_info'"), (b"[7]", "TypeError"),
         (b'[{"meta_info": {"finish_reason": {"type": "stop"}}, "output_ids": [5]}]', "KeyError: 'output_token_logprobs'"),
         (b'[{"meta_info": {"finish_reason": null}}]', "TypeError"),
+        (b'[{"meta_info": {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-0.5]]}, "output_ids": [5]}]', "IndexError"),
+        (orjson.dumps([answer(spans=[{"version": "20260102030405", "start": 0, "end": 2}])]), "OverflowError"),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_not_sglangs_is_an_error_of_the_request(content, found):
@@ -1118,6 +1122,10 @@ def test_an_answer_that_is_not_sglangs_is_an_error_of_the_request(content, found
         ),
         (answer(spans=[{"version": "1", "start": 0, "end": 1}]), "do not cover 2 tokens"),
         (answer(spans=[{"version": "1", "start": 1, "end": 2}]), "leave a gap"),
+        (
+            answer(spans=[{"version": "1", "start": 0, "end": 3}, {"version": "2", "start": 3, "end": 2}]),
+            "leave a gap",
+        ),
         (answer([5, 6], logprob_ids=[5, 7]), "log-probs are of other tokens"),
         # SGLang's JSON has null for what is not finite.
         (

@@ -20,6 +20,7 @@ from trainer.batch.plan import (
     Prompts,
     Routing,
     _fill_bins,
+    pack_prompted,
     pack_trajectories,
     packed_length,
     plan_batches,
@@ -88,6 +89,9 @@ def test_samples_of_a_prompt_stay_together_where_ranks_are_even_so():
     assert (one, two) == (((*first, *third),), ((*second, *fourth),))
     ((one, two),) = plan_batches([12] * 16, token_budget=23, **arguments).microbatches
     assert {*one, *two} == {first, second, third, fourth}
+    beside_one = Prompts(ids_S=[0] * 4 + [1], lengths_S=[10] * 5)
+    plan = plan_batches([12] * 5, token_budget=23, minibatches=[range(5)], dp_size=1, prompts=beside_one)
+    assert plan.microbatches == (((first, (4,)),),)
 
 
 def test_samples_of_one_prompt_are_split_where_a_rank_would_be_idle_or_overfull():
@@ -324,10 +328,33 @@ def test_pack_trajectories():
     assert batch.lag_T is None and batch.num_kept_T is None
     assert batch.lengths == [packed_length(t.token_ids) for t in samples] == [2, 1]
     assert batch.tokens_T.tolist() == [5, 6, 8] and batch.targets_T.tolist() == [6, 7, 9]
+    assert batch.positions_T.tolist() == [0, 1, 0]
     assert batch.rollout_logprobs_T.tolist() == [-0.5, -1.0, -0.5]
     assert batch.sequence_ids_S.tolist() == [12, 3]
     with pytest.raises(ValueError, match=r"sequence 4 .*3 tokens, 2 mask entries"):
         pack_trajectories([trajectory([1, 2, 3], response_mask=[False, True])], [4])
+    with pytest.raises(ValueError, match=r"sequences \[3\] have fewer than two tokens"):
+        pack_trajectories([*samples, trajectory([1])], [12, 4, 3])
+
+
+def test_behind_a_prompt_all_tokens_are_the_responses():
+    packed = pack_prompted([[5, 6, 7, 8], [9, 4]], [2, 1], [3, 1])
+    assert packed.response_mask_T.tolist() == [False, True, True, True]
+
+
+def test_a_shared_prompt_is_what_lies_before_the_first_response_token():
+    """Of a sequence without a response, all but its last token, which is no input."""
+    prompts = {(1, 2, 5, 6): [2, 3], (1, 2, 7): [2], (1, 2, 8): [], (2, 1, 7): [2], (1, 2, 5, 7): [1, 3]}
+    packed = pack_sequences(
+        token_ids=[*prompts],
+        response_masks=[[place in sampled for place in range(len(ids))] for ids, sampled in prompts.items()],
+        rollout_logprobs=[[0.0] * len(ids) for ids in prompts],
+        sequence_ids=range(5),
+        share_prompts=True,
+    )
+    assert packed.prompt_lengths_S.tolist() == [2, 2, 2, 2, 1]
+    first, *others = packed.prompt_ids_S.tolist()
+    assert others[:2] == [first, first] and len({first, *others}) == 3
 
 
 def test_lags_count_from_the_learners_version_on_response_tokens():
@@ -393,8 +420,9 @@ def test_the_longest_sequences_are_placed_first():
 
 
 def test_an_empty_micro_batch_gets_the_shortest_of_the_fullest():
-    """The first fit has 5 + 4, 3 + 3 and nothing."""
+    """The first fit has 5 + 4, 3 + 3 and nothing; then 6 + 3, 5 + 5 and nothing."""
     assert _fill_bins(range(4), [5, 4, 3, 3], 3, 9, first_fit=True) == [(0,), (2, 3), (1,)]
+    assert _fill_bins(range(4), [6, 5, 5, 3], 3, 10, first_fit=True) == [(0, 3), (1,), (2,)]
 
 
 def test_a_shared_prompt_counts_once_and_an_eighth_for_each_of_several():

@@ -435,6 +435,21 @@ def test_loss_and_gradient_do_not_depend_on_ranks_budget_or_order(ranks, step, m
     assert_same(found, wanted, magnitudes(groups, minibatches, setup))
 
 
+@settings(max_examples=30)
+@given(step=steps(), seed=st.integers(0, 99))
+def test_what_micro_batches_give_goes_back_to_the_tokens_that_they_took(step, seed):
+    """Numbers per token, and rows of two."""
+    groups, minibatches, num_ranks, token_budget = step
+    division = Division(num_minibatches=minibatches, dp_size=num_ranks, token_budget=token_budget)
+    for share in division.shares(groups):
+        batch = step_batch(shuffled(share, seed))
+        parts = batch.microbatches()
+        assert torch.equal(batch.scattered([part.targets_T for part in parts]), batch.packed.targets_T)
+        rows = [torch.stack((part.tokens_T, part.positions_T), 1) for part in parts]
+        wanted = torch.stack((batch.packed.tokens_T, batch.packed.positions_T), 1)
+        assert torch.equal(batch.scattered(rows), wanted)
+
+
 def test_numbers_of_the_whole_step_are_one_list_for_all_ranks():
     """512 ranks of 16,384 sequences would be eight million of each."""
     groups = make_groups([[4] * 8], [[1.0] * 8], seed=0)
