@@ -45,6 +45,9 @@ def _three_ranks() -> dict:
 
     told["on first"] = on_first_rank(lambda: "answer")
     told["of first"] = [answer_of_first_rank(lambda answer=one: answer) for one in (None, False, "answer")]
+    told["asked"] = []
+    for ask_first in (on_first_rank, answer_of_first_rank):
+        ask_first(lambda: told["asked"].append(rank))
     told["raised on first"] = _raised(lambda: on_first_rank(lambda: _fail("of the first")))
     told["raised for answer"] = _raised(lambda: answer_of_first_rank(lambda: _fail("of the first")))
     told["on all"] = on_all_ranks(lambda: rank)
@@ -70,6 +73,7 @@ def test_all_ranks_have_the_same_objects_and_none_costs_no_pickle(tmp_path):
         assert told["pair"] == (None if rank == 1 else ["rank 0", "rank 2"])
         assert told["on first"] == (None if rank else "answer")
         assert told["of first"] == [None, False, "answer"]
+        assert told["asked"] == ([] if rank else [0, 0])
         assert told["raised on first"] == told["raised for answer"] == "RolloutError of the first"
         assert told["on all"] == rank
         assert told["raised on all"] == "RolloutError of rank 1"
