@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
+import regex
 from pydantic import AfterValidator, Field, field_validator
 
 from configs.errors import Contradiction
@@ -161,7 +162,8 @@ class JudgeReward(OwnReward):
     """A system message before it, as it stands."""
     score_pattern: str = r"Score[*_]*+:[*_]*+\s*+[*_]*+(-?\d+(?:\.\d+)?)"
     """Regular expression with one group, the score. Its last match in the judge's answer counts. An answer
-    without one is a failed sample. The default reads ``Score: 7``, also with a part of it in Markdown's bold."""
+    without one, or whose search takes longer than a second, is a failed sample. The default reads ``Score: 7``,
+    also with a part of it in Markdown's bold."""
     score_range: tuple[FiniteFloat, FiniteFloat]
     """Lowest and highest score. A score outside is a failed sample."""
     api_key_variable: KeyVariable | None = None
@@ -198,8 +200,8 @@ class JudgeReward(OwnReward):
     @classmethod
     def _has_one_group(cls, pattern: str) -> str:
         try:
-            groups = re.compile(pattern).groups
-        except re.error as error:
+            groups = regex.compile(pattern).groups
+        except regex.error as error:
             raise ValueError(
                 f"score_pattern {pattern!r} is no regular expression: {error}; correct it"
             ) from error

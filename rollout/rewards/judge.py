@@ -10,8 +10,9 @@ in it is not expanded, and the score is read from the judge's own answer alone.
 """
 
 import json
-import re
 from collections.abc import Sequence
+
+import regex
 
 from configs.schema.reward import JudgeReward
 from rollout.http_replicas import Replica
@@ -20,6 +21,8 @@ from rollout.rewards.served import PROBE, Refused, ServedReward, score_of
 
 _SHOWN = 200
 """Characters of an answer in a message."""
+_SEARCH_S = 1.0
+"""A pattern that backtracks would hold the sample role's event loop without end."""
 
 
 class Judge(ServedReward):
@@ -64,13 +67,18 @@ class Judge(ServedReward):
 
     async def _judge(self, body: dict[str, object], replicas: Sequence[Replica] | None = None) -> Score:
         answer, is_cut = await self.request(body, self._parse_answer, replicas=replicas)
-        matches = [match[1] for match in re.finditer(self._config.score_pattern, answer)]
+        pattern = self._config.score_pattern
+        try:
+            matches = [match[1] for match in regex.finditer(pattern, answer, timeout=_SEARCH_S)]
+        except TimeoutError:
+            slow = f"{self._name}.score_pattern={pattern!r} took longer than {_SEARCH_S:g} s on the judge's answer; simplify it"
+            return Score(value=0.0, error=slow)
         if not matches:
             shown = self.shown(answer)[-_SHOWN:]
             cut = f", cut off after max_tokens={self._config.max_tokens}" if is_cut else ""
             return Score(
                 value=0.0,
-                error=f"{self._name}.score_pattern={self._config.score_pattern!r} matches nothing in the judge's answer{cut}: {shown!r}",
+                error=f"{self._name}.score_pattern={pattern!r} matches nothing in the judge's answer{cut}: {shown!r}",
             )
         try:
             given = float(matches[-1])

@@ -196,6 +196,15 @@ def test_a_score_that_is_no_number():
     assert score.value == 0 and "the judge's score 'high' is no number" in score.error
 
 
+def test_a_pattern_that_backtracks_fails_the_sample_alone():
+    pattern = r"Score: (\d)|(?:a|aa)+bc"
+    slow, quick = (
+        run(Server([answer]), "a", score_pattern=pattern)[0][0] for answer in (60 * "a" + " bc", "Score: 7")
+    )
+    assert slow.value == 0 and "took longer than 1 s on the judge's answer; simplify it" in slow.error
+    assert quick.value == 0.7 and quick.error is None
+
+
 def test_a_part_of_a_sum():
     async def go():
         async with asyncio.timeout(DEADLINE_S), Server() as server:
