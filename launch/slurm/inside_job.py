@@ -9,8 +9,8 @@
     the run has done all its steps                   exit code 0
     a failure or a stop behind the last step, once   no requeue: nothing is left but the report
     the model is written
-    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`; where the time limit's notice
-                                                     was too short for a checkpoint, as after a failure
+    SIGUSR1: the time limit or a pre-emption nears   stopped with a checkpoint, then `scontrol requeue`; where the time limit or
+                                                     its notice was too short for a newer checkpoint, as after a failure
     SIGTERM: pre-emption, requeue or scancel         stopped with a checkpoint, exit code 75; Slurm decides about another start
     a role fails                                     `scontrol requeue`, launch.slurm.max_restarts times without a newer checkpoint
                                                      in between, with growing pauses; then exit code 1
@@ -93,6 +93,7 @@ def run_job(run: Path) -> int:
     _check(job, folder, config)
     with as_bad_input(f"RUN: {folder.path}: "):
         steps = job_steps(folder, config, job)
+    begins_at = folder.newest_checkpoint()
     with Signals() as signals:
         job.record(folder)
         print(f"run {folder.path}, job {job.id} (start {job.restart + 1}) on {' '.join(job.nodes)}")
@@ -104,7 +105,7 @@ def run_job(run: Path) -> int:
         if isinstance(outcome, stopping.Finished):
             outcome = _wait_for_outcome(folder, config)
         if not isinstance(outcome, stopping.Finished):
-            return _requeue_or_end(folder, config, job, outcome, signals.received())
+            return _requeue_or_end(folder, config, job, outcome, signals.received(), begins_at)
         print_result(folder, config, in_job=True)
         return 0
 
@@ -293,8 +294,9 @@ def _requeue_or_end(
     job: Job,
     outcome: stopping.Stopped | Interrupted | RoleFailed,
     signals: frozenset[signal.Signals],
+    begins_at: Path | None,
 ) -> int:
-    """Requeue the job where it is to go on. Returns the exit code."""
+    """Requeue the job where it is to go on. Returns the exit code. begins_at: the checkpoint that it went on from."""
     failed, limit = isinstance(outcome, RoleFailed), config.launch.slurm.max_restarts
     _print_message(_outcome_text(outcome))
     if is_finished(folder, config):
@@ -305,10 +307,12 @@ def _requeue_or_end(
         return os.EX_TEMPFAIL
     asks_requeue = failed or signal.SIGUSR1 in signals
     may_start_again = True
-    if failed or (asks_requeue and isinstance(outcome, Interrupted) and _is_late(config)):
+    if failed or (asks_requeue and folder.newest_checkpoint() == begins_at and _is_late(config)):
         may_start_again = count_failed_start(folder, limit)
     if not may_start_again:
         notice = "raise launch.slurm.notice_s above the time of an update and a checkpoint"
+        if isinstance(outcome, stopping.Stopped):  # in order, but before its first step was done
+            notice = "raise launch.slurm.time above that of a start and a step"
         starts = (
             f"{counted(limit, 'restart')} brought no newer checkpoint (launch.slurm.max_restarts={limit})"
         )

@@ -497,6 +497,22 @@ def test_time_limits_without_a_checkpoint_are_not_repeated_for_ever_and_pre_empt
     assert ("raise launch.slurm.notice_s" in output) == (requeues == 1)
 
 
+def test_a_time_limit_shorter_than_a_step_is_not_repeated_for_ever(stage):
+    """Each start but the first stops in order at the step that it began at."""
+    config = config_with(slurm={"max_restarts": 1, "time": "00:00:01"})
+    stage.folder.config.write_text(resolved_yaml(config))
+    stage.role("learn", HEEDS)
+    said = "raise launch.slurm.time above that of a start and a step"
+    for requeues, is_last in ((1, False), (2, False), (2, True)):
+        stage.folder.address("learn").unlink(missing_ok=True)
+        stage.start()
+        stage.wait_for(stage.folder.address("learn"))
+        stage.process.send_signal(signal.SIGUSR1)
+        code, output = stage.end()
+        assert (code, stage.asked()) == (os.EX_TEMPFAIL, ["requeue 17"] * requeues)
+        assert (said in output) == is_last
+
+
 def test_a_learner_that_never_stops_is_ended_before_the_time_limit(tmp_path, stage):
     stage.folder.config.write_text(resolved_yaml(config_with(slurm={"notice_s": 1})))
     stage.role("learn", HEEDS.replace("checkpoint(1)", WAITS))
