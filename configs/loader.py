@@ -225,7 +225,7 @@ def _read_file(
     problems: a list that gets what is wrong.
     """
     try:
-        own = _own_layer(path, named_by, where, field)
+        own = read_mapping(path, where, field, named_by)
     except ConfigError as error:
         problems += error.problems
         return []
@@ -238,8 +238,8 @@ def _read_file(
     return [*layers, own]
 
 
-def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -> Value:
-    """The content of the file itself, ``extends`` included. Raises ConfigError."""
+def read_mapping(path: Path, where: str, field: str, named_by: tuple[Path, ...] = ()) -> Value:
+    """The keys of a file, ``extends`` included. where, field: the place that names the file. Raises ConfigError."""
     # Path.resolve raises where links lead in a circle.
     if os.path.realpath(path) in map(os.path.realpath, named_by):
         error = f"files extend each other: {' -> '.join(str(p) for p in (*named_by, path))}"
@@ -251,12 +251,15 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
         raise ConfigError([_unreadable(path, named_by, where, field, error)]) from error
     own = read_yaml(text, str(path))
     if own is None or own.data is None:
-        content = "write at least `model:` and `task:`, or `extends:` another file"
-        fix = "fill it, or remove it from extends" if field == "extends" else content
+        fixes = {
+            "CONFIG": "write at least `model:` and `task:`, or `extends:` another file",
+            "extends": "fill it, or remove it from extends",
+        }
+        fix = fixes.get(field, "fill it, or name another file")
         raise ConfigError.of(str(path), "(the whole file)", "(empty)", "the file is empty", fix)
     if not isinstance(own.data, dict):
         holds = "a list" if isinstance(own.data, list) else f"only the value {show(own.data)}"
-        error = f"a config is a mapping of keys, this file holds {holds}"
+        error = f"a mapping of keys is wanted, this file holds {holds}"
         fix = "write `key: value` lines at its top level"
         raise ConfigError.of(own.where, "(the whole file)", show(own.plain()), error, fix)
     return own
@@ -271,7 +274,7 @@ def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         wrong = "a pipe, a socket or a device, not a file"
     elif stat.S_ISREG(status.st_mode) and status.st_size > _MOST_BYTES:
-        wrong = f"a file of {status.st_size:,} bytes; no config is that large"
+        wrong = f"a file of {status.st_size:,} bytes, too large for a config"
     if wrong is not None:
         raise ConfigError.of(where, field, shorten(str(path)), f"this is {wrong}", "name a YAML file")
 
