@@ -302,9 +302,9 @@ def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values:
         axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.05 * spread))
 
 
-def _draw_line(axes: "Axes", line: tuple[str, str], config: RunConfig) -> float:
-    value = attrgetter(line[0])(config)
-    axes.axhline(value, color="#555555", linestyle="--", linewidth=1.2, label=f"{line[1]} = {value:g}")
+def _draw_line(axes: "Axes", field: str, config: RunConfig) -> float:
+    value, label = attrgetter(field)(config), field.rpartition(".")[2]
+    axes.axhline(value, color="#555555", linestyle="--", linewidth=1.2, label=f"{label} = {value:g}")
     return value
 
 

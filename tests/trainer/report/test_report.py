@@ -645,7 +645,7 @@ def test_a_report_that_fails_is_told_in_a_line_and_fails_no_run(tmp_path, monkey
 def test_every_alarm_level_and_line_of_a_panel_is_in_the_config():
     panels = [panel for picture in PICTURES for panel in picture.panels if isinstance(panel, Lines)]
     assert {panel.alarm for panel in panels} - {None} <= AlarmsConfig.model_fields.keys()
-    for field in {panel.line[0] for panel in panels if panel.line is not None}:
+    for field in {panel.line for panel in panels if panel.line is not None}:
         assert attrgetter(field)(make_config()) > 0
 
 
