@@ -39,6 +39,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from pydantic import ValidationError
 
@@ -47,7 +48,7 @@ from configs.other_systems.values import in_our_names
 from configs.reading.named_files import check_files, close_name
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import expand, with_named_preset
-from configs.reading.torn_overrides import OVERRIDE, fix_for_no_override, quoted, rejoined
+from configs.reading.torn_overrides import OVERRIDE, fix_for_no_override, rejoined
 from configs.reading.wording import problem_of, problems_of
 from configs.reading.yaml_values import Value, comments_in, dump, read_yaml, show
 from configs.schema import AnyConfig, RunConfig, SftConfig
@@ -360,7 +361,7 @@ def _read_override(text: str, where: str) -> Value:
     value, text = read_yaml(match["value"], where, override=key), match["value"]
     if comments := comments_in(text):
         error = f"YAML takes `{shorten(comments[0])}` for a comment and drops it"
-        fix = f"quote the text that holds it, such as {quoted(f'{key}={json.dumps(text)}')}"
+        fix = f"quote the text that holds it, such as {quote(f'{key}={json.dumps(text)}')}"
         raise ConfigError.of(where, key, shorten(text), error, fix)
     if value is None:
         raise ConfigError.of(where, key, "(nothing)", "no value after the `=`", _fix_missing_value(key))
