@@ -7,15 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import SplitResult, urlsplit
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from configs.errors import Contradiction, Contradictions
 
@@ -61,7 +53,6 @@ def _check_path(value: Any) -> Any:
 
 GivenPath = Annotated[Path, BeforeValidator(_check_path)]
 PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
-PartName = Annotated[str, StringConstraints(pattern=rf"^{PART_NAME.pattern}$")]
 """A name that may be a part of a metric's."""
 
 

@@ -539,8 +539,8 @@ BAD_VALUES = [
         "name a file or folder, `.` for the current folder",
     ),
     (
-        "reward={type: weighted, parts: {'a b': {type: countdown}}}",
-        "reward.parts.a b",
+        "task={type: jsonl, train_path: a, heldout_path: b, heldout_sets: {'a b': c}}",
+        "task.heldout_sets.a b",
         "a b",
         "the name must be letters, digits, `_` and `-`",
         "correct the name",
