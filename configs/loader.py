@@ -275,7 +275,7 @@ def _refuse_other_than_text(path: Path, where: str, field: str) -> None:
     if not stat.S_ISREG(status.st_mode) and not stat.S_ISDIR(status.st_mode):
         wrong = "a pipe, a socket or a device, not a file"
     elif stat.S_ISREG(status.st_mode) and status.st_size > _MOST_BYTES:
-        wrong = f"a file of {status.st_size:,} bytes, too large for a config"
+        wrong = f"a file of {status.st_size:,} bytes; no config is that large"
     if wrong is not None:
         raise ConfigError.of(where, field, shorten(str(path)), f"this is {wrong}", "name a YAML file")
 
