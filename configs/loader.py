@@ -39,6 +39,7 @@ import stat
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from pydantic import ValidationError
 
@@ -47,7 +48,7 @@ from configs.other_systems.values import in_our_names
 from configs.reading.named_files import check_files, close_name
 from configs.reading.schema_shape import Shape
 from configs.reading.shorthands import expand, with_named_preset
-from configs.reading.torn_overrides import OVERRIDE, fix_for_no_override, quoted, rejoined
+from configs.reading.torn_overrides import OVERRIDE, fix_for_no_override, rejoined
 from configs.reading.wording import problem_of, problems_of
 from configs.reading.yaml_values import Value, comments_in, dump, read_yaml, show
 from configs.schema import AnyConfig, RunConfig, SftConfig
@@ -225,7 +226,7 @@ def _read_file(
     problems: a list that gets what is wrong.
     """
     try:
-        own = _own_layer(path, named_by, where, field)
+        own = read_mapping(path, where, field, named_by)
     except ConfigError as error:
         problems += error.problems
         return []
@@ -238,8 +239,8 @@ def _read_file(
     return [*layers, own]
 
 
-def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -> Value:
-    """The content of the file itself, ``extends`` included. Raises ConfigError."""
+def read_mapping(path: Path, where: str, field: str, named_by: tuple[Path, ...] = ()) -> Value:
+    """The keys of a file, ``extends`` included. where, field: the place that names the file. Raises ConfigError."""
     # Path.resolve raises where links lead in a circle.
     if os.path.realpath(path) in map(os.path.realpath, named_by):
         error = f"files extend each other: {' -> '.join(str(p) for p in (*named_by, path))}"
@@ -251,12 +252,15 @@ def _own_layer(path: Path, named_by: tuple[Path, ...], where: str, field: str) -
         raise ConfigError([_unreadable(path, named_by, where, field, error)]) from error
     own = read_yaml(text, str(path))
     if own is None or own.data is None:
-        content = "write at least `model:` and `task:`, or `extends:` another file"
-        fix = "fill it, or remove it from extends" if field == "extends" else content
+        fixes = {
+            "CONFIG": "write at least `model:` and `task:`, or `extends:` another file",
+            "extends": "fill it, or remove it from extends",
+        }
+        fix = fixes.get(field, "fill it, or name another file")
         raise ConfigError.of(str(path), "(the whole file)", "(empty)", "the file is empty", fix)
     if not isinstance(own.data, dict):
         holds = "a list" if isinstance(own.data, list) else f"only the value {show(own.data)}"
-        error = f"a config is a mapping of keys, this file holds {holds}"
+        error = f"a mapping of keys is wanted, this file holds {holds}"
         fix = "write `key: value` lines at its top level"
         raise ConfigError.of(own.where, "(the whole file)", show(own.plain()), error, fix)
     return own
@@ -357,7 +361,7 @@ def _read_override(text: str, where: str) -> Value:
     value, text = read_yaml(match["value"], where, override=key), match["value"]
     if comments := comments_in(text):
         error = f"YAML takes `{shorten(comments[0])}` for a comment and drops it"
-        fix = f"quote the text that holds it, such as {quoted(f'{key}={json.dumps(text)}')}"
+        fix = f"quote the text that holds it, such as {quote(f'{key}={json.dumps(text)}')}"
         raise ConfigError.of(where, key, shorten(text), error, fix)
     if value is None:
         raise ConfigError.of(where, key, "(nothing)", "no value after the `=`", _fix_missing_value(key))

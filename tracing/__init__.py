@@ -5,6 +5,6 @@ reading.py    the spans of all processes of a run folder, and their Chrome trace
 parts.py      the parts of a step by role, and what they leave of its wall time
 """
 
-from tracing.recorder import Recorder, Span, Window, at_step, install, laps, span
+from tracing.recorder import Recorder, Span, at_step, install, laps, span
 
-__all__ = ["Recorder", "Span", "Window", "at_step", "install", "laps", "span"]
+__all__ = ["Recorder", "Span", "at_step", "install", "laps", "span"]

@@ -25,7 +25,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -34,23 +33,13 @@ MAIN = "main"
 _row: ContextVar[str] = ContextVar("row", default=MAIN)
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
-    """The steps ``first`` to before ``end``."""
-
-    first: int
-    end: int
-
-    def __contains__(self, step: int) -> bool:
-        return self.first <= step < self.end
-
-
 class Recorder:
     """Writes the spans of this process into ``folder`` while the step is in the window."""
 
     def __init__(
-        self, folder: Path, who: str, window: Window, *, clock: Callable[[], int] = time.monotonic_ns
+        self, folder: Path, who: str, window: range, *, clock: Callable[[], int] = time.monotonic_ns
     ):
+        """window: the steps that are recorded."""
         self._folder, self._who, self._window, self.clock = folder, who, window, clock
         self._file: TextIO | None = None
         self._free: dict[str, list[int]] = defaultdict(list)
@@ -63,7 +52,7 @@ class Recorder:
         if self.is_on and self._file is None:
             with self._unless_disk_is_full():
                 self._file = self._opened()
-        elif step >= self._window.end and self._file is not None:
+        elif step >= self._window.stop and self._file is not None:
             self._file.close()
             self._file = None
 
@@ -100,7 +89,7 @@ class Recorder:
             yield
         except OSError as error:
             print(f"trace: {self._folder} cannot be written ({error}); no more is recorded", file=sys.stderr)
-            self.is_on, self._window = False, Window(0, 0)
+            self.is_on, self._window = False, range(0)
             file, self._file = self._file, None
             with contextlib.suppress(OSError):
                 if file is not None:

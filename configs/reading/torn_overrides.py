@@ -8,6 +8,7 @@ layout={tp: 2, dp: 1}   arrives as `layout={tp:`, `2,`, `dp:`, `1}`; in bash wit
 
 import re
 from collections.abc import Iterator, Sequence
+from shlex import quote
 
 OVERRIDE = re.compile(r"(?P<key>[A-Za-z_][\w-]*(\.[\w-]+)*)=(?P<value>.*)", re.DOTALL)
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
@@ -23,10 +24,10 @@ def rejoined(texts: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield pieces[0], None
         elif _opens_a_block(pieces[0]):
             whole = " ".join(pieces)
-            yield whole, f"quote the override, since the shell takes it apart at blanks: {quoted(whole)}"
+            yield whole, f"quote the override, since the shell takes it apart at blanks: {quote(whole)}"
         else:
             key, _, value = "".join(pieces).partition("=")
-            yield " ".join(pieces), f"write it without blanks around the `=`: {quoted(f'{key}={value}')}"
+            yield " ".join(pieces), f"write it without blanks around the `=`: {quote(f'{key}={value}')}"
 
 
 def _count_pieces(texts: Sequence[str]) -> int:
@@ -53,12 +54,6 @@ def _opens_a_block(text: str) -> bool:
 
 def _open_brackets(text: str) -> int:
     return sum(text.count(bracket) for bracket in "{[") - sum(text.count(bracket) for bracket in "}]")
-
-
-def quoted(text: str) -> str:
-    """Quoted for a shell, where it needs quotes."""
-    needs_quotes = re.search(r"[\s{}\[\]*?$&|;<>()'\"~#!`\\]", text)
-    return "'" + text.replace("'", "'\\''") + "'" if needs_quotes else text
 
 
 def fix_for_no_override(text: str) -> str:

@@ -114,6 +114,9 @@ def _translate(
         case "literal_error":
             error, text = "not one of the choices", str(given.plain() if given is not None else "")
             fix = did_you_mean(text, [str(choice) for choice in shape.choices], "choices")
+        case _ if details["loc"][-1:] == ("[key]",):
+            error = f"the name {_plain_error(kind, details['msg'], context, shape)}"
+            value, fix = show(path[-1]), "correct the name"
         case _:
             error = _plain_error(kind, details["msg"], context, shape)
             fix = _fix_value(kind, context, path, shape, parent, given)

@@ -39,6 +39,8 @@ LONGEST_NAME, LONGEST_PATH = 255, 4000
 def _check_path(value: Any) -> Any:
     if value == "":  # as a Path it would be the current folder
         raise ValueError("an empty path; name a file or folder, `.` for the current folder")
+    if isinstance(value, str) and "\0" in value:  # functions of the system would raise
+        raise ValueError("a path cannot hold the character NUL; remove it")
     if isinstance(value, str) and (unexpanded := _UNEXPANDED.match(value)):
         error = f"a path in a config is taken as it stands, and `{unexpanded[0]}` in it is not expanded"
         raise ValueError(f"{error}; write the path out, {os.path.expandvars(os.path.expanduser(value))}")

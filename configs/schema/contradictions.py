@@ -22,7 +22,6 @@ def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
     """Of the whole config, whose blocks are valid each by itself."""
     yield from _of_loss(config)
     yield from _of_reward(config)
-    yield from _of_sampler(config)
     yield from _of_batch(config)
     yield from _of_schedules(config)
     yield from of_servers(config)
@@ -119,11 +118,12 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
             "remove `reward`, or set environment.reward=run",
         )
     parts = list(rewards_in(config.reward_type))
-    readers = [(f"{one.field}.type", "code") for one in parts if isinstance(one.reward, CodeReward)]
+    readers = [(f"{one.field}.type", "code") for one in parts if isinstance(one.reward, CodeReward)][:1]
     if isinstance(config.reward, RewardByField):
         readers = [("reward.type", "by_field")]
-    if readers and isinstance(config.task, CountdownTask):
-        field, kind = readers[0]
+    if isinstance(config.sampler, MixtureOrder):
+        readers.append(("sampler.type", "mixture"))
+    for field, kind in readers if isinstance(config.task, CountdownTask) else ():
         yield Contradiction(
             (field, "task.type"),
             f"{field}={kind} reads a field of the rows of a data file, and task.type=countdown has none",
@@ -143,15 +143,6 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
                 "that every response would be punished",
                 "use a fraction of it, such as a fifth",
             )
-
-
-def _of_sampler(config: "RunConfig") -> Iterator[Contradiction]:
-    if isinstance(config.sampler, MixtureOrder) and isinstance(config.task, CountdownTask):
-        yield Contradiction(
-            ("sampler.type", "task.type"),
-            "sampler.type=mixture reads the sources from the records of a data file, and task.type=countdown has none",
-            "use task.type=jsonl, or leave `sampler` out",
-        )
 
 
 def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:

@@ -81,32 +81,30 @@ class FunctionReward(OwnReward):
     it. ``none`` is for a module that only a job's own nodes have."""
 
 
-def _checked_template(field: str, template: str) -> str:
-    """The template, if it can be filled in and holds the response. Raises ValueError."""
+def _can_be_filled_in(template: str) -> str:
     mark = "a response"
     try:
         text = template.format(prompt="", response=mark, reference="")
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{field} {template!r} cannot be filled in ({type(error).__name__}: {error}); its places are {{prompt}}, {{response}} and "
+            f"{template!r} cannot be filled in ({type(error).__name__}: {error}); its places are {{prompt}}, {{response}} and "
             "{reference}, and a literal brace is written twice"
         ) from error
     if mark not in text:
-        raise ValueError(f"{field} {template!r} leaves out the response; write {{response}} where it belongs")
+        raise ValueError(f"{template!r} leaves out the response; write {{response}} where it belongs")
     return template
+
+
+Template = Annotated[str, AfterValidator(_can_be_filled_in)]
+"""A text with places, one of them for the response."""
 
 
 class PlainText(Schema):
     """The reward model reads ``template`` with ``{prompt}``, ``{response}`` and ``{reference}`` filled in."""
 
     type: Literal["plain"] = "plain"
-    template: str = "{prompt}{response}"
+    template: Template = "{prompt}{response}"
     """The text that is scored; a literal brace is written twice."""
-
-    @field_validator("template")
-    @classmethod
-    def _known_places(cls, template: str) -> str:
-        return _checked_template("template", template)
 
 
 class ChatText(Schema):
@@ -155,7 +153,7 @@ class JudgeReward(OwnReward):
     ``/chat/completions`` of the least loaded."""
     model: str
     """The model's name, as the server knows it."""
-    prompt: str
+    prompt: Template
     """The user's message to the judge, with ``{prompt}``, ``{response}`` and ``{reference}`` filled in; a literal
     brace is written twice. Texts that are filled in are not searched for places again."""
     system_prompt: str | None = None
@@ -190,11 +188,6 @@ class JudgeReward(OwnReward):
             if url.rstrip("/").endswith("/chat/completions"):
                 raise ValueError(f"{url!r} is not a base address; leave out /chat/completions")
         return urls
-
-    @field_validator("prompt")
-    @classmethod
-    def _known_places(cls, prompt: str) -> str:
-        return _checked_template("prompt", prompt)
 
     @field_validator("score_pattern")
     @classmethod
@@ -335,19 +328,15 @@ class RewardByField(Schema):
     def _contradictions(self) -> Iterator[Contradiction]:
         names = self.names
         for value, name in names.items():
-            others = (
-                other for other in names if other != value and f"{names[other]}/".startswith(f"{name}/")
-            )
-            same = next(others, None)
-            if not name or same is not None:
+            same = [other for other in names if other != value and f"{names[other]}/".startswith(f"{name}/")]
+            if same or not name:
                 why = (
-                    f"is {same!r} or its beginning in the names of metrics"
+                    f"is {same[0]!r} or its beginning in the names of metrics"
                     if name
                     else "cannot name a metric"
                 )
-                yield Contradiction(
-                    ("rewards",), f"the value {value!r} {why}", "write another value into the data"
-                )
+                fix = "write another value into the data"
+                yield Contradiction(("rewards",), f"the value {value!r} {why}", fix)
                 return
 
 

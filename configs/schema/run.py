@@ -25,6 +25,7 @@ from configs.schema.objective import (
     ClippedObjective,
     CreditedAdvantage,
     EntropyConfig,
+    GaeAdvantage,
     GrpoAdvantage,
     KLConfig,
     ObjectiveConfig,
@@ -70,7 +71,9 @@ class RunConfig(Schema):
     learner: LearnerConfig = LearnerConfig()
     advantage: AdvantageConfig = GrpoAdvantage()
     critic: CriticConfig | None = Field(
-        default_factory=lambda data: CriticConfig() if _is(data, "advantage", "gae") else None
+        default_factory=lambda data: (
+            CriticConfig() if isinstance(data.get("advantage"), GaeAdvantage) else None
+        )
     )
     """The value model of ``advantage: {type: gae}``, and of no other advantage."""
     objective: ObjectiveConfig = ClippedObjective()
@@ -191,11 +194,6 @@ class RunConfig(Schema):
     @property
     def reward_type(self) -> AnyReward:
         return self.reward or DEFAULT_REWARD[self.task.type]
-
-
-def _is(data: dict[str, Any], field: str, *types: str) -> bool:
-    """Whether a field before this one is a variant of these types."""
-    return getattr(data.get(field), "type", None) in types
 
 
 def _default_aggregation(

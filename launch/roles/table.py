@@ -34,7 +34,7 @@ from launch.studies.replay import answer_request
 from launch.studies.verify_sync import send_other_weights
 from parallel.checkpoints.files import step_folder, step_folders
 from rollout.servers.watched_process import guard_session
-from tracing import Recorder, Window, install
+from tracing import Recorder, install
 
 if TYPE_CHECKING:
     from parallel.engine import MegatronEngine
@@ -191,5 +191,5 @@ def recorder_of(folder: RunFolder, config: RunConfig, who: str) -> Recorder | No
     """None where no step is traced. The sample role begins a step before the learner: samples of the first traced step
     may be under way by then (``rollout.max_staleness``)."""
     trace = config.tracking.trace
-    window = Window(trace.first - (who == "sample"), trace.end)
+    window = range(trace.first - (who == "sample"), trace.end)
     return Recorder(folder.trace, who, window) if trace.steps else None

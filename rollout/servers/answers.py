@@ -4,6 +4,7 @@ Answers have millions of tokens: what is done per token is done by map, without 
 """
 
 import gc
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from operator import itemgetter
@@ -176,17 +177,17 @@ def _versions_per_token(meta: Mapping, num_tokens: int) -> np.ndarray:
         end = part["end"]
     if end != num_tokens:
         raise GenerationError(f"weight version spans {spans} do not cover {num_tokens} tokens")
-    versions = np.array([_version_number(part["version"]) for part in spans], dtype=VERSIONS)
+    versions = np.array([version_number(part["version"]) for part in spans], dtype=VERSIONS)
     return versions.repeat([part["end"] - part["start"] for part in spans])
 
 
-def _version_number(version: str) -> int:
-    try:
-        return int(version)
-    except ValueError:
+def version_number(version: str) -> int:
+    """A server's version of its weights. Raises GenerationError."""
+    if not re.fullmatch(r"-?\d+", version):
         raise GenerationError(
             f"the server's weight version is {version!r}, not a decimal number; start it with --weight-version 0"
-        ) from None
+        )
+    return int(version)
 
 
 def server_message(content: bytes) -> str:

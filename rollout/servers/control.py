@@ -29,7 +29,6 @@ waits for an answer or not.
 The caller's end of the transfer and the content of the weights are not its concern.
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_futures
@@ -43,7 +42,13 @@ from rollout.client import GenerationError
 from rollout.connections import PEER_TIMEOUT_S
 from rollout.records import Completion
 from rollout.run_key import RunKey
-from rollout.servers.answers import Sent, finite_logprobs, neutral_sampling_params, parse_completion
+from rollout.servers.answers import (
+    Sent,
+    finite_logprobs,
+    neutral_sampling_params,
+    parse_completion,
+    version_number,
+)
 from rollout.servers.control_line import ControlError, ControlLine
 from rollout.sglang_plugin.tandem_routed_experts import WITH_EXPERTS
 from rollout.sglang_plugin.tandem_weight_transfer import PROTOCOL, QUESTION, Announcement
@@ -455,20 +460,14 @@ def _announced(
 
 def _parse_versions(replies: Sequence[dict]) -> list[int]:
     with _parsing_answers("read versions"):
-        reported = [reply["weight_version"] for reply in replies]
-        are_numbers = all(re.fullmatch(r"-?\d+", version) for version in reported)
-    if not are_numbers:
-        raise ControlError(
-            f"the servers' weight versions are {reported}, not decimal numbers; start them with --weight-version 0"
-        )
-    return [int(version) for version in reported]
+        return [version_number(reply["weight_version"]) for reply in replies]
 
 
 def _parse_checksums(replies: Sequence[dict]) -> list[dict[str, str]]:
     with _parsing_answers("checksums"):
         return [
             {
-                _rank_name(rank, len(reply["ranks"]), name): digest
+                (name if len(reply["ranks"]) == 1 else f"rank{rank}/{name}"): digest
                 for rank, report in enumerate(reply["ranks"])
                 for name, digest in report["checksums"].items()
             }
@@ -496,7 +495,3 @@ def _parse_continuation(reply: dict) -> Continuation:
         prompt_logprobs=finite_logprobs(of_prompt).tolist(),
         logprobs=finite_logprobs(meta["output_token_logprobs"]).tolist(),
     )
-
-
-def _rank_name(rank: int, size: int, name: str) -> str:
-    return name if size == 1 else f"rank{rank}/{name}"

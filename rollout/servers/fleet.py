@@ -7,7 +7,7 @@ Requests (``client``), weights (``control``) and the choice of nodes and GPUs ar
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rollout.connections import own_answer
@@ -48,7 +48,7 @@ class ServerDied(RuntimeError):
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Replica:
     """This node's share of a replica."""
 
@@ -61,6 +61,12 @@ class _Replica:
     meeting: RankMeeting
     life: int = 1
     """1, and one more for each restart."""
+    pid: int | None = None
+    """Of the server (not of its watchdog), once seen."""
+    starting_since: float | None = None
+    """When it was started again, or has ended, where it is not healthy since."""
+    silent_since: float | None = None
+    """When it was first asked in vain."""
 
     @property
     def number(self) -> int:
@@ -99,12 +105,6 @@ class ServerFleet:
         self._shares = on_one_machine(rollout.replicas, rollout.tp) if shares is None else list(shares)
         self._meeting_points = dict(meeting_points or {})
         self._replicas: list[_Replica] = []
-        self._pids: dict[int, int] = {}
-        """Process ids of the servers (not of their watchdogs) by replica, once seen."""
-        self._starting: dict[int, float] = {}
-        """When each replica was started again that is not healthy yet."""
-        self._silent_since: dict[int, float] = {}
-        """When each replica was first asked in vain."""
 
     @property
     def urls(self) -> list[str]:
@@ -194,25 +194,24 @@ class ServerFleet:
             ServerDied: a replica ended.
         """
         for replica in self._replicas:
-            if replica.number not in self._pids and (pid := server_pid(replica.process)) is not None:
-                self._pids[replica.number] = pid
+            replica.pid = replica.pid or server_pid(replica.process)
             if replica.process.poll() is not None:
                 raise self._death_of(replica)
 
     def _death_of(self, replica: _Replica) -> ServerDied:
-        pid = self._pids.get(replica.number, replica.process.pid)
-        code, log_file = replica.process.returncode, replica.log_file
-        return ServerDied(replica.number, pid, code, log_file, self._spec.key)
+        pid, code = replica.pid or replica.process.pid, replica.process.returncode
+        return ServerDied(replica.number, pid, code, replica.log_file, self._spec.key)
 
     def lives(self) -> dict[str, int]:
         """The address of each replica that answers and is not being started again, with the number of its life."""
-        ready = [r for r in self._replicas if r.answers and r.number not in self._starting]
+        ready = [r for r in self._replicas if r.answers and r.starting_since is None]
         return {self._replica_url(replica): replica.life for replica in ready}
 
     def note_ended(self) -> bool:
         """Whether a replica has ended; ``lives`` is without it from now on, and ``restart_ended`` starts it again."""
-        ended = [replica.number for replica in self._replicas if replica.process.poll() is not None]
-        self._starting |= dict.fromkeys(ended, time.monotonic())
+        ended = [replica for replica in self._replicas if replica.process.poll() is not None]
+        for replica in ended:
+            replica.starting_since = time.monotonic()
         return bool(ended)
 
     def restart_ended(self, most: int) -> list[ServerDied]:
@@ -234,9 +233,8 @@ class ServerFleet:
             replica.meeting.close()
             replica.log_file.replace(replica.log_file.with_suffix(f".life{replica.life}.log"))
             started = self._start_share(replica.place, replica.share, replica.ports, NO_WEIGHT_VERSION)
-            self._replicas[i] = replace(started, life=replica.life + 1)
-            self._pids.pop(replica.number, None)
-            self._starting[replica.number] = time.monotonic()
+            started.life, started.starting_since = replica.life + 1, time.monotonic()
+            self._replicas[i] = started
         return deaths
 
     def kill_hung(self) -> list[int]:
@@ -246,16 +244,16 @@ class ServerFleet:
         killed = []
         for replica in self._replicas:
             if not self._is_silent(replica):
-                self._silent_since.pop(replica.number, None)
+                replica.silent_since = None
                 continue
-            since = self._silent_since.setdefault(replica.number, time.monotonic())
-            if time.monotonic() - since > self._spec.config.rollout.hang_timeout_s:
+            replica.silent_since = replica.silent_since or time.monotonic()
+            if time.monotonic() - replica.silent_since > self._spec.config.rollout.hang_timeout_s:
                 end_watched([replica.process])
                 killed.append(replica.number)
         return killed
 
     def _is_silent(self, replica: _Replica) -> bool:
-        if replica.number in self._starting or not replica.answers or replica.process.poll() is not None:
+        if replica.starting_since is not None or not replica.answers or replica.process.poll() is not None:
             return False
         return _version_of(self._spec, replica.ports.http, RESTARTED_HEALTH_TIMEOUT_S) is None
 
@@ -267,13 +265,12 @@ class ServerFleet:
         """
         limit_s, healthy = self._spec.config.rollout.server_start_timeout_s, []
         for replica in self._replicas:
-            started = self._starting.get(replica.number)
-            if started is None:
+            if replica.starting_since is None:
                 continue
             if _is_healthy(self._spec, replica.ports.http, RESTARTED_HEALTH_TIMEOUT_S):
-                del self._starting[replica.number]
+                replica.starting_since = None
                 healthy.append(replica.number)
-            elif time.monotonic() - started > limit_s:
+            elif time.monotonic() - replica.starting_since > limit_s:
                 raise TimeoutError(
                     f"SGLang replica {replica.number} was started again, and was not ready after {limit_s:g} s. Last lines of "
                     f"{replica.log_file}:\n{log_tail(replica.log_file, key=self._spec.key)}"

@@ -538,6 +538,14 @@ BAD_VALUES = [
         "an empty path",
         "name a file or folder, `.` for the current folder",
     ),
+    (
+        "task={type: jsonl, train_path: a, heldout_path: b, heldout_sets: {'a b': c}}",
+        "task.heldout_sets.a b",
+        "a b",
+        "the name must be letters, digits, `_` and `-`",
+        "correct the name",
+    ),
+    (r'resume="a\0b"', "resume", r'"a\0b" (command line)', "cannot hold the character NUL", "remove it"),
     ("layout=null", "layout", "null", "must be a block of keys", "remove `layout:`"),
     ("layout=3", "layout", "3", "must be a block of keys", "dp"),
     (

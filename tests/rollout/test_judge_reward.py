@@ -485,7 +485,7 @@ def test_a_key_that_is_missing_is_refused(monkeypatch, value, message):
         ({"urls": ["http://user:secret@a/v1"]}, "an address of a holds a user or a password"),
         ({"prompt": "{prompt}"}, "leaves out the response"),
         ({"prompt": '{response} {"score": 1}'}, "a literal brace is written twice"),
-        ({"prompt": "{response} }"}, "prompt '{response} }' cannot be filled in"),
+        ({"prompt": "{response} }"}, "'{response} }' cannot be filled in"),
         ({"score_pattern": "Score: 1"}, "has 0 groups; put the score alone"),
         ({"score_pattern": "((a)"}, "is no regular expression"),
         ({"score_range": [1, 1]}, "is empty; write"),

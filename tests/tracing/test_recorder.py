@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tracing import Recorder, Window, at_step, install, laps, span
+from tracing import Recorder, at_step, install, laps, span
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +34,7 @@ def counter() -> "itertools.count[int]":
 
 
 def test_only_the_window_is_recorded_with_notes_and_errors(tmp_path):
-    install(Recorder(tmp_path / "trace", "rank-3", Window(2, 4), clock=counter().__next__))
+    install(Recorder(tmp_path / "trace", "rank-3", range(2, 4), clock=counter().__next__))
     recorded = []
     for step in range(1, 6):
         recorded.append(at_step(step))
@@ -56,13 +56,13 @@ def test_without_a_window_nothing_is_made_and_nothing_is_written(tmp_path):
     with span("a") as one:
         one.note(x=1)
     assert at_step(1) is False
-    install(Recorder(tmp_path / "trace", "rank-0", Window(5, 6)))
+    install(Recorder(tmp_path / "trace", "rank-0", range(5, 6)))
     assert at_step(1) is False and span("a") is span("b")
     assert not (tmp_path / "trace").exists()
 
 
 def test_laps_lie_end_to_end(tmp_path):
-    install(Recorder(tmp_path / "trace", "rank-0", Window(1, 2), clock=counter().__next__))
+    install(Recorder(tmp_path / "trace", "rank-0", range(1, 2), clock=counter().__next__))
     at_step(1)
     with span("update"), laps("micro-batch") as lap:
         lap(tokens=3)
@@ -78,7 +78,7 @@ def test_laps_lie_end_to_end(tmp_path):
 
 def test_a_folder_that_cannot_be_written_ends_the_trace_and_not_the_run(tmp_path, capsys):
     (tmp_path / "trace").write_text("a file in the folder's place")
-    install(Recorder(tmp_path / "trace", "rank-0", Window(1, 9)))
+    install(Recorder(tmp_path / "trace", "rank-0", range(1, 9)))
     assert at_step(1) is False
     with span("a"):
         pass
@@ -95,7 +95,7 @@ TREES = st.recursive(st.just(()), lambda inner: st.lists(inner, max_size=3).map(
 def test_spans_of_a_row_nest_or_are_disjoint_and_rows_are_as_few_as_can_be(tmp_path_factory, tasks, main):
     """Of coroutines that run in any interleaving, each with a span of its own family and spans inside it."""
     folder = tmp_path_factory.mktemp("run") / "trace"
-    install(Recorder(folder, "sample", Window(1, 2), clock=counter().__next__))
+    install(Recorder(folder, "sample", range(1, 2), clock=counter().__next__))
     at_step(1)
 
     async def play(tree, pauses: int, name: str = "inner") -> None:

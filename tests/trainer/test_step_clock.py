@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tracing import Recorder, Window, install
+from tracing import Recorder, install
 from tracing.parts import parts_of
 from tracing.reading import read_trace
 from trainer.step_clock import StepClock, clocked
@@ -13,7 +13,7 @@ from trainer.step_clock import StepClock, clocked
 
 @pytest.fixture
 def recorded(tmp_path):
-    install(Recorder(tmp_path / "trace", "rank-0", Window(2, 4)))
+    install(Recorder(tmp_path / "trace", "rank-0", range(2, 4)))
     yield tmp_path
     install(None)
 

@@ -12,7 +12,6 @@ show, such as that a sequence's values do not depend on its batch.
 """
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -21,12 +20,11 @@ import torch
 from torch import Tensor
 
 from configs.schema import RunConfig
+from configs.schema.base import PART_NAME
 from configs.schema.own_function import OwnFunction
 from rollout.environments.tandem_worker.failures import place_of
 from rollout.user_code import call_problem, further_parameters, import_function
 from trainer.ranks.metrics import Metric
-
-METRIC_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 class ContractError(ValueError):
@@ -103,7 +101,7 @@ def call(
         raise broken(
             part, own, f"the second value must be a dict of tensors to record, not {_shown(recorded)}"
         )
-    unusable = [name for name in recorded if not isinstance(name, str) or not METRIC_NAME.fullmatch(name)]
+    unusable = [name for name in recorded if not isinstance(name, str) or not PART_NAME.fullmatch(name)]
     if unusable:
         raise broken(part, own, f"{unusable[0]!r} cannot name a metric; use letters, digits, `_` and `-`")
     like = given[0]

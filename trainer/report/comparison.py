@@ -140,8 +140,11 @@ def _results_of(recorded: Recorded, config: RunConfig) -> list[str]:
 
 
 def settings_table(labels: Sequence[str], configs: Sequence[RunConfig]) -> Table:
-    """The settings in which the runs differ. Fields go down, or the runs where these are more."""
-    fields = [["field", *labels], *([field, *values] for field, values in differing_settings(configs))]
+    """The settings in which the runs differ. Fields go down, or the runs where these are more. Empty where they differ in
+    none."""
+    if not (differing := differing_settings(configs)):
+        return []
+    fields = [["field", *labels], *([field, *values] for field, values in differing)]
     if len(labels) < len(fields):
         return fields
     fields[0][0] = "run"

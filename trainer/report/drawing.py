@@ -118,28 +118,18 @@ def draw_stack(
 
     Of more than ``MOST_BARS`` steps each bar is the mean of some, which keeps sums and shares, and says of how many.
     """
-    width = math.ceil((steps[-1] - steps[0] + 1) / MOST_BARS)
-    bars: dict[int, list[int]] = {}
+    count = steps[-1] - steps[0] + 1
+    width = math.ceil(count / MOST_BARS)
+    edges = [*(steps[0] - 0.5 + begin for begin in range(0, count, width)), steps[-1] + 0.5]
+    bars: list[list[int]] = [[] for _ in edges[1:]]
     for place, step in enumerate(steps):
-        bars.setdefault((step - steps[0]) // width, []).append(place)
-    edges: list[float] = []
-    places: list[int | None] = []
-    for place, bar in enumerate(bars):
-        begin = steps[0] - 0.5 + bar * width
-        if place and bar - 1 not in bars:
-            edges.append(begin)
-            places.append(None)
-        edges += [begin, min(begin + width, steps[-1] + 0.5)]
-        places += [place, place]
+        bars[(step - steps[0]) // width].append(place)
     bottom = [0.0] * len(bars)
-    for color, (label, all_values) in zip(colors, parts.items(), strict=True):
-        values = [fmean(all_values[place] for place in within) for within in bars.values()]
-        top = [b + v for b, v in zip(bottom, values, strict=True)]
-        low, high = (
-            [math.nan if place is None else side[place] for place in places] for side in (bottom, top)
-        )
+    for color, (label, values) in zip(colors, parts.items(), strict=True):
+        means = [fmean(values[place] for place in bar) if bar else math.nan for bar in bars]
+        top = [low + mean for low, mean in zip(bottom, means, strict=True)]
         if any(values):
-            axes.fill_between(edges, low, high, color=color, linewidth=0, label=shown(label))
+            axes.stairs(top, edges, baseline=bottom, fill=True, color=color, linewidth=0, label=shown(label))
         bottom = top
     axes.margins(x=0.01)
     axes.set_ylim(bottom=0)
@@ -302,9 +292,9 @@ def _set_bounds(axes: "Axes", bounds: tuple[float | None, float | None], values:
         axes.set_ylim(top=min(axes.get_ylim()[1], high + 0.05 * spread))
 
 
-def _draw_line(axes: "Axes", line: tuple[str, str], config: RunConfig) -> float:
-    value = attrgetter(line[0])(config)
-    axes.axhline(value, color="#555555", linestyle="--", linewidth=1.2, label=f"{line[1]} = {value:g}")
+def _draw_line(axes: "Axes", field: str, config: RunConfig) -> float:
+    value, label = attrgetter(field)(config), field.rpartition(".")[2]
+    axes.axhline(value, color="#555555", linestyle="--", linewidth=1.2, label=f"{label} = {value:g}")
     return value
 
 

@@ -309,9 +309,7 @@ def _seconds_by_part(run: RecordedRun) -> list[tuple[str, str, str]]:
 
 
 def _settings_table(runs: Mapping[str, RecordedRun]) -> comparison.Table:
-    """Empty where the runs differ in no setting."""
-    rows = comparison.settings_table([*runs], [run.config for run in runs.values()])
-    return [[*row] for row in rows] if len(rows) > 1 and len(rows[0]) > 1 else []
+    return comparison.settings_table([*runs], [run.config for run in runs.values()])
 
 
 def changed_settings(config: RunConfig) -> list[tuple[str, str, str]]:

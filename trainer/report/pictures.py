@@ -27,8 +27,8 @@ class Lines:
     bounds: tuple[float | None, float | None] = (None, None)
     sparse: bool = False
     """Shares measured at few steps: marked points, no smoothing."""
-    line: tuple[str, str] | None = None
-    """A horizontal line: (field of the config, label)."""
+    line: str | None = None
+    """The field of the config whose value is a horizontal line."""
     alarm: str | None = None
     """Draw the level of this alarm if it is in view."""
     alarm_of: str | None = None
@@ -317,7 +317,7 @@ PICTURES = (
                 "Gradient norm",
                 {"optim/grad_norm": "gradient norm"},
                 bounds=(0, None),
-                line=("learner.optimizer.clip_grad", "clip_grad"),
+                line="learner.optimizer.clip_grad",
             ),
             Lines(
                 "Clipped tokens",
@@ -415,23 +415,19 @@ PICTURES = (
 )
 
 FLAT_MEANS = {
-    (known(metric), value): meaning
-    for metric, value, meaning in (
-        ("policy/dual_clip_fraction", 0.0, "dual clip acts on rare tokens only"),
-        ("mismatch/kept_fraction", 1.0, "the correction rejects no token"),
-        ("mismatch/kept_fraction", 0.0, "the correction rejects every token: nothing is learned"),
-        ("mismatch/response_abs_prob_over", 0.0, "the engines contradict each other in no response"),
-        ("response/truncated_fraction", 1.0, "no response ends by itself: max_new_tokens is too small"),
-        ("groups/no_signal_fraction", 1.0, "siblings always score the same: there is nothing to learn from"),
-        ("reward/mean", 0.0, "no response was ever right: there is nothing to learn from"),
-    )
+    ("policy/dual_clip_fraction", 0.0): "dual clip acts on rare tokens only",
+    ("mismatch/kept_fraction", 1.0): "the correction rejects no token",
+    ("mismatch/kept_fraction", 0.0): "the correction rejects every token: nothing is learned",
+    ("mismatch/response_abs_prob_over", 0.0): "the engines contradict each other in no response",
+    ("response/truncated_fraction", 1.0): "no response ends by itself: max_new_tokens is too small",
+    ("groups/no_signal_fraction", 1.0): "siblings always score the same: there is nothing to learn from",
+    ("reward/mean", 0.0): "no response was ever right: there is nothing to learn from",
 }
 """The meaning of a metric that has this value at all steps."""
 FLAT_MEANS_OF_ONE_MINIBATCH = {
-    (
-        known("policy/clip_fraction"),
-        0.0,
-    ): "expected with one minibatch per step: the scored policy is updated",
-    (known("policy/ppo_kl"), 0.0): "expected with one minibatch per step: current equals old exactly",
+    ("policy/clip_fraction", 0.0): "expected with one minibatch per step: the scored policy is updated",
+    ("policy/ppo_kl", 0.0): "expected with one minibatch per step: current equals old exactly",
 }
 """Likewise, with ``learner.minibatches: 1``."""
+for _name, _ in FLAT_MEANS | FLAT_MEANS_OF_ONE_MINIBATCH:
+    known(_name)

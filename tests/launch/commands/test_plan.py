@@ -202,11 +202,11 @@ def test_a_description_of_ones_own_is_taken(config):
     ("arguments", "said"),
     [
         (["--gpu", "h10"], ["--gpu", "h10", "did you mean `h100`?", "a100, cpu, h100, h200"]),
-        (["--gpu", "none.yaml"], ["none.yaml", "cannot be read", "a100, cpu, h100, h200"]),
+        (["--gpu", "none.yaml"], ["--gpu", "none.yaml", "no such file"]),
         (["--gpu", "wrong.yaml"], ["memory_gib", "-1", "peak_tflop", "did you mean `peak_tflops`", "required"]),
         (["--gpu", "list.yaml"], ["list.yaml", "a mapping of keys"]),
         (["--gpu", "."], ["--gpu", "no description of hardware has this name"]),
-        (["--gpu", "./"], ["no regular file"]),
+        (["--gpu", "./"], ["a folder, not a file"]),
         (["--gpu", "h100", "--response-tokens", "5000"], ["--response-tokens 5000", "max_new_tokens=4096", "lower"]),
         (["--gpu", "h100", "--response-tokens", "0"], ["--response-tokens"]),
         (["--gpu", "h100", "--prompt-tokens", "16000"], ["--prompt-tokens 16000", "token_budget", "lower it"]),

@@ -20,18 +20,18 @@ from tests.support.model_folders import make_model_folder
 @pytest.fixture
 def readings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter:
     """How often each file of a config was read, by its name; a config's files are in the current folder."""
-    counted, own_layer = Counter(), loader._own_layer
+    counted, read_mapping = Counter(), loader.read_mapping
 
     def counting(path: Path, *arguments):
         counted[path.name] += 1
-        return own_layer(path, *arguments)
+        return read_mapping(path, *arguments)
 
     monkeypatch.chdir(tmp_path)
     make_model_folder(tmp_path / "dense", MODELS["dense"])
     Path("base.yaml").write_text(yaml.safe_dump(BASE))
     Path("more.yaml").write_text("steps: 3\n")
     Path("config.yaml").write_text("extends: base.yaml\n")
-    monkeypatch.setattr(loader, "_own_layer", counting)
+    monkeypatch.setattr(loader, "read_mapping", counting)
     return counted
 
 

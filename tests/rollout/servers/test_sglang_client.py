@@ -29,7 +29,7 @@ from rollout.servers.kept_sets import Truncation
 from rollout.sglang_plugin.tandem_routed_experts import KNOWN_BY
 from tests.support.jumping_loop import jump, run_jumping
 from tests.support.records import completion
-from tracing import Recorder, Window, at_step, install
+from tracing import Recorder, at_step, install
 from tracing.reading import read_trace
 
 
@@ -126,7 +126,7 @@ async def ask(client) -> Completion:
 
 def test_requests_are_spans_with_their_wait_their_attempts_and_tokens(tmp_path):
     """The first attempt fails. Of three groups of two samples the third waits for a place."""
-    install(Recorder(tmp_path / "trace", "sample", Window(1, 2)))
+    install(Recorder(tmp_path / "trace", "sample", range(1, 2)))
     at_step(1)
 
     async def scenario():
