@@ -137,10 +137,11 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     tokenizer, task = load_checked_task(config, architecture_of(config.model.path))
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
-    show, began = progress_printer("  waiting for SGLang", still="waiting for SGLang"), time.monotonic()
-    urls = wait_for_servers(
-        folder, serve_roles(config), timeout_s=timeout_s, alive=lambda: show(time.monotonic() - began)
-    )
+    names, began = serve_roles(config), time.monotonic()
+    with progress_printer("  waiting for SGLang", still="waiting for SGLang") as show:
+        urls = wait_for_servers(
+            folder, names, timeout_s=timeout_s, alive=lambda: show(time.monotonic() - began)
+        )
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))
