@@ -9,6 +9,7 @@ from configs.errors import ConfigError, did_you_mean
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
 from configs.schema.task import CountdownTask, TaskConfig
+from launch.checks.arguments import check_new_folder
 from launch.checks.config import LoadWith, check_learner_gpus
 from launch.processes.run_folder import RunFolder
 from parallel.planning.architecture import architecture_of
@@ -76,7 +77,7 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     """Every part with its checked config. ``gpus``: the visible GPUs, all of which each part has for itself; 0 for
     the CPU.
 
-    Raises ValueError with the option, or with the error that a layout causes in the config.
+    Raises ValueError with the option; ConfigError with the error that a layout causes in the config.
     """
     request = _checked(request)
     parts = [
@@ -92,8 +93,8 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     if request.why and architecture_of(parts[0].config.model.path).experts is not None:
         try:
             parts[0] = _rollout_part("rollout", request.rollouts[0], load, gpus, ["learner.routing=rollout"])
-        except ValueError as error:
-            skipped.append(f"cause routing: {error}")
+        except (ValueError, ConfigError) as error:
+            skipped.append(f"cause routing: {_reason(error)}")
     if request.why:
         more, left_out = _parts_of_why(request, load, gpus)
         parts, skipped = parts + more, skipped + left_out
@@ -110,8 +111,8 @@ def _checked(request: Request) -> Request:
         raise ValueError(
             f"--threshold {request.threshold}: a difference of probabilities lies between 0 and 1"
         )
-    if request.out is not None and request.out.exists():
-        raise ValueError(f"--out {request.out} exists already; name a new folder, or remove it first")
+    if request.out is not None:
+        check_new_folder("--out", request.out)
     request = replace(
         request,
         learners=tuple(layout_text(learner_layout(text)) for text in request.learners),

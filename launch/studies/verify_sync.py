@@ -30,7 +30,8 @@ from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layou
 from launch.checks.config import LoadWith
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
-from launch.processes.supervisor import RoleFailed, StartRole, Supervisor, run_to_end
+from launch.processes.supervisor import RoleFailed, Supervisor, run_to_end
+from launch.roles.start import finish_study, new_study, role
 from launch.studies.mismatch_plan import layout_folder, learner_layout
 from parallel.planning.architecture import architecture_of, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
@@ -117,19 +118,17 @@ def rollout_sizes(texts: Sequence[str]) -> list[int]:
 # in the command's process
 
 
-def run(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) -> bool:
+def run(configs: Mapping[str, RunConfig], tps: Sequence[int]) -> bool:
     """Run the whole proof. ``configs``: by the name of the learner layout. Returns whether everything agreed."""
     from rollout.servers.control import ControlError
 
     try:
-        return _prove(configs, tps, start)
+        return _prove(configs, tps)
     except ControlError as error:
         raise RoleFailed(f"a server failed: {error}") from error
 
 
-def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) -> bool:
-    from launch.roles.start import finish_study, new_study
-
+def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int]) -> bool:
     texts, base = list(configs), next(iter(configs.values()))
     study = new_study(base, "verify-sync")
     out = study.path
@@ -137,7 +136,7 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
     exports: dict[str, list[str]] = {}
     transferred: dict[tuple[str, int], list[Answers]] = {}
     first_gpu = max(config.layout.world_size for config in configs.values())
-    fleets = Fleets(out=out, base=base, tps=tps, start=start, first_gpu=first_gpu)
+    fleets = Fleets(out=out, base=base, tps=tps, first_gpu=first_gpu)
     with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as connections:
         model, replicas = base.model.path, base.rollout.replicas
         controls = fleets.begin(supervisor, connections, name="servers", model=model, replicas=replicas)
@@ -149,7 +148,7 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
             )
             if number > 1:
                 _set_back(controls, base, original)
-            folder = _transfer_from(config, text, out, controls, start)
+            folder = _transfer_from(config, text, out, controls)
             transferred |= {(text, tp): _get_answers(control, base) for tp, control in controls.items()}
             exports[text] = wrong_tensors(folder.export, config)
             if number > 1:
@@ -179,7 +178,6 @@ class Fleets:
     out: Path
     base: RunConfig
     tps: Sequence[int]
-    start: StartRole
     first_gpu: int
 
     def begin(
@@ -201,7 +199,7 @@ class Fleets:
             folder.path.mkdir()
             folder.config.write_text(resolved_yaml(config))
             write_json(folder.request, {"first_gpu": first_gpu})
-            supervisor.start(replace(self.start("serve", folder, config), name=f"serve ({folder.path.name})"))
+            supervisor.start(replace(role("serve", folder, config), name=f"serve ({folder.path.name})"))
             first_gpu += tp * replicas
         supervisor.wait_for(
             lambda: all(read_servers(folder, [ONE_MACHINE]) is not None for folder in folders.values()),
@@ -245,7 +243,7 @@ def _set_back(
 
 
 def _transfer_from(
-    config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"], start: StartRole
+    config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"]
 ) -> RunFolder:
     folder = layout_folder(out, "learner", text)
     folder.path.mkdir()
@@ -254,7 +252,7 @@ def _transfer_from(
     write_json(folder.request, {"servers": servers})
     ranks = config.layout.world_size
     # By a supervisor of its own: the servers go on when it has ended its roles.
-    sending = start("verify-rank", folder, config, ranks=ranks, show_stdout=True)
+    sending = role("verify-rank", folder, config, ranks=ranks, show_stdout=True)
     run_to_end(sending, grace_s=config.launch.stop_grace_s)
     return folder
 
