@@ -188,10 +188,7 @@ def _command_lines(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterat
     nodes = config.launch.nodes
     meeting = None
     if nodes is not None and nodes.learner > 1:
-        endpoint, timeout_s = "HOST:PORT", config.launch.start_timeout_s
-        meeting = Rendezvous(
-            nodes=nodes.learner, endpoint=endpoint, id=folder.path.name, timeout_s=timeout_s, is_host=True
-        )
+        meeting = Rendezvous(launch=config.launch, endpoint="HOST:PORT", id=folder.path.name, is_host=True)
     for name in runs:
         if name in MEGATRON_ROLES:
             ranks = placement.learner_ranks_per_node(config)

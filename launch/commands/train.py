@@ -88,10 +88,12 @@ def train(
                 sampler_restarts=config.rollout.max_sampler_restarts,
             )
     except RoleFailed as failure:
-        raise RoleFailed(f"{failure}\n{_after_failure(folder, config)}") from failure
+        raise RoleFailed(
+            f"{failure}\n{after_end(folder, config, '. When the cause is mended, ')}"
+        ) from failure
     except Interrupted:
         ended = "interrupted; every process of the run has ended"
-        raise Interrupted(f"{ended}. {_after_interruption(folder, config)}") from None
+        raise Interrupted(f"{ended}. {after_end(folder, config, '; ')}") from None
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_after_stop(folder, outcome))
     print_result(folder, config)
@@ -103,14 +105,16 @@ def finished_line(config: RunConfig, *, in_job: bool = False) -> str:
     again until it is finished, as a job of Slurm does, is done.
 
     in_job: it was to go on in a job of Slurm."""
-    if config.resume is None or not is_finished(folder := RunFolder(config.resume), config, note=_print_note):
+    if config.resume is None or not is_finished(
+        folder := RunFolder(config.resume), config, note=print_message
+    ):
         return ""
     job = tandem_command("slurm", folder.config, f"resume={folder.path}", "steps=N", "--submit")
     more = job if in_job else tandem_command("resume", folder.path, "steps=N")
     return f"{folder.path} is finished, with steps={config.steps}; for more: `{more}`"
 
 
-def _print_note(text: str) -> None:
+def print_message(text: str) -> None:
     print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
@@ -127,29 +131,20 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
             raise RoleFailed("\n".join([*causes, str(failure)])) from failure
 
 
-def _after_failure(folder: RunFolder, config: RunConfig) -> str:
-    """The newest checkpoint of a failed run, and the command that goes on from it or, behind the last step, makes the report."""
+def after_end(folder: RunFolder, config: RunConfig, then: str) -> str:
+    """What a failed or interrupted run has saved, then the command that goes on or, behind the last step, makes the report."""
     if is_finished(folder, config):
         return without_report(folder)
-    return f"{_saved(folder, config)}. When the cause is mended, {way_on(folder, here=True)}"
-
-
-def _after_interruption(folder: RunFolder, config: RunConfig) -> str:
-    if is_finished(folder, config):
-        return without_report(folder)
-    return f"{_saved(folder, config)}; {way_on(folder, here=True)}"
+    newest = folder.newest_checkpoint()
+    every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
+    saved = f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
+    return f"{saved}{then}{way_on(folder, here=True)}"
 
 
 def without_report(folder: RunFolder) -> str:
     """For a run whose learner ended after it had written the model, so that no `tandem resume` goes on with it."""
     report = tandem_command("report", folder.path)
     return f"All steps are done, and the model is in {folder.hf}; `{report}` makes the report again"
-
-
-def _saved(folder: RunFolder, config: RunConfig) -> str:
-    newest = folder.newest_checkpoint()
-    every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
-    return f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
 
 
 def resume(

@@ -4,9 +4,9 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
+from configs.errors import did_you_mean
 from launch.checks.node import GIB, Level, checks_of_node
 from launch.processes.supervisor import Role, RoleFailed
 from launch.roles.start import environment
@@ -241,9 +241,7 @@ def chosen(names: Sequence[str]) -> list[Check]:
     by_name = {check.name: check for check in CHECKS}
     for name in names:
         if name not in by_name:
-            close = get_close_matches(name, by_name, n=1)
-            hint = f"did you mean `{close[0]}`? " if close else ""
-            raise ValueError(f"--only {name}: no such check; {hint}The checks are {', '.join(by_name)}")
+            raise ValueError(f"--only {name}: no such check; {did_you_mean(name, [*by_name], 'checks')}")
     wanted, todo = set(), list(names or by_name)
     while todo:
         wanted.add(name := todo.pop())
