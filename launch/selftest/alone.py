@@ -29,6 +29,7 @@ from parallel.weights.hf_names import all_hf_names
 from rollout.terminal_text import tandem_command
 from rollout.tiny_model import make_tiny_countdown_model
 from trainer.batch.plan import pack_prompted
+from trainer.engine_agreement import EXACT_TOLERANCE
 from trainer.learner import Learner
 from trainer.studies.layout_scoring import frozen_engine
 from trainer.studies.layout_statistics import probability_gaps
@@ -36,7 +37,6 @@ from trainer.studies.layout_statistics import probability_gaps
 SPREAD = 0.12
 """Standard deviation of the weights: the answers of a model with smaller ones hardly depend on the prompt."""
 LENGTHS = (90, 41, 7, 66, 23, 90, 12, 58)
-EXACT_NATS = 1e-4
 SANE_PROBABILITY = 0.1
 UPDATES = 3
 PLAN_TOLERANCE = 0.05
@@ -97,20 +97,24 @@ def logprobs(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
         nats = (mine - theirs).abs().max().item()
         gap = probability_gaps(mine, theirs).max().item()
         figures |= {f"{dtype}_max_logprob_gap_nats": nats, f"{dtype}_max_probability_gap": gap}
-        is_wrong = not nats <= EXACT_NATS if dtype == "float32" else not gap <= SANE_PROBABILITY
-        if is_wrong:
-            allowed = f"{EXACT_NATS:g} nats" if dtype == "float32" else f"{SANE_PROBABILITY:g} in probability"
-            error = f"in {dtype} a log-prob differs from transformers' by {nats:.1e} nats ({gap:.1e} in probability)"
-            raise CheckFailed(
-                f"{error}; {allowed} is allowed",
-                f"`{tandem_command('selftest', '--only', folder.path.name)}` again; {REPORT}",
-            )
+        fix = f"`{tandem_command('selftest', '--only', folder.path.name)}` again; {REPORT}"
+        check_gap("a log-prob differs from transformers'", nats, gap, dtype, fix)
     nats = figures.get("float32_max_logprob_gap_nats")
     exact = f"float32: {nats:.1e} nats at most; " if nats is not None else ""
     return Found(
         text=f"{exact}bfloat16: {figures['bfloat16_max_probability_gap']:.1e} in probability at most",
         figures=figures,
     )
+
+
+def check_gap(what: str, nats: float, gap: float, dtype: str, fix: str) -> None:
+    """nats, gap: the greatest difference of log-probs, and of probabilities. Raises CheckFailed where it is not sane, or in
+    float32 not exact."""
+    is_exact = dtype == "float32"
+    if not (nats <= EXACT_TOLERANCE if is_exact else gap <= SANE_PROBABILITY):
+        allowed = f"{EXACT_TOLERANCE:g} nats" if is_exact else f"{SANE_PROBABILITY:g} in probability"
+        error = f"in {dtype} {what} by {nats:.1e} nats ({gap:.1e} in probability)"
+        raise CheckFailed(f"{error}; {allowed} is allowed", fix)
 
 
 def random_batch(config: RunConfig) -> tuple[PackedBatch, list[list[int]]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from launch.processes.run_folder import RunFolder
+from launch.selftest.alone import SANE_PROBABILITY, check_gap
 from launch.selftest.check import REPORT, CheckFailed, Found
 from launch.studies.verify_sync import differing_tensors, fixed_prompts
 from parallel.planning.architecture import read_hf_config
@@ -37,7 +38,6 @@ TEMPERATURES = (1.0, 0.7)
 PROBE_TOKENS = 24
 TRANSFERS = 3
 SAMPLES_PER_PROMPT = 8
-SANE_PROBABILITY = 0.1
 FOUND_BY_SERVER = "other bytes were received than sent"
 
 
@@ -78,12 +78,8 @@ def _control(config: RunConfig, request: Mapping[str, Any]) -> tuple[SGLangContr
 def engines(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
     with joined(config, request) as there:
         nats, gap, count = gaps(there, config)
-    is_exact = config.model.dtype == "float32"
-    if not (nats <= EXACT_TOLERANCE if is_exact else gap <= SANE_PROBABILITY):
-        allowed = f"{EXACT_TOLERANCE:g} nats" if is_exact else f"{SANE_PROBABILITY:g} in probability"
-        error = f"a sampled token's log-prob differs by {nats:.1e} nats ({gap:.1e} in probability)"
-        fix = f"the server does not serve this model or this softmax; {REPORT}"
-        raise CheckFailed(f"{error}; in {config.model.dtype} {allowed} is allowed", fix)
+    fix = f"the server does not serve this model or this softmax; {REPORT}"
+    check_gap("a sampled token's log-prob differs", nats, gap, config.model.dtype, fix)
     text = f"{count} tokens at temperatures {' and '.join(map(str, TEMPERATURES))}: {nats:.1e} nats at most"
     return Found(
         text=text, figures={"max_logprob_gap_nats": nats, "max_probability_gap": gap, "tokens": count}
