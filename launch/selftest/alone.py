@@ -47,17 +47,13 @@ def model(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Foun
     make_tiny_countdown_model(path, seed=config.seed, initializer_range=SPREAD)
     weights, names = HuggingFaceWeights(path), all_hf_names(architecture_of(path))
     if missing := sorted(names - weights.names):
-        raise CheckFailed(f"the files of {path} lack {', '.join(missing[:3])}", REPORT)
+        raise CheckFailed(f"the files of {path} lack {', '.join(missing[:3])}")
     again = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     wrong = sorted(name for name in names if not torch.equal(weights.read(name), again[name]))
     if wrong:
-        raise CheckFailed(
-            f"transformers reads other weights than the files hold: {', '.join(wrong[:3])}", REPORT
-        )
+        raise CheckFailed(f"transformers reads other weights than the files hold: {', '.join(wrong[:3])}")
     count = sum(weights.read(name).numel() for name in names)
-    return Found(
-        text=f"Qwen3 of {count / 1e6:.2f} M parameters, {len(names)} tensors", figures={"parameters": count}
-    )
+    return Found(f"Qwen3 of {count / 1e6:.2f} M parameters, {len(names)} tensors", {"parameters": count})
 
 
 def collectives(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
@@ -74,7 +70,7 @@ def collectives(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
     _check_numbers(summed, size * base + size * (size - 1) // 2, f"an all-reduce by {backend}")
     rate = COLLECTIVE_BYTES[backend] / seconds / 1e9
     text = f"all-reduce of {COLLECTIVE_BYTES[backend] // 2**20} MiB over {size} processes: {rate:.2f} GB/s"
-    return Found(text=text, figures={"all_reduce_gb_per_s": rate, "processes": size})
+    return Found(text, {"all_reduce_gb_per_s": rate, "processes": size})
 
 
 def _check_numbers(found: Tensor, expected: Tensor, what: str) -> None:
@@ -102,7 +98,7 @@ def logprobs(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
     nats = figures.get("float32_max_logprob_gap_nats")
     exact = f"float32: {nats:.1e} nats at most; " if nats is not None else ""
     return Found(
-        text=f"{exact}bfloat16: {figures['bfloat16_max_probability_gap']:.1e} in probability at most",
+        f"{exact}bfloat16: {figures['bfloat16_max_probability_gap']:.1e} in probability at most",
         figures=figures,
     )
 
@@ -142,12 +138,10 @@ def update(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     batch, _ = random_batch(config)
     losses, norms, weights = updated(config, batch)
     if not all(map(math.isfinite, (*losses, *norms))) or not all(norms):
-        raise CheckFailed(
-            f"losses {losses}, norms of the gradient {norms}: not all are finite and above 0", REPORT
-        )
+        raise CheckFailed(f"losses {losses}, norms of the gradient {norms}: not all are finite and above 0")
     if losses[-1] >= losses[0]:
         raise CheckFailed(
-            f"{UPDATES} updates on one batch took the loss from {losses[0]:.6f} to {losses[-1]:.6f}", REPORT
+            f"{UPDATES} updates on one batch took the loss from {losses[0]:.6f} to {losses[-1]:.6f}"
         )
     _, _, again = updated(config, batch)
     differing = [name for name in weights if not torch.equal(weights[name], again[name])]
@@ -157,9 +151,7 @@ def update(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
         raise CheckFailed(f"{error}, {differing[0]} first", f"look at the memory of this machine; {REPORT}")
     same = f", {len(differing)} of {len(weights)} tensors differ" if differing else " to the bit"
     text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {UPDATES} updates; repeated{same}"
-    return Found(
-        text=text, figures={"losses": losses, "grad_norms": norms, "differing_tensors": len(differing)}
-    )
+    return Found(text, {"losses": losses, "grad_norms": norms, "differing_tensors": len(differing)})
 
 
 def updated(config: RunConfig, batch: PackedBatch) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -204,4 +196,4 @@ def memory(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     figures |= {f"planned_{name}_bytes": size for name, size in plan.items()}
     if kind == "cuda":
         figures["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-    return Found(text=f"of the plan: {ratios}", figures=figures)
+    return Found(f"of the plan: {ratios}", figures)

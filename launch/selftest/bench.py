@@ -106,7 +106,7 @@ class Bench:
             raise
         found = json.loads((folder.path / FOUND).read_text())
         self.torch = self.torch or found["torch"]
-        return Found(text=found["text"], figures=found["figures"])
+        return Found(found["text"], found["figures"])
 
     def run(self, *roles: Role) -> None:
         """Run processes side by side until all have ended well. Raises RoleFailed, and CheckFailed at the deadline. None
