@@ -2,7 +2,7 @@
 in a log file too."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from rollout.terminal_text import visible
@@ -15,6 +15,10 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """A line per row, with the columns of all rows below each other."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
+def indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}" for line in lines)
 
 
 def print_over(text: str, end: str = "", *, file: TextIO | None = None) -> None:

@@ -13,7 +13,7 @@ from configs.errors import counted
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
 from launch.checks.devices import Device
-from launch.tables import aligned
+from launch.tables import aligned, indented
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.other_models import critic_architecture, reference_architecture
@@ -271,4 +271,4 @@ def _server_lines(need: Need, server: RolloutMemory, device: Device) -> list[str
 
 def _itemised(items: Sequence[tuple[str, int]]) -> list[str]:
     rows = [(name, f"{memory.size_text(size):>10}") for name, size in items]
-    return [f"  {line}" for line in aligned(rows)]
+    return [*indented(aligned(rows))]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from configs.loader import load_config, parse_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
-from launch.checks.config import LoadWith, check_served_as_saved, load_checked
+from launch.checks.config import LoadWith, load_checked
 from launch.checks.devices import gpus_here
 from launch.processes.supervisor import run_to_end
 from launch.roles.start import existing_run, role
@@ -83,13 +83,7 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     from launch.studies import mismatch as study
     from launch.studies.mismatch_plan import make_plan
 
-    load_with = _loading_with_options(config_path, overrides)
-
-    def load(option: str, more: Sequence[str]) -> RunConfig:
-        config = load_with(option, more)
-        check_served_as_saved(config, "mismatch")
-        return config
-
+    load = _loading_with_options(config_path, overrides)
     with as_bad_input():
         plan = make_plan(request, load, gpus=gpus_here())
     return study.run(plan)

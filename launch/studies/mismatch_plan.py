@@ -10,7 +10,7 @@ from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
 from configs.schema.task import CountdownTask, TaskConfig
 from launch.checks.arguments import check_new_folder
-from launch.checks.config import LoadWith, check_learner_gpus
+from launch.checks.config import LoadWith, check_learner_gpus, check_served_as_saved
 from launch.processes.run_folder import RunFolder
 from parallel.planning.architecture import architecture_of
 from rollout.servers.served import check_gpus
@@ -83,6 +83,7 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     parts = [
         _rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts
     ]
+    check_served_as_saved(parts[0].config, "mismatch")
     _check_enough(request.prompts, parts[0].config.task)
     if parts[0].config.rollout.is_truncated:
         raise ValueError(
