@@ -105,9 +105,10 @@ def finished_line(config: RunConfig, *, in_job: bool = False) -> str:
     again until it is finished, as a job of Slurm does, is done.
 
     in_job: it was to go on in a job of Slurm."""
-    if config.resume is None or not is_finished(
-        folder := RunFolder(config.resume), config, note=print_message
-    ):
+    if config.resume is None:
+        return ""
+    folder = RunFolder(config.resume)
+    if not is_finished(folder, config, note=print_message):
         return ""
     job = tandem_command("slurm", folder.config, f"resume={folder.path}", "steps=N", "--submit")
     more = job if in_job else tandem_command("resume", folder.path, "steps=N")
