@@ -7,7 +7,7 @@ from pathlib import Path
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.arguments import BadInput, as_bad_input
+from launch.checks.arguments import BadInput, as_bad_input, check_file_to_write
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
 from launch.tables import aligned, indented, print_table
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
@@ -36,6 +36,9 @@ def print_simulation(
 
     ranks: None for the first rank of the first, a middle and the last pipeline stage.
     """
+    with as_bad_input():
+        if json_path is not None:
+            check_file_to_write("--json", json_path)
     config, architecture = _checked(path, overrides)
     layout = config.layout
     chosen = ranks_of_stages(layout) if ranks is None else sorted(set(ranks))
