@@ -117,17 +117,13 @@ def _machine_finding(
 ) -> Finding:
     parts, size = [], memory.size_text
     if need.learner:
-        parts.append(f"{_ranks_text(config.layout.world_size, 'learner')} {size(need.learner_total)}")
+        parts.append(f"{counted(config.layout.world_size, 'learner rank')} {size(need.learner_total)}")
     if need.server:
-        parts.append(f"{_ranks_text(need.num_server_ranks, 'server')} {size(need.server_rank_bytes)} each")
+        parts.append(f"{counted(need.num_server_ranks, 'server rank')} {size(need.server_rank_bytes)} each")
     field = _most_saving_field(config, device, need, runs)
     error = f"the processes need {size(need.on_one_machine)} ({', '.join(parts)}), more than the {device.text}, which has no GPU"
     smaller = "model" if field == "model.path" else field
     return field, f"{error}; use a smaller {smaller}, or plan for GPUs with --dry-run --gpu-memory GIB"
-
-
-def _ranks_text(count: int, side: str) -> str:
-    return counted(count, f"{side} rank")
 
 
 def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:

@@ -52,7 +52,7 @@ def publish_run(
         raise BadInput(f"--to {service} {problem}")
     if service != "wandb" and (project or entity):
         raise BadInput(f"--project and --entity are of W&B; leave them out with --to {service}")
-    config = load_config(folder.config, [])
+    config = load_config(folder.config)
     metrics = folder.metrics
     if not isinstance(config, RunConfig) or folder.request.exists():
         raise BadInput(f"RUN: {folder.path} is no training run, and has no metrics to copy")

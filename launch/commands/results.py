@@ -160,7 +160,7 @@ def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
         reason = folder.damage_of_newest()
         error = f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{reason}"
         raise BadInput(f"{error}; set checkpoint.every to get them")
-    config = load_config(folder.config, [])
+    config = load_config(folder.config)
     for exported in (folder.export, folder.exported_adapter):
         remove_leftovers(folder.path, exported.name)  # of an export that was killed
     write_json(folder.export_request, {"step": step})

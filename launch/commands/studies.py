@@ -30,7 +30,7 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
         fix = "none is recorded; train with record_batches=all or record_batches.every=N"
         fix = f"recorded are {steps}" if steps else fix
         raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {fix}")
-    config: RunConfig = load_config(folder.config, [])
+    config: RunConfig = load_config(folder.config)
     with as_bad_input(f"RUN {run}: "):
         corrections = replays.corrections_named(folder, names)
         if gradients:

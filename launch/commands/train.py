@@ -239,7 +239,7 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
     summary: dict[str, Any] = {"accuracy": result.accuracy, "count": result.count, "model": str(model)}
     summary |= {"reward_mean": result.reward_mean, "failed": result.failed}
     summary["accuracy_error"] = result.accuracy_error
-    text = f"accuracy {_accuracy_text(result)} on {result.count} held-out samples{_failed_text(result)}"
+    text = f"accuracy {_accuracy_text(result, f' on {result.count} held-out samples')}"
     if result.reward_mean != result.accuracy:  # equal where all rewards are 0 or 1
         text += f", mean reward {result.reward_mean:.4f}"
     if result.pass_at:
@@ -248,28 +248,23 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
     if result.greedy:
         summary |= {"greedy_accuracy": result.greedy.accuracy, "greedy_failed": result.greedy.failed}
         summary["greedy_accuracy_error"] = result.greedy.accuracy_error
-        text += f", at temperature 0 {_accuracy_text(result.greedy)}{_failed_text(result.greedy)}"
+        text += f", at temperature 0 {_accuracy_text(result.greedy)}"
     for kind, results in (("sets", result.sets), ("sources", result.sources)):
         if results:
             summary[kind] = {name: one.accuracy for name, one in results.items()}
             summary[f"{kind}_accuracy_error"] = {name: one.accuracy_error for name, one in results.items()}
             summary[f"{kind}_failed"] = {name: one.failed for name, one in results.items()}
-            text += "".join(
-                f", {name} {_accuracy_text(one)}{_failed_text(one)}" for name, one in results.items()
-            )
+            text += "".join(f", {name} {_accuracy_text(one)}" for name, one in results.items())
     if result.first_failure is not None:
         text += f"; a failed reward counts as wrong; the first, of {result.first_failure}"
     return summary, text
 
 
-def _accuracy_text(result: "EvaluationResult") -> str:
-    """With one standard error, which a single problem does not have."""
+def _accuracy_text(result: "EvaluationResult", of: str = "") -> str:
+    """With one standard error, which a single problem does not have, and the rewards that failed."""
     error = f" ± {result.accuracy_error:.4f}" if result.accuracy_error is not None else ""
-    return f"{result.accuracy:.4f}{error}"
-
-
-def _failed_text(result: "EvaluationResult") -> str:
-    return f" ({result.failed} of {result.count} rewards failed)" if result.failed else ""
+    failed = f" ({result.failed} of {result.count} rewards failed)" if result.failed else ""
+    return f"{result.accuracy:.4f}{error}{of}{failed}"
 
 
 def _to_run_here(

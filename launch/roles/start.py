@@ -63,7 +63,7 @@ def existing_run(run: Path) -> RunFolder:
 
 def config_of(folder: RunFolder, kind: type[Config]) -> Config:
     """The config of a run. Raises ValueError for a run of another kind."""
-    config = load_config(folder.config, [])
+    config = load_config(folder.config)
     if not isinstance(config, kind):
         raise ValueError(
             f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {kind_of(kind)}"

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from configs.errors import did_you_mean
-from launch.checks.node import GIB, Level, checks_of_node
+from launch.checks.node import Level, checks_of_node
 from launch.processes.supervisor import Role, RoleFailed
 from launch.roles.start import environment
 from launch.selftest.bench import Bench
 from launch.selftest.check import Check, CheckFailed, Found, Machine
-from parallel.planning.memory import size_text
+from parallel.planning.memory import GIB, size_text
 from rollout.servers.command import ServerSpec, server_environment
 from rollout.servers.share import ServerShare
 
