@@ -1,8 +1,9 @@
 """The plan of ``tandem mismatch``: every layout with its checked config, before anything is started."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from configs.errors import ConfigError, did_you_mean
@@ -233,25 +234,32 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
     causes = {"tp=1" if first.tp > 1 else "tp=2": "tp"}
     for text, cause in ((f"tp={tp}", "sp"), (f"tp={tp},sp", "sp"), ("pp=2", "pp"), ("cp=2", "cp")):
         causes.setdefault(text, cause)
-    parts, skipped = [], []
+    parts, skipped = list[Part](), list[str]()
     for text, cause in causes.items():
-        if text in request.learners:
-            continue
-        try:
-            parts.append(_learner_part("why", text, load, request.prompts, gpus))
-        except (ValueError, ConfigError) as error:
-            skipped.append(f"learner {text} as a cause ({cause}): {_reason(error)}")
+        if text not in request.learners:
+            make = partial(_learner_part, "why", text, load, request.prompts, gpus)
+            _add(make, f"learner {text} as a cause ({cause})", parts, skipped)
     server = _rollout_part("rollout", request.rollouts[0], load, gpus).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
     if server.temperature == 1.0:  # servers score tokens at no other temperature
         overrides = [*as_overrides(ONE_PROCESS), f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
-        try:
-            config = load("--why", overrides)
-            parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=config))
-        except ConfigError as error:
-            skipped.append(f"cause dtype: {_reason(error)}")
+        _add(
+            lambda: Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load("--why", overrides)),
+            "cause dtype",
+            parts,
+            skipped,
+        )
     if gpus:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
-        texts = [f"tp={server.tp},{mode}" for mode in modes]
-        parts += [_rollout_part("mode", text, load, gpus) for text in texts if text not in request.rollouts]
+        for text in (f"tp={server.tp},{mode}" for mode in modes):
+            if text not in request.rollouts:
+                _add(partial(_rollout_part, "mode", text, load, gpus), f"rollout {text}", parts, skipped)
     return parts, skipped
+
+
+def _add(make: Callable[[], Part], what: str, parts: list[Part], skipped: list[str]) -> None:
+    """Add the part or, to ``skipped``, why there can be none: the user did not ask for it."""
+    try:
+        parts.append(make())
+    except (ValueError, ConfigError) as error:
+        skipped.append(f"{what}: {_reason(error)}")

@@ -146,6 +146,11 @@ def test_aligned_layouts_sum_in_the_pieces_of_the_largest(tmp_path, model, monke
     ]  # fmt: skip
     assert any("rollout.dtype" in reason for reason in plan.skipped)
     assert any("learner cp=2 as a cause" in reason and "layout.cp" in reason for reason in plan.skipped)
+    for module in (checks, studies):
+        monkeypatch.setattr(module, "gpus_here", lambda: 8)
+    studies.mismatch(config_file(tmp_path, model), ["model.numerics=aligned"], asked)
+    modes = [reason for reason in plans[1].skipped if reason.startswith("rollout tp=2,")]
+    assert len(modes) == 3 and [part.text for part in plans[1].of("mode")] == ["tp=2,deterministic"]
 
 
 def test_why_adds_what_it_compares_with_once(tmp_path, model):
