@@ -207,16 +207,15 @@ def wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> 
 def progress_printer(text: str, *, still: str) -> Iterator[Callable[[float], None]]:
     """Prints the text, and yields a function of the seconds waited. It shows "still starting after 60 s", where ``still`` is
     "starting": on a terminal as a counting line, elsewhere in lines ever more rarely."""
-    interactive, due = sys.stdout.isatty(), 60.0
+    interactive = sys.stdout.isatty()
+    due = 0.0 if interactive else 60.0
 
     def show(waited: float) -> None:
         nonlocal due
-        line = f"… still {still} after {waited:.0f} s"
-        if interactive:
-            print_over(line)
-        elif waited >= due:
-            print(line, flush=True)
-            due *= 2
+        if waited >= due:
+            line = f"… still {still} after {waited:.0f} s"
+            print_over(line) if interactive else print(line, flush=True)
+            due = int(waited) + 1.0 if interactive else 2 * due
 
     print(f"{text} …", flush=True)
     try:
