@@ -1,8 +1,9 @@
-"""Tables on the console. Plain ones have no borders and no colours, so that they read well in a log file too."""
+"""Tables on the console, and a terminal's changing line. Plain tables have no borders and no colours, so that they read well
+in a log file too."""
 
 import shutil
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO
 
 from rollout.terminal_text import visible
 
@@ -16,10 +17,16 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
-def on_one_line(text: str, end: str = "") -> str:
-    """The text and its ``end`` for one line of a terminal. A longer text is cut: the cursor could not go back to its begin."""
+def indented(lines: Iterable[str]) -> Iterator[str]:
+    return (f"  {line}" for line in lines)
+
+
+def print_over(text: str, end: str = "", *, file: TextIO | None = None) -> None:
+    """Print the text and its ``end`` in the place of the line that a terminal shows last; "" clears that line for other
+    output. A text that is longer than a line is cut: the cursor could not go back to its begin."""
     width = shutil.get_terminal_size().columns - 1 - len(end)
-    return f"{text if len(text) <= width else f'{text[: max(width - 1, 0)]}…'}{end}"
+    shown = text if len(text) <= width else f"{text[: max(width - 1, 0)]}…"
+    print(f"\033[K{shown}{end}", end="\r", file=file, flush=True)
 
 
 def print_table(

@@ -28,6 +28,15 @@ def check_new_folder(argument: str, folder: Path) -> None:
     check_can_be_made(argument, folder)
 
 
+def check_file_to_write(option: str, file: Path, suffix: str = "") -> None:
+    """Check that ``file`` can be written into a folder that exists. Raises ValueError."""
+    if not file.name.endswith(suffix) or file.is_dir() or not file.parent.is_dir():
+        ends = f" that ends with {suffix}" if suffix else ""
+        error = f"{option}: {file} is not the name of a file to write"
+        raise ValueError(f"{error}; name one{ends} in a folder that exists")
+    check_can_be_made(option, file.parent)
+
+
 def check_new_page(option: str, page: Path) -> None:
     """Check that ``page`` is the name of a page that can be written. Raises ValueError."""
     if page.suffix != ".html" or page.is_dir():

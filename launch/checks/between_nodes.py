@@ -21,10 +21,11 @@ from functools import partial
 from pathlib import Path
 
 from configs.schema.launch import NodesConfig
-from launch.checks.node import GIB, Finding, Level, fail, ok, warn
+from launch.checks.node import Finding, Level, fail, ok, warn
 from launch.processes.addresses import free_port, own_address, role_environment
 from launch.processes.locks import locked
 from launch.processes.run_folder import write_json
+from parallel.planning.memory import GIB
 
 FREE_SPACE = 50 * GIB
 CLOCK_SKEW_S = 5.0

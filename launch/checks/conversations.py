@@ -1,10 +1,8 @@
 """Renders conversations of the data before anything starts, by the chat templates of those that will read them, and counts
 their tokens."""
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from configs.loader import Finding
@@ -37,29 +35,23 @@ def check_conversations(
 
     if not survey.conversations:
         return
-    arguments = config.model.chat_template_kwargs
+    arguments, fix = config.model.chat_template_kwargs, "; use roles that the template takes"
     if tokenizer is not None and template_error(tokenizer, None, arguments) is None:
-        found = (
-            f"{where}: {error}, or drop such records"
-            for where, prompt, response in survey.conversations
-            if (
-                error := _conversation_error(
-                    tokenizer, prompt, arguments, "; use roles that the template takes"
-                )
-            )
-            or (error := _response_error(tokenizer, prompt, response, ends, config))
-        )
-        yield from ((field, text) for text in islice(found, 1))
+        for where, prompt, response in survey.conversations:
+            error = _conversation_error(tokenizer, prompt, arguments, fix)
+            if error := error or _response_error(tokenizer, prompt, response, ends, config):
+                yield field, f"{where}: {error}, or drop such records"
+                break
     for folder in reward_tokenizers(config) if isinstance(config, RunConfig) else ():
-        with contextlib.suppress(ValueError):  # which is reported elsewhere
-            reader, use_plain = open_tokenizer(folder), "; use text: {type: plain}"
-            found = (
-                f"{where}: {error}, or drop such records"
-                for where, prompt, _ in survey.conversations
-                if reader
-                and (error := _conversation_error(reader, (*messages_of(prompt), _ANSWER), {}, use_plain))
-            )
-            yield from (("reward", f"reward: {text}") for text in islice(found, 1))
+        try:
+            reader, fix = open_tokenizer(folder), "; use text: {type: plain}"
+        except ValueError:  # which is reported elsewhere
+            continue
+        for where, prompt, _ in survey.conversations:
+            trial = (*messages_of(prompt), _ANSWER)
+            if reader is not None and (error := _conversation_error(reader, trial, {}, fix)):
+                yield "reward", f"reward: {where}: {error}, or drop such records"
+                break
 
 
 def _conversation_error(

@@ -6,16 +6,21 @@ that cannot fit is refused. A need above ``USABLE_SHARE`` of a GPU is only calle
 items that are not listed there is unknown.
 """
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
 
 from configs.errors import counted
 from configs.loader import Finding
 from configs.schema import RunConfig, SftConfig
 from launch.checks.devices import Device
-from launch.tables import aligned
+from launch.tables import aligned, indented
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, architecture_of
+from parallel.planning.layout import layout_problems
 from parallel.planning.other_models import critic_architecture, reference_architecture
 from parallel.planning.server_memory import RolloutMemory, both_bytes, rollout_memory, static_share
 from parallel.planning.work import work_of
@@ -112,17 +117,13 @@ def _machine_finding(
 ) -> Finding:
     parts, size = [], memory.size_text
     if need.learner:
-        parts.append(f"{_ranks_text(config.layout.world_size, 'learner')} {size(need.learner_total)}")
+        parts.append(f"{counted(config.layout.world_size, 'learner rank')} {size(need.learner_total)}")
     if need.server:
-        parts.append(f"{_ranks_text(need.num_server_ranks, 'server')} {size(need.server_rank_bytes)} each")
+        parts.append(f"{counted(need.num_server_ranks, 'server rank')} {size(need.server_rank_bytes)} each")
     field = _most_saving_field(config, device, need, runs)
     error = f"the processes need {size(need.on_one_machine)} ({', '.join(parts)}), more than the {device.text}, which has no GPU"
     smaller = "model" if field == "model.path" else field
     return field, f"{error}; use a smaller {smaller}, or plan for GPUs with --dry-run --gpu-memory GIB"
-
-
-def _ranks_text(count: int, side: str) -> str:
-    return counted(count, f"{side} rank")
 
 
 def _most_saving_field(config: RunConfig | SftConfig, device: Device, need: Need, runs: Sequence[str]) -> str:
@@ -156,35 +157,34 @@ def _learner_need_text(config: RunConfig | SftConfig, learner: memory.LearnerMem
 def _learner_fix(config: RunConfig | SftConfig, device: Device) -> str:
     architecture = architecture_of(config.model.path)
     layout = "a layout that splits the model further (`tandem plan` lists those that fit)"
-    for text, changed in _smaller_configs(config):
-        if not _is_tight(max(stage.total for stage in _stages(changed, device, architecture)), device):
-            return f"use {text} or {layout}"
+    for changes in _smaller(config) if isinstance(config, RunConfig) else ():
+        content = config.model_dump()
+        for field, value in changes.items():
+            block, _, name = field.partition(".")
+            content[block][name] = value
+        with contextlib.suppress(ValidationError):  # another field forbids it
+            changed = RunConfig.model_validate(content)
+            most = max(stage.total for stage in _stages(changed, device, architecture))
+            if not _is_tight(most, device) and not layout_problems(architecture, changed.layout):
+                text = " and ".join(f"{field}={str(value).lower()}" for field, value in changes.items())
+                return f"use {text} or {layout}"
     return f"use {layout}"
 
 
-def _smaller_configs(config: RunConfig | SftConfig) -> Iterator[tuple[str, RunConfig]]:
-    """Changes that need no further GPU, the best first: changes that keep every probability come first, the
+def _smaller(config: RunConfig) -> Iterator[dict[str, Any]]:
+    """Changes that need no further GPU, {field: value}, the best first: changes that keep every probability come first, the
     smallest of these before the others."""
-    if not isinstance(config, RunConfig):
-        return
-    learner, budget = config.learner, 2 * config.rollout.max_new_tokens
-    lower = {"token_budget": budget} if budget < learner.token_budget else {}
-    again = {"recompute": "full"} if learner.recompute == "none" else {}
-    for change in (again, lower, again | lower):
-        text = " and ".join(f"learner.{name}={value}" for name, value in change.items())
-        if change:
-            yield text, config.model_copy(update={"learner": learner.model_copy(update=change)})
+    learner, layout, budget = config.learner, config.layout, 2 * config.rollout.max_new_tokens
+    lower = {"learner.token_budget": budget} if budget < learner.token_budget else {}
+    again = {"learner.recompute": "full"} if learner.recompute == "none" else {}
+    yield from filter(None, (again, lower, again | lower))
     for factor in (2, 4, 8):
-        if config.layout.dp_size % factor == 0:
-            sizes = {"cp": factor * config.layout.cp, "dp": config.layout.dp_size // factor}
-            text = " and ".join(f"layout.{name}={size}" for name, size in sizes.items())
-            yield text, config.model_copy(update={"layout": config.layout.model_copy(update=sizes)})
-    if config.layout.tp > 1 and not config.layout.sp:
-        split = config.model_copy(update={"layout": config.layout.model_copy(update={"sp": True})})
-        yield "layout.sp=true", split
+        if layout.dp_size % factor == 0:
+            yield {"layout.cp": factor * layout.cp, "layout.dp": layout.dp_size // factor}
+    if layout.tp > 1 and not layout.sp:
+        yield {"layout.sp": True}
         if again:
-            text = "layout.sp=true and learner.recompute=full"
-            yield text, split.model_copy(update={"learner": learner.model_copy(update=again)})
+            yield {"layout.sp": True} | again
 
 
 def _server_findings(config: RunConfig, device: Device, server: RolloutMemory) -> Iterator[Finding]:
@@ -271,4 +271,4 @@ def _server_lines(need: Need, server: RolloutMemory, device: Device) -> list[str
 
 def _itemised(items: Sequence[tuple[str, int]]) -> list[str]:
     rows = [(name, f"{memory.size_text(size):>10}") for name, size in items]
-    return [f"  {line}" for line in aligned(rows)]
+    return [*indented(aligned(rows))]

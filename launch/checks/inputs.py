@@ -22,6 +22,7 @@ from configs.schema.task import CountdownTask, Gsm8kTask, JsonlTask
 from launch.checks.conversations import check_conversations, token_counts
 from launch.checks.findings import finding_of
 from launch.checks.model_files import check_tokenizer, check_weights, open_tokenizer, reward_tokenizers
+from launch.tables import print_over
 from parallel.planning.architecture import architecture_of
 from rollout.sampling.prompt_room import PromptRoom, PromptsOf, check_example_length, prompt_room
 from rollout.tasks.records import Progress
@@ -61,21 +62,21 @@ def reading_progress(path: Path) -> Iterator[Progress]:
     """Reports on stderr how much of a large file has been read: on a terminal in a line that vanishes,
     elsewhere in a line now and then."""
     began, next_line, on_terminal = time.monotonic(), _FIRST_LINE_S, sys.stderr.isatty()
-    has_printed = False
 
     def report(share: float) -> None:
-        nonlocal next_line, has_printed
-        elapsed = time.monotonic() - began
-        if elapsed < (_FIRST_LINE_S / 2 if on_terminal else next_line):
-            return
-        has_printed, next_line = True, elapsed + _LATER_LINES_S
-        print(f"reading {path}: {share:4.0%}", end="\r" if on_terminal else "\n", file=sys.stderr, flush=True)
+        nonlocal next_line
+        elapsed, line = time.monotonic() - began, f"reading {path}: {share:4.0%}"
+        if on_terminal and elapsed >= _FIRST_LINE_S / 2:
+            print_over(line, file=sys.stderr)
+        elif elapsed >= next_line:
+            next_line = elapsed + _LATER_LINES_S
+            print(line, file=sys.stderr, flush=True)
 
     try:
         yield report
     finally:
-        if has_printed and on_terminal:
-            print("\033[K", end="", file=sys.stderr, flush=True)
+        if on_terminal:
+            print_over("", file=sys.stderr)
 
 
 def _check_task(config: RunConfig, tokenizer: "Tokenizer | None", notes: list[str]) -> Iterator[Finding]:

@@ -115,10 +115,8 @@ def _check_template(
     from rollout.tokenizer_files import check_template_arguments
 
     arguments, field = config.model.chat_template_kwargs, "model.chat_template_kwargs"
-    system_prompt, templated = (
-        getattr(data, "system_prompt", None),
-        getattr(data, "apply_chat_template", False),
-    )
+    system_prompt = getattr(data, "system_prompt", None)
+    templated = getattr(data, "apply_chat_template", False)
     if not (templated or arguments):
         return
     error = template_error(tokenizer, system_prompt, arguments)

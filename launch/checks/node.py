@@ -21,8 +21,8 @@ from configs.schema.launch import NodesConfig
 from launch.checks.devices import ask_gpus
 from launch.processes.addresses import own_address
 from launch.processes.placement import gpus_of_node
+from parallel.planning.memory import GIB
 
-GIB = 2**30
 PINNED = ("torch", "sglang", "megatron-core", "transformers", "pyzmq")
 OPEN_FILES = 4096
 BUSY_GPU_MIB = 1024

@@ -20,7 +20,7 @@ def resume_problems(config: RunConfig, resume: Path, say: Callable[[str], None])
     if not folder.config.is_file():
         yield f"resume: {resume} is not a run folder (it has no config.yaml); `tandem list` names those of runs/"
         return
-    before = load_config(folder.config, [])
+    before = load_config(folder.config)
     if not isinstance(before, RunConfig):
         yield f"resume: {resume} is a run of kind {before.kind}, which leaves nothing to go on from; {way_on(folder, before.kind)}"
         return

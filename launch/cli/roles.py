@@ -10,13 +10,27 @@ commands = typer.Typer()
 command = command_of(commands, "Roles, one at a time")
 
 
-def _role_command(name: str, help_text: str, hidden: bool = False) -> None:
+ROLES = {
+    "sample": "Run one role alone: the sampling driver of a run.",
+    "learn": "Run one role alone, under torchrun: a Megatron rank of a run.",
+    "sft-rank": "Under torchrun: a Megatron rank of a warm start.",
+    "replay-rank": "A Megatron process that replays a step with gradients of the parameters.",
+    "verify-rank": "Under torchrun: a Megatron rank that sends other weights to servers, to verify the transfer.",
+    "mismatch-draw": "Sample and score prompts with the servers of a folder, for a study of mismatch.",
+    "score-rank": "Under torchrun: a Megatron rank that scores samples, for a study of mismatch.",
+    "selftest-rank": "Under torchrun: the work of one check of the selftest.",
+    "export-rank": "A Megatron process that writes a checkpoint as a Hugging Face folder.",
+}
+"""The help of the roles beside serve. Help lists those of a training run alone."""
+
+
+def _add_role(name: str, help_text: str) -> None:
     def run(run_folder: RunPath) -> None:
         from launch.roles.start import run_role
 
         run_role(name, run_folder)
 
-    command(name, help=help_text, hidden=hidden)(run)
+    command(name, help=help_text, hidden=name not in ("sample", "learn"))(run)
 
 
 @command()
@@ -33,26 +47,5 @@ def serve(
     run_role("serve", run_folder, node)
 
 
-_role_command("sample", "Run one role alone: the sampling driver of a run.")
-_role_command("learn", "Run one role alone, under torchrun: a Megatron rank of a run.")
-_role_command("sft-rank", "Under torchrun: a Megatron rank of a warm start.", hidden=True)
-_role_command(
-    "replay-rank", "A Megatron process that replays a step with gradients of the parameters.", hidden=True
-)
-_role_command(
-    "verify-rank",
-    "Under torchrun: a Megatron rank that sends other weights to servers, to verify the transfer.",
-    hidden=True,
-)
-_role_command(
-    "mismatch-draw",
-    "Sample and score prompts with the servers of a folder, for a study of mismatch.",
-    hidden=True,
-)
-_role_command(
-    "score-rank", "Under torchrun: a Megatron rank that scores samples, for a study of mismatch.", hidden=True
-)
-_role_command("selftest-rank", "Under torchrun: the work of one check of the selftest.", hidden=True)
-_role_command(
-    "export-rank", "A Megatron process that writes a checkpoint as a Hugging Face folder.", hidden=True
-)
+for _name, _help in ROLES.items():
+    _add_role(_name, _help)

@@ -1,7 +1,7 @@
 """Arguments of the commands that show, use and end runs."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -109,7 +109,7 @@ def trace(
 @command()
 def publish(
     run: RunPath,
-    to: Annotated[str, typer.Option("--to", help="wandb or tensorboard.", metavar="SERVICE")],
+    to: Annotated[Literal["wandb", "tensorboard"], typer.Option("--to", help="The service.")],
     follow: Annotated[
         bool, typer.Option("--follow", "-f", help="Go on with new steps, until the run ends or Ctrl-C.")
     ] = False,

@@ -83,9 +83,9 @@ def clean(runs_dir: Path, *, apply: bool, models: bool) -> int:
         with _held(run, apply=apply) as why_not:
             # Looked at again, now that nobody else can change them.
             cleaning.take([why_not] if why_not else _items(run))
-    for path in folders:
-        with _sweep_held(path, apply=apply) as is_free:
-            cleaning.take([*_sweep_items(path)] if is_free else [])
+    for sweep in filter(_is_idle_sweep, folders):
+        with _locked([sweep / "lock"], apply=apply) as why_not:
+            cleaning.take([] if why_not else _sweep_items(sweep))
     cleaning.take(_quickstart_models(folders, runs) if models else [])
     rows, total = cleaning.rows, sum(size for _, size, _ in cleaning.rows)
     shown = [(path, size_text(size), reason) for path, size, reason in rows]
@@ -146,19 +146,26 @@ def _inside(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def _held(run: RunFolder, *, apply: bool) -> Iterator[LeftAlone | None]:
     """With ``apply``, nobody can run or export the folder inside. Yields why it is to be left alone, if so."""
-    if (reason := _may_be_written(run)) is not None or not apply:
-        yield None if reason is None else LeftAlone(run.path, reason)
+    if (reason := _may_be_written(run)) is not None:
+        yield LeftAlone(run.path, reason)
         return
-    with contextlib.ExitStack() as locks:
+    with _locked((run.lock, run.export_lock), apply=apply) as why_not:
+        yield None if why_not is None else LeftAlone(run.path, why_not)
+
+
+@contextlib.contextmanager
+def _locked(locks: Sequence[Path], *, apply: bool) -> Iterator[str | None]:
+    """With ``apply``, the locks are held inside. Yields why they cannot be, if so."""
+    with contextlib.ExitStack() as held:
         why_not = None
         try:
-            run.roles.mkdir(exist_ok=True)
-            for lock in (run.lock, run.export_lock):
-                locks.enter_context(locked(lock))
+            for lock in locks if apply else ():
+                lock.parent.mkdir(exist_ok=True)
+                held.enter_context(locked(lock))
         except BlockingIOError:
-            why_not = LeftAlone(run.path, "it is being run, or exported")
+            why_not = "it is being run, or exported"
         except (OSError, ValueError) as error:
-            why_not = LeftAlone(run.path, f"its lock cannot be taken ({error})")
+            why_not = f"its lock cannot be taken ({error})"
         yield why_not
 
 
@@ -251,17 +258,20 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
             yield Item(path, "left by an export that was killed")
         elif path.name == "metrics.lost.jsonl":
             yield Item(path, "of an attempt without a checkpoint")
-        elif path.is_file() and KILLED_WRITE.fullmatch(path.name):
-            yield Item(path, "left by a write that was killed")
-    for path in _inside(run.batches):
-        if KILLED_WRITE.fullmatch(path.name):
-            yield Item(path, "left by a write that was killed")
+    yield from _killed_writes(run.path)
+    yield from _killed_writes(run.batches)
     job, logs = recorded_job(run), [path for path in _inside(run.logs) if SLURM_LOG.fullmatch(path.name)]
     # Where the last job has left no log, one of the others may be its own, or is the newest that there is.
     if f"slurm-{job}.log" in {path.name for path in logs}:
         for path in logs:
             if path.name != f"slurm-{job}.log":
                 yield Item(path, f"the log of a job before the last one, {job}")
+
+
+def _killed_writes(folder: Path) -> Iterator[Item]:
+    for path in _inside(folder):
+        if path.is_file() and KILLED_WRITE.fullmatch(path.name):
+            yield Item(path, "left by a write that was killed")
 
 
 def _has_done_all(run: RunFolder) -> bool:
@@ -273,21 +283,10 @@ def _has_done_all(run: RunFolder) -> bool:
     return isinstance(config, RunConfig) and is_finished(run, config)
 
 
-@contextlib.contextmanager
-def _sweep_held(folder: Path, *, apply: bool) -> Iterator[bool]:
-    """With ``apply``, no sweep can begin inside. Yields whether ``folder`` is of a sweep that nobody runs."""
+def _is_idle_sweep(folder: Path) -> bool:
+    """Whether the folder is of a sweep that nobody runs."""
     lock = folder / "lock"
-    if not os.path.isfile(folder / "sweep.json") or not lock.is_file() or holders_of(lock):
-        yield False
-        return
-    with contextlib.ExitStack() as held:
-        is_free = True
-        if apply:
-            try:
-                held.enter_context(locked(lock))
-            except (OSError, ValueError):
-                is_free = False
-        yield is_free
+    return os.path.isfile(folder / "sweep.json") and lock.is_file() and not holders_of(lock)
 
 
 def _sweep_items(folder: Path) -> Iterator[Item | LeftAlone]:
@@ -303,11 +302,7 @@ def _sweep_items(folder: Path) -> Iterator[Item | LeftAlone]:
             for path in (folder / f"{name}.yaml", folder / f"{name}.log"):
                 if path.is_file() and not path.is_symlink():
                     yield Item(path, "of a sweep's run that is finished; its folder has the like")
-    yield from (
-        Item(path, "left by a write that was killed")
-        for path in _inside(folder)
-        if path.is_file() and KILLED_WRITE.fullmatch(path.name)
-    )
+    yield from _killed_writes(folder)
 
 
 def _quickstart_models(folders: Sequence[Path], runs: Sequence[RunFolder]) -> Iterator[Item | LeftAlone]:

@@ -7,7 +7,7 @@ and no engine is imported.
 """
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from configs.errors import counted
 from configs.loader import resolved_yaml
@@ -29,7 +29,7 @@ from launch.checks.inputs import survey_of
 from launch.processes import placement
 from launch.processes.run_folder import RunFolder
 from launch.roles.command_line import MEGATRON_ROLES, Rendezvous, role_command
-from launch.tables import aligned
+from launch.tables import aligned, indented
 from parallel.planning.adapters import adapter_parameters
 from parallel.planning.architecture import architecture_of
 from parallel.planning.memory import size_text, stage_parameters
@@ -70,24 +70,20 @@ def print_dry_run(
 def dry_run_lines(config: RunConfig | SftConfig, runs: Sequence[str], device: Device) -> Iterator[str]:
     titles = ("role", "node", "ranks", "devices", "address")
     yield "processes that would be started:"
-    yield from _indented(aligned([titles, *_process_rows(config, runs, device)]))
-    yield from ("", "commands:", *_indented(_command_lines(config, runs)))
+    yield from indented(aligned([titles, *_process_rows(config, runs, device)]))
+    yield from ("", "commands:", *indented(_command_lines(config, runs)))
     if data := list(_data_rows(config)):
-        yield from ("", "data:", *_indented(aligned(data)))
+        yield from ("", "data:", *indented(aligned(data)))
     if "sample" in runs and isinstance(config, RunConfig) and config.environment.type != "single_turn":
-        yield from ("", "environment:", *_indented(_environment_lines(config.environment)))
+        yield from ("", "environment:", *indented(_environment_lines(config.environment)))
     if "learn" in runs or "sft-rank" in runs:
-        yield from ("", "batch of one step:", *_indented(batch_lines(config)))
+        yield from ("", "batch of one step:", *indented(batch_lines(config)))
     yield ""
     yield from memory_lines(config, device, runs)
     if "learn" in runs or "sft-rank" in runs:
         yield from ("", *disk_lines(config))
     if "learn" in runs and isinstance(config, RunConfig):
         yield from ("", *_transfer_lines(config))
-
-
-def _indented(lines: Iterable[str]) -> Iterator[str]:
-    return (f"  {line}" for line in lines)
 
 
 def _environment_lines(
@@ -188,10 +184,7 @@ def _command_lines(config: RunConfig | SftConfig, runs: Sequence[str]) -> Iterat
     nodes = config.launch.nodes
     meeting = None
     if nodes is not None and nodes.learner > 1:
-        endpoint, timeout_s = "HOST:PORT", config.launch.start_timeout_s
-        meeting = Rendezvous(
-            nodes=nodes.learner, endpoint=endpoint, id=folder.path.name, timeout_s=timeout_s, is_host=True
-        )
+        meeting = Rendezvous(launch=config.launch, endpoint="HOST:PORT", id=folder.path.name, is_host=True)
     for name in runs:
         if name in MEGATRON_ROLES:
             ranks = placement.learner_ranks_per_node(config)

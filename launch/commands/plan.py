@@ -54,9 +54,6 @@ class Found:
 
     config: RunConfig
     cluster: Cluster
-    architecture: Architecture
-    critic: Architecture | None
-    reference: Architecture | None
     measured: Measured
     timing: Timing | None
     plans: Sequence[Plan]
@@ -84,16 +81,7 @@ def print_plans(config_path: Path, overrides: list[str], options: PlanOptions) -
         plans = plan(
             architecture, config, cluster, critic=critic, reference=reference, measured=table, timing=timing
         )
-    found = Found(
-        config=config,
-        cluster=cluster,
-        architecture=architecture,
-        critic=critic,
-        reference=reference,
-        measured=table,
-        timing=timing,
-        plans=plans,
-    )
+    found = Found(config=config, cluster=cluster, measured=table, timing=timing, plans=plans)
     _print_table(plans, options.count)
     _print_best(found)
     if options.report is not None and timing is not None:

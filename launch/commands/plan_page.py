@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from configs.schema.layout import layout_text
 from launch.commands.plan import Found
+from parallel.planning.architecture import architecture_of
 from parallel.planning.measured import by_rule
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
+from parallel.planning.other_models import critic_architecture, reference_architecture
 from parallel.planning.planner import Cluster, Plan
 from parallel.planning.reasons import reasons
 from parallel.planning.time import StepTime, assumptions, seconds_text
@@ -59,8 +61,10 @@ def write_page(path: Path, config_path: Path, found: Found) -> None:
     config, cluster, timing, plans = found.config, found.cluster, found.timing, found.plans
     best = plans[0]
     assert timing is not None and best.time is not None
-    work = work_of(config, "cuda", found.critic, found.reference)
-    stages = [learner_memory(found.architecture, best.learner, work, s) for s in range(best.learner.pp)]
+    architecture = architecture_of(config.model.path)
+    critic, reference = critic_architecture(config, architecture), reference_architecture(config)
+    work = work_of(config, "cuda", critic, reference)
+    stages = [learner_memory(architecture, best.learner, work, s) for s in range(best.learner.pp)]
     figures = [
         shown(
             "Memory",

@@ -65,7 +65,7 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
     ranks: processes of the learner on each of its nodes. endpoint: where these nodes meet; None: the learner
     has one node.
     """
-    nodes, timeout_s = config.launch.nodes, config.launch.start_timeout_s
+    nodes = config.launch.nodes
     assert nodes is not None
     lines = [
         f"# run folder: {folder.path} (every node must see it, and the model, under this path)",
@@ -83,11 +83,7 @@ def instructions(config: RunConfig, folder: RunFolder, *, ranks: int, endpoint: 
         meeting = None
         if endpoint is not None:
             meeting = Rendezvous(
-                nodes=nodes.learner,
-                endpoint=endpoint,
-                id=folder.path.name,
-                timeout_s=timeout_s,
-                is_host=is_host,
+                launch=config.launch, endpoint=endpoint, id=folder.path.name, is_host=is_host
             )
         command = role_command("learn", folder, ranks=ranks, rendezvous=meeting)
         logged = _logged_command(command, folder, "learn")

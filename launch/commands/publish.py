@@ -31,26 +31,28 @@ ASK_EVERY_S = 30.0
 """Seconds between two questions whether the run goes on, which may go to Slurm."""
 ENDED = ("finished", "failed", "stopped")
 """States that another machine sees too."""
-SERVICES: dict[str, ServiceName] = {name: name for name in get_args(ServiceName)}
 STATUSES: dict[str, Status] = {status: status for status in get_args(Status)}
 
 
 def publish_run(
-    folder: RunFolder, to: str, *, project: str | None, entity: str | None, follow: bool, until_told: bool
+    folder: RunFolder,
+    service: ServiceName,
+    *,
+    project: str | None,
+    entity: str | None,
+    follow: bool,
+    until_told: bool,
 ) -> None:
-    """Copy the run's metrics to the service ``to``.
+    """Copy the run's metrics to the service.
 
     until_told: go on until standard input says how the run has ended, or ends. A learner starts it so.
     Raises BadInput for a run or a service that cannot be used.
     """
-    service = SERVICES.get(to)
-    if service is None:
-        raise BadInput(f"--to {to}: there is no such service; choose {' or '.join(SERVICES)}")
     if problem := missing_package(service):
         raise BadInput(f"--to {service} {problem}")
     if service != "wandb" and (project or entity):
         raise BadInput(f"--project and --entity are of W&B; leave them out with --to {service}")
-    config = load_config(folder.config, [])
+    config = load_config(folder.config)
     metrics = folder.metrics
     if not isinstance(config, RunConfig) or folder.request.exists():
         raise BadInput(f"RUN: {folder.path} is no training run, and has no metrics to copy")

@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from configs.loader import load_config
 from configs.schema import RunConfig
@@ -35,38 +35,32 @@ def export(run: Path, out: Path, *, adapter: bool = False, best: bool = False) -
             error = f"--adapter: {folder.path} trained every weight and has no adapters (learner.lora)"
             raise BadInput(f"{error}; leave --adapter out to export its model")
     step = _best_step(folder) if best else None
-    with _writing_alone(out), _exporting_alone(folder):
+    busy = f"RUN: {folder.path} is being exported by another process; wait for it, or stop it first"
+    with _writing_alone(out), _lock_where_possible(folder.export_lock, busy) or contextlib.nullcontext():
         _export(folder, out, adapter=adapter, step=step)
     print(f"exported to {out}", flush=True)
 
 
-@contextlib.contextmanager
-def _exporting_alone(folder: RunFolder) -> Iterator[None]:
-    """Two exports of one run would take each other's files."""
+def _lock_where_possible(path: Path, busy: str) -> TextIO | None:
+    """Two exports of one run, or into one OUT, would take each other's files. None in a folder without write permission or
+    locks. Raises BadInput with ``busy`` where another process has the lock."""
     try:
-        folder.roles.mkdir(exist_ok=True)
-        lock = locked(folder.export_lock)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return locked(path)
     except BlockingIOError:
-        error = f"RUN: {folder.path} is being exported by another process"
-        raise BadInput(f"{error}; wait for it, or stop it first") from None
-    except (OSError, ValueError):  # a folder without write permission or locks: export without a lock
-        lock = contextlib.nullcontext()
-    with lock:
-        yield
+        raise BadInput(busy) from None
+    except (OSError, ValueError):
+        return None
 
 
 @contextlib.contextmanager
 def _writing_alone(out: Path) -> Iterator[None]:
-    """Two exports into one OUT would remove each other's partial copy. The lock beside OUT is removed while it is held, so who
-    then holds a file that is gone has met an export that has just ended."""
+    """The lock beside OUT is removed while it is held, so who then holds a file that is gone has met an export that has just
+    ended."""
     path = out.with_name(f".{out.name}.lock")
     error = f"OUT: {out} is being written by another export; wait for it, or name another folder"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = locked(path)
-    except BlockingIOError:
-        raise BadInput(error) from None
-    except (OSError, ValueError):  # a folder without write permission, which is told later, or without locks
+    lock = _lock_where_possible(path, error)
+    if lock is None:
         yield
         return
     with lock:
@@ -166,7 +160,7 @@ def _export_checkpoint(folder: RunFolder, step: int | None) -> None:
         reason = folder.damage_of_newest()
         error = f"RUN: {folder.path} has neither a finished model nor a complete checkpoint{reason}"
         raise BadInput(f"{error}; set checkpoint.every to get them")
-    config = load_config(folder.config, [])
+    config = load_config(folder.config)
     for exported in (folder.export, folder.exported_adapter):
         remove_leftovers(folder.path, exported.name)  # of an export that was killed
     write_json(folder.export_request, {"step": step})

@@ -14,13 +14,11 @@ from launch.selftest import report
 from launch.selftest.bench import GRACE_S, Bench
 from launch.selftest.check import Check, Machine, Outcome, Result, outcome_of, this_machine, why_not
 from launch.selftest.checks import chosen
-from launch.tables import on_one_line
+from launch.tables import print_over
 from trainer.tracking.console import duration
 
 WIDTH = 110
 TELL_EVERY_S = 60.0
-CLEAR = "\r\033[K"
-"""Begins a terminal's line anew."""
 
 
 def selftest(folder: Path, names: Sequence[str], *, seed: int) -> bool:
@@ -103,7 +101,7 @@ class Line:
     def tick(self, seconds: float) -> None:
         text = f"{self._place} … {self._check.name} {seconds:.0f} s, about {self._left(seconds)} left"
         if self._is_terminal:
-            print(f"{CLEAR}{self._cut(text)}", end="", flush=True)
+            print_over(text)
         elif seconds >= self._told + TELL_EVERY_S:
             self._told = seconds
             print(text, flush=True)
@@ -116,13 +114,8 @@ class Line:
         self.clear()
         seconds = f"{outcome.seconds:4.0f} s" if was_made else 6 * " "
         said = self._check.proves if was_made else outcome.text
-        text = f"{self._place} {outcome.result:<8}  {self._check.name:<18} {seconds}  {said}"
-        print(self._cut(text), flush=True)
-
-    def _cut(self, text: str) -> str:
-        """A line of a terminal, where a longer one would break the counting: the table says all of it."""
-        return on_one_line(text) if self._is_terminal else text
+        print(f"{self._place} {outcome.result:<8}  {self._check.name:<18} {seconds}  {said}", flush=True)
 
     def clear(self) -> None:
         if self._is_terminal:
-            print(CLEAR, end="", flush=True)
+            print_over("")

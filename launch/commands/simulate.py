@@ -7,9 +7,9 @@ from pathlib import Path
 
 from configs.loader import load_config
 from configs.schema import RunConfig
-from launch.checks.arguments import BadInput, as_bad_input
+from launch.checks.arguments import BadInput, as_bad_input, check_file_to_write
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
-from launch.tables import aligned, print_table
+from launch.tables import aligned, indented, print_table
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.layout import validate_layout
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
@@ -36,6 +36,9 @@ def print_simulation(
 
     ranks: None for the first rank of the first, a middle and the last pipeline stage.
     """
+    with as_bad_input():
+        if json_path is not None:
+            check_file_to_write("--json", json_path)
     config, architecture = _checked(path, overrides)
     layout = config.layout
     chosen = ranks_of_stages(layout) if ranks is None else sorted(set(ranks))
@@ -114,17 +117,15 @@ def _details(rank: SimulatedRank) -> Iterator[str]:
     parts = {
         name: part for name, part in rank.parts.items() if part.flops or part.collectives or name == START
     }
-    yield from (f"  {line}" for line in aligned([("part", "peak", "of it", "", "", ""), *_part_rows(parts)]))
+    yield from indented(aligned([("part", "peak", "of it", "", "", ""), *_part_rows(parts)]))
     collectives = [
         (name, c.operation, c.group, str(c.size), f"{c.calls:,}", size_text(c.bytes))
         for name, part in parts.items()
         for c in sorted(part.collectives, key=lambda c: -c.bytes)
     ]
     yield ""
-    yield from (
-        f"  {line}"
-        for line in aligned([("part", "collective", "group", "ranks", "calls", "bytes"), *collectives])
-    )
+    titles = ("part", "collective", "group", "ranks", "calls", "bytes")
+    yield from indented(aligned([titles, *collectives]))
 
 
 def _part_rows(parts: dict[str, Part]) -> Iterator[tuple[str, ...]]:

@@ -19,6 +19,7 @@ from launch.roles.start import folder_of
 from launch.slurm import script
 from launch.slurm.job import cluster_here, record, why_not_free
 from launch.slurm.script import Place
+from launch.tables import indented
 from rollout.terminal_text import tandem_command
 
 
@@ -63,7 +64,7 @@ def slurm(
     draft = make_script(_draft_place(configs[0], arrays))
     script.check_script(draft, by_slurm=submit)
     if dry_run:
-        script_lines = ("", "the batch script:", *(f"  {line}" for line in draft.splitlines()))
+        script_lines = ("", "the batch script:", *indented(draft.splitlines()))
         print_dry_run(configs[0], TRAINING, gpu_memory, in_job=True, further=script_lines)
         return
     if arrays:

@@ -158,16 +158,17 @@ def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -
     deadline_s = limits.stop_grace_s + KILLED_S + (0.0 if at_once else limits.stop_timeout_s)
     in_order = "the step is finished or dropped, then a checkpoint is written"
     what = "every process is ended" if at_once else in_order
-    show = progress_printer(f"stopping {folder.path}: {what}; at most {deadline_s:.0f} s", still="stopping")
-    began = time.monotonic()
-    while not has_ended(0.5):
-        waited = time.monotonic() - began
-        show(waited)
-        if waited > deadline_s:
-            return _refuse(
-                f"{folder.path} has not ended within {deadline_s:.0f} s; `{tandem_command('status', folder.path)}` tells what it is "
-                f"doing, and `{tandem_command('stop', folder.path, '--now')}` ends it without a checkpoint"
-            )
+    is_late, began = False, time.monotonic()
+    about = f"stopping {folder.path}: {what}; at most {deadline_s:.0f} s"
+    with progress_printer(about, still="stopping") as show:
+        while not is_late and not has_ended(0.5):
+            show(waited := time.monotonic() - began)
+            is_late = waited > deadline_s
+    if is_late:
+        return _refuse(
+            f"{folder.path} has not ended within {deadline_s:.0f} s; `{tandem_command('status', folder.path)}` tells what it is "
+            f"doing, and `{tandem_command('stop', folder.path, '--now')}` ends it without a checkpoint"
+        )
     state = status(folder).state
     if state.startswith("not running"):
         newest = folder.newest_checkpoint()

@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.loader import ConfigError, load_config, parse_config
+from configs.loader import load_config, parse_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
-from launch.checks.config import LoadWith, check_served_as_saved, load_checked
+from launch.checks.config import LoadWith, load_checked
 from launch.checks.devices import gpus_here
 from launch.processes.supervisor import run_to_end
+from launch.roles.start import existing_run, role
 
 if TYPE_CHECKING:
     from launch.studies.mismatch_plan import Request
-from launch.roles.start import existing_run, role
 
 HERE = "launch.nodes=null"
 """An override for studies of layouts, which run on this machine whatever nodes the config trains on."""
@@ -30,7 +30,7 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
         fix = "none is recorded; train with record_batches=all or record_batches.every=N"
         fix = f"recorded are {steps}" if steps else fix
         raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {fix}")
-    config: RunConfig = load_config(folder.config, [])
+    config: RunConfig = load_config(folder.config)
     with as_bad_input(f"RUN {run}: "):
         corrections = replays.corrections_named(folder, names)
         if gradients:
@@ -64,7 +64,7 @@ def verify_sync(config_path: Path, overrides: list[str], learners: list[str], ro
     with as_bad_input():
         load = _loading_with_options(config_path, overrides)
         configs, tps = verification.make_plan(learners, rollouts, load, gpus=gpus_here())
-    return verification.run(configs, tps, role)
+    return verification.run(configs, tps)
 
 
 def _loading_with_options(config_path: Path, overrides: list[str]) -> LoadWith:
@@ -83,16 +83,7 @@ def mismatch(config_path: Path, overrides: list[str], request: "Request") -> Pat
     from launch.studies import mismatch as study
     from launch.studies.mismatch_plan import make_plan
 
-    load_with = _loading_with_options(config_path, overrides)
-
-    def load(option: str, more: Sequence[str]) -> RunConfig:
-        try:
-            config = load_with(option, more)
-            check_served_as_saved(config, "mismatch")
-            return config
-        except (ConfigError, BadInput) as error:
-            raise ValueError(str(error)) from error
-
+    load = _loading_with_options(config_path, overrides)
     with as_bad_input():
         plan = make_plan(request, load, gpus=gpus_here())
-    return study.run(plan, role)
+    return study.run(plan)

@@ -50,11 +50,8 @@ def sweep(config_path: Path, overrides: Sequence[str], *, jobs: int, keep_going:
         _check_memory(made, cells)
         if dry_run:
             rows = [(cell.name, counted(cell.config.steps, "step"), made.state(cell)) for cell in cells]
-            print(
-                "\n".join(
-                    [*aligned(rows), f"{counted(len(cells), 'run')}, {jobs} at a time; memory: {made.memory}"]
-                )
-            )
+            about = f"{counted(len(cells), 'run')}, {jobs} at a time; memory: {made.memory}"
+            print(*aligned(rows), about, sep="\n")
             return
         made.folder.mkdir(parents=True, exist_ok=True)
         lock = locked(made.folder / "lock")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from launch.checks.arguments import BadInput, as_bad_input
+from launch.checks.arguments import BadInput, as_bad_input, check_file_to_write
 from launch.processes.run_folder import RunFolder
 from launch.tables import print_table
 from tracing.parts import Part, Parts, parts_of
@@ -19,8 +19,8 @@ def trace(folder: RunFolder, *, steps: int | None, out: Path | None) -> None:
     ``RUN/trace.json``), and print the parts of a step by role."""
     found = recorded(folder, steps)
     out = out or folder.path / "trace.json"
-    if out.suffix != ".json" or out.is_dir() or not out.parent.is_dir():
-        raise BadInput(f"--out: {out} is not the name of a file to write; name one that ends with .json")
+    with as_bad_input():
+        check_file_to_write("--out", out, ".json")
     write_whole(out, f"{json.dumps(chrome_trace(found))}\n".encode())
     print_table(COLUMNS, [*table_rows(parts_of(found))])
     print(f"steps {_listed(found)}; (any): at least one of them is open")

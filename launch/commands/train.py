@@ -88,10 +88,12 @@ def train(
                 sampler_restarts=config.rollout.max_sampler_restarts,
             )
     except RoleFailed as failure:
-        raise RoleFailed(f"{failure}\n{_after_failure(folder, config)}") from failure
+        raise RoleFailed(
+            f"{failure}\n{after_end(folder, config, '. When the cause is mended, ')}"
+        ) from failure
     except Interrupted:
         ended = "interrupted; every process of the run has ended"
-        raise Interrupted(f"{ended}. {_after_interruption(folder, config)}") from None
+        raise Interrupted(f"{ended}. {after_end(folder, config, '; ')}") from None
     if isinstance(outcome, stopping.Stopped):
         raise stopping.RunStopped(_after_stop(folder, outcome))
     print_result(folder, config)
@@ -103,14 +105,17 @@ def finished_line(config: RunConfig, *, in_job: bool = False) -> str:
     again until it is finished, as a job of Slurm does, is done.
 
     in_job: it was to go on in a job of Slurm."""
-    if config.resume is None or not is_finished(folder := RunFolder(config.resume), config, note=_print_note):
+    if config.resume is None:
+        return ""
+    folder = RunFolder(config.resume)
+    if not is_finished(folder, config, note=print_message):
         return ""
     job = tandem_command("slurm", folder.config, f"resume={folder.path}", "steps=N", "--submit")
     more = job if in_job else tandem_command("resume", folder.path, "steps=N")
     return f"{folder.path} is finished, with steps={config.steps}; for more: `{more}`"
 
 
-def _print_note(text: str) -> None:
+def print_message(text: str) -> None:
     print(f"tandem: {text}", file=sys.stderr, flush=True)
 
 
@@ -127,29 +132,20 @@ def adding_causes(folder: RunFolder, config: RunConfig, supervisor: Supervisor) 
             raise RoleFailed("\n".join([*causes, str(failure)])) from failure
 
 
-def _after_failure(folder: RunFolder, config: RunConfig) -> str:
-    """The newest checkpoint of a failed run, and the command that goes on from it or, behind the last step, makes the report."""
+def after_end(folder: RunFolder, config: RunConfig, then: str) -> str:
+    """What a failed or interrupted run has saved, then the command that goes on or, behind the last step, makes the report."""
     if is_finished(folder, config):
         return without_report(folder)
-    return f"{_saved(folder, config)}. When the cause is mended, {way_on(folder, here=True)}"
-
-
-def _after_interruption(folder: RunFolder, config: RunConfig) -> str:
-    if is_finished(folder, config):
-        return without_report(folder)
-    return f"{_saved(folder, config)}; {way_on(folder, here=True)}"
+    newest = folder.newest_checkpoint()
+    every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
+    saved = f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
+    return f"{saved}{then}{way_on(folder, here=True)}"
 
 
 def without_report(folder: RunFolder) -> str:
     """For a run whose learner ended after it had written the model, so that no `tandem resume` goes on with it."""
     report = tandem_command("report", folder.path)
     return f"All steps are done, and the model is in {folder.hf}; `{report}` makes the report again"
-
-
-def _saved(folder: RunFolder, config: RunConfig) -> str:
-    newest = folder.newest_checkpoint()
-    every = "" if config.checkpoint.every else " (checkpoint.every is 0)"
-    return f"Nothing was saved{every}" if newest is None else f"Saved: step {step_of(newest)}, in {newest}"
 
 
 def resume(
@@ -243,7 +239,7 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
     summary: dict[str, Any] = {"accuracy": result.accuracy, "count": result.count, "model": str(model)}
     summary |= {"reward_mean": result.reward_mean, "failed": result.failed}
     summary["accuracy_error"] = result.accuracy_error
-    text = f"accuracy {_accuracy_text(result)} on {result.count} held-out samples{_failed_text(result)}"
+    text = f"accuracy {_accuracy_text(result, f' on {result.count} held-out samples')}"
     if result.reward_mean != result.accuracy:  # equal where all rewards are 0 or 1
         text += f", mean reward {result.reward_mean:.4f}"
     if result.pass_at:
@@ -252,28 +248,23 @@ def _evaluation_summary(result: "EvaluationResult", model: Path) -> tuple[dict[s
     if result.greedy:
         summary |= {"greedy_accuracy": result.greedy.accuracy, "greedy_failed": result.greedy.failed}
         summary["greedy_accuracy_error"] = result.greedy.accuracy_error
-        text += f", at temperature 0 {_accuracy_text(result.greedy)}{_failed_text(result.greedy)}"
+        text += f", at temperature 0 {_accuracy_text(result.greedy)}"
     for kind, results in (("sets", result.sets), ("sources", result.sources)):
         if results:
             summary[kind] = {name: one.accuracy for name, one in results.items()}
             summary[f"{kind}_accuracy_error"] = {name: one.accuracy_error for name, one in results.items()}
             summary[f"{kind}_failed"] = {name: one.failed for name, one in results.items()}
-            text += "".join(
-                f", {name} {_accuracy_text(one)}{_failed_text(one)}" for name, one in results.items()
-            )
+            text += "".join(f", {name} {_accuracy_text(one)}" for name, one in results.items())
     if result.first_failure is not None:
         text += f"; a failed reward counts as wrong; the first, of {result.first_failure}"
     return summary, text
 
 
-def _accuracy_text(result: "EvaluationResult") -> str:
-    """With one standard error, which a single problem does not have."""
+def _accuracy_text(result: "EvaluationResult", of: str = "") -> str:
+    """With one standard error, which a single problem does not have, and the rewards that failed."""
     error = f" ± {result.accuracy_error:.4f}" if result.accuracy_error is not None else ""
-    return f"{result.accuracy:.4f}{error}"
-
-
-def _failed_text(result: "EvaluationResult") -> str:
-    return f" ({result.failed} of {result.count} rewards failed)" if result.failed else ""
+    failed = f" ({result.failed} of {result.count} rewards failed)" if result.failed else ""
+    return f"{result.accuracy:.4f}{error}{of}{failed}"
 
 
 def _to_run_here(

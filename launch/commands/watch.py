@@ -24,7 +24,6 @@ from launch.checks.arguments import BadInput
 from launch.commands.samples import decode_of, transcript
 from launch.commands.status import status
 from launch.processes.run_folder import RunFolder
-from launch.tables import aligned
 from trainer.metric_names import STEP_PARTS, TIME_PARTS, known, value_of
 from trainer.tracking.metrics_file import GrowingMetrics
 from trainer.tracking.samples import read_samples, sample_file, sampled_steps
@@ -75,10 +74,8 @@ def _parts(
 ) -> list[tuple[str, RenderableType]]:
     """(title, content) of the panels. ``metrics``: of the folder."""
     rows = metrics.read()
-    found = status(folder, rows=rows)
-    lines = aligned([("state", found.state), *found.lines])
     return [
-        ("run", Text("\n".join(lines), no_wrap=True, overflow="ellipsis")),
+        ("run", Text(str(status(folder, rows=rows)), no_wrap=True, overflow="ellipsis")),
         ("curves", curves(rows)),
         ("the last step", last_step(rows)),
         ("newest samples", _samples(folder, decode)),

@@ -255,10 +255,8 @@ class Watch(_Looking):
         beats = read_beats(self._folder)
         names = self._started()
         self._ended += self._stopped.end(names, names.__getitem__)
-        reports = [
-            report for beat, written in beats for report in (self._slow(beat), self._silent(beat, written))
-        ]
-        texts = [*filter(None, reports)]
+        reports = ((self._slow(beat), self._silent(beat, written)) for beat, written in beats)
+        texts = [text for pair in reports for text in pair if text is not None]
         for text in texts[:LINES]:
             self._say(f"slow: {text}")
         if len(texts) > LINES:

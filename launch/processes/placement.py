@@ -24,22 +24,20 @@ def servers(config: RunConfig) -> list[ServerShare]:
     ``check_placement``."""
     rollout, nodes = config.rollout, config.launch.nodes or NodesConfig()
     beside_learner = config.launch.nodes is None and not config.launch.takes_turns
-    gpu, replicas = config.layout.world_size if beside_learner else 0, range(rollout.replicas)
+    gpu = config.layout.world_size if beside_learner else 0
+    each = n = 1  # replicas of a node, and nodes of a replica: one of them is 1
     if nodes.rollout > rollout.replicas:
         n = _split_evenly(nodes.rollout, rollout.replicas, "launch.nodes.rollout", "rollout.replicas")
-        ranks = _split_evenly(rollout.tp, n, "rollout.tp", "the nodes of a replica")
-        return [
-            ServerShare(replica=r, node=r * n + k, node_rank=k, num_nodes=n, first_gpu=gpu, num_ranks=ranks)
-            for r in replicas
-            for k in range(n)
-        ]
-    tp = rollout.tp
-    each = _split_evenly(len(replicas), nodes.rollout, "rollout.replicas", "launch.nodes.rollout")
-    gpus = [gpu + r % each * tp for r in replicas]
+    else:
+        each = _split_evenly(rollout.replicas, nodes.rollout, "rollout.replicas", "launch.nodes.rollout")
+    ranks = _split_evenly(rollout.tp, n, "rollout.tp", "the nodes of a replica")
     return [
-        ServerShare(replica=r, node=r // each, node_rank=0, num_nodes=1, first_gpu=gpus[r], num_ranks=tp)
-        for r in replicas
-    ]
+        ServerShare(
+            replica=r, node=r // each * n + k, node_rank=k, num_nodes=n, first_gpu=gpu + r % each * ranks, num_ranks=ranks
+        )
+        for r in range(rollout.replicas)
+        for k in range(n)
+    ]  # fmt: skip
 
 
 def servers_on(config: RunConfig, node: int) -> list[ServerShare]:

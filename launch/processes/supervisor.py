@@ -42,8 +42,6 @@ FULL_BYTES = 1 << 16
 KILL_TIMEOUT_S = 5.0
 LARGEST_LOG, KEPT_LOG = 2**28, 2**20
 """Bytes of a role's log, and those of its end that stay once it has more."""
-StartRole = Callable[..., "Role"]
-"""(name, folder, config, ...) -> the role to start, such as ``launch.roles.start.role``."""
 
 
 class RoleFailed(RuntimeError):

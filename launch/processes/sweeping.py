@@ -27,7 +27,7 @@ from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.supervisor import KILL_TIMEOUT_S, Role, RoleFailed, Supervisor
 from launch.roles.start import environment
 from launch.slurm.job import is_finished
-from launch.tables import on_one_line
+from launch.tables import print_over
 from parallel.checkpoints.files import step_of
 from rollout.terminal_text import tandem_command
 from trainer.file_system import write_whole
@@ -246,19 +246,24 @@ class _Progress:
     def begins(self, cell: Cell, start: int) -> None:
         self._number += 1
         self.starts[cell.name], self._began_cell[cell.name] = start, time.monotonic()
-        print(f"{self._number} of {self._count}: {cell.name} {self._sweep.state(cell)}", flush=True)
+        self._print(f"{self._number} of {self._count}: {cell.name} {self._sweep.state(cell)}")
 
     def ends(self, cell: Cell, code: int) -> None:
         how = {0: "finished", **dict.fromkeys(STOPPED, "stopped")}.get(code, f"failed, exit code {code}")
         took = duration(time.monotonic() - self._began_cell[cell.name])
-        print(f"{cell.name}: {how} after {took}{self._time_left()}", flush=True)
+        self._print(f"{cell.name}: {how} after {took}{self._time_left()}")
+
+    def _print(self, text: str) -> None:
+        if sys.stdout.isatty():
+            print_over("")
+        print(text, flush=True)
 
     def line(self, cells: Sequence[Cell]) -> None:
         if sys.stdout.isatty() and cells:
             steps = ", ".join(
                 f"{cell.name}: step {self._step(cell)} of {cell.config.steps}" for cell in cells
             )
-            print(f"{on_one_line(steps, self._time_left())}\x1b[K", end="\r", flush=True)
+            print_over(steps, self._time_left())
 
     def _time_left(self) -> str:
         done, total = self._done(), sum(cell.config.steps for cell in self._cells)

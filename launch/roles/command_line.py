@@ -4,6 +4,7 @@ import math
 import sys
 from dataclasses import dataclass
 
+from configs.schema.launch import LaunchConfig
 from launch.processes.run_folder import RunFolder
 
 MEGATRON_ROLES = (
@@ -17,7 +18,8 @@ IN_JOB = "TANDEM_JOB"
 class Rendezvous:
     """The meeting place of the torchrun agents, one on each of the learner's nodes."""
 
-    nodes: int
+    launch: LaunchConfig
+    """With the number of nodes, and the time for all agents to come."""
     endpoint: str
     """HOST:PORT of the learner's first node, whose agent listens there."""
     is_host: bool
@@ -28,8 +30,6 @@ class Rendezvous:
     which may be localhost."""
     id: str
     """The same for all agents of one start of one run."""
-    timeout_s: float
-    """Time for all agents to come."""
 
 
 def role_command(
@@ -55,12 +55,14 @@ def role_command(
 def _rendezvous_options(rendezvous: Rendezvous | None) -> list[str]:
     if rendezvous is None:
         return ["--rdzv-backend=tandem"]
+    assert rendezvous.launch.nodes is not None
+    join_timeout_s, is_host = math.ceil(rendezvous.launch.start_timeout_s), str(rendezvous.is_host).lower()
     # No --node-rank: the host is node 0, and the others are numbered in the order in which they come.
     return [
-        f"--nnodes={rendezvous.nodes}",
+        f"--nnodes={rendezvous.launch.nodes.learner}",
         "--rdzv-backend=tandem",
         f"--rdzv-endpoint={rendezvous.endpoint}",
         f"--rdzv-id={rendezvous.id}",
-        f"--rdzv-conf=join_timeout={math.ceil(rendezvous.timeout_s)},is_host={str(rendezvous.is_host).lower()}",
+        f"--rdzv-conf=join_timeout={join_timeout_s},is_host={is_host}",
         *([] if rendezvous.address is None else [f"--local-addr={rendezvous.address}"]),
     ]

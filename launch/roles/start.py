@@ -3,10 +3,11 @@ servers and the sampler.
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +23,7 @@ from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import POLL_S, Role, Supervisor
 from launch.roles.command_line import role_command
 from launch.slurm.job import why_not_free
+from launch.tables import print_over
 from rollout.terminal_text import tandem_command
 
 Config = TypeVar("Config", RunConfig, SftConfig)
@@ -61,7 +63,7 @@ def existing_run(run: Path) -> RunFolder:
 
 def config_of(folder: RunFolder, kind: type[Config]) -> Config:
     """The config of a run. Raises ValueError for a run of another kind."""
-    config = load_config(folder.config, [])
+    config = load_config(folder.config)
     if not isinstance(config, kind):
         raise ValueError(
             f"RUN: {folder.path} is a run of kind {config.kind}; this is for runs of kind {kind_of(kind)}"
@@ -195,25 +197,29 @@ def wait_ready(supervisor: Supervisor, folder: RunFolder, config: RunConfig) -> 
         return servers is not None and folder.read_address("sample") is not None
 
     logs = tandem_command("logs", folder.path)
-    show = progress_printer(f"starting {roles} (their output: {logs})", still="starting")
     timeout_s, what = config.launch.start_timeout_s, f"{roles} to be ready"
-    supervisor.wait_for(are_ready, what=what, timeout_s=timeout_s, while_waiting=show)
+    with progress_printer(f"starting {roles} (their output: {logs})", still="starting") as show:
+        supervisor.wait_for(are_ready, what=what, timeout_s=timeout_s, while_waiting=show)
     print(f"{roles} ready after {time.monotonic() - started:.0f} s", flush=True)
 
 
-def progress_printer(text: str, *, still: str) -> Callable[[float], None]:
-    """Prints a counting line on a terminal; elsewhere a line at the start, and later lines ever more rarely: "still
-    starting after 60 s", where ``still`` is "starting"."""
-    interactive, due = sys.stdout.isatty(), 0.0
+@contextlib.contextmanager
+def progress_printer(text: str, *, still: str) -> Iterator[Callable[[float], None]]:
+    """Prints the text, and yields a function of the seconds waited. It shows "still starting after 60 s", where ``still`` is
+    "starting": on a terminal as a counting line, elsewhere in lines ever more rarely."""
+    interactive = sys.stdout.isatty()
+    due = 0.0 if interactive else 60.0
 
-    def print_progress(waited: float) -> None:
+    def show(waited: float) -> None:
         nonlocal due
-        if waited < due:
-            return
-        if interactive:
-            print(f"{text} … {waited:.0f} s", end="\r", flush=True)
-        else:
-            print(f"{text} …" if due == 0 else f"… still {still} after {waited:.0f} s", flush=True)
-        due = int(waited) + 1.0 if interactive else max(60.0, 2 * due)
+        if waited >= due:
+            line = f"… still {still} after {waited:.0f} s"
+            print_over(line) if interactive else print(line, flush=True)
+            due = int(waited) + 1.0 if interactive else 2 * due
 
-    return print_progress
+    print(f"{text} …", flush=True)
+    try:
+        yield show
+    finally:
+        if interactive:
+            print_over("")

@@ -29,6 +29,7 @@ from parallel.weights.hf_names import all_hf_names
 from rollout.terminal_text import tandem_command
 from rollout.tiny_model import make_tiny_countdown_model
 from trainer.batch.plan import pack_prompted
+from trainer.engine_agreement import EXACT_TOLERANCE
 from trainer.learner import Learner
 from trainer.studies.layout_scoring import frozen_engine
 from trainer.studies.layout_statistics import probability_gaps
@@ -36,7 +37,6 @@ from trainer.studies.layout_statistics import probability_gaps
 SPREAD = 0.12
 """Standard deviation of the weights: the answers of a model with smaller ones hardly depend on the prompt."""
 LENGTHS = (90, 41, 7, 66, 23, 90, 12, 58)
-EXACT_NATS = 1e-4
 SANE_PROBABILITY = 0.1
 UPDATES = 3
 PLAN_TOLERANCE = 0.05
@@ -47,17 +47,13 @@ def model(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Foun
     make_tiny_countdown_model(path, seed=config.seed, initializer_range=SPREAD)
     weights, names = HuggingFaceWeights(path), all_hf_names(architecture_of(path))
     if missing := sorted(names - weights.names):
-        raise CheckFailed(f"the files of {path} lack {', '.join(missing[:3])}", REPORT)
+        raise CheckFailed(f"the files of {path} lack {', '.join(missing[:3])}")
     again = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).state_dict()
     wrong = sorted(name for name in names if not torch.equal(weights.read(name), again[name]))
     if wrong:
-        raise CheckFailed(
-            f"transformers reads other weights than the files hold: {', '.join(wrong[:3])}", REPORT
-        )
+        raise CheckFailed(f"transformers reads other weights than the files hold: {', '.join(wrong[:3])}")
     count = sum(weights.read(name).numel() for name in names)
-    return Found(
-        text=f"Qwen3 of {count / 1e6:.2f} M parameters, {len(names)} tensors", figures={"parameters": count}
-    )
+    return Found(f"Qwen3 of {count / 1e6:.2f} M parameters, {len(names)} tensors", {"parameters": count})
 
 
 def collectives(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
@@ -74,7 +70,7 @@ def collectives(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
     _check_numbers(summed, size * base + size * (size - 1) // 2, f"an all-reduce by {backend}")
     rate = COLLECTIVE_BYTES[backend] / seconds / 1e9
     text = f"all-reduce of {COLLECTIVE_BYTES[backend] // 2**20} MiB over {size} processes: {rate:.2f} GB/s"
-    return Found(text=text, figures={"all_reduce_gb_per_s": rate, "processes": size})
+    return Found(text, {"all_reduce_gb_per_s": rate, "processes": size})
 
 
 def _check_numbers(found: Tensor, expected: Tensor, what: str) -> None:
@@ -97,20 +93,24 @@ def logprobs(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
         nats = (mine - theirs).abs().max().item()
         gap = probability_gaps(mine, theirs).max().item()
         figures |= {f"{dtype}_max_logprob_gap_nats": nats, f"{dtype}_max_probability_gap": gap}
-        is_wrong = not nats <= EXACT_NATS if dtype == "float32" else not gap <= SANE_PROBABILITY
-        if is_wrong:
-            allowed = f"{EXACT_NATS:g} nats" if dtype == "float32" else f"{SANE_PROBABILITY:g} in probability"
-            error = f"in {dtype} a log-prob differs from transformers' by {nats:.1e} nats ({gap:.1e} in probability)"
-            raise CheckFailed(
-                f"{error}; {allowed} is allowed",
-                f"`{tandem_command('selftest', '--only', folder.path.name)}` again; {REPORT}",
-            )
+        fix = f"`{tandem_command('selftest', '--only', folder.path.name)}` again; {REPORT}"
+        check_gap("a log-prob differs from transformers'", nats, gap, dtype, fix)
     nats = figures.get("float32_max_logprob_gap_nats")
     exact = f"float32: {nats:.1e} nats at most; " if nats is not None else ""
     return Found(
-        text=f"{exact}bfloat16: {figures['bfloat16_max_probability_gap']:.1e} in probability at most",
+        f"{exact}bfloat16: {figures['bfloat16_max_probability_gap']:.1e} in probability at most",
         figures=figures,
     )
+
+
+def check_gap(what: str, nats: float, gap: float, dtype: str, fix: str) -> None:
+    """nats, gap: the greatest difference of log-probs, and of probabilities. Raises CheckFailed where it is not sane, or in
+    float32 not exact."""
+    is_exact = dtype == "float32"
+    if not (nats <= EXACT_TOLERANCE if is_exact else gap <= SANE_PROBABILITY):
+        allowed = f"{EXACT_TOLERANCE:g} nats" if is_exact else f"{SANE_PROBABILITY:g} in probability"
+        error = f"in {dtype} {what} by {nats:.1e} nats ({gap:.1e} in probability)"
+        raise CheckFailed(f"{error}; {allowed} is allowed", fix)
 
 
 def random_batch(config: RunConfig) -> tuple[PackedBatch, list[list[int]]]:
@@ -138,12 +138,10 @@ def update(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     batch, _ = random_batch(config)
     losses, norms, weights = updated(config, batch)
     if not all(map(math.isfinite, (*losses, *norms))) or not all(norms):
-        raise CheckFailed(
-            f"losses {losses}, norms of the gradient {norms}: not all are finite and above 0", REPORT
-        )
+        raise CheckFailed(f"losses {losses}, norms of the gradient {norms}: not all are finite and above 0")
     if losses[-1] >= losses[0]:
         raise CheckFailed(
-            f"{UPDATES} updates on one batch took the loss from {losses[0]:.6f} to {losses[-1]:.6f}", REPORT
+            f"{UPDATES} updates on one batch took the loss from {losses[0]:.6f} to {losses[-1]:.6f}"
         )
     _, _, again = updated(config, batch)
     differing = [name for name in weights if not torch.equal(weights[name], again[name])]
@@ -153,9 +151,7 @@ def update(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
         raise CheckFailed(f"{error}, {differing[0]} first", f"look at the memory of this machine; {REPORT}")
     same = f", {len(differing)} of {len(weights)} tensors differ" if differing else " to the bit"
     text = f"loss {losses[0]:.4f} → {losses[-1]:.4f} in {UPDATES} updates; repeated{same}"
-    return Found(
-        text=text, figures={"losses": losses, "grad_norms": norms, "differing_tensors": len(differing)}
-    )
+    return Found(text, {"losses": losses, "grad_norms": norms, "differing_tensors": len(differing)})
 
 
 def updated(config: RunConfig, batch: PackedBatch) -> tuple[list[float], list[float], dict[str, Tensor]]:
@@ -200,4 +196,4 @@ def memory(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Fou
     figures |= {f"planned_{name}_bytes": size for name, size in plan.items()}
     if kind == "cuda":
         figures["peak_allocated_bytes"] = torch.cuda.max_memory_allocated()
-    return Found(text=f"of the plan: {ratios}", figures=figures)
+    return Found(f"of the plan: {ratios}", figures)

@@ -19,6 +19,7 @@ from launch.processes.supervisor import POLL_S, Role, RoleFailed, Supervisor
 from launch.roles.start import environment, role
 from launch.selftest.check import REPORT, Check, CheckFailed, Found, Machine
 from launch.selftest.ranks import FAILED, FOUND
+from rollout.servers.watched_process import log_tail
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "debug" / "selftest.yaml"
 GRACE_S = 3.0
@@ -39,8 +40,6 @@ class Bench:
         self._tick = tick
         self._serving = contextlib.ExitStack()
         self._server: Supervisor | None = None
-        self._check: Check | None = None
-        self._began = 0.0
         self.torch: dict[str, Any] = {}
         """What the first process with torch has told about it."""
 
@@ -67,14 +66,9 @@ class Bench:
         assert isinstance(config, RunConfig)
         return config
 
-    @property
-    def check(self) -> Check:
-        assert self._check is not None
-        return self._check
-
     def begin(self, check: Check) -> None:
         """Make ``check`` the one that the time counts for."""
-        self._check, self._began = check, time.monotonic()
+        self.check, self._began = check, time.monotonic()
 
     @property
     def seconds(self) -> float:
@@ -106,11 +100,13 @@ class Bench:
             if self._server is not None and not self._server.is_running("serve"):
                 raise self._server.failure("serve") from failure
             if (told := folder.path / FAILED).exists():
-                raise CheckFailed(**json.loads(told.read_text()), details=_tail(work.log)) from failure
+                raise CheckFailed(
+                    **json.loads(told.read_text()), details=log_tail(work.log, LOG_LINES)
+                ) from failure
             raise
         found = json.loads((folder.path / FOUND).read_text())
         self.torch = self.torch or found["torch"]
-        return Found(text=found["text"], figures=found["figures"])
+        return Found(found["text"], found["figures"])
 
     def run(self, *roles: Role) -> None:
         """Run processes side by side until all have ended well. Raises RoleFailed, and CheckFailed at the deadline. None
@@ -129,7 +125,7 @@ class Bench:
         if self.seconds > self.check.deadline_s:
             error = f"it had not ended after {self.check.deadline_s:.0f} s, and was ended"
             fix = "look at the load of this machine, and try `--only` with this check alone"
-            raise CheckFailed(error, f"{fix}; else {REPORT}", _tail(log))
+            raise CheckFailed(error, f"{fix}; else {REPORT}", log_tail(log, LOG_LINES))
 
     def start_server(self) -> None:
         """Returns when the server has answered. It goes on until ``stop_server``. Raises RoleFailed."""
@@ -162,9 +158,3 @@ class Bench:
         self.run(Role(name="train", command=command, log=log, env=environment(self.config)))
         (metrics,) = (self.out / "runs").glob(f"{name}-*/metrics.jsonl")
         return [json.loads(line) for line in metrics.read_text().splitlines()]
-
-
-def _tail(log: Path) -> str:
-    from rollout.servers.watched_process import log_tail
-
-    return log_tail(log, LOG_LINES)

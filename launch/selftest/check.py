@@ -45,12 +45,12 @@ def this_machine() -> Machine:
 class CheckFailed(Exception):
     """error: what is wrong. fix: what to try. details: for the report alone, such as the end of a log."""
 
-    def __init__(self, error: str, fix: str, details: str = ""):
+    def __init__(self, error: str, fix: str = REPORT, details: str = ""):
         super().__init__(error)
         self.error, self.fix, self.details = error, fix, details
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Found:
     """What a check that passed has measured."""
 
@@ -118,9 +118,9 @@ def outcome_of(check: Check, bench: "Bench") -> Outcome:
     except CheckFailed as failure:
         wrong = failure
     except RoleFailed as failure:
-        wrong = CheckFailed(_in_one_line(failure), REPORT, str(failure))
+        wrong = CheckFailed(_in_one_line(failure), details=str(failure))
     except Exception as error:
-        wrong = CheckFailed(f"{type(error).__name__}: {error}", REPORT, traceback.format_exc())
+        wrong = CheckFailed(f"{type(error).__name__}: {error}", details=traceback.format_exc())
     else:
         return Outcome(check=check, result=Result.PASS, text=found.text, figures=found.figures)
     return Outcome(check=check, result=Result.FAIL, text=wrong.error, fix=wrong.fix, details=wrong.details)

@@ -4,15 +4,15 @@ import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from launch.checks.node import GIB, Level, checks_of_node
+from configs.errors import did_you_mean
+from launch.checks.node import Level, checks_of_node
 from launch.processes.supervisor import Role, RoleFailed
 from launch.roles.start import environment
 from launch.selftest.bench import Bench
-from launch.selftest.check import REPORT, Check, CheckFailed, Found, Machine
-from parallel.planning.memory import size_text
+from launch.selftest.check import Check, CheckFailed, Found, Machine
+from parallel.planning.memory import GIB, size_text
 from rollout.servers.command import ServerSpec, server_environment
 from rollout.servers.share import ServerShare
 
@@ -41,7 +41,7 @@ def _machine(bench: Bench) -> Found:
     sound = [one for one in findings if one.level is Level.OK and one.check in ("gpus", "limits", "/dev/shm")]
     told = [f"warning: {warning}" for warning in warnings] + [f"{one.check}: {one.text}" for one in sound]
     text = " · ".join([*told, f"disk: {free / GIB:.0f} GiB free"])
-    return Found(text=text, figures={"free_bytes": free, "warnings": warnings})
+    return Found(text, {"free_bytes": free, "warnings": warnings})
 
 
 def packages(machine: Machine) -> dict[str, str]:
@@ -70,7 +70,7 @@ def _packages(bench: Bench) -> Found:
     text = ", ".join(modules)
     if not bench.machine.has_transformer_engine:
         text += "; Transformer Engine is not installed, which is optional"
-    return Found(text=text)
+    return Found(text)
 
 
 def _gloo(bench: Bench) -> Found:
@@ -80,9 +80,7 @@ def _gloo(bench: Bench) -> Found:
 
 def _server(bench: Bench) -> Found:
     bench.start_server()
-    return Found(
-        text=f"ready after {bench.seconds:.0f} s, and has sampled a token", figures={"start_s": bench.seconds}
-    )
+    return Found(f"ready after {bench.seconds:.0f} s, and has sampled a token", {"start_s": bench.seconds})
 
 
 def _train(bench: Bench, placement: str) -> Found:
@@ -94,20 +92,16 @@ def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) ->
     """What the metrics of a run say; a value that was not finite is None. Raises CheckFailed."""
     steps = [step for step in steps if step["step"] > 0]
     if [step["step"] for step in steps] != list(range(1, expected + 1)):
-        raise CheckFailed(
-            f"the run recorded steps {[step['step'] for step in steps]}, not 1 to {expected}", REPORT
-        )
+        raise CheckFailed(f"the run recorded steps {[step['step'] for step in steps]}, not 1 to {expected}")
     for step in steps:
         for name in ("loss/total", "optim/grad_norm", "mismatch/abs_prob_max", "mismatch/logprob_gap_max"):
             if not isinstance(value := step.get(name), int | float) or not math.isfinite(value):
-                raise CheckFailed(f"step {step['step']}: {name} is {value}, not a finite number", REPORT)
+                raise CheckFailed(f"step {step['step']}: {name} is {value}, not a finite number")
         if step["optim/grad_norm"] == 0:
-            raise CheckFailed(
-                f"step {step['step']}: the gradient is zero, so that nothing was trained", REPORT
-            )
+            raise CheckFailed(f"step {step['step']}: the gradient is zero, so that nothing was trained")
         if step["sync/version"] != step["step"]:
             error = f"step {step['step']}: the servers were sent version {step['sync/version']}"
-            raise CheckFailed(error, REPORT)
+            raise CheckFailed(error)
     gap = max(step["mismatch/abs_prob_max"] for step in steps)
     nats = max(step["mismatch/logprob_gap_max"] for step in steps)
     allowed = SAME_POLICY_PROBABILITY[dtype]
@@ -115,14 +109,14 @@ def verdict_on(steps: Sequence[Mapping[str, Any]], expected: int, dtype: str) ->
         error = (
             f"learner and server differ by up to {gap:.1e} in a sampled token's probability ({nats:.1e} nats)"
         )
-        raise CheckFailed(f"{error}; in {dtype} {allowed:g} is allowed", REPORT)
+        raise CheckFailed(f"{error}; in {dtype} {allowed:g} is allowed")
     rate, last = steps[-1]["throughput/tokens_per_s"], steps[-1]
     figures = {
         "max_probability_gap": gap, "max_logprob_gap_nats": nats, "tokens_per_s": rate, "step_s": last["time/step"],
         "grad_norm": last["optim/grad_norm"], "reward": last["reward/mean"], "sync_s": last["time/sync"],
     }  # fmt: skip
     text = f"{expected} steps; probabilities differ by {gap:.1e} at most; last step {last['time/step']:.2f} s, {rate:,.0f} tokens/s"
-    return Found(text=text, figures=figures)
+    return Found(text, figures)
 
 
 def _no_two_gpus(machine: Machine) -> str | None:
@@ -241,9 +235,7 @@ def chosen(names: Sequence[str]) -> list[Check]:
     by_name = {check.name: check for check in CHECKS}
     for name in names:
         if name not in by_name:
-            close = get_close_matches(name, by_name, n=1)
-            hint = f"did you mean `{close[0]}`? " if close else ""
-            raise ValueError(f"--only {name}: no such check; {hint}The checks are {', '.join(by_name)}")
+            raise ValueError(f"--only {name}: no such check; {did_you_mean(name, [*by_name], 'checks')}")
     wanted, todo = set(), list(names or by_name)
     while todo:
         wanted.add(name := todo.pop())

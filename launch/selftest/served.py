@@ -15,6 +15,7 @@ from torch import Tensor
 
 from configs.schema import RunConfig
 from launch.processes.run_folder import RunFolder
+from launch.selftest.alone import SANE_PROBABILITY, check_gap
 from launch.selftest.check import REPORT, CheckFailed, Found
 from launch.studies.verify_sync import differing_tensors, fixed_prompts
 from parallel.planning.architecture import read_hf_config
@@ -37,7 +38,6 @@ TEMPERATURES = (1.0, 0.7)
 PROBE_TOKENS = 24
 TRANSFERS = 3
 SAMPLES_PER_PROMPT = 8
-SANE_PROBABILITY = 0.1
 FOUND_BY_SERVER = "other bytes were received than sent"
 
 
@@ -78,16 +78,10 @@ def _control(config: RunConfig, request: Mapping[str, Any]) -> tuple[SGLangContr
 def engines(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
     with joined(config, request) as there:
         nats, gap, count = gaps(there, config)
-    is_exact = config.model.dtype == "float32"
-    if not (nats <= EXACT_TOLERANCE if is_exact else gap <= SANE_PROBABILITY):
-        allowed = f"{EXACT_TOLERANCE:g} nats" if is_exact else f"{SANE_PROBABILITY:g} in probability"
-        error = f"a sampled token's log-prob differs by {nats:.1e} nats ({gap:.1e} in probability)"
-        fix = f"the server does not serve this model or this softmax; {REPORT}"
-        raise CheckFailed(f"{error}; in {config.model.dtype} {allowed} is allowed", fix)
+    fix = f"the server does not serve this model or this softmax; {REPORT}"
+    check_gap("a sampled token's log-prob differs", nats, gap, config.model.dtype, fix)
     text = f"{count} tokens at temperatures {' and '.join(map(str, TEMPERATURES))}: {nats:.1e} nats at most"
-    return Found(
-        text=text, figures={"max_logprob_gap_nats": nats, "max_probability_gap": gap, "tokens": count}
-    )
+    return Found(text, {"max_logprob_gap_nats": nats, "max_probability_gap": gap, "tokens": count})
 
 
 def gaps(there: Joined, config: RunConfig) -> tuple[float, float, int]:
@@ -136,7 +130,7 @@ def transfer(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
         "bytes": fastest.bytes, "seconds": fastest.seconds, "mib_per_s": mib / fastest.seconds,
         "all_seconds": [one.seconds for one in sent], "max_logprob_gap_nats": nats, "max_probability_gap": gap,
     }  # fmt: skip
-    return Found(text=f"{text}; then {nats:.1e} nats at most", figures=figures)
+    return Found(f"{text}; then {nats:.1e} nats at most", figures)
 
 
 def check_received(
@@ -147,7 +141,7 @@ def check_received(
         error = f"{len(wrong)} of {len(expected)} tensors of the server are not those that were sent: {', '.join(wrong[:3])}"
         raise CheckFailed(error, f"do not train here; {REPORT}")
     if same := sorted(before.keys() - set(differing_tensors(before, expected))):
-        raise CheckFailed(f"the check proves nothing: the server held {same[0]} before it was sent", REPORT)
+        raise CheckFailed(f"the check proves nothing: the server held {same[0]} before it was sent")
 
 
 def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> Found:
@@ -161,7 +155,7 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
         (served,) = there.control.versions()
         there.turns.give_to_servers()  # the next learner asks it for memory, and it can give back only what it has
     if FOUND_BY_SERVER not in told:
-        raise CheckFailed(f"the server refused the update for another reason: {told}", REPORT)
+        raise CheckFailed(f"the server refused the update for another reason: {told}")
     if served != version:
         raise CheckFailed(
             f"the server calls the refused update version {served}", f"do not train here; {REPORT}"
@@ -173,7 +167,7 @@ def flipped_bit(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -
         raise CheckFailed(
             f"the next update did not mend {', '.join(wrong[:3])}", f"do not train here; {REPORT}"
         )
-    return Found(text=f"refused ({FOUND_BY_SERVER}), version {version} stays; the next update mended it")
+    return Found(f"refused ({FOUND_BY_SERVER}), version {version} stays; the next update mended it")
 
 
 def _refusal_of(sync: WeightSync) -> str:
@@ -226,7 +220,7 @@ def mismatch(folder: RunFolder, config: RunConfig, request: dict[str, Any]) -> F
     figures = {f"{name}_max_probability_gap": gap for name, gap in found.items()} | {
         "tokens": sampled.num_tokens
     }
-    return Found(text=text, figures=figures)
+    return Found(text, figures)
 
 
 def check_causes(found: Mapping[str, float], dtype: str, *, is_cuda: bool) -> None:
@@ -239,7 +233,7 @@ def check_causes(found: Mapping[str, float], dtype: str, *, is_cuda: bool) -> No
         limits |= dict.fromkeys(found.keys() & {"engines", "prefill", "packing"}, EXACT_TOLERANCE)
     for name, gap in found.items():
         if not gap <= limits[name]:
-            raise CheckFailed(f"{name} moves a probability by {gap:.1e}; {limits[name]:g} is sane", REPORT)
+            raise CheckFailed(f"{name} moves a probability by {gap:.1e}; {limits[name]:g} is sane")
 
 
 async def _sample(config: RunConfig, urls: list[str], key: RunKey) -> tuple[Sampled, Tensor]:

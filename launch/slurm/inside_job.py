@@ -29,11 +29,9 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -41,7 +39,7 @@ import psutil
 from configs.errors import counted
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
-from launch.commands.train import adding_causes, print_result, without_report
+from launch.commands.train import adding_causes, print_message, print_result, without_report
 from launch.processes import stopping
 from launch.processes.addresses import free_port, own_address
 from launch.processes.going_on import job_command, way_on
@@ -87,7 +85,7 @@ def run_job(run: Path) -> int:
     for name in ASKED_OF_SLURM:
         os.environ.pop(f"SLURM_{name}", None)
     os.environ.pop("SRUN_CPUS_PER_TASK", None)
-    if is_finished(folder, config, note=_print_message):
+    if is_finished(folder, config, note=print_message):
         print(f"{folder.path} is finished; nothing is left to do", flush=True)
         return 0
     _check(job, folder, config)
@@ -219,11 +217,11 @@ def _torchruns(folder: RunFolder, config: RunConfig, job: Job) -> list[list[str]
     if nodes is None or nodes.learner == 1:
         return [role_command("learn", folder, ranks=ranks)]
     addresses = [own_address(nodes), *(_address(host) for host in job.nodes[1 : nodes.learner])]
-    host = Rendezvous(
-        nodes=nodes.learner, endpoint=f"{addresses[0]}:{free_port(addresses[0])}", is_host=True,
-        address=addresses[0], id=f"{job.id}-{job.restart}", timeout_s=config.launch.start_timeout_s,
-    )  # fmt: skip
-    meetings = [host, *(replace(host, is_host=False, address=address) for address in addresses[1:])]
+    endpoint, id = f"{addresses[0]}:{free_port(addresses[0])}", f"{job.id}-{job.restart}"
+    meetings = [
+        Rendezvous(launch=config.launch, endpoint=endpoint, id=id, is_host=i == 0, address=address)
+        for i, address in enumerate(addresses)
+    ]
     return [role_command("learn", folder, ranks=ranks, rendezvous=meeting) for meeting in meetings]
 
 
@@ -298,12 +296,12 @@ def _requeue_or_end(
 ) -> int:
     """Requeue the job where it is to go on. Returns the exit code. begins_at: the checkpoint that it went on from."""
     failed, limit = isinstance(outcome, RoleFailed), config.launch.slurm.max_restarts
-    _print_message(_outcome_text(outcome))
+    print_message(_outcome_text(outcome))
     if is_finished(folder, config):
-        _print_message(without_report(folder))
+        print_message(without_report(folder))
         return 1 if failed else os.EX_TEMPFAIL
     if signal.SIGTERM in signals:
-        _print_message(f"Slurm ends this job; unless it has requeued it, {way_on(folder)}")
+        print_message(f"Slurm ends this job; unless it has requeued it, {way_on(folder)}")
         return os.EX_TEMPFAIL
     asks_requeue = failed or signal.SIGUSR1 in signals
     may_start_again = True
@@ -317,11 +315,11 @@ def _requeue_or_end(
             f"{counted(limit, 'restart')} brought no newer checkpoint (launch.slurm.max_restarts={limit})"
         )
         fix = f"{'mend the cause' if failed else notice}, then {way_on(folder)}"
-        _print_message(f"{starts}: this job is not requeued; {fix}")
+        print_message(f"{starts}: this job is not requeued; {fix}")
     elif asks_requeue:
         _requeue(folder, job)
     else:
-        _print_message(f"{way_on(folder)}")
+        print_message(way_on(folder))
     return 1 if failed else os.EX_TEMPFAIL
 
 
@@ -341,7 +339,7 @@ def _requeue(folder: RunFolder, job: Job) -> None:
     try:
         job.requeue()
     except RuntimeError as error:
-        _print_message(f"{error}; {way_on(folder)}")
+        print_message(f"{error}; {way_on(folder)}")
     else:
         next_start = "goes on from the newest checkpoint"
         if folder.newest_checkpoint() is None:
@@ -349,11 +347,7 @@ def _requeue(folder: RunFolder, job: Job) -> None:
             next_start = (
                 f"finds no whole checkpoint{damage}" if damage else "begins anew, without a checkpoint"
             )
-        _print_message(f"job {job.id} is requeued, and {next_start}")
-
-
-def _print_message(text: str) -> None:
-    print(f"tandem: {text}", file=sys.stderr, flush=True)
+        print_message(f"job {job.id} is requeued, and {next_start}")
 
 
 class Signals:

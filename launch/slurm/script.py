@@ -28,31 +28,24 @@ TEMPLATE = Path(__file__).parent / "train.sbatch"
 SIGNAL_SLACK_S = 60
 """Slurm may send the signal this much earlier than requested."""
 SBATCH_TIMEOUT_S = 60
-DECIDED = {
-    "nodes": "launch.nodes",
-    "ntasks": "launch.nodes",
-    "ntasks-per-node": "launch.nodes",
-    "gres": "launch.nodes.gpus_per_node or launch.slurm.gpus",
-    "gpus": "launch.nodes.gpus_per_node or launch.slurm.gpus",
-    "gpus-per-node": "launch.nodes.gpus_per_node or launch.slurm.gpus",
-    "gpus-per-task": "launch.nodes.gpus_per_node or launch.slurm.gpus",
-    "gpus-per-socket": "launch.nodes.gpus_per_node or launch.slurm.gpus",
-    "ntasks-per-gpu": "launch.nodes",
-    "cpus-per-task": "launch.slurm.cpus_per_node",
-    "mem": "launch.slurm.memory_per_node",
-    "time": "launch.slurm.time",
-    "partition": "launch.slurm.partition",
-    "account": "launch.slurm.account",
-    "qos": "launch.slurm.qos",
-    "signal": "launch.slurm.notice_s",
-    "job-name": "name",
-    "array": "the option --array",
-    "output": "the run folder",
-    "error": "the run folder",
-    "open-mode": "the run folder",
-    "requeue": "launch.slurm.max_restarts",
-    "no-requeue": "launch.slurm.max_restarts",
-}
+_OPTIONS_BY_SOURCE = {
+    "launch.nodes": ("nodes", "ntasks", "ntasks-per-node", "ntasks-per-gpu"),
+    "launch.nodes.gpus_per_node or launch.slurm.gpus": (
+        "gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket",
+    ),
+    "launch.slurm.cpus_per_node": ("cpus-per-task",),
+    "launch.slurm.memory_per_node": ("mem",),
+    "launch.slurm.time": ("time",),
+    "launch.slurm.partition": ("partition",),
+    "launch.slurm.account": ("account",),
+    "launch.slurm.qos": ("qos",),
+    "launch.slurm.notice_s": ("signal",),
+    "launch.slurm.max_restarts": ("requeue", "no-requeue"),
+    "name": ("job-name",),
+    "the option --array": ("array",),
+    "the run folder": ("output", "error", "open-mode"),
+}  # fmt: skip
+DECIDED = {option: source for source, options in _OPTIONS_BY_SOURCE.items() for option in options}
 """Options of sbatch that are decided elsewhere: option -> field, or other source."""
 ASK_FOR_CORES = frozenset({"--exclusive", "--cpus-per-gpu"})
 ONE_REQUEST = "one job array asks for the same of Slurm for every run; submit such runs one by one"

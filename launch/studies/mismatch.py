@@ -21,21 +21,20 @@ from configs.loader import resolved_yaml
 from configs.schema import RunConfig
 from launch.processes.placement import serve_roles
 from launch.processes.run_folder import RunFolder, wait_for_servers, write_json
-from launch.processes.supervisor import RoleFailed, StartRole, run_to_end
+from launch.processes.supervisor import RoleFailed, run_to_end
+from launch.roles.start import finish_study, new_study, progress_printer, role
 from launch.studies.mismatch_plan import SHORT_PER_PROMPT, Part, Plan
 from launch.studies.mismatch_result import evaluate, write
 from parallel.planning.architecture import architecture_of, read_hf_config
 
 
-def run(plan: Plan, start: StartRole) -> Path:
+def run(plan: Plan) -> Path:
     """Run the study, from the first server to the last figure. Returns the folder with the results."""
-    from launch.roles.start import finish_study, new_study
-
     config, out = plan.parts[0].config, plan.request.out
     folder = new_study(config, "mismatch") if out is None else RunFolder(out)
     out, skipped = folder.path.resolve(), list(plan.skipped)
-    sampled = _draw_all(plan, out, start, skipped)
-    plan = _score_all(plan, out, start, sampled, skipped)
+    sampled = _draw_all(plan, out, skipped)
+    plan = _score_all(plan, out, sampled, skipped)
     result = evaluate(plan, config, out, sampled, skipped)
     write(result, out)
     if plan.request.out is None:  # a folder that the user names has no config, and is no run's
@@ -43,7 +42,7 @@ def run(plan: Plan, start: StartRole) -> Path:
     return out
 
 
-def _draw_all(plan: Plan, out: Path, start: StartRole, skipped: list[str]) -> list[Part]:
+def _draw_all(plan: Plan, out: Path, skipped: list[str]) -> list[Part]:
     """Sample with one rollout after another. Returns those that the learners are to score; ``skipped`` gets those that
     cannot run here."""
     rollouts = plan.of("rollout", "mode", "dtype")
@@ -51,7 +50,7 @@ def _draw_all(plan: Plan, out: Path, start: StartRole, skipped: list[str]) -> li
     for number, part in enumerate(rollouts, 1):
         print(f"\n[{number}/{len(rollouts)}] rollout {part.text}: starting SGLang", flush=True)
         try:
-            _draw_with(part, plan, out, start, first=samples.get(plan.request.rollouts[0]))
+            _draw_with(part, plan, out, first=samples.get(plan.request.rollouts[0]))
         except RoleFailed as error:
             if part.kind != "mode" or part.text in plan.request.rollouts:
                 raise
@@ -63,7 +62,7 @@ def _draw_all(plan: Plan, out: Path, start: StartRole, skipped: list[str]) -> li
     return [part for part in plan.of("rollout", "mode") if part.text in samples]
 
 
-def _score_all(plan: Plan, out: Path, start: StartRole, sampled: Sequence[Part], skipped: list[str]) -> Plan:
+def _score_all(plan: Plan, out: Path, sampled: Sequence[Part], skipped: list[str]) -> Plan:
     """Score the samples with one learner after another. Returns the plan without the learners that cannot run here, which
     ``skipped`` gets."""
     learners = plan.of("learner", "why")
@@ -71,7 +70,7 @@ def _score_all(plan: Plan, out: Path, start: StartRole, sampled: Sequence[Part],
         ranks = counted(part.config.layout.world_size, "rank")
         print(f"\n[{number}/{len(learners)}] learner {part.text}: starting {ranks}", flush=True)
         try:
-            _score_with(part, plan, out, start, sampled)
+            _score_with(part, plan, out, sampled)
         except RoleFailed as error:
             # The pairs do not need the parts that --why alone adds.
             if _has_switches(part, plan) and (part.folder(out).path / "scores.safetensors").exists():
@@ -84,19 +83,19 @@ def _score_all(plan: Plan, out: Path, start: StartRole, sampled: Sequence[Part],
     return plan
 
 
-def _draw_with(part: Part, plan: Plan, out: Path, start: StartRole, *, first: Path | None) -> None:
+def _draw_with(part: Part, plan: Plan, out: Path, *, first: Path | None) -> None:
     folder = _prepared(part, out)
     own = part.kind != "dtype"
     prefill = plan.request.why and part.config.rollout.temperature == 1.0 and part.kind != "mode"
     prefilled = str(first or part.samples(out, "long")) if prefill else None
     request = {"prompts": plan.request.prompts, "sample": own, "prefill": prefilled, "repeat": first is None}
     write_json(folder.request, request | {"first_gpu": 0})  # no learner runs beside these servers
-    serving = start("serve", folder, part.config)
-    drawing = start("mismatch-draw", folder, part.config, show_stdout=True)
+    serving = role("serve", folder, part.config)
+    drawing = role("mismatch-draw", folder, part.config, show_stdout=True)
     run_to_end(serving, drawing, grace_s=part.config.launch.stop_grace_s)
 
 
-def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Sequence[Part]) -> None:
+def _score_with(part: Part, plan: Plan, out: Path, sampled: Sequence[Part]) -> None:
     folder = _prepared(part, out)
     base = sampled[0].samples(out, "long")
     sets = {f"{sampled[0].text}/long": str(base)}
@@ -106,7 +105,7 @@ def _score_with(part: Part, plan: Plan, out: Path, start: StartRole, sampled: Se
     switches = str(base) if _has_switches(part, plan) else None
     write_json(folder.request, {"sets": sets, "switches": switches})
     ranks = part.config.layout.world_size
-    scoring = start("score-rank", folder, part.config, ranks=ranks, show_stdout=True)
+    scoring = role("score-rank", folder, part.config, ranks=ranks, show_stdout=True)
     run_to_end(scoring, grace_s=part.config.launch.stop_grace_s)
 
 
@@ -127,7 +126,6 @@ def _prepared(part: Part, out: Path) -> RunFolder:
 
 def draw(folder: RunFolder, config: RunConfig) -> None:
     """The mismatch-draw role: serves request.json with the servers of this folder."""
-    from launch.roles.start import progress_printer
     from rollout.client import GenerationError
     from rollout.sampling.fixed_samples import fixed_prompts
     from rollout.sampling.role import load_checked_task
@@ -137,10 +135,11 @@ def draw(folder: RunFolder, config: RunConfig) -> None:
     tokenizer, task = load_checked_task(config, architecture_of(config.model.path))
     prompts = fixed_prompts(task, request["prompts"], seed=config.seed)
     timeout_s = config.launch.start_timeout_s
-    show, began = progress_printer("  waiting for SGLang", still="waiting for SGLang"), time.monotonic()
-    urls = wait_for_servers(
-        folder, serve_roles(config), timeout_s=timeout_s, alive=lambda: show(time.monotonic() - began)
-    )
+    names, began = serve_roles(config), time.monotonic()
+    with progress_printer("  waiting for SGLang", still="waiting for SGLang") as show:
+        urls = wait_for_servers(
+            folder, names, timeout_s=timeout_s, alive=lambda: show(time.monotonic() - began)
+        )
     stops = end_token_ids(tokenizer, config.model.path)
     if request["sample"]:
         asyncio.run(_sample(folder, config, prompts, urls, stops))

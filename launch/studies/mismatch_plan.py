@@ -1,15 +1,17 @@
 """The plan of ``tandem mismatch``: every layout with its checked config, before anything is started."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from configs.errors import ConfigError, did_you_mean
 from configs.schema import RunConfig
 from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layout_text, parse_layout
 from configs.schema.task import CountdownTask, TaskConfig
-from launch.checks.config import LoadWith, check_learner_gpus
+from launch.checks.arguments import check_new_folder
+from launch.checks.config import LoadWith, check_learner_gpus, check_served_as_saved
 from launch.processes.run_folder import RunFolder
 from parallel.planning.architecture import architecture_of
 from rollout.servers.served import check_gpus
@@ -76,12 +78,13 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     """Every part with its checked config. ``gpus``: the visible GPUs, all of which each part has for itself; 0 for
     the CPU.
 
-    Raises ValueError with the option, or with the error that a layout causes in the config.
+    Raises ValueError with the option; ConfigError with the error that a layout causes in the config.
     """
     request = _checked(request)
     parts = [
         _rollout_part("rollout" if _is_plain(text) else "mode", text, load, gpus) for text in request.rollouts
     ]
+    check_served_as_saved(parts[0].config, "mismatch")
     _check_enough(request.prompts, parts[0].config.task)
     if parts[0].config.rollout.is_truncated:
         raise ValueError(
@@ -92,8 +95,8 @@ def make_plan(request: Request, load: LoadWith, *, gpus: int) -> Plan:
     if request.why and architecture_of(parts[0].config.model.path).experts is not None:
         try:
             parts[0] = _rollout_part("rollout", request.rollouts[0], load, gpus, ["learner.routing=rollout"])
-        except ValueError as error:
-            skipped.append(f"cause routing: {error}")
+        except (ValueError, ConfigError) as error:
+            skipped.append(f"cause routing: {_reason(error)}")
     if request.why:
         more, left_out = _parts_of_why(request, load, gpus)
         parts, skipped = parts + more, skipped + left_out
@@ -110,8 +113,8 @@ def _checked(request: Request) -> Request:
         raise ValueError(
             f"--threshold {request.threshold}: a difference of probabilities lies between 0 and 1"
         )
-    if request.out is not None and request.out.exists():
-        raise ValueError(f"--out {request.out} exists already; name a new folder, or remove it first")
+    if request.out is not None:
+        check_new_folder("--out", request.out)
     request = replace(
         request,
         learners=tuple(layout_text(learner_layout(text)) for text in request.learners),
@@ -231,25 +234,32 @@ def _parts_of_why(request: Request, load: LoadWith, gpus: int) -> tuple[list[Par
     causes = {"tp=1" if first.tp > 1 else "tp=2": "tp"}
     for text, cause in ((f"tp={tp}", "sp"), (f"tp={tp},sp", "sp"), ("pp=2", "pp"), ("cp=2", "cp")):
         causes.setdefault(text, cause)
-    parts, skipped = [], []
+    parts, skipped = list[Part](), list[str]()
     for text, cause in causes.items():
-        if text in request.learners:
-            continue
-        try:
-            parts.append(_learner_part("why", text, load, request.prompts, gpus))
-        except (ValueError, ConfigError) as error:
-            skipped.append(f"learner {text} as a cause ({cause}): {_reason(error)}")
+        if text not in request.learners:
+            make = partial(_learner_part, "why", text, load, request.prompts, gpus)
+            _add(make, f"learner {text} as a cause ({cause})", parts, skipped)
     server = _rollout_part("rollout", request.rollouts[0], load, gpus).config.rollout
     other = "float32" if server.dtype != "float32" else "bfloat16"
     if server.temperature == 1.0:  # servers score tokens at no other temperature
         overrides = [*as_overrides(ONE_PROCESS), f"rollout.tp={server.tp}", f"rollout.dtype={other}"]
-        try:
-            config = load("--why", overrides)
-            parts.append(Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=config))
-        except ConfigError as error:
-            skipped.append(f"cause dtype: {_reason(error)}")
+        _add(
+            lambda: Part(text=f"tp={server.tp},dtype={other}", kind="dtype", config=load("--why", overrides)),
+            "cause dtype",
+            parts,
+            skipped,
+        )
     if gpus:
         modes = ["deterministic", *(f"attention={name}" for name in ATTENTION_BACKENDS)]
-        texts = [f"tp={server.tp},{mode}" for mode in modes]
-        parts += [_rollout_part("mode", text, load, gpus) for text in texts if text not in request.rollouts]
+        for text in (f"tp={server.tp},{mode}" for mode in modes):
+            if text not in request.rollouts:
+                _add(partial(_rollout_part, "mode", text, load, gpus), f"rollout {text}", parts, skipped)
     return parts, skipped
+
+
+def _add(make: Callable[[], Part], what: str, parts: list[Part], skipped: list[str]) -> None:
+    """Add the part or, to ``skipped``, why there can be none: the user did not ask for it."""
+    try:
+        parts.append(make())
+    except (ValueError, ConfigError) as error:
+        skipped.append(f"{what}: {_reason(error)}")

@@ -168,13 +168,19 @@ def _engine_before(folder: RunFolder, config: RunConfig, step: int):
 
 
 def table(result: Mapping[str, Any]) -> str:
-    rows = result["rows"]
-    width = max(len(row["correction"]) for row in rows)
-    lines = [f"{'correction':<{width}}" + "".join(f"{title:>13}" for title, _, _ in COLUMNS)]
-    for row in rows:
-        cells = ["-" if row[key] is None else show.format(row[key]) for _, key, show in COLUMNS]
-        lines.append(f"{row['correction']:<{width}}" + "".join(f"{cell:>13}" for cell in cells))
-    return "\n".join(lines)
+    rows = [["correction", *(title for title, _, _ in COLUMNS)]]
+    for row in result["rows"]:
+        cells = ("-" if row[key] is None else show.format(row[key]) for _, key, show in COLUMNS)
+        rows.append([row["correction"], *cells])
+    return _in_columns(rows, 13)
+
+
+def _in_columns(rows: Sequence[Sequence[str]], width: int) -> str:
+    """The first column is as wide as its widest cell, the others are ``width``."""
+    first = max(len(row[0]) for row in rows)
+    return "\n".join(
+        f"{title:<{first}}" + "".join(f"{cell:>{width}}" for cell in row) for title, *row in rows
+    )
 
 
 def lag_table(result: Mapping[str, Any]) -> str:
@@ -183,18 +189,12 @@ def lag_table(result: Mapping[str, Any]) -> str:
     lags: Mapping[str, Mapping[str, float]] = result.get("by_lag", {})
     if not lags:
         return ""
-    width = max(len(title) for title in [*(row["correction"] for row in result["rows"]), "mean |dp|"])
-
-    def line(title: str, cells: Sequence[str]) -> str:
-        return f"{title:<{width}}" + "".join(f"{cell:>20}" for cell in cells)
-
-    lines = [line("lag", [_lag_text(label) for label in lags])]
-    for title, key, show in GAP_BY_LAG:
-        lines.append(line(title, [show.format(of_lag[key]) for of_lag in lags.values()]))
+    rows = [["lag", *map(_lag_text, lags)]]
+    rows += [[title, *(show.format(of[key]) for of in lags.values())] for title, key, show in GAP_BY_LAG]
     for row in result["rows"]:
-        cells = [f"{of['weight_mean']:.3f} ({of['kept_fraction']:.1%})" for of in row["by_lag"].values()]
-        lines.append(line(row["correction"], cells))
-    return "\n".join(lines)
+        cells = (f"{of['weight_mean']:.3f} ({of['kept_fraction']:.1%})" for of in row["by_lag"].values())
+        rows.append([row["correction"], *cells])
+    return _in_columns(rows, 20)
 
 
 def _lag_text(label: str) -> str:

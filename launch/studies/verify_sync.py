@@ -16,8 +16,8 @@ its config, logs and exports.
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,8 @@ from configs.schema.layout import ONE_PROCESS, LayoutConfig, as_overrides, layou
 from launch.checks.config import LoadWith
 from launch.processes.placement import ONE_MACHINE
 from launch.processes.run_folder import RunFolder, read_servers, write_json
-from launch.processes.supervisor import RoleFailed, StartRole, Supervisor, run_to_end
+from launch.processes.supervisor import RoleFailed, Supervisor, run_to_end
+from launch.roles.start import finish_study, new_study, role
 from launch.studies.mismatch_plan import layout_folder, learner_layout
 from parallel.planning.architecture import architecture_of, read_hf_config
 from parallel.planning.layout import validate_rollout_layout
@@ -117,19 +118,17 @@ def rollout_sizes(texts: Sequence[str]) -> list[int]:
 # in the command's process
 
 
-def run(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) -> bool:
+def run(configs: Mapping[str, RunConfig], tps: Sequence[int]) -> bool:
     """Run the whole proof. ``configs``: by the name of the learner layout. Returns whether everything agreed."""
     from rollout.servers.control import ControlError
 
     try:
-        return _prove(configs, tps, start)
+        return _prove(configs, tps)
     except ControlError as error:
         raise RoleFailed(f"a server failed: {error}") from error
 
 
-def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRole) -> bool:
-    from launch.roles.start import finish_study, new_study
-
+def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int]) -> bool:
     texts, base = list(configs), next(iter(configs.values()))
     study = new_study(base, "verify-sync")
     out = study.path
@@ -137,10 +136,8 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
     exports: dict[str, list[str]] = {}
     transferred: dict[tuple[str, int], list[Answers]] = {}
     first_gpu = max(config.layout.world_size for config in configs.values())
-    fleets = Fleets(out=out, base=base, tps=tps, start=start, first_gpu=first_gpu)
-    with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as connections:
-        model, replicas = base.model.path, base.rollout.replicas
-        controls = fleets.begin(supervisor, connections, name="servers", model=model, replicas=replicas)
+    fleets = partial(_fleets, base, tps, out, first_gpu=first_gpu)
+    with fleets("servers", base.model.path, replicas=base.rollout.replicas) as controls:
         original = {tp: _get_answers(control, base) for tp, control in controls.items()}
         for number, (text, config) in enumerate(configs.items(), 1):
             print(
@@ -149,14 +146,12 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
             )
             if number > 1:
                 _set_back(controls, base, original)
-            folder = _transfer_from(config, text, out, controls, start)
+            folder = _transfer_from(config, text, out, controls)
             transferred |= {(text, tp): _get_answers(control, base) for tp, control in controls.items()}
             exports[text] = wrong_tensors(folder.export, config)
             if number > 1:
                 shutil.rmtree(folder.export)  # as large as the model, and compared with the weights already
-    with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as connections:
-        model = _as_sent(layout_folder(out, "learner", texts[0]).export, base)
-        controls = fleets.begin(supervisor, connections, name="reference", model=model, replicas=1)
+    with fleets("reference", _as_sent(layout_folder(out, "learner", texts[0]).export, base)) as controls:
         reference = {tp: _get_answers(control, base)[0] for tp, control in controls.items()}
     _check_that_it_can_fail(original, reference)
     findings = []
@@ -172,48 +167,46 @@ def _prove(configs: Mapping[str, RunConfig], tps: Sequence[int], start: StartRol
     return all(finding.is_good for finding in findings)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fleets:
-    """One fleet of servers per TP, all at the same time. On CUDA their GPUs follow the learner's."""
+@contextmanager
+def _fleets(
+    base: RunConfig,
+    tps: Sequence[int],
+    out: Path,
+    name: str,
+    model: Path,
+    *,
+    first_gpu: int,
+    replicas: int = 1,
+) -> Iterator[dict[int, "SGLangControl"]]:
+    """Inside, there is a fleet of servers per TP, all at the same time and ready. On CUDA their GPUs follow the learner's, from
+    ``first_gpu`` on."""
+    from rollout.servers.control import SGLangControl
 
-    out: Path
-    base: RunConfig
-    tps: Sequence[int]
-    start: StartRole
-    first_gpu: int
-
-    def begin(
-        self, supervisor: Supervisor, connections: ExitStack, *, name: str, model: Path, replicas: int
-    ) -> dict[int, "SGLangControl"]:
-        """Returns when all servers are ready."""
-        from rollout.servers.control import SGLangControl
-
-        sizes = ", ".join(f"tp={tp}" for tp in self.tps)
-        print(f"{name}: starting SGLang with {sizes} on {model}", flush=True)
-        folders = {tp: RunFolder(self.out / f"{name}-tp{tp}") for tp in self.tps}
-        first_gpu = self.first_gpu
-        served = self.base.model.model_copy(update={"path": model.resolve()})
+    sizes = ", ".join(f"tp={tp}" for tp in tps)
+    print(f"{name}: starting SGLang with {sizes} on {model}", flush=True)
+    folders = {tp: RunFolder(out / f"{name}-tp{tp}") for tp in tps}
+    served = base.model.model_copy(update={"path": model.resolve()})
+    with Supervisor(grace_s=base.launch.stop_grace_s) as supervisor, ExitStack() as connections:
         for tp, folder in folders.items():
             settings = {"tp": tp, "replicas": replicas, "first_port": None, "max_server_restarts": 0}
-            rollout = self.base.rollout.model_copy(update=settings)
-            parts = {"rollout": rollout, "model": served, "layout": ONE_PROCESS}
-            config = self.base.model_copy(update=parts)
+            rollout = base.rollout.model_copy(update=settings)
+            config = base.model_copy(update={"rollout": rollout, "model": served, "layout": ONE_PROCESS})
             folder.path.mkdir()
             folder.config.write_text(resolved_yaml(config))
             write_json(folder.request, {"first_gpu": first_gpu})
-            supervisor.start(replace(self.start("serve", folder, config), name=f"serve ({folder.path.name})"))
+            supervisor.start(replace(role("serve", folder, config), name=f"serve ({folder.path.name})"))
             first_gpu += tp * replicas
         supervisor.wait_for(
             lambda: all(read_servers(folder, [ONE_MACHINE]) is not None for folder in folders.values()),
             what="the SGLang servers to be ready",
-            timeout_s=self.base.launch.start_timeout_s,
+            timeout_s=base.launch.start_timeout_s,
         )
-        timeout_s, controls = self.base.launch.collective_timeout_s, {}
+        timeout_s, controls = base.launch.collective_timeout_s, {}
         for tp, folder in folders.items():
             urls, key = read_servers(folder, [ONE_MACHINE]), folder.run_key()
             control = SGLangControl(urls, tensor_parallel=tp, timeout_s=timeout_s, key=key)
             controls[tp] = connections.enter_context(control)
-        return controls
+        yield controls
 
 
 def _get_answers(control: "SGLangControl", config: RunConfig) -> list[Answers]:
@@ -245,7 +238,7 @@ def _set_back(
 
 
 def _transfer_from(
-    config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"], start: StartRole
+    config: RunConfig, text: str, out: Path, controls: Mapping[int, "SGLangControl"]
 ) -> RunFolder:
     folder = layout_folder(out, "learner", text)
     folder.path.mkdir()
@@ -254,7 +247,7 @@ def _transfer_from(
     write_json(folder.request, {"servers": servers})
     ranks = config.layout.world_size
     # By a supervisor of its own: the servers go on when it has ended its roles.
-    sending = start("verify-rank", folder, config, ranks=ranks, show_stdout=True)
+    sending = role("verify-rank", folder, config, ranks=ranks, show_stdout=True)
     run_to_end(sending, grace_s=config.launch.stop_grace_s)
     return folder
 

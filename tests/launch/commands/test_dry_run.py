@@ -33,7 +33,8 @@ from launch.processes import run_folder
 from launch.processes.run_folder import RunFolder
 from launch.processes.supervisor import Supervisor
 from parallel.checkpoints.files import write_manifest
-from parallel.planning.architecture import architecture_of
+from parallel.planning.architecture import architecture_of, read_hf_config
+from parallel.planning.layout import validate_layout
 from parallel.planning.memory import GIB, size_text, worst_stage
 from parallel.planning.server_memory import rollout_memory
 from parallel.planning.traffic import bytes_to_send
@@ -516,6 +517,23 @@ def test_a_tight_learner_says_what_would_make_room(folder):
                     config(*overrides, *changes.split(" and ")), device, checks.WARM_START
                 )[0].endswith(", tight")
     assert said == {"learner.recompute=full", "layout.cp=2 and layout.dp=1", "layout.sp=true"}
+
+
+@pytest.mark.parametrize("own", ["model.path=recurrent", "model.numerics=aligned"])
+def test_no_change_is_offered_that_is_refused_for_another_reason(folder, own):
+    """Neither recurrent layers nor equal bits go with sequences that are split over ranks."""
+    make_model_folder(folder / "recurrent", MODELS["recurrent"])
+    overrides = ["layout.dp=2", "learner.recompute=full", "learner.token_budget=512", own]
+    overrides += ["rollout.max_new_tokens=256"]
+    with pytest.raises((ConfigError, ValueError)):
+        changed = config(*overrides, "layout.cp=2", "layout.dp=1")
+        validate_layout(read_hf_config(changed.model.path), changed.layout, num_processes=2)
+    total = need_of(config(*overrides), gpu(80), checks.WARM_START).learner.total
+    device = Device(kind="cuda", bytes=int(total / 0.91), name="a GPU")
+    lines = memory_lines(config(*overrides), device, checks.WARM_START)
+    assert any(line.startswith("  tight: use a layout that splits the model further") for line in lines), (
+        lines
+    )
 
 
 def test_learner_and_servers_take_turns_on_a_gpu_that_has_room_for_both_models(folder):

@@ -85,7 +85,7 @@ def test_a_link_in_the_place_of_the_lock_empties_no_file(run):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--to", "mlflow"], "--to mlflow: there is no such service; choose wandb or tensorboard"),
+        (["--to", "mlflow"], "'mlflow' is not one of 'wandb'"),
         (["--to", "tensorboard", "--project", "p"], "--project and --entity are of W&B"),
         ([], "Missing option '--to'"),
     ],

@@ -98,6 +98,11 @@ def test_memory_that_does_not_fit_is_exit_code_1(folder, monkeypatch):
         (("layout: {dp: auto}",), (), "layout.dp=auto"),
         (("layout: {dp: 2}",), ("--rank", "2"), "--rank 2: the layout has ranks 0 to 1"),
         (("layout: {dp: 2}", "learner: {token_budgte: 3}"), (), "token_budget"),
+        (
+            ("layout: {dp: 2}",),
+            ("--json", "no/out.json"),
+            "--json: no/out.json is not the name of a file to write",
+        ),
     ],
     ids=str,
 )

@@ -329,16 +329,16 @@ def test_a_finished_run_and_one_that_never_started(folder, tmp_path):
     )
 
 
-@pytest.mark.parametrize("closing", [training._after_failure, training._after_interruption])
-def test_a_learner_that_ends_as_it_writes_the_report_leaves_the_command_for_it(folder, closing):
+@pytest.mark.parametrize("then", [". When the cause is mended, ", "; "])
+def test_a_learner_that_ends_as_it_writes_the_report_leaves_the_command_for_it(folder, then):
     """`tandem resume` would have nothing to do."""
     model, task = {"path": "m"}, {"type": "countdown"}
     config = RunConfig.model_validate({"model": model, "task": task, "steps": 40})
-    assert "tandem report" not in closing(folder, config)
+    assert "tandem report" not in training.after_end(folder, config, then)
     folder.hf.mkdir()
     folder.summary.write_text('{"steps": 40}')
     said = f"All steps are done, and the model is in {folder.hf}; `tandem report {folder.path}` makes the report again"
-    assert closing(folder, config) == said
+    assert training.after_end(folder, config, then) == said
 
 
 def test_a_finished_run_that_is_resumed_to_more_steps_is_not_finished(folder):

@@ -350,7 +350,7 @@ def test_the_changing_line_fits_the_terminal_and_reads_the_newest_steps_alone(tm
     loads, parsed = json.loads, []
     monkeypatch.setattr(json, "loads", lambda text: parsed.append(text) or loads(text))
     progress.line(cells)
-    said = out.getvalue().removesuffix("\x1b[K\r")
+    said = out.getvalue().removeprefix("\x1b[K").removesuffix("\r")
     assert said.startswith("tiny-learner.optimizer.lr-0e-5: step 499 of 900, tiny-learner")
     assert len(said) == 79 and "…; about " in said and said.endswith(" left")
     rows = [text for text in parsed if '"step"' in text]

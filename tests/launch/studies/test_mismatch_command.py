@@ -4,21 +4,22 @@ run of both engines."""
 import json
 import math
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 
-from configs.errors import ConfigError
 from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks import config as checks
+from launch.commands import studies
 from launch.commands.list_runs import run_table
 from launch.commands.status import status
 from launch.processes.run_folder import RunFolder
-from launch.processes.supervisor import Role, RoleFailed, StartRole
-from launch.studies.mismatch import run
+from launch.processes.supervisor import Role, RoleFailed
+from launch.studies import mismatch
 from launch.studies.mismatch_plan import Plan, Request, make_plan
 from launch.studies.mismatch_result import evaluate, write
 from rollout.client import GenerationError
@@ -76,7 +77,7 @@ def model(tmp_path_factory) -> Path:
         (["--prompts", "1"], ["--prompts 1", "at least 2"]),
         (["--prompts", "15", "--learner", "dp=2"], ["--prompts 15", "dp=2", "multiple"]),
         (["--threshold", "1.5"], ["--threshold 1.5", "between 0 and 1"]),
-        (["--out", "run.yaml"], ["--out run.yaml exists already", "name a new folder"]),
+        (["--out", "run.yaml"], ["--out: run.yaml exists already", "name a new folder"]),
         (["rollout.top_p=0.9"], ["top_p", "full one"]),
         (["rollout.top_k=20"], ["rollout.top_k", "of the full softmax", "give rollout.top_k=-1"]),
     ],
@@ -133,17 +134,23 @@ def test_each_layout_is_a_part_with_its_own_config(tmp_path, model):
     assert any("not on CPU" in what for what in plan.skipped)
 
 
-def test_aligned_layouts_sum_in_the_pieces_of_the_largest(tmp_path, model):
+def test_aligned_layouts_sum_in_the_pieces_of_the_largest(tmp_path, model, monkeypatch):
     """And a cause that they do not know is left out with its reason."""
-    load = loaded(tmp_path, model)
-    asked = request(learners=("tp=1", "tp=4"), rollouts=("tp=2", "tp=1"), why=True)
-    plan = make_plan(asked, lambda option, more: load(option, ["model.numerics=aligned", *more]), gpus=0)
+    asked, plans = request(learners=("tp=1", "tp=4"), rollouts=("tp=2", "tp=1"), why=True), list[Plan]()
+    monkeypatch.setattr(mismatch, "run", plans.append)
+    studies.mismatch(config_file(tmp_path, model), ["model.numerics=aligned"], asked)
+    (plan,) = plans
     assert {part.config.numerics_pieces for part in plan.parts} == {4}
     assert [(part.config.layout.tp, part.config.rollout.tp) for part in plan.of("rollout", "learner")] == [
         (1, 2), (1, 1), (1, 1), (4, 1)
     ]  # fmt: skip
     assert any("rollout.dtype" in reason for reason in plan.skipped)
     assert any("learner cp=2 as a cause" in reason and "layout.cp" in reason for reason in plan.skipped)
+    for module in (checks, studies):
+        monkeypatch.setattr(module, "gpus_here", lambda: 8)
+    studies.mismatch(config_file(tmp_path, model), ["model.numerics=aligned"], asked)
+    modes = [reason for reason in plans[1].skipped if reason.startswith("rollout tp=2,")]
+    assert len(modes) == 3 and [part.text for part in plans[1].of("mode")] == ["tp=2,deterministic"]
 
 
 def test_why_adds_what_it_compares_with_once(tmp_path, model):
@@ -157,16 +164,8 @@ def test_why_adds_what_it_compares_with_once(tmp_path, model):
 def test_why_asks_the_first_server_for_experts_where_the_model_has_them(tmp_path, model):
     folder = tmp_path / "experts"
     make_tiny_countdown_model(folder, seed=0, family="mixtral")
-    rollouts, load_with = ("tp=1", "tp=2"), loaded(tmp_path, folder)
-
-    def load(option, more):
-        """As the command does: a learner of two tensor-parallel ranks needs sp where there are experts."""
-        try:
-            return load_with(option, more)
-        except ConfigError as error:
-            raise ValueError(str(error)) from error
-
-    plan = make_plan(request(rollouts=rollouts, why=True), load, gpus=0)
+    rollouts = ("tp=1", "tp=2")
+    plan = make_plan(request(rollouts=rollouts, why=True), loaded(tmp_path, folder), gpus=0)
     routings = {(p.kind, p.text): p.config.learner.routing for p in plan.parts}
     assert {part for part, routing in routings.items() if routing == "rollout"} == {("rollout", "tp=1")}
     assert any(
@@ -353,7 +352,7 @@ def test_a_server_that_could_not_score_is_left_out_by_name(tmp_path, model):
     }
 
 
-def pretending(plan: Plan, there: Path, *, fails: str, leaves: tuple[str, ...] = ()) -> StartRole:
+def pretending(plan: Plan, there: Path, *, fails: str, leaves: tuple[str, ...] = ()) -> Callable[..., Role]:
     """Starts processes that do nothing, with the files of the parts; the one of the folder ``fails`` ends in
     error and ``leaves`` some."""
     pretend(plan, there)
@@ -371,10 +370,11 @@ def pretending(plan: Plan, there: Path, *, fails: str, leaves: tuple[str, ...] =
     return start
 
 
-def study(tmp_path, model, **failing) -> dict:
+def study(tmp_path, model, monkeypatch, **failing) -> dict:
     asked = request(learners=("tp=1", "tp=2"), rollouts=("tp=1", "tp=2"), why=True, out=tmp_path / "out")
     plan = make_plan(asked, loaded(tmp_path, model), gpus=0)
-    run(plan, pretending(plan, tmp_path / "pretended", **failing))
+    monkeypatch.setattr(mismatch, "role", pretending(plan, tmp_path / "pretended", **failing))
+    mismatch.run(plan)
     return json.loads((tmp_path / "out" / "mismatch.json").read_text())
 
 
@@ -390,7 +390,8 @@ def test_status_and_list_say_what_the_folder_of_a_study_is(tmp_path, model, monk
         seen.append((status(RunFolder(folder)).state, run_table(Path("runs")).splitlines()[1].split()[1:3]))
         return pretended(name, *arguments, **options)
 
-    out = run(plan, start)
+    monkeypatch.setattr(mismatch, "role", start)
+    out = mismatch.run(plan)
     assert {(state, *row) for state, row in seen} == {("running", "running", "(mismatch)")}
     found = status(RunFolder(out))
     lines = dict(found.lines)
@@ -403,8 +404,8 @@ def test_status_and_list_say_what_the_folder_of_a_study_is(tmp_path, model, monk
     assert run_table(Path("runs")).splitlines()[1].split()[1:5] == ["(mismatch)", "-", "-", "-"]
 
 
-def test_a_learner_that_nobody_named_may_fail(tmp_path, model):
-    result = study(tmp_path, model, fails="learner-pp2")
+def test_a_learner_that_nobody_named_may_fail(tmp_path, model, monkeypatch):
+    result = study(tmp_path, model, monkeypatch, fails="learner-pp2")
     assert len(result["pairs"]) == 4
     assert any(what.startswith("learner pp=2 as a cause: ") for what in result["skipped"])
     causes = {row["cause"] for row in result["causes"]["ranked"]}
@@ -413,16 +414,16 @@ def test_a_learner_that_nobody_named_may_fail(tmp_path, model):
     assert request_of_servers["first_gpu"] == 0, "no learner runs beside these servers"
 
 
-def test_a_switch_may_fail_after_the_scores(tmp_path, model):
-    result = study(tmp_path, model, fails="learner-tp1", leaves=("scores.safetensors",))
+def test_a_switch_may_fail_after_the_scores(tmp_path, model, monkeypatch):
+    result = study(tmp_path, model, monkeypatch, fails="learner-tp1", leaves=("scores.safetensors",))
     assert len(result["pairs"]) == 4
     assert any(what.startswith("causes switched in learner tp=1: ") for what in result["skipped"])
     assert "TP: tp=2 instead of tp=1" in {row["cause"] for row in result["causes"]["ranked"]}
 
 
-def test_a_learner_that_was_asked_for_may_not_fail(tmp_path, model):
+def test_a_learner_that_was_asked_for_may_not_fail(tmp_path, model, monkeypatch):
     with pytest.raises(RoleFailed):
-        study(tmp_path, model, fails="learner-tp2", leaves=("scores.safetensors",))
+        study(tmp_path, model, monkeypatch, fails="learner-tp2", leaves=("scores.safetensors",))
 
 
 # -------------------------------------------------------------------------------------------------------------
