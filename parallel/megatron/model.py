@@ -77,7 +77,7 @@ class PackedGPTModel(GPTModel):
         if self.pre_process:
             embedding: nn.Module = self.embedding
             embedding.register_forward_hook(_in_rows)
-            if architecture.scales_embeddings:
+            if architecture.family.is_gemma:
                 factor = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
                 # Its output, since a tied output layer reads the weight.
                 embedding.register_forward_hook(partial(_scaled, factor))

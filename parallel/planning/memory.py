@@ -162,7 +162,7 @@ def stage_parameters(
             shared += a.hidden_size * (a.experts.num_experts + 3 * a.experts.shared_size // t)
             shared += a.hidden_size if a.experts.has_shared_gate else 0
             of_expert = 3 * a.hidden_size * a.experts.intermediate_size
-            if a.has_sinks:
+            if a.family.has_sinks:
                 shared += a.experts.num_experts
                 of_expert += 2 * a.experts.intermediate_size + a.hidden_size
             expert += a.experts.num_experts // layout.ep * of_expert

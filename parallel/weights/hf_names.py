@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from functools import cache
 
 from parallel.planning.architecture import Architecture
-from parallel.planning.families import SUPPORTED
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
@@ -74,7 +73,7 @@ _OF_OUTPUTS = {
         "mlp_bda.weight": ("post_mlp_layernorm.weight",),
     },
 }
-"""Norms of the outputs of attention and MLP, by ``Architecture.norms``. "behind" has no others."""
+"""Norms of the outputs of attention and MLP, by ``Family.norms``. "behind" has no others."""
 _OF_OUTPUTS["gemma3_text"] = _OF_OUTPUTS["behind"] | {
     name: ("pre_feedforward_layernorm.weight",)
     for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
@@ -165,7 +164,7 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
     if name in TOP:
         return (TOP[name],)
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.LAYER.REST
-    experts = SUPPORTED[architecture.model_type].experts
+    experts = architecture.family.experts
     suffixes = (
         _layer_parts(architecture, architecture.is_recurrent(int(layer))).get(rest)
         or _EXPERT_MLP[experts or ""][_EXPERT.sub("{}", rest)]
@@ -178,14 +177,14 @@ def _layer_parts(architecture: Architecture, is_recurrent: bool) -> dict[str, tu
     """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. Of experts: none."""
     if is_recurrent:
         others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
-        separate = _SEPARATE if SUPPORTED[architecture.model_type].separate_inputs else {}
+        separate = _SEPARATE if architecture.family.separate_inputs else {}
         return others | _RECURRENT | _OUT_PROJ | separate
     if architecture.latent is None:
-        of_norms = _OF_OUTPUTS.get(architecture.model_type, _OF_OUTPUTS.get(architecture.norms, {}))
-        parts = _LAYER | of_norms | (_SINKS if architecture.has_sinks else {})
-        for matrix in SUPPORTED[architecture.model_type].fused:
+        of_norms = _OF_OUTPUTS.get(architecture.model_type, _OF_OUTPUTS.get(architecture.family.norms, {}))
+        parts = _LAYER | of_norms | (_SINKS if architecture.family.has_sinks else {})
+        for matrix in architecture.family.fused:
             parts |= _FUSED[matrix]
-        is_absent = _OF_INPUTS if architecture.norms == "behind" else ()
+        is_absent = _OF_INPUTS if architecture.family.norms == "behind" else ()
         return {rest: names for rest, names in parts.items() if rest not in is_absent}
     others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
     if architecture.latent.query_rank is None:
@@ -236,7 +235,7 @@ def _rows_of_modules(a: Architecture) -> dict[str, int]:
         "embed_tokens": a.vocab_size, "lm_head": a.vocab_size,
         "q_proj": heads if a.recurrent is None else 2 * heads,  # a gate for each head
         "k_proj": kv_heads, "v_proj": kv_heads, "qkv_proj": heads + 2 * kv_heads,
-        "q_norm": heads if a.whole_qk_norm else a.head_dim, "k_norm": kv_heads if a.whole_qk_norm else a.head_dim,
+        "q_norm": heads if a.family.whole_qk_norm else a.head_dim, "k_norm": kv_heads if a.family.whole_qk_norm else a.head_dim,
         "gate_up_proj": 2 * a.intermediate_size,
         "gate": num_experts, "router": num_experts, "shared_expert_gate": 1,
     }  # fmt: skip
@@ -296,7 +295,7 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
     """A layer's names in Megatron, with and without Transformer Engine."""
     experts = architecture.experts
     is_sparse = experts is not None and experts.is_sparse[layer]
-    has_norms = architecture.qk_norm or architecture.whole_qk_norm or architecture.latent is not None
+    has_norms = architecture.qk_norm or architecture.family.whole_qk_norm or architecture.latent is not None
     for rest in _layer_parts(architecture, architecture.is_recurrent(layer)):
         is_absent = (
             (rest.endswith(".bias") and not architecture.qkv_bias)
@@ -307,7 +306,7 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
             yield rest
     if experts is not None and is_sparse:
         yield _ROUTER
-        if architecture.has_sinks:
+        if architecture.family.has_sinks:
             yield _BIASES[_ROUTER]
         if experts.has_bias:
             yield _BIAS
@@ -317,5 +316,5 @@ def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
             yield _SHARED_GATE
         for expert in range(experts.num_experts):
             yield from (_FC1.format(expert), _FC2.format(expert))
-            if architecture.has_sinks:
+            if architecture.family.has_sinks:
                 yield from (_BIASES[_FC1].format(expert), _BIASES[_FC2].format(expert))
