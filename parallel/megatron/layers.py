@@ -33,7 +33,7 @@ from parallel.megatron import accumulation, aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, Scoring, packed_attention, paired_in_halves, rotate
 from parallel.megatron.config import uses_transformer_engine
 from parallel.megatron.context_parallel import SplitPlan, split_attention
-from parallel.megatron.gated_activation import GeGLU, SwiGLU, use_gated_activation
+from parallel.megatron.gated_activation import geglu, swiglu, use_gated_activation
 from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
@@ -151,7 +151,7 @@ def block_spec(
     layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
     for sparse, layer in layers.items():
         if config.use_te_activation_func:
-            use_gated_activation(layer, GeGLU if architecture.family.is_gemma else SwiGLU, has_experts=sparse)
+            use_gated_activation(layer, geglu if architecture.family.is_gemma else swiglu, has_experts=sparse)
         if lora is not None:
             add_adapters(layer, lora, has_experts=sparse)
     specs = [layers[sparse] for sparse in is_sparse]
