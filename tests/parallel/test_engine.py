@@ -50,14 +50,7 @@ def reference_gradient(engine, microbatches):
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     for batch in microbatches:
         packed = engine.chunks[0].pack(batch.cu_seqlens, batch.positions_T)
-        found = engine.chunks[0].logprobs(
-            tokens_T=batch.tokens_T,
-            targets_T=batch.targets_T,
-            mask_T=batch.response_mask_T,
-            packed=packed,
-            temperature=0.7,
-            with_entropy=True,
-        )
+        found = engine.chunks[0].logprobs(batch, packed, temperature=0.7, with_entropy=True)
         for name, grad in zip(
             total,
             torch.autograd.grad(weighted_loss(batch, *found)[0], list(parameters.values())),
