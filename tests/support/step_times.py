@@ -70,8 +70,10 @@ def run_config(**changes) -> RunConfig:
     return RunConfig.model_validate(content)
 
 
-def server(architecture: Architecture, tp: int = 1, gib: float = 80) -> RolloutMemory:
-    return rollout_memory(architecture, tp, dtype="float32", gpu_bytes=int(gib * GIB))
+def server(
+    architecture: Architecture, tp: int = 1, gib: float = 80, max_tokens: int | None = None
+) -> RolloutMemory:
+    return rollout_memory(architecture, tp, dtype="float32", gpu_bytes=int(gib * GIB), max_tokens=max_tokens)
 
 
 def close(seconds: float) -> float:

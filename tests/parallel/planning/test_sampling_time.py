@@ -11,9 +11,8 @@ from tests.support.step_times import ALIKE, DENSE, ROUND, close, hardware, run_c
 
 
 def sampled(config: RunConfig, lengths: Lengths = ALIKE, machine: Machine = ROUND, *, replicas=1, gib=80.0):
-    return sampling_time(
-        DENSE, config, lengths, machine, tp=1, replicas=replicas, memory=server(DENSE, gib=gib)
-    )
+    memory = server(DENSE, gib=gib, max_tokens=config.rollout.max_total_tokens)
+    return sampling_time(DENSE, config, lengths, machine, tp=1, replicas=replicas, memory=memory)
 
 
 def test_sampling_by_hand():
