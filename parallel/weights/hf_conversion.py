@@ -39,7 +39,6 @@ from parallel.weights.hf_files import (
 from parallel.weights.hf_headers import name_problems
 from parallel.weights.hf_names import (
     CONVOLUTION,
-    DOWN,
     EMBEDDING,
     LINEAR_IN,
     OUTPUT,
@@ -54,6 +53,7 @@ from parallel.weights.hf_names import (
 )
 
 T = TypeVar("T")
+_shapes_of = lru_cache(maxsize=2)(hf_shapes)
 
 _VALUE_HEAD = "value_head.weight"
 QKV = ("linear_qkv.weight", "linear_qkv.bias")
@@ -106,7 +106,7 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
 
     Raises ValueError for tensors that are missing, left over, of another shape than in config.json, or not finite.
     """
-    shapes = hf_shapes(models[0].architecture)
+    shapes = _shapes_of(models[0].architecture)
     problem = next(name_problems(weights.names, models[0].architecture, weights.folder), None)
     if problem is not None:
         raise ValueError(problem)
@@ -155,23 +155,18 @@ def _merge_parts(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> T
 
 def _split_whole(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor]:
     """The Hugging Face parts of a whole Megatron tensor; the inverse of ``_merge_parts``."""
-    a = model.architecture
-    num_parts = len(hf_names(name, a))
-    if name.endswith(GROUPED):
-        # One after another in one memory, to be sent together.
-        joined = torch.empty_like(whole).split(_part_rows(name, num_parts, a))
-        pieces = _pieces(name, joined, a)
-        groups = whole.unflatten(0, (len(pieces[0]), -1))
-        rows = [piece[0].numel() // whole[0].numel() for piece in pieces]
-        for part, piece in zip(groups.split(rows, 1), pieces, strict=True):
-            piece.copy_(part.reshape(piece.shape))
-        return list(joined)
-    if name in (EMBEDDING, OUTPUT):
-        return [whole[: a.vocab_size]]
-    if num_parts == 2 and a.latent is not None and name.endswith(DOWN):
-        rows = a.latent.query_rank or 0
-        return list(whole.split([rows, len(whole) - rows]))
-    return list(whole.chunk(num_parts))
+    shapes = _shapes_of(model.architecture)
+    rows = [shapes[part][0] for part in hf_names(name, model.architecture)]
+    if not name.endswith(GROUPED):
+        return list(whole[: sum(rows)].split(rows))  # padding rows come last
+    # One after another in one memory, to be sent together.
+    joined = torch.empty_like(whole).split(rows)
+    pieces = _pieces(name, joined, model.architecture)
+    groups = whole.unflatten(0, (len(pieces[0]), -1))
+    of_group = [piece[0].numel() // whole[0].numel() for piece in pieces]
+    for part, piece in zip(groups.split(of_group, 1), pieces, strict=True):
+        piece.copy_(part.reshape(piece.shape))
+    return list(joined)
 
 
 def _pieces(name: str, parts: Sequence[Tensor], a: Architecture) -> list[Tensor]:
@@ -179,8 +174,9 @@ def _pieces(name: str, parts: Sequence[Tensor], a: Architecture) -> list[Tensor]
     group's rows."""
     if name.endswith(QKV):
         groups = a.num_kv_heads
-        if len(parts) == 1:
-            parts = parts[0].split([groups * rows for rows in _group_rows(a)])
+        if len(parts) == 1:  # of a family without gates
+            heads, kv_heads = a.num_heads * a.head_dim, groups * a.head_dim
+            parts = parts[0].split([heads, kv_heads, kv_heads])
         if a.recurrent is not None:  # each query head with its gate
             queries = parts[0].unflatten(0, (groups, -1, 2, a.head_dim))
             return [
@@ -194,24 +190,6 @@ def _pieces(name: str, parts: Sequence[Tensor], a: Architecture) -> list[Tensor]
         if len(parts) != 2:  # of which queries, keys and values are not in groups
             parts = [*parts[0].split([groups * rows for rows in a.recurrent.group_rows[:3]]), *parts[1:]]
     return [part.unflatten(0, (groups, -1)) for part in parts]
-
-
-def _part_rows(name: str, num_parts: int, a: Architecture) -> list[int]:
-    """Rows of the Hugging Face parts of such a tensor."""
-    if name.endswith(QKV):
-        rows = [a.num_kv_heads * size for size in _group_rows(a)]
-        return rows if num_parts == 3 else [sum(rows)]
-    assert a.recurrent is not None
-    rows = [a.recurrent.key_heads * size for size in a.recurrent.group_rows]
-    if num_parts == 1:  # the convolution
-        return [sum(rows[:3])]
-    return [sum(rows[:4]), sum(rows[4:])] if num_parts == 2 else [sum(rows[:3]), *rows[3:]]
-
-
-def _group_rows(a: Architecture) -> list[int]:
-    """Rows of q, k and v of one key/value group."""
-    queries = a.num_heads // a.num_kv_heads * a.head_dim
-    return [queries if a.recurrent is None else 2 * queries, a.head_dim, a.head_dim]
 
 
 def _is_sharded(name: str, parameter: Tensor) -> bool:
@@ -328,7 +306,7 @@ def export_adapters(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Ten
 def export_plan(models: Sequence[PackedGPTModel]) -> list[list[tuple[str, tuple[int, ...]]]]:
     """(name, shape) of what ``export_hf`` yields, in its order; without a collective. The tensors of one list are the
     parts of one Megatron tensor, and lie in memory one after another."""
-    shapes = hf_shapes(models[0].architecture)
+    shapes = _shapes_of(models[0].architecture)
     return [
         [(part, shapes[part]) for part in hf_names(name, model.architecture)]
         for model, _, names in _exported_parameters(models)
