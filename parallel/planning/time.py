@@ -18,6 +18,7 @@ Sampling is in ``sampling_time.py``, training in ``training_time.py``.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache, partial
 
@@ -94,8 +95,10 @@ class Estimator:
     ):
         self._config = config
         step = (architecture, config, lengths, machine)
-        self._sampling = cache(partial(sampling_time, *step))
-        self._training = cache(partial(training_time, *step, critic=critic, reference=reference))
+        self._sampling: Callable[..., Sampling] = cache(partial(sampling_time, *step))
+        self._training: Callable[..., Training] = cache(
+            partial(training_time, *step, critic=critic, reference=reference)
+        )
         self._transfer = partial(transfer_seconds, architecture, config, machine)
 
     def step(self, layout: LayoutConfig, *, tp: int, replicas: int, memory: RolloutMemory) -> StepTime:
