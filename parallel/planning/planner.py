@@ -69,12 +69,9 @@ class Cluster:
         """(GPUs of the learner, GPUs of the servers). Turns take all GPUs of one machine, for either side."""
         if is_shared:
             return [(self.num_gpus, self.num_gpus)] if self.num_gpus <= self.gpus_per_node else []
-        return [(self.num_gpus - size, size) for size in self.rollout_sizes()]
-
-    def rollout_sizes(self) -> list[int]:
-        """Numbers of GPUs that the servers may take: any within one node, whole nodes of several."""
+        # Servers take any number within one node, whole nodes of several.
         step = 1 if self.num_gpus <= self.gpus_per_node else self.gpus_per_node
-        return list(range(step, self.num_gpus, step))
+        return [(self.num_gpus - size, size) for size in range(step, self.num_gpus, step)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
