@@ -234,8 +234,3 @@ def mark_expert_parameters(model: nn.Module) -> None:
     for module in model.modules():
         for parameter in module.experts.parameters() if isinstance(module, MoELayer) else ():
             parameter.allreduce = False
-
-
-def first_local_expert(layer: TransformerLayer) -> int:
-    """The global number of the first expert of this layer on this rank. Needs a layer with experts."""
-    return layer.mlp.local_expert_indices[0]

@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from parallel.megatron.groups import groups_of_this_process
 from parallel.megatron.lora import adapted_layers, first_a, is_adapter
 from parallel.megatron.model import PackedGPTModel
-from parallel.megatron.moe import first_local_expert
 from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.rank_objects import from_all_ranks, from_first_rank
 from parallel.weights.hf_files import (
@@ -76,7 +75,7 @@ def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
             layer = cast(TransformerLayer, model.decoder.layers[int(match[1])])
             name = ungrouped(f"decoder.layers.{layer.layer_number - 1}.{match[2]}")
             if (local := expert_of(name)) is not None:
-                name = with_expert(name, first_local_expert(layer) + local)
+                name = with_expert(name, layer.mlp.local_expert_indices[local])
         yield name, parameter
 
 
@@ -226,7 +225,7 @@ def _gather_experts(parameter: Tensor) -> list[Tensor]:
     if size == 1:
         return [local]
     tensors = [torch.empty_like(local) for _ in range(size)]
-    dist.all_gather(tensors, local.contiguous(), group=parallel_state.get_expert_model_parallel_group())
+    dist.all_gather(tensors, local, group=parallel_state.get_expert_model_parallel_group())
     return tensors
 
 
