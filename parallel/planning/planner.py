@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from configs.errors import counted
 from configs.schema.layout import LayoutConfig, layout_text
@@ -200,14 +200,8 @@ def plan(
     return plans
 
 
-class _Fit(NamedTuple):
-    """A pair of layouts that fits, and its memory."""
-
-    layout: LayoutConfig
-    learner: LearnerMemory
-    tp: int
-    replicas: int
-    server: RolloutMemory
+_Fit = tuple[LayoutConfig, LearnerMemory, int, int, RolloutMemory]
+"""A pair of layouts that fits: the learner's layout and memory, the servers' tp, replicas and memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,7 +289,7 @@ class _Search:
                     continue
                 for tp, server in dividing:
                     if not self.is_shared or both_bytes(learner, server) <= cluster.gpu_bytes:
-                        yield _Fit(layout, learner, tp, num_rollout // tp, server)
+                        yield layout, learner, tp, num_rollout // tp, server
 
     def _plan(self, fit: _Fit, measured: Measured, estimator: Estimator | None) -> Plan:
         layout, learner, tp, replicas, server = fit
