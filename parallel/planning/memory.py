@@ -200,9 +200,8 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     if a.experts:
         of_one = 2 * a.hidden_size * a.experts.intermediate_size
         expert_size = layout.ep * of_one if layout.ep > 1 else 0
-        if (
-            a.experts.clamp is not None
-        ):  # all experts of a layer in one tensor, which is gathered from parts of it
+        # All experts of a layer in one tensor, which is gathered from parts of it.
+        if a.experts.clamp is not None:
             expert_size = a.experts.num_experts * of_one * (1 if layout.ep == 1 else 3)
     largest = b * max(table, a.hidden_size * a.intermediate_size)
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
