@@ -239,15 +239,7 @@ def _logprob_forward(
         )
         if replays is not None and isinstance(packed.routing, Replay):
             replays.append(packed.routing)
-        result: Any = model.logprobs(
-            tokens_T=batch.tokens_T,
-            targets_T=batch.targets_T,
-            mask_T=batch.response_mask_T,
-            packed=packed,
-            temperature=temperature,
-            with_entropy=with_entropy,
-            kept=batch.kept,
-        )
+        result: Any = model.logprobs(batch, packed, temperature=temperature, with_entropy=with_entropy)
         return result if with_entropy or not model.post_process else result[:1]
 
     return forward

@@ -95,8 +95,8 @@ class Engine(ABC):
     bitwise equal results. ``timeout_s`` seconds, rounded up to whole minutes, is the deadline of collectives in
     Megatron's own groups, which do not take it from the default group.
 
-    Needs ``platform.init_distributed`` first. Raises ValueError for a layout, model or schedule that does not
-    fit. ``lora``: the optimizer has the adapters alone, which ``checkpoint`` holds too.
+    Needs ``platform.init_distributed`` first. Raises ValueError for a layout or model that does not fit. ``lora``: the
+    optimizer has the adapters alone, which ``checkpoint`` holds too.
     """
 
     def __init__(

@@ -77,19 +77,19 @@ def _check_served_model(
     yield from finding_of("rollout.server_args", static_share, config)
     yield from finding_of("rollout.quantization", check_quantization, rollout, kind)
     saved = hf_config.get("dtype") or hf_config.get("torch_dtype")
-    if architecture.has_sinks and saved not in (None, rollout.dtype):
+    if architecture.family.has_sinks and saved not in (None, rollout.dtype):
         yield (
             "rollout.dtype",
             f"rollout.dtype={rollout.dtype}: SGLang makes matrices of a {kind} in the dtype of config.json, {saved}, and fails at its "
             f"first token; set rollout.dtype={saved}, or save the model in {rollout.dtype}",
         )
-    if architecture.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
+    if architecture.family.has_sinks and rollout.precision not in (None, "bf16", "fp16"):
         yield (
             "rollout.precision",
             f"rollout.precision={rollout.precision}: the experts of a {kind} are one tensor of all of a layer, which is not rounded to "
             "a grid; use bf16 or fp16, or leave it out",
         )
-    if architecture.scales_embeddings and not rollout.sglang_plugin and rollout.dtype != "float32":
+    if architecture.family.is_gemma and not rollout.sglang_plugin and rollout.dtype != "float32":
         yield (
             "rollout.sglang_plugin",
             f"rollout.sglang_plugin=false: SGLang does not round the number that multiplies the embeddings of a {kind} to "

@@ -33,16 +33,16 @@ def safe_writers() -> Iterator[None]:
     with it all ranks. Threads write as fast, since the interpreter's lock is free while bytes are copied and stored.
     """
     errors: list[Exception] = []
+    copied = _copied_or_error(FileSystemWriterAsync.preload_tensors)
+    stand_ins: list[tuple[Any, str, Any]] = [
+        *((owner, name, _keeping(getattr(owner, name), errors)) for owner, name in WRITTEN_BY_RANK_0),
+        (TorchCommonSaveStrategy, "save_common", _keeping(_save_common, errors)),
+        (FileSystemWriterAsync, "preload_tensors", staticmethod(copied)),
+        (FileSystemWriterAsync, "write_preloaded_data_multiproc", staticmethod(_write_by_threads)),
+    ]
     with contextlib.ExitStack() as patches:
-        for owner, name in WRITTEN_BY_RANK_0:
-            keeping = _keeping(getattr(owner, name), errors)
-            patches.enter_context(unittest.mock.patch.object(owner, name, keeping))
-        keeping = _keeping(_save_common, errors)
-        patches.enter_context(unittest.mock.patch.object(TorchCommonSaveStrategy, "save_common", keeping))
-        copied = staticmethod(_copied_or_error(FileSystemWriterAsync.preload_tensors))
-        patches.enter_context(unittest.mock.patch.object(FileSystemWriterAsync, "preload_tensors", copied))
-        forking, by_threads = "write_preloaded_data_multiproc", staticmethod(_write_by_threads)
-        patches.enter_context(unittest.mock.patch.object(FileSystemWriterAsync, forking, by_threads))
+        for owner, name, stand_in in stand_ins:
+            patches.enter_context(unittest.mock.patch.object(owner, name, stand_in))
         yield
     if errors:
         raise errors[0]

@@ -123,8 +123,6 @@ class AlignedCoreAttention(nn.Module):
 
     def __init__(self, config: TransformerConfig, softmax_scale: float | None = None, **unused):
         super().__init__()
-        if config.context_parallel_size > 1:
-            raise ValueError("model.numerics=aligned needs layout.cp=1")
         self.scale = softmax_scale
 
     def forward(

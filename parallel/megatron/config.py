@@ -49,9 +49,9 @@ _ALWAYS: dict[str, Any] = {
 
 def _activation(architecture: Architecture, *, is_aligned: bool) -> Callable[[Tensor], Tensor]:
     """Of the MLP's gate."""
-    if architecture.has_sinks:
+    if architecture.family.has_sinks:
         return _sigmoid_gate
-    if architecture.has_gelu:
+    if architecture.family.is_gemma:
         return F.gelu
     return aligned.silu if is_aligned else F.silu
 
@@ -63,7 +63,7 @@ def _sigmoid_gate(gate: Tensor) -> Tensor:
 def _of_sinks(architecture: Architecture) -> dict[str, Any]:
     """Fields that a model with sinks changes: biases in all matrices, and gpt-oss's experts."""
     experts = architecture.experts
-    if not architecture.has_sinks or experts is None:
+    if not architecture.family.has_sinks or experts is None:
         return {}
     return {"add_bias_linear": True, "activation_func_clamp_value": experts.clamp, "glu_linear_offset": 1.0}
 
@@ -100,7 +100,7 @@ def transformer_config(
         # Transformer Engine's layers have such sums of their own, which were not tried.
         gradient_accumulation_fusion=not has_engine,
         # The activation that it names is ours: ``use_gated_activation``.
-        use_te_activation_func=not (is_aligned or architecture.has_sinks),
+        use_te_activation_func=not (is_aligned or architecture.family.has_sinks),
         add_qkv_bias=architecture.qkv_bias,
         # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
         qk_layernorm=architecture.qk_norm,

@@ -109,15 +109,8 @@ def _counts_on_host(counts, as_numpy: bool = False, record_stream: bool = False)
     return counts.cpu().numpy() if as_numpy else counts.cpu()
 
 
-def install() -> None:
-    """Put the stand-ins in place, once, on a machine without CUDA. Called on import."""
-    if torch.cuda.is_available() or getattr(torch, "_tandem_stand_ins", False):
-        return
-    torch._tandem_stand_ins = True  # pyright: ignore[reportAttributeAccessIssue]
+if not torch.cuda.is_available():
     # Megatron compiles small functions as it is imported; on CPU that costs start-up and gains nothing.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     _install_torch_stand_ins()
     _install_megatron_stand_ins()
-
-
-install()

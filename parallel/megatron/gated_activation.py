@@ -1,5 +1,6 @@
 """The gated activation of MLPs and experts, silu(gate) up or gelu(gate) up, as one operation (N. Shazeer, arXiv 2002.05202)."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,20 +9,19 @@ from torch import Tensor
 
 import parallel.megatron.setup  # noqa: F401  # isort: skip - before megatron.core
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class SwiGLU:
-    """silu(gate) up of the halves gate and up of the last dimension, for the place in which Megatron puts Transformer Engine's.
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) up of the halves gate and up of the last dimension.
 
     Of Megatron's own four operations autograd keeps two tensors more than the halves, and adds 0 to one of them.
     """
+    return _SwiGLU.apply(gate_up)
 
-    def __init__(self, config: TransformerConfig):
-        """Nothing of the config is needed."""
 
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        return _SwiGLU.apply(gate_up)
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) up, of the GELU's approximation with a tanh."""
+    return _GeGLU.apply(gate_up)
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -33,13 +33,6 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return _gradient(grad, *ctx.saved_tensors)
-
-
-class GeGLU(SwiGLU):
-    """gelu(gate) up, of the GELU's approximation with a tanh."""
-
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        return _GeGLU.apply(gate_up)
 
 
 class _GeGLU(torch.autograd.Function):
@@ -75,8 +68,10 @@ def _gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
     return torch.cat((torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)), -1)
 
 
-def use_gated_activation(layer: ModuleSpec, activation: type[SwiGLU], *, has_experts: bool) -> None:
-    """In a layer's specification. Megatron takes it with ``use_te_activation_func``."""
+def use_gated_activation(
+    layer: ModuleSpec, activation: Callable[[Tensor], Tensor], *, has_experts: bool
+) -> None:
+    """In a layer's specification. Megatron takes it, in the place of Transformer Engine's, with ``use_te_activation_func``."""
     submodules: Any = layer.submodules
     mlp = submodules.mlp.submodules
     parts = (mlp.experts.submodules, mlp.shared_experts.submodules) if has_experts else (mlp,)

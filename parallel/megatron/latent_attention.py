@@ -14,6 +14,7 @@ each token; the learner computes keys and values, whose attention is that of any
 W_down is whole on every tensor-parallel rank, as in SGLang. W_q and W_kv are split by heads.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from parallel.megatron import platform
 from parallel.megatron.attention import paired_in_halves, rotate
+from parallel.megatron.norms import RMSNorm
 from parallel.planning.architecture import Architecture
 
 
@@ -62,8 +64,7 @@ class LatentAttention(MegatronModule):
         pg_collection: ProcessGroupCollection,
         *,
         architecture: Architecture,
-        norm: type[nn.Module],
-        core_attention: type[nn.Module],
+        core_attention: Callable[..., nn.Module],
         **unused,
     ):
         super().__init__(config)
@@ -87,11 +88,11 @@ class LatentAttention(MegatronModule):
                 a.hidden_size, a.num_heads * a.head_dim, gather_output=False, **split
             )
         else:
-            self.q_layernorm = norm(hidden_size=latent.query_rank, **of_latent)
+            self.q_layernorm = RMSNorm(hidden_size=latent.query_rank, **of_latent)
             self.linear_q_up = ColumnParallelLinear(
                 latent.query_rank, a.num_heads * a.head_dim, gather_output=False, **split
             )
-        self.kv_layernorm = norm(hidden_size=latent.rank, **of_latent)
+        self.kv_layernorm = RMSNorm(hidden_size=latent.rank, **of_latent)
         self.linear_kv_up = ColumnParallelLinear(
             latent.rank, a.num_heads * (plain + latent.value_dim), gather_output=False, **split
         )

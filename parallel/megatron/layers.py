@@ -33,7 +33,7 @@ from parallel.megatron import accumulation, aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, Scoring, packed_attention, paired_in_halves, rotate
 from parallel.megatron.config import uses_transformer_engine
 from parallel.megatron.context_parallel import SplitPlan, split_attention
-from parallel.megatron.gated_activation import GeGLU, SwiGLU, use_gated_activation
+from parallel.megatron.gated_activation import geglu, swiglu, use_gated_activation
 from parallel.megatron.latent_attention import LatentAttention
 from parallel.megatron.linear_attention import GatedDeltaNet, GatedSelfAttention
 from parallel.megatron.lora import Lora, add_adapters
@@ -77,18 +77,19 @@ class PackedCoreAttention(nn.Module):
         config: TransformerConfig,
         layer_number: int = 1,
         softmax_scale: float | None = None,
-        architecture: Architecture | None = None,
+        *,
+        architecture: Architecture,
         **unused,
     ):
-        """layer_number: from 1, over all stages. architecture: of a model whose attention differs from Llama's."""
+        """layer_number: from 1, over all stages."""
         super().__init__()
         self.scale = softmax_scale
         self.dtype = platform.attention_dtype(config.params_dtype)
         a = architecture
-        self.window = a.windows[layer_number - 1] if a is not None and a.windows else None
-        self.paired_size = a.rotary_size if a is not None and a.is_interleaved else 0
+        self.window = a.windows[layer_number - 1] if a.windows else None
+        self.paired_size = a.rotary_size if a.family.is_interleaved else 0
         self.sinks = None
-        if a is not None and a.has_sinks:
+        if a.family.has_sinks:
             heads = a.num_heads // config.tensor_model_parallel_size
             self.tp_group: Any = parallel_state.get_tensor_model_parallel_group()
             self.sinks = nn.Parameter(torch.zeros(heads, dtype=config.params_dtype, device=platform.device()))
@@ -132,7 +133,7 @@ def block_spec(
     lora: Lora | None,
 ) -> TransformerBlockSubmodules:
     """This rank's layers, each dense or with experts, and the final norm."""
-    norm = CentredRMSNorm if architecture.centred_norms else RMSNorm
+    norm = CentredRMSNorm if architecture.family.centred_norms else RMSNorm
     make_layer = partial(_local_layer, config, norm)
     if pieces is not None:
         make_layer, norm = partial(_aligned_layer, config, pieces), AlignedRMSNorm
@@ -150,7 +151,7 @@ def block_spec(
     layers = {sparse: make_layer(architecture, experts if sparse else None) for sparse in set(is_sparse)}
     for sparse, layer in layers.items():
         if config.use_te_activation_func:
-            use_gated_activation(layer, GeGLU if architecture.has_gelu else SwiGLU, has_experts=sparse)
+            use_gated_activation(layer, geglu if architecture.family.is_gemma else swiglu, has_experts=sparse)
         if lora is not None:
             add_adapters(layer, lora, has_experts=sparse)
     specs = [layers[sparse] for sparse in is_sparse]
@@ -175,14 +176,14 @@ def _local_layer(
     a = architecture
     spec: ModuleSpec = get_gpt_layer_local_spec(
         num_experts=experts and experts.num_experts,
-        qk_layernorm=a.qk_norm or a.whole_qk_norm,
+        qk_layernorm=a.qk_norm or a.family.whole_qk_norm,
         normalization="RMSNorm",
     )
     layer: Any = spec.submodules
-    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if a.norms == "behind" else norm
-    if a.norms != "before":
+    layer.input_layernorm = layer.pre_mlp_layernorm = IdentityOp if a.family.norms == "behind" else norm
+    if a.family.norms != "before":
         of_output = {"config": config, "hidden_size": a.hidden_size, "eps": a.norm_eps}
-        output_norm = CentredOutputNorm if a.centred_norms else OutputNorm
+        output_norm = CentredOutputNorm if a.family.centred_norms else OutputNorm
         layer.self_attn_bda = layer.mlp_bda = ModuleSpec(output_norm, of_output)
     if a.latent:
         layer.self_attention = _latent_attention(a)
@@ -191,7 +192,7 @@ def _local_layer(
         parts.core_attention = partial(attention, architecture=a)
         if a.qk_norm:
             parts.q_layernorm = parts.k_layernorm = norm
-        if a.whole_qk_norm:
+        if a.family.whole_qk_norm:
             parts.q_layernorm = ModuleSpec(AllHeadsNorm, {"heads": a.num_heads})
             parts.k_layernorm = ModuleSpec(AllHeadsNorm, {"heads": a.num_kv_heads})
         if a.recurrent is not None:
@@ -209,8 +210,8 @@ def _with_delta_net(layer: ModuleSpec, recurrent: Recurrent) -> ModuleSpec:
 
 
 def _latent_attention(architecture: Architecture) -> ModuleSpec:
-    settings = {"architecture": architecture, "norm": RMSNorm, "core_attention": PackedCoreAttention}
-    return ModuleSpec(LatentAttention, settings)
+    core_attention = partial(PackedCoreAttention, architecture=architecture)
+    return ModuleSpec(LatentAttention, {"architecture": architecture, "core_attention": core_attention})
 
 
 def _aligned_layer(
@@ -252,7 +253,8 @@ def _transformer_engine_layer(architecture: Architecture, experts: Experts | Non
     else:
         # Transformer Engine's own context parallelism pads every sequence to a multiple of 2 cp tokens.
         is_split = parallel_state.get_context_parallel_world_size() > 1
-        attention = PackedCoreAttention if is_split else _transformer_engine_attention()
+        own = partial(PackedCoreAttention, architecture=architecture)
+        attention = own if is_split else _transformer_engine_attention()
         layer.self_attention.submodules.core_attention = attention
     if experts:
         moe.use_router(spec, experts)

@@ -27,11 +27,7 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-)
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint, sharded_state_dict_default
 
 from numerics.delta_rule import ChunkPlan, causal_convolution, gated_delta_rule, gated_norm, log_decay, unit
 from parallel.megatron import platform
@@ -122,10 +118,9 @@ class GatedDeltaNet(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict:
-        metadata = ensure_metadata_has_dp_cp_group(metadata)
-        own: dict[str, Any] = {}
-        self._save_to_state_dict(own, "", keep_vars=True)
-        split: dict[str, int] = {"conv_weight": 0, "dt_bias": 0, "A_log": 0}
+        assert metadata is not None
+        own = dict(self.named_parameters(recurse=False))
+        split = {"conv_weight": 0, "dt_bias": 0, "A_log": 0}
         groups = {"tp_group": self.tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         state = make_sharded_tensors_for_checkpoint(own, prefix, split, sharded_offsets, **groups)
         for name, module in self.named_children():

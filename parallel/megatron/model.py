@@ -21,7 +21,6 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from numerics.delta_rule import plan_chunks
-from parallel.kept_sets import KeptSets
 from parallel.megatron import aligned, moe, platform
 from parallel.megatron.attention import PackedPlan, plan_packing, rotary_tables
 from parallel.megatron.config import transformer_config
@@ -31,6 +30,7 @@ from parallel.megatron.lora import Lora, adapters_only, freeze_base
 from parallel.megatron.rotary import rotary_frequencies, window_frequencies
 from parallel.megatron.shared_prompts import plan_shared_prompts
 from parallel.megatron.vocab_parallel import linear_logprobs
+from parallel.packing import PackedBatch
 from parallel.planning.architecture import Architecture, padded_vocab_size, read_architecture
 from parallel.planning.layout import check_numerics
 
@@ -77,7 +77,7 @@ class PackedGPTModel(GPTModel):
         if self.pre_process:
             embedding: nn.Module = self.embedding
             embedding.register_forward_hook(_in_rows)
-            if architecture.scales_embeddings:
+            if architecture.family.is_gemma:
                 factor = torch.tensor(architecture.hidden_size**0.5, dtype=config.params_dtype).item()
                 # Its output, since a tied output layer reads the weight.
                 embedding.register_forward_hook(partial(_scaled, factor))
@@ -148,6 +148,11 @@ class PackedGPTModel(GPTModel):
         window_tables = None
         if self.window_freq_F is not None:
             window_tables = rotary_tables(self.window_freq_F, 1.0, positions_T, dtype)
+        routing = None
+        if experts_TLK is not None and records:
+            routing = _recording(plan, experts_TLK)
+        elif experts_TLK is not None and is_replayed_T is not None:
+            routing = _replay(plan, experts_TLK, is_replayed_T, counted_T)
         bounds = plan.cu_seqlens.to(device)
         return PackedSequences(
             qkv_format="thd",
@@ -160,9 +165,7 @@ class PackedGPTModel(GPTModel):
             sin_T1F=sin_T1F,
             window_tables=window_tables,
             chunks=None if self.architecture.recurrent is None else plan_chunks(plan.cu_seqlens, device),
-            routing=_recording(plan, experts_TLK)
-            if records
-            else _replay(plan, experts_TLK, is_replayed_T, counted_T),
+            routing=routing,
         )
 
     def _plan(
@@ -196,10 +199,8 @@ def _scaled(factor: float, module: nn.Module, inputs: tuple, embeddings: Tensor)
 
 
 def _replay(
-    plan: PackedPlan, experts_TLK: Tensor | None, is_replayed_T: Tensor | None, counted_T: Tensor | None
-) -> moe.Replay | None:
-    if experts_TLK is None or is_replayed_T is None:
-        return None
+    plan: PackedPlan, experts_TLK: Tensor, is_replayed_T: Tensor, counted_T: Tensor | None
+) -> moe.Replay:
     if counted_T is not None:
         counted_T = plan.without_dummies(plan.to_model_order(counted_T & is_replayed_T))
     return moe.Replay(
@@ -209,9 +210,7 @@ def _replay(
     )
 
 
-def _recording(plan: PackedPlan, experts_TLK: Tensor | None) -> moe.Recording | None:
-    if experts_TLK is None:
-        return None
+def _recording(plan: PackedPlan, experts_TLK: Tensor) -> moe.Recording:
     places_T = torch.arange(len(experts_TLK), device=experts_TLK.device)
     order_T = plan.to_model_order(places_T)
     is_token_T = plan.without_dummies(torch.ones_like(order_T, dtype=torch.bool))
@@ -232,28 +231,21 @@ class LogprobGPTModel(PackedGPTModel):
         self.head_dtype = torch.float32 if fp32_lm_head else backbone.config.params_dtype
 
     def logprobs(
-        self,
-        *,
-        tokens_T: Tensor,
-        targets_T: Tensor,
-        mask_T: Tensor,
-        packed: PackedSequences,
-        temperature: float,
-        with_entropy: bool,
-        kept: KeptSets | None = None,
+        self, batch: PackedBatch, packed: PackedSequences, *, temperature: float, with_entropy: bool
     ) -> tuple[Tensor, Tensor | None] | Tensor:
-        """float32 (logprobs_T, entropy_T or None) in the order of ``tokens_T`` on the last stage, hidden
-        states on earlier ones. They are of the targets in ``mask_T`` (of the first one, where there is none) and 0
-        elsewhere: nobody asks for those, and logits are most of a small model's work. kept: see ``linear_logprobs``."""
-        plan, predictions = packed.plan, packed.plan.predictions(mask_T)
+        """float32 (logprobs_T, entropy_T or None) in the order of the batch on the last stage, hidden states on earlier ones.
+        They are of the response tokens (of the first token, where there is none) and 0 elsewhere: nobody asks for those, and
+        logits are most of a small model's work."""
+        plan, mask_T, kept = packed.plan, batch.response_mask_T, batch.kept
+        predictions = plan.predictions(mask_T)
         request = {
             "places_R": predictions.places_R,
-            "targets_T": targets_T[predictions.tokens_R],
+            "targets_T": batch.targets_T[predictions.tokens_R],
             "temperature": temperature,
             "with_entropy": with_entropy,
             "kept": None if kept is None else kept.at(predictions.tokens_R),
         }
-        result = self._run_request(tokens_T, packed, request)
+        result = self._run_request(batch.tokens_T, packed, request)
         if not self.post_process:
             return result
         logprobs_R, entropy_R = result

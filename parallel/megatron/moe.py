@@ -137,19 +137,19 @@ class Router(TopKRouter):
 
     def __init__(self, config: TransformerConfig, pg_collection=None, *, experts: Experts):
         super().__init__(config, pg_collection)
-        self.norm_topk, self._is_sparse = experts.norm_topk, experts.is_sparse
-        self.score, self.scale, self.float32_logits = experts.score, experts.scale, experts.float32_logits
-        self.num_groups, self.top_groups = experts.num_groups, experts.top_groups
+        self.experts = experts
         bias_E = torch.zeros(experts.num_experts, device=platform.device()) if experts.has_bias else None
         self.register_buffer("correction_bias", bias_E)
 
     def scores(self, hidden: Tensor) -> Tensor:
         """p_TE, float32."""
-        hidden, weight = (
-            (hidden.float(), self.weight.float()) if self.float32_logits else (hidden, self.weight)
-        )
+        weight = self.weight
+        if self.experts.float32_logits:
+            hidden, weight = hidden.float(), weight.float()
         logits_TE = F.linear(hidden, weight, self.bias).flatten(0, -2)
-        return logits_TE.sigmoid() if self.score == "sigmoid" else logits_TE.softmax(-1, dtype=torch.float32)
+        if self.experts.score == "sigmoid":
+            return logits_TE.sigmoid()
+        return logits_TE.softmax(-1, dtype=torch.float32)
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(weights [T, E] float32, zero where not chosen; chosen [T, E] bool)."""
@@ -160,25 +160,25 @@ class Router(TopKRouter):
         chosen_TK = self._within_best_groups(chosen_by_TE).topk(self.topk, -1).indices
         if self.routing is not None:
             assert self.layer_number is not None  # from 1, over all stages
-            layer = sum(self._is_sparse[: self.layer_number - 1])
-            chosen_TK = self.routing.choose(
-                chosen_TK, layer, self.tp_group if self.config.sequence_parallel else None
-            )
+            layer = sum(self.experts.is_sparse[: self.layer_number - 1])
+            group = self.tp_group if self.config.sequence_parallel else None
+            chosen_TK = self.routing.choose(chosen_TK, layer, group)
         weights_TK = p_TE.gather(1, chosen_TK)
-        if self.norm_topk:
+        if self.experts.norm_topk:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
-        if self.scale != 1.0:
-            weights_TK = weights_TK * self.scale
+        if self.experts.scale != 1.0:
+            weights_TK = weights_TK * self.experts.scale
         weights_TE = torch.zeros_like(p_TE).scatter(1, chosen_TK, weights_TK)
         return weights_TE, torch.zeros_like(p_TE, dtype=torch.bool).scatter(1, chosen_TK, True)
 
     def _within_best_groups(self, chosen_by_TE: Tensor) -> Tensor:
         """The scores, and -inf for experts of other groups."""
-        if self.num_groups == 1:
+        experts = self.experts
+        if experts.num_groups == 1:
             return chosen_by_TE
-        by_group = chosen_by_TE.unflatten(1, (self.num_groups, -1))
-        of_group = by_group.topk(2 if self.score == "sigmoid" else 1, -1).values.sum(-1)
-        best = of_group.topk(self.top_groups, -1).indices
+        by_group = chosen_by_TE.unflatten(1, (experts.num_groups, -1))
+        of_group = by_group.topk(2 if experts.score == "sigmoid" else 1, -1).values.sum(-1)
+        best = of_group.topk(experts.top_groups, -1).indices
         is_other = torch.ones_like(by_group[..., 0], dtype=torch.bool).scatter(1, best, False)
         return by_group.masked_fill(is_other[..., None], -torch.inf).flatten(1)
 
@@ -234,8 +234,3 @@ def mark_expert_parameters(model: nn.Module) -> None:
     for module in model.modules():
         for parameter in module.experts.parameters() if isinstance(module, MoELayer) else ():
             parameter.allreduce = False
-
-
-def first_local_expert(layer: TransformerLayer) -> int:
-    """The global number of the first expert of this layer on this rank. Needs a layer with experts."""
-    return layer.mlp.local_expert_indices[0]

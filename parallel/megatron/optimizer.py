@@ -76,14 +76,7 @@ def gradient_buffers(trained: Sequence[Any]) -> Iterator[Tensor]:
 
 def build_scheduler(optimizer, config: OptimizerConfig, total_steps: int) -> OptimizerParamScheduler:
     """Step k of n (from 1) runs at lr k / warmup while warming up, and a decaying schedule reaches min_lr at
-    step n."""
-    if total_steps < 1:
-        raise ValueError(f"total_steps={total_steps} must be at least 1")
-    if config.schedule != "constant" and config.warmup_steps >= total_steps:
-        raise ValueError(
-            f"optimizer.warmup_steps={config.warmup_steps} leaves nothing of the run's {total_steps} optimizer steps for the "
-            f"{config.schedule} schedule; use fewer warm-up steps or schedule: constant"
-        )
+    step n. The schema has warm-ups end before that."""
     decay_steps = max(total_steps, config.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer,

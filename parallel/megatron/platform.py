@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -105,13 +106,10 @@ def init_distributed(timeout_s: float) -> None:
         )
     if has_cuda():
         torch.cuda.set_device(device())
-    timeout = timedelta(seconds=timeout_s)
+    meeting: dict[str, Any] = {}
     if missing:
-        store = HashStore()
-        dist.init_process_group(_group_backends(), store=store, rank=0, world_size=1, timeout=timeout)
+        meeting = {"store": HashStore(), "rank": 0, "world_size": 1}
     elif STORE_VARIABLE in os.environ:
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        store = FileStore(os.environ[STORE_VARIABLE], size)
-        dist.init_process_group(_group_backends(), store=store, rank=rank, world_size=size, timeout=timeout)
-    else:
-        dist.init_process_group(_group_backends(), timeout=timeout)
+        meeting = {"store": FileStore(os.environ[STORE_VARIABLE], size), "rank": rank, "world_size": size}
+    dist.init_process_group(_group_backends(), timeout=timedelta(seconds=timeout_s), **meeting)

@@ -125,14 +125,7 @@ def _take_gradients_together() -> None:
     clip_grads.l2_norm_impl, clip_grads.multi_tensor_scale_impl = norm, scale
 
 
-def install() -> None:
-    """Put the repairs in place, once. Called on import."""
-    if not getattr(torch, "_tandem_megatron_repaired", False):
-        torch._tandem_megatron_repaired = True  # pyright: ignore[reportAttributeAccessIssue]
-        _choose_torchs_optimizer()
-        _repair_distributed_optimizer()
-        _repair_checkpoints_of_several_buckets()
-        _take_gradients_together()
-
-
-install()
+_choose_torchs_optimizer()
+_repair_distributed_optimizer()
+_repair_checkpoints_of_several_buckets()
+_take_gradients_together()

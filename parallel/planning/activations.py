@@ -56,7 +56,7 @@ def _while_mixed(architecture: Architecture, layout: LayoutConfig, work: Work) -
     b, hidden = work.dtype_bytes, architecture.hidden_size
     product = tokens * b * _mixed(architecture) // layout.tp
     return (
-        rows * (_norm_row(hidden, work, architecture) + b * hidden)
+        rows * (_norm_row(architecture, hidden, work) + b * hidden)
         + product
         + rule_bytes(architecture, layout, work)
     )
@@ -83,7 +83,7 @@ def _whole_layers(architecture: Architecture, layout: LayoutConfig, work: Work, 
 def _end_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
     """The final norm and its output."""
     rows, tokens = row_counts(layout, work.token_budget)
-    norm = rows * _norm_row(architecture.hidden_size, work, architecture)
+    norm = rows * _norm_row(architecture, architecture.hidden_size, work)
     return norm + tokens * architecture.hidden_size * work.dtype_bytes
 
 
@@ -133,7 +133,7 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
     a, b, c = architecture, work.dtype_bytes, work.attention_bytes
     rows, tokens = row_counts(layout, work.token_budget)
     is_sparse = a.experts is not None and a.experts.is_sparse[layer]
-    kept = a.layer_norms * rows * _norm_row(a.hidden_size, work, a)
+    kept = a.layer_norms * rows * _norm_row(a, a.hidden_size, work)
     kept += _inputs(a, layout, work, layer, is_sparse=is_sparse)
     if a.is_recurrent(layer):
         kept += tokens * b * _mixed(a) // layout.tp
@@ -149,19 +149,19 @@ def layer_activation_bytes(architecture: Architecture, layout: LayoutConfig, wor
             a, layout, work, tokens, product=b * a.head_dim * product, head=c * a.head_dim * kv_heads
         )
     else:
-        kept += rows * _latent_row(a.latent, a.rotary_size, work)
+        kept += rows * _latent_row(a, a.latent, work)
         kept += 2 * layout.cp * tokens * c * a.head_dim * heads
     kept += tokens * (2 * c * a.head_dim * heads + 4 * heads)
-    if a.whole_qk_norm and layout.tp > 1:
+    if a.family.whole_qk_norm and layout.tp > 1:
         # A sum each, and x, which is inside the values' product if a rank has one group.
         is_inside = kv_heads == 1 and b == c and layout.cp == 1
         kept += tokens * (2 * 4 + (0 if is_inside else b * a.head_dim * (heads + kv_heads)))
-    elif a.qk_norm or a.whole_qk_norm:
+    elif a.qk_norm or a.family.whole_qk_norm:
         kept += tokens * _qk_norm_token(a, heads, kv_heads, work)
     window = a.windows[layer] if a.windows else None
     if window and work.device == "cuda":  # copies of keys and values for each query head
         kept += 2 * layout.cp * tokens * c * a.head_dim * (heads - kv_heads)
-    if a.has_sinks:
+    if a.family.has_sinks:
         # At most: longer heads, copies of keys and values, and masks of blocks that are not whole.
         copies = 1 + -(-(window or 0) // WINDOW_BLOCK)
         longer = 2 * SINK_SIZE * heads + 2 * layout.cp * (a.head_dim + SINK_SIZE) * kv_heads * copies
@@ -240,21 +240,21 @@ def _keys_and_values(
     return tokens * (head + (product if work.dtype_bytes == work.attention_bytes else head))
 
 
-def _latent_row(latent: Latent, rotary_size: int, work: Work) -> int:
+def _latent_row(a: Architecture, latent: Latent, work: Work) -> int:
     """The norms of a row's short vectors, each with its output. On CUDA they are kept inside the product, whose rotated part
     is kept with them."""
     sizes = [size for size in (latent.query_rank, latent.rank) if size]
-    kept = sum(_norm_row(size, work) + work.dtype_bytes * size for size in sizes)
-    return kept + (work.dtype_bytes * rotary_size if work.device == "cuda" else 0)
+    kept = sum(_norm_row(a, size, work) + work.dtype_bytes * size for size in sizes)
+    return kept + (work.dtype_bytes * a.rotary_size if work.device == "cuda" else 0)
 
 
-def _norm_row(size: int, work: Work, architecture: Architecture | None = None) -> int:
+def _norm_row(a: Architecture, size: int, work: Work) -> int:
     """RMSNorm of one row keeps x and 1 / rms, b size + 4, on CUDA. On CPU it keeps x / rms and 1 / rms in
     float32, 4 size + 4, and for a 2-byte dtype x in float32 too; beside adapters the weight is frozen, and of the two
     x alone is kept. A norm that multiplies by 1 + weight computes in float32 there, and keeps 4 size + 4."""
     if work.device == "cuda":
         return work.dtype_bytes * size + 4
-    if architecture is not None and architecture.centred_norms:
+    if a.family.centred_norms:
         return 4 * size + 4
     return (4 if work.dtype_bytes == 4 or work.lora else 8) * size + 4
 
@@ -262,7 +262,7 @@ def _norm_row(size: int, work: Work, architecture: Architecture | None = None) -
 def _qk_norm_token(a: Architecture, heads: int, kv_heads: int, work: Work) -> int:
     """Norms of queries and keys keep ``_norm_row`` per head; on CUDA the keys' x is free inside the qkv product."""
     kept_anyway = work.dtype_bytes if work.device == "cuda" else 0
-    return (heads + kv_heads) * _norm_row(a.head_dim, work, a) - kv_heads * kept_anyway * a.head_dim
+    return (heads + kv_heads) * _norm_row(a, a.head_dim, work) - kv_heads * kept_anyway * a.head_dim
 
 
 def logits_bytes(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:

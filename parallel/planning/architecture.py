@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from configs.reading.named_files import fix_model_path
 from parallel.planning.config_fields import (
@@ -18,7 +18,7 @@ from parallel.planning.config_fields import (
     yarn_scale,
 )
 from parallel.planning.config_parts import read_experts, read_recurrent
-from parallel.planning.families import Family, family_of
+from parallel.planning.families import SUPPORTED, Family, family_of
 from parallel.planning.model_parts import Experts, Latent, Recurrent
 from parallel.planning.variants import refuse_variants
 
@@ -59,25 +59,10 @@ class Architecture:
     qk_norm: bool
     rotary_size: int
     """Numbers of each head, from the first, that are rotated."""
-    is_interleaved: bool = False
-    """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves. Of ``latent``: its own."""
-    whole_qk_norm: bool = False
-    """Whether queries and keys are normalised over the numbers of all heads at once."""
-    norms: Literal["before", "behind", "both"] = "before"
-    """Where attention and MLP have a norm: of their input, of their output, or of both."""
-    centred_norms: bool = False
-    """Whether norms multiply by 1 + weight."""
-    has_gelu: bool = False
-    """Whether the gate of an MLP is a GELU (by its approximation with a tanh). False: a SiLU."""
-    scales_embeddings: bool = False
-    """Whether embeddings are multiplied by the root of the hidden size, rounded to the model's dtype."""
     score_scale: float | None = None
     """Of the scores of attention. None: head_dim ** -0.5. Of ``latent``: its own."""
     windows: tuple[int | None, ...] = ()
     """By layer the tokens that a token sees, itself included; None: all before it. Empty: no layer has a window."""
-    has_sinks: bool = False
-    """Whether each head has a learned score of no key, which takes its part of the softmax. The output projection, the router
-    and the experts of such a model have biases."""
     latent: Latent | None = None
     """None: keys and values are products of the hidden state."""
     recurrent: Recurrent | None = None
@@ -87,6 +72,10 @@ class Architecture:
     further_layers: int = 0
     """Layers behind the last one of a published folder that predict further tokens (multi-token prediction). They are
     neither loaded nor exported."""
+
+    @property
+    def family(self) -> Family:
+        return SUPPORTED[self.model_type]
 
     @property
     def value_dim(self) -> int:
@@ -106,11 +95,9 @@ class Architecture:
     @property
     def needs_own_layers(self) -> bool:
         """Whether Megatron's layers for Transformer Engine lack a part of this model's."""
-        has_norms = self.norms != "before" or self.whole_qk_norm
-        is_other = (
-            any(self.windows) or self.has_sinks or has_norms or self.is_interleaved or self.centred_norms
-        )
-        return bool(is_other)
+        family = self.family
+        has_norms = family.norms != "before" or family.whole_qk_norm or family.centred_norms
+        return any(self.windows) or family.has_sinks or family.is_interleaved or has_norms
 
     @property
     def attention_numbers(self) -> tuple[int, int]:
@@ -153,20 +140,22 @@ class Architecture:
         if self.latent is not None:
             return self.split_vectors, (self.latent.query_rank or 0) + self.latent.rank
         norms = 2 * self.head_dim if self.qk_norm else 0
-        return self.split_vectors, norms + (self.hidden_size if self.has_sinks else 0)
+        return self.split_vectors, norms + (self.hidden_size if self.family.has_sinks else 0)
 
     @property
     def split_vectors(self) -> int:
         """Numbers of attention, beside its matrices, that tensor-parallel ranks split: biases of queries, keys and
         values, sinks, and norms over all heads."""
         bias = (self.num_heads + 2 * self.num_kv_heads) * self.head_dim if self.qkv_bias else 0
-        bias += self.num_heads if self.has_sinks else 0
-        return bias + ((self.num_heads + self.num_kv_heads) * self.head_dim if self.whole_qk_norm else 0)
+        bias += self.num_heads if self.family.has_sinks else 0
+        return bias + (
+            (self.num_heads + self.num_kv_heads) * self.head_dim if self.family.whole_qk_norm else 0
+        )
 
     @property
     def layer_norms(self) -> int:
         """Norms of the hidden size in a layer."""
-        return 4 if self.norms == "both" else 2
+        return 4 if self.family.norms == "both" else 2
 
 
 MOST_LAYERS = 10_000
@@ -245,16 +234,9 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
         qkv_bias=_has(hf_config, family.qkv_bias, kind, default=family.qkv_bias_by_default),
         qk_norm=_has(hf_config, family.qk_norm, kind),
         rotary_size=rotary_size,
-        is_interleaved=family.is_interleaved,
-        whole_qk_norm=family.whole_qk_norm,
-        norms=family.norms,
-        centred_norms=family.centred_norms,
-        has_gelu=family.is_gemma,
-        scales_embeddings=family.is_gemma,
         score_scale=read_positive_number(hf_config, "query_pre_attn_scalar", kind) ** -0.5
         if family.is_gemma
         else None,
-        has_sinks=family.has_sinks,
         windows=read_windows(hf_config, kind, num_layers, family) if family.serves_windows else (),
         latent=latent,
         recurrent=recurrent,

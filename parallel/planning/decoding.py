@@ -95,17 +95,13 @@ class Decoder:
     product_s: float
     pair_s: float
 
-    def seconds(self, responses: int, cached: float) -> float:
-        reading, computing = self.sides(responses)
-        longer = max(reading + self.read_s * cached, computing + self.pair_s * cached)
-        return self.fixed_s + self.each_s * responses + longer
-
     def span_seconds(self, responses: int, cached: float, steps: int) -> float:
         """The sum of ``steps`` steps, each with n tokens more in the cache than the one before.
 
         Both sides of the maximum rise along a line, so that they cross once at most.
         """
-        reading, computing = self.sides(responses)
+        reading = self.weights_s + self.experts_s * (1 - (1 - self.chosen) ** responses)
+        computing = self.product_s * responses
         read, pair = self.read_s, self.pair_s
         ahead = reading + read * cached - computing - pair * cached  # of the first step
         change = (read - pair) * responses  # of each next one
@@ -121,11 +117,6 @@ class Decoder:
             base, slope = (reading, read) if reads else (computing, pair)
             total += count * (base + slope * start) + slope * responses * count * (count - 1) / 2
         return total
-
-    def sides(self, responses: int) -> tuple[float, float]:
-        """Seconds of reading and of computing, without the cache."""
-        touched = self.experts_s * (1 - (1 - self.chosen) ** responses)
-        return self.weights_s + touched, self.product_s * responses
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,8 @@ class Family:
     plain_windows: bool = False
     """Whether layers with a window rotate by the plain frequencies, whatever scales the others'."""
     is_interleaved: bool = False
-    """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves."""
+    """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves. Of latent attention config.json
+    says it."""
     rotated_share: float | None = None
     """The share of a head that is rotated where config.json does not say. None: config.json may not ask for less than 1."""
     needs_head_dim: bool = False

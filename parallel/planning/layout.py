@@ -132,7 +132,7 @@ def _tp_misfits(a: Architecture, size: int) -> list[str]:
         ),
         f"intermediate_size={a.intermediate_size}": is_dense and a.intermediate_size % size,
     }
-    if a.whole_qk_norm:  # a head that several ranks have would count several times in the norm
+    if a.family.whole_qk_norm:  # a head that several ranks have would count several times in the norm
         remainders[f"num_key_value_heads={a.num_kv_heads}"] = a.num_kv_heads % size
     if a.experts and a.experts.shared_size:
         remainders[f"intermediate size of the shared expert, {a.experts.shared_size}"] = (
@@ -322,21 +322,16 @@ def validate_rollout_layout(hf_config: Mapping[str, Any], tensor_parallel: int) 
 def check_served_on_cpu(architecture: Architecture, has_plugin: bool) -> None:
     """Raises ValueError for a model that SGLang 0.5.23 by itself serves wrongly on CPU, or not at all: one of latent attention, with
     sinks, or with recurrent layers."""
-    if architecture.has_sinks and not has_plugin:
-        raise ValueError(
-            f"rollout.sglang_plugin=false: SGLang has no attention with sinks on CPU, which a {architecture.model_type} needs; leave it "
-            "out, so that servers use Tandem's"
-        )
-    if architecture.latent and not has_plugin:
-        raise ValueError(
-            f"rollout.sglang_plugin=false: SGLang's own attention on CPU computes prompts of a {architecture.model_type} wrongly; leave it "
-            "out, so that servers use Tandem's"
-        )
-    if architecture.recurrent and not has_plugin:
-        raise ValueError(
-            f"rollout.sglang_plugin=false: SGLang computes the recurrent layers of a {architecture.model_type} on CPU by kernels that are "
-            "not installed; leave it out, so that servers use Tandem's"
-        )
+    kind = architecture.model_type
+    lack = None
+    if architecture.family.has_sinks:
+        lack = f"SGLang has no attention with sinks on CPU, which a {kind} needs"
+    elif architecture.latent:
+        lack = f"SGLang's own attention on CPU computes prompts of a {kind} wrongly"
+    elif architecture.recurrent:
+        lack = f"SGLang computes the recurrent layers of a {kind} on CPU by kernels that are not installed"
+    if lack is not None and not has_plugin:
+        raise ValueError(f"rollout.sglang_plugin=false: {lack}; leave it out, so that servers use Tandem's")
 
 
 def rollout_sizes(architecture: Architecture) -> list[int]:
@@ -350,7 +345,7 @@ def _rollout_misfit(architecture: Architecture, size: int) -> str | None:
     if heads % size:
         return f"num_attention_heads={heads}"
     # SGLang would normalise over a head once for each rank that has it.
-    if (kv_heads % size) if kv_heads >= size or architecture.whole_qk_norm else (size % kv_heads):
+    if (kv_heads % size) if kv_heads >= size or architecture.family.whole_qk_norm else (size % kv_heads):
         return f"num_key_value_heads={kv_heads}"
     if architecture.recurrent is not None and architecture.recurrent.key_heads % size:
         return f"linear_num_key_heads={architecture.recurrent.key_heads}"

@@ -162,7 +162,7 @@ def stage_parameters(
             shared += a.hidden_size * (a.experts.num_experts + 3 * a.experts.shared_size // t)
             shared += a.hidden_size if a.experts.has_shared_gate else 0
             of_expert = 3 * a.hidden_size * a.experts.intermediate_size
-            if a.has_sinks:
+            if a.family.has_sinks:
                 shared += a.experts.num_experts
                 of_expert += 2 * a.experts.intermediate_size + a.hidden_size
             expert += a.experts.num_experts // layout.ep * of_expert
@@ -196,11 +196,13 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     shared, expert = stage_parameters(a, layout, stage)
     has_table = stage in (0, layout.pp - 1)
     table = padded_vocab_size(a.vocab_size, layout.tp) * a.hidden_size if has_table else 0
-    expert_size = layout.ep * 2 * a.hidden_size * a.experts.intermediate_size if a.experts else 0
-    is_joined = a.experts is not None and a.experts.clamp is not None
-    if a.experts and is_joined:  # all experts of a layer in one tensor, which is gathered from parts of it
-        expert_size = 2 * a.hidden_size * a.experts.intermediate_size * a.experts.num_experts
-        expert_size *= 1 if layout.ep == 1 else 3
+    expert_size = 0
+    if a.experts:
+        of_one = 2 * a.hidden_size * a.experts.intermediate_size
+        expert_size = layout.ep * of_one if layout.ep > 1 else 0
+        # All experts of a layer in one tensor, which is gathered from parts of it.
+        if a.experts.clamp is not None:
+            expert_size = a.experts.num_experts * of_one * (1 if layout.ep == 1 else 3)
     largest = b * max(table, a.hidden_size * a.intermediate_size)
     gathered = b * max(table, 2 * a.hidden_size * a.intermediate_size) * (2 if layout.tp > 1 else 0)
     weights = b * (shared * layout.tp + expert * layout.ep)
@@ -210,7 +212,7 @@ def _transfer_bytes(architecture: Architecture, layout: LayoutConfig, work: Work
     written = largest if work.converts_weights else packed
     buffers = min(NUM_BUFFERS[work.device] * max(bucket, written), weights)
     stays = 0 if layout.tp == 1 or written else 2 * b * a.hidden_size * a.intermediate_size
-    return buffers + max(gathered + stays, b * expert_size if layout.ep > 1 or is_joined else 0)
+    return buffers + max(gathered + stays, b * expert_size)
 
 
 def describe(memory: LearnerMemory) -> str:

@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from configs.errors import counted
 from configs.schema.layout import LayoutConfig, layout_text
@@ -69,12 +69,9 @@ class Cluster:
         """(GPUs of the learner, GPUs of the servers). Turns take all GPUs of one machine, for either side."""
         if is_shared:
             return [(self.num_gpus, self.num_gpus)] if self.num_gpus <= self.gpus_per_node else []
-        return [(self.num_gpus - size, size) for size in self.rollout_sizes()]
-
-    def rollout_sizes(self) -> list[int]:
-        """Numbers of GPUs that the servers may take: any within one node, whole nodes of several."""
+        # Servers take any number within one node, whole nodes of several.
         step = 1 if self.num_gpus <= self.gpus_per_node else self.gpus_per_node
-        return list(range(step, self.num_gpus, step))
+        return [(self.num_gpus - size, size) for size in range(step, self.num_gpus, step)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,14 +200,8 @@ def plan(
     return plans
 
 
-class _Fit(NamedTuple):
-    """A pair of layouts that fits, and its memory."""
-
-    layout: LayoutConfig
-    learner: LearnerMemory
-    tp: int
-    replicas: int
-    server: RolloutMemory
+_Fit = tuple[LayoutConfig, LearnerMemory, int, int, RolloutMemory]
+"""A pair of layouts that fits: the learner's layout and memory, the servers' tp, replicas and memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,7 +289,7 @@ class _Search:
                     continue
                 for tp, server in dividing:
                     if not self.is_shared or both_bytes(learner, server) <= cluster.gpu_bytes:
-                        yield _Fit(layout, learner, tp, num_rollout // tp, server)
+                        yield layout, learner, tp, num_rollout // tp, server
 
     def _plan(self, fit: _Fit, measured: Measured, estimator: Estimator | None) -> Plan:
         layout, learner, tp, replicas, server = fit

@@ -60,10 +60,7 @@ def sampling_time(
     count = len(own)
     is_kept = keeps_prompts(config)
     of_prompt = lengths.prompt / rollout.group_size if is_kept else lengths.prompt
-    tokens = (
-        memory.tokens if rollout.max_total_tokens is None else min(memory.tokens, rollout.max_total_tokens)
-    )
-    held = int(tokens / (of_prompt + lengths.response))
+    held = int(memory.tokens / (of_prompt + lengths.response))
     if memory.responses is not None:
         held = min(held, memory.responses)
     places = max(1, min(-(-rollout.max_concurrency // replicas), held, count))

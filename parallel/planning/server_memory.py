@@ -123,7 +123,7 @@ def _numbers_of_weights(a: Architecture, t: int, b: int) -> tuple[int, int]:
     if a.latent is not None:
         copied = a.latent.rank * a.num_heads * (a.head_dim - a.rotary_size + a.value_dim) // t
     # SGLang does not split an embedding that it multiplies by a number.
-    rows = a.vocab_size if a.scales_embeddings else padded_vocab_size(a.vocab_size, t) // t
+    rows = a.vocab_size if a.family.is_gemma else padded_vocab_size(a.vocab_size, t) // t
     matrices = a.num_attentions * copied
     others = a.hidden_size + rows * a.hidden_size * (1 if a.tied else 2)
     for layer in range(a.num_layers):
@@ -139,8 +139,8 @@ def _numbers_of_attention(a: Architecture, layer: int, t: int) -> tuple[int, int
     matrices = split // t + whole
     split, whole = a.mixer_vectors(layer)
     if a.qkv_bias:  # those of copied heads are copied too
-        split = _rows_of_qkv(a, t) * t + (a.num_heads if a.has_sinks else 0)
-    if a.whole_qk_norm:  # whole on every rank
+        split = _rows_of_qkv(a, t) * t + (a.num_heads if a.family.has_sinks else 0)
+    if a.family.whole_qk_norm:  # whole on every rank
         split, whole = 0, whole + (a.num_heads + a.num_kv_heads) * a.head_dim
     return matrices, split // t + whole
 
@@ -153,7 +153,7 @@ def _numbers_of_mlp(a: Architecture, layer: int, t: int, b: int) -> tuple[int, i
     routed = experts.num_experts * experts.intermediate_size
     matrices = 3 * a.hidden_size * (routed + experts.shared_size) // t
     others = a.hidden_size * experts.num_experts
-    if a.has_sinks:  # the experts' biases are float32
+    if a.family.has_sinks:  # the experts' biases are float32
         biases = experts.num_experts * (2 * experts.intermediate_size // t + a.hidden_size)
         others += experts.num_experts + biases * (4 // b)
     return matrices, others

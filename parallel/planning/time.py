@@ -18,7 +18,9 @@ Sampling is in ``sampling_time.py``, training in ``training_time.py``.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache, partial
 
 from configs.schema.layout import LayoutConfig
 from configs.schema.run import RunConfig
@@ -91,28 +93,23 @@ class Estimator:
         critic: Architecture | None = None,
         reference: Architecture | None = None,
     ):
-        self._of, self._others = (
-            (architecture, config, lengths, machine),
-            {"critic": critic, "reference": reference},
+        self._config = config
+        step = (architecture, config, lengths, machine)
+        self._sampling: Callable[..., Sampling] = cache(partial(sampling_time, *step))
+        self._training: Callable[..., Training] = cache(
+            partial(training_time, *step, critic=critic, reference=reference)
         )
-        self._sampling: dict[tuple[int, int], Sampling] = {}
-        self._training: dict[LayoutConfig, Training] = {}
+        self._transfer = partial(transfer_seconds, architecture, config, machine)
 
     def step(self, layout: LayoutConfig, *, tp: int, replicas: int, memory: RolloutMemory) -> StepTime:
         """A step of a learner of this layout and ``replicas`` servers of ``tp`` ranks, each with ``memory``."""
-        architecture, config, _, machine = self._of
-        servers = (tp, replicas)
-        if servers not in self._sampling:
-            self._sampling[servers] = sampling_time(*self._of, tp=tp, replicas=replicas, memory=memory)
-        if layout not in self._training:
-            self._training[layout] = training_time(*self._of, layout, **self._others)
         sides = (layout.world_size, tp * replicas)
-        num_gpus = max(sides) if config.launch.takes_turns else sum(sides)
+        num_gpus = max(sides) if self._config.launch.takes_turns else sum(sides)
         return StepTime(
-            sampling=self._sampling[servers],
-            training=self._training[layout],
-            transfer=transfer_seconds(architecture, config, machine, layout, num_gpus),
-            staleness=config.rollout.max_staleness,
+            sampling=self._sampling(tp=tp, replicas=replicas, memory=memory),
+            training=self._training(layout),
+            transfer=self._transfer(layout, num_gpus),
+            staleness=self._config.rollout.max_staleness,
         )
 
 

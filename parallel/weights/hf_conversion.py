@@ -25,7 +25,6 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from parallel.megatron.groups import groups_of_this_process
 from parallel.megatron.lora import adapted_layers, first_a, is_adapter
 from parallel.megatron.model import PackedGPTModel
-from parallel.megatron.moe import first_local_expert
 from parallel.planning.architecture import Architecture, padded_vocab_size
 from parallel.rank_objects import from_all_ranks, from_first_rank
 from parallel.weights.hf_files import (
@@ -39,7 +38,6 @@ from parallel.weights.hf_files import (
 from parallel.weights.hf_headers import name_problems
 from parallel.weights.hf_names import (
     CONVOLUTION,
-    DOWN,
     EMBEDDING,
     LINEAR_IN,
     OUTPUT,
@@ -54,6 +52,7 @@ from parallel.weights.hf_names import (
 )
 
 T = TypeVar("T")
+_shapes_of = lru_cache(maxsize=2)(hf_shapes)
 
 _VALUE_HEAD = "value_head.weight"
 QKV = ("linear_qkv.weight", "linear_qkv.bias")
@@ -76,7 +75,7 @@ def parameter_names(model: PackedGPTModel) -> Iterator[tuple[str, Tensor]]:
             layer = cast(TransformerLayer, model.decoder.layers[int(match[1])])
             name = ungrouped(f"decoder.layers.{layer.layer_number - 1}.{match[2]}")
             if (local := expert_of(name)) is not None:
-                name = with_expert(name, first_local_expert(layer) + local)
+                name = with_expert(name, layer.mlp.local_expert_indices[local])
         yield name, parameter
 
 
@@ -106,7 +105,7 @@ def load_weights(models: Sequence[PackedGPTModel], weights: HuggingFaceWeights) 
 
     Raises ValueError for tensors that are missing, left over, of another shape than in config.json, or not finite.
     """
-    shapes = hf_shapes(models[0].architecture)
+    shapes = _shapes_of(models[0].architecture)
     problem = next(name_problems(weights.names, models[0].architecture, weights.folder), None)
     if problem is not None:
         raise ValueError(problem)
@@ -155,23 +154,18 @@ def _merge_parts(name: str, parts: Sequence[Tensor], model: PackedGPTModel) -> T
 
 def _split_whole(name: str, whole: Tensor, model: PackedGPTModel) -> list[Tensor]:
     """The Hugging Face parts of a whole Megatron tensor; the inverse of ``_merge_parts``."""
-    a = model.architecture
-    num_parts = len(hf_names(name, a))
-    if name.endswith(GROUPED):
-        # One after another in one memory, to be sent together.
-        joined = torch.empty_like(whole).split(_part_rows(name, num_parts, a))
-        pieces = _pieces(name, joined, a)
-        groups = whole.unflatten(0, (len(pieces[0]), -1))
-        rows = [piece[0].numel() // whole[0].numel() for piece in pieces]
-        for part, piece in zip(groups.split(rows, 1), pieces, strict=True):
-            piece.copy_(part.reshape(piece.shape))
-        return list(joined)
-    if name in (EMBEDDING, OUTPUT):
-        return [whole[: a.vocab_size]]
-    if num_parts == 2 and a.latent is not None and name.endswith(DOWN):
-        rows = a.latent.query_rank or 0
-        return list(whole.split([rows, len(whole) - rows]))
-    return list(whole.chunk(num_parts))
+    shapes = _shapes_of(model.architecture)
+    rows = [shapes[part][0] for part in hf_names(name, model.architecture)]
+    if not name.endswith(GROUPED):
+        return list(whole[: sum(rows)].split(rows))  # padding rows come last
+    # One after another in one memory, to be sent together.
+    joined = torch.empty_like(whole).split(rows)
+    pieces = _pieces(name, joined, model.architecture)
+    groups = whole.unflatten(0, (len(pieces[0]), -1))
+    of_group = [piece[0].numel() // whole[0].numel() for piece in pieces]
+    for part, piece in zip(groups.split(of_group, 1), pieces, strict=True):
+        piece.copy_(part.reshape(piece.shape))
+    return list(joined)
 
 
 def _pieces(name: str, parts: Sequence[Tensor], a: Architecture) -> list[Tensor]:
@@ -179,8 +173,9 @@ def _pieces(name: str, parts: Sequence[Tensor], a: Architecture) -> list[Tensor]
     group's rows."""
     if name.endswith(QKV):
         groups = a.num_kv_heads
-        if len(parts) == 1:
-            parts = parts[0].split([groups * rows for rows in _group_rows(a)])
+        if len(parts) == 1:  # of a family without gates
+            heads, kv_heads = a.num_heads * a.head_dim, groups * a.head_dim
+            parts = parts[0].split([heads, kv_heads, kv_heads])
         if a.recurrent is not None:  # each query head with its gate
             queries = parts[0].unflatten(0, (groups, -1, 2, a.head_dim))
             return [
@@ -194,24 +189,6 @@ def _pieces(name: str, parts: Sequence[Tensor], a: Architecture) -> list[Tensor]
         if len(parts) != 2:  # of which queries, keys and values are not in groups
             parts = [*parts[0].split([groups * rows for rows in a.recurrent.group_rows[:3]]), *parts[1:]]
     return [part.unflatten(0, (groups, -1)) for part in parts]
-
-
-def _part_rows(name: str, num_parts: int, a: Architecture) -> list[int]:
-    """Rows of the Hugging Face parts of such a tensor."""
-    if name.endswith(QKV):
-        rows = [a.num_kv_heads * size for size in _group_rows(a)]
-        return rows if num_parts == 3 else [sum(rows)]
-    assert a.recurrent is not None
-    rows = [a.recurrent.key_heads * size for size in a.recurrent.group_rows]
-    if num_parts == 1:  # the convolution
-        return [sum(rows[:3])]
-    return [sum(rows[:4]), sum(rows[4:])] if num_parts == 2 else [sum(rows[:3]), *rows[3:]]
-
-
-def _group_rows(a: Architecture) -> list[int]:
-    """Rows of q, k and v of one key/value group."""
-    queries = a.num_heads // a.num_kv_heads * a.head_dim
-    return [queries if a.recurrent is None else 2 * queries, a.head_dim, a.head_dim]
 
 
 def _is_sharded(name: str, parameter: Tensor) -> bool:
@@ -248,7 +225,7 @@ def _gather_experts(parameter: Tensor) -> list[Tensor]:
     if size == 1:
         return [local]
     tensors = [torch.empty_like(local) for _ in range(size)]
-    dist.all_gather(tensors, local.contiguous(), group=parallel_state.get_expert_model_parallel_group())
+    dist.all_gather(tensors, local, group=parallel_state.get_expert_model_parallel_group())
     return tensors
 
 
@@ -328,7 +305,7 @@ def export_adapters(models: Sequence[PackedGPTModel]) -> Iterator[tuple[str, Ten
 def export_plan(models: Sequence[PackedGPTModel]) -> list[list[tuple[str, tuple[int, ...]]]]:
     """(name, shape) of what ``export_hf`` yields, in its order; without a collective. The tensors of one list are the
     parts of one Megatron tensor, and lie in memory one after another."""
-    shapes = hf_shapes(models[0].architecture)
+    shapes = _shapes_of(models[0].architecture)
     return [
         [(part, shapes[part]) for part in hf_names(name, model.architecture)]
         for model, _, names in _exported_parameters(models)

@@ -1,27 +1,29 @@
 """Names of tensors in Megatron and in Hugging Face folders, with the global numbers of layers and experts."""
 
 import re
-from collections.abc import Iterator
 from functools import cache
+from itertools import chain
 
 from parallel.planning.architecture import Architecture
-from parallel.planning.families import SUPPORTED
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 FINAL_NORM = "decoder.final_layernorm.weight"
 TOP = {EMBEDDING: "model.embed_tokens.weight", FINAL_NORM: "model.norm.weight", OUTPUT: "lm_head.weight"}
 
-_LAYER = {
-    "input_layernorm.weight": ("input_layernorm.weight",),
+_ATTENTION = {
     # Transformer Engine fuses the norm.
     "self_attention.linear_qkv.layer_norm_weight": ("input_layernorm.weight",),
     "self_attention.linear_qkv.weight": tuple(f"self_attn.{x}_proj.weight" for x in "qkv"),
-    "self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv"),
-    "self_attention.q_layernorm.weight": ("self_attn.q_norm.weight",),
-    "self_attention.k_layernorm.weight": ("self_attn.k_norm.weight",),
+}
+_BIAS_OF_QKV = {"self_attention.linear_qkv.bias": tuple(f"self_attn.{x}_proj.bias" for x in "qkv")}
+_QK_NORMS = {f"self_attention.{x}_layernorm.weight": (f"self_attn.{x}_norm.weight",) for x in "qk"}
+_LAYER = {
+    "input_layernorm.weight": ("input_layernorm.weight",),
     "self_attention.linear_proj.weight": ("self_attn.o_proj.weight",),
     "pre_mlp_layernorm.weight": ("post_attention_layernorm.weight",),
+}
+_DENSE_MLP = {
     "mlp.linear_fc1.layer_norm_weight": ("post_attention_layernorm.weight",),
     "mlp.linear_fc1.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.linear_fc2.weight": ("mlp.down_proj.weight",),
@@ -30,7 +32,6 @@ _SINKS = {
     "self_attention.core_attention.sinks": ("self_attn.sinks",),
     "self_attention.linear_proj.bias": ("self_attn.o_proj.bias",),
 }
-_OF_QKV = re.compile(r"self_attention\.(linear_qkv|[qk]_layernorm)\.")
 DOWN = "self_attention.linear_down.weight"
 _LATENT = {
     DOWN: ("self_attn.kv_a_proj_with_mqa.weight",),
@@ -50,20 +51,17 @@ _RECURRENT = {
     "self_attention.dt_bias": ("linear_attn.dt_bias",),
     "self_attention.A_log": ("linear_attn.A_log",),
     "self_attention.norm_weight": ("linear_attn.norm.weight",),
+    "self_attention.linear_proj.weight": ("linear_attn.out_proj.weight",),
 }
 _SEPARATE = {LINEAR_IN: tuple(f"linear_attn.in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))}
 """Where a folder has a gated delta net's inputs apart."""
-_OUT_PROJ = {"self_attention.linear_proj.weight": ("linear_attn.out_proj.weight",)}
 _FUSED = {
     "qkv": {"self_attention.linear_qkv.weight": ("self_attn.qkv_proj.weight",)},
     "gate_up": {"mlp.linear_fc1.weight": ("mlp.gate_up_proj.weight",)},
 }
 """In a family whose folders hold fused matrices: q, k and v, or gate and up, one above the other."""
-_OF_INPUTS = tuple(
-    name
-    for name in _LAYER
-    if name.endswith(("input_layernorm.weight", "layer_norm_weight", "pre_mlp_layernorm.weight"))
-)
+_OF_INPUTS = ("input_layernorm.weight", "layer_norm_weight", "pre_mlp_layernorm.weight")
+"""Ends of the names of norms before attention and MLP."""
 _OF_OUTPUTS = {
     "behind": {
         "self_attn_bda.weight": ("post_attention_layernorm.weight",),
@@ -74,13 +72,13 @@ _OF_OUTPUTS = {
         "mlp_bda.weight": ("post_mlp_layernorm.weight",),
     },
 }
-"""Norms of the outputs of attention and MLP, by ``Architecture.norms``. "behind" has no others."""
+"""Norms of the outputs of attention and MLP, by ``Family.norms``. "behind" has no others."""
 _OF_OUTPUTS["gemma3_text"] = _OF_OUTPUTS["behind"] | {
     name: ("pre_feedforward_layernorm.weight",)
     for name in ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight")
 }
 # MLPs of layers with experts; {} is the expert's number.
-_ROUTER, _BIAS = "mlp.router.weight", "mlp.router.correction_bias"
+_ROUTER = "mlp.router.weight"
 _SHARED = tuple(f"mlp.shared_experts.linear_{part}.weight" for part in ("fc1", "fc2"))
 _FC1, _FC2 = (f"mlp.experts.local_experts.{{}}.linear_{part}.weight" for part in ("fc1", "fc2"))
 _EXPERT_MLP = {
@@ -95,12 +93,13 @@ _EXPERT_MLP = {
         _FC2: ("block_sparse_moe.experts.{}.w2.weight",),
     },
 }
-_EXPERT_MLP["deepseek_v3"] = _EXPERT_MLP["qwen3_moe"] | {
-    _BIAS: ("mlp.gate.e_score_correction_bias",),
+_EXPERT_MLP["deepseek_v2"] = _EXPERT_MLP["qwen3_moe"] | {
     _SHARED[0]: ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
     _SHARED[1]: ("mlp.shared_experts.down_proj.weight",),
 }
-_EXPERT_MLP["deepseek_v2"] = _EXPERT_MLP["deepseek_v3"]  # without the bias
+_EXPERT_MLP["deepseek_v3"] = _EXPERT_MLP["deepseek_v2"] | {
+    "mlp.router.correction_bias": ("mlp.gate.e_score_correction_bias",)
+}
 _BIASES = {name: name.replace(".weight", ".bias") for name in (_ROUTER, _FC1, _FC2)}
 _EXPERT_MLP["gpt_oss"] = {
     _ROUTER: ("mlp.router.weight",),
@@ -111,11 +110,10 @@ _EXPERT_MLP["gpt_oss"] = {
     _BIASES[_FC2]: ("mlp.experts.down_proj_bias",),
 }
 """One tensor has all experts of a layer, [E, ...]: of each the transposed matrix, and gate and up row by row in turn."""
-_SHARED_GATE = "mlp.shared_experts.gate_weight"
 _EXPERT_MLP["qwen3_next"] = _EXPERT_MLP["qwen3_moe"] | {
     _SHARED[0]: ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
     _SHARED[1]: ("mlp.shared_expert.down_proj.weight",),
-    _SHARED_GATE: ("mlp.shared_expert_gate.weight",),
+    "mlp.shared_experts.gate_weight": ("mlp.shared_expert_gate.weight",),
 }
 _KEPT = re.compile(r"\.e_score_correction_bias$|\.router\.correction_bias$")
 _EXPERT = re.compile(r"(?<=mlp\.experts\.local_experts\.)\d+(?=\.)")
@@ -165,40 +163,45 @@ def hf_names(name: str, architecture: Architecture) -> tuple[str, ...]:
     if name in TOP:
         return (TOP[name],)
     _, _, layer, rest = name.split(".", 3)  # decoder.layers.LAYER.REST
-    experts = SUPPORTED[architecture.model_type].experts
-    suffixes = (
-        _layer_parts(architecture, architecture.is_recurrent(int(layer))).get(rest)
-        or _EXPERT_MLP[experts or ""][_EXPERT.sub("{}", rest)]
-    )
+    suffixes = _layer_parts(architecture, int(layer))[_EXPERT.sub("{}", rest)]
     return tuple(f"model.layers.{layer}.{suffix.format(expert_of(rest))}" for suffix in suffixes)
 
 
+def _layer_parts(architecture: Architecture, layer: int) -> dict[str, tuple[str, ...]]:
+    """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. {} is an expert's
+    number."""
+    experts = architecture.experts
+    is_sparse = experts is not None and experts.is_sparse[layer]
+    return _parts_of_kind(architecture, architecture.is_recurrent(layer), is_sparse)
+
+
 @cache
-def _layer_parts(architecture: Architecture, is_recurrent: bool) -> dict[str, tuple[str, ...]]:
-    """{name of a layer's tensor in Megatron: Hugging Face names}, with and without Transformer Engine. Of experts: none."""
+def _parts_of_kind(a: Architecture, is_recurrent: bool, is_sparse: bool) -> dict[str, tuple[str, ...]]:
+    mlp = _EXPERT_MLP[a.family.experts or ""] if is_sparse else _DENSE_MLP
     if is_recurrent:
-        others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
-        separate = _SEPARATE if SUPPORTED[architecture.model_type].separate_inputs else {}
-        return others | _RECURRENT | _OUT_PROJ | separate
-    if architecture.latent is None:
-        of_norms = _OF_OUTPUTS.get(architecture.model_type, _OF_OUTPUTS.get(architecture.norms, {}))
-        parts = _LAYER | of_norms | (_SINKS if architecture.has_sinks else {})
-        for matrix in SUPPORTED[architecture.model_type].fused:
-            parts |= _FUSED[matrix]
-        is_absent = _OF_INPUTS if architecture.norms == "behind" else ()
-        return {rest: names for rest, names in parts.items() if rest not in is_absent}
-    others = {rest: names for rest, names in _LAYER.items() if not _OF_QKV.match(rest)}
-    if architecture.latent.query_rank is None:
-        return others | _LATENT | {"self_attention.linear_q.weight": ("self_attn.q_proj.weight",)}
-    return others | _LATENT | _LATENT_QUERIES
+        return _LAYER | mlp | _RECURRENT | (_SEPARATE if a.family.separate_inputs else {})
+    if a.latent is not None:
+        queries = {"self_attention.linear_q.weight": ("self_attn.q_proj.weight",)}
+        return _LAYER | mlp | _LATENT | (_LATENT_QUERIES if a.latent.query_rank is not None else queries)
+    parts = _LAYER | _ATTENTION | mlp
+    parts |= _BIAS_OF_QKV if a.qkv_bias else {}
+    parts |= _QK_NORMS if a.qk_norm or a.family.whole_qk_norm else {}
+    parts |= _OF_OUTPUTS.get(a.model_type, _OF_OUTPUTS.get(a.family.norms, {}))
+    parts |= _SINKS if a.family.has_sinks else {}
+    for matrix in a.family.fused:
+        parts |= _FUSED[matrix]
+    is_behind = a.family.norms == "behind"
+    return {rest: names for rest, names in parts.items() if not (is_behind and rest.endswith(_OF_INPUTS))}
 
 
 def all_hf_names(architecture: Architecture) -> set[str]:
     """Every tensor that a folder of this model must have."""
     names = {TOP[EMBEDDING], TOP[FINAL_NORM]} | (set() if architecture.tied else {TOP[OUTPUT]})
+    experts = range(architecture.experts.num_experts if architecture.experts else 0)
     for layer in range(architecture.num_layers):
-        for rest in _layer_names(architecture, layer):
-            names.update(hf_names(f"decoder.layers.{layer}.{rest}", architecture))
+        for suffix in chain.from_iterable(_layer_parts(architecture, layer).values()):
+            numbers = experts if "{}" in suffix else [None]
+            names.update(f"model.layers.{layer}.{suffix.format(number)}" for number in numbers)
     return names
 
 
@@ -236,7 +239,7 @@ def _rows_of_modules(a: Architecture) -> dict[str, int]:
         "embed_tokens": a.vocab_size, "lm_head": a.vocab_size,
         "q_proj": heads if a.recurrent is None else 2 * heads,  # a gate for each head
         "k_proj": kv_heads, "v_proj": kv_heads, "qkv_proj": heads + 2 * kv_heads,
-        "q_norm": heads if a.whole_qk_norm else a.head_dim, "k_norm": kv_heads if a.whole_qk_norm else a.head_dim,
+        "q_norm": heads if a.family.whole_qk_norm else a.head_dim, "k_norm": kv_heads if a.family.whole_qk_norm else a.head_dim,
         "gate_up_proj": 2 * a.intermediate_size,
         "gate": num_experts, "router": num_experts, "shared_expert_gate": 1,
     }  # fmt: skip
@@ -290,32 +293,3 @@ def _recurrent_shape(part: str, a: Architecture) -> tuple[int, ...]:
         "norm.weight": (r.value_dim,), "out_proj.weight": (hidden_size, value),
     }  # fmt: skip
     return others[part]
-
-
-def _layer_names(architecture: Architecture, layer: int) -> Iterator[str]:
-    """A layer's names in Megatron, with and without Transformer Engine."""
-    experts = architecture.experts
-    is_sparse = experts is not None and experts.is_sparse[layer]
-    has_norms = architecture.qk_norm or architecture.whole_qk_norm or architecture.latent is not None
-    for rest in _layer_parts(architecture, architecture.is_recurrent(layer)):
-        is_absent = (
-            (rest.endswith(".bias") and not architecture.qkv_bias)
-            or (re.search(r"[qk]_layernorm", rest) and not has_norms)
-            or (rest.startswith("mlp.") and is_sparse)
-        )
-        if not is_absent:
-            yield rest
-    if experts is not None and is_sparse:
-        yield _ROUTER
-        if architecture.has_sinks:
-            yield _BIASES[_ROUTER]
-        if experts.has_bias:
-            yield _BIAS
-        if experts.shared_size:
-            yield from _SHARED
-        if experts.has_shared_gate:
-            yield _SHARED_GATE
-        for expert in range(experts.num_experts):
-            yield from (_FC1.format(expert), _FC2.format(expert))
-            if architecture.has_sinks:
-                yield from (_BIASES[_FC1].format(expert), _BIASES[_FC2].format(expert))

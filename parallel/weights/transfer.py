@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -414,13 +415,9 @@ class UnderWay(Generic[T]):
     def wait(self, check: Callable[[], None]) -> T:
         """The result of the work. ``check()`` is called every 50 ms until then; its exception ends the wait, but
         not the work."""
-        while True:
-            try:
-                return self._result.result(timeout=CHECK_EVERY_S)
-            except TimeoutError:
-                if self._result.done():  # in the meantime, or with a TimeoutError of its own
-                    return self._result.result()
-                check()
+        while not wait_for([self._result], timeout=CHECK_EVERY_S).done:
+            check()
+        return self._result.result()
 
 
 class Line:

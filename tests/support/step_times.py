@@ -11,7 +11,7 @@ import pytest
 from configs.schema.hardware import HardwareConfig, Overheads
 from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture, read_architecture
-from parallel.planning.decoding import Lengths
+from parallel.planning.decoding import Decoder, Lengths
 from parallel.planning.machine import Machine
 from parallel.planning.memory import GIB
 from parallel.planning.server_memory import RolloutMemory, rollout_memory
@@ -70,8 +70,18 @@ def run_config(**changes) -> RunConfig:
     return RunConfig.model_validate(content)
 
 
-def server(architecture: Architecture, tp: int = 1, gib: float = 80) -> RolloutMemory:
-    return rollout_memory(architecture, tp, dtype="float32", gpu_bytes=int(gib * GIB))
+def server(
+    architecture: Architecture, tp: int = 1, gib: float = 80, max_tokens: int | None = None
+) -> RolloutMemory:
+    return rollout_memory(architecture, tp, dtype="float32", gpu_bytes=int(gib * GIB), max_tokens=max_tokens)
+
+
+def decoding_seconds(decoder: Decoder, responses: int, cached: float) -> float:
+    """Of one step: the formula of ``Decoder``."""
+    d = decoder
+    touched = d.experts_s * (1 - (1 - d.chosen) ** responses)
+    longer = max(d.weights_s + touched + d.read_s * cached, d.product_s * responses + d.pair_s * cached)
+    return d.fixed_s + d.each_s * responses + longer
 
 
 def close(seconds: float) -> float:

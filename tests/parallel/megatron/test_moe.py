@@ -131,7 +131,7 @@ def test_experts_of_a_config():
 
 def test_a_model_with_sinks():
     found = read_architecture(gpt_oss_config())
-    assert found.has_sinks and found.qkv_bias and found.windows == (4, None) * 3
+    assert found.family.has_sinks and found.qkv_bias and found.windows == (4, None) * 3
     assert found.experts == Experts(
         num_experts=8,
         experts_per_token=2,

@@ -107,7 +107,7 @@ OLMO3 = {
 
 def test_windows_and_norms_of_a_config():
     found = read_architecture(CONFIG | OLMO3)
-    assert (found.windows, found.whole_qk_norm, found.norms) == ((9, None), True, "behind")
+    assert (found.windows, found.family.whole_qk_norm, found.family.norms) == ((9, None), True, "behind")
     assert found.split_vectors == (4 + 2) * 8 and found.layer_norms == 2
     with pytest.raises(ValueError, match=r"layout.tp=4 does not divide the model's num_key_value_heads=2"):
         validate_layout(CONFIG | OLMO3, LayoutConfig(tp=4))
@@ -135,7 +135,12 @@ def test_a_gemma_of_a_published_config():
     found = read_architecture(config)
     assert found.windows == (9, 9, 9, 9, 9, None, 9) and found.tied and found.score_scale == 1 / 8
     assert read_architecture(config | {"sliding_window_pattern": 2}).windows == (9, None) * 3 + (9,)
-    assert found.has_gelu and found.scales_embeddings and found.centred_norms and found.layer_norms == 4
+    assert (
+        found.family.is_gemma
+        and found.family.is_gemma
+        and found.family.centred_norms
+        and found.layer_norms == 4
+    )
     with pytest.raises(ValueError, match="aligned covers layers of Llama's form"):
         check_numerics(1, found)
 

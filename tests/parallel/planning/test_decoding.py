@@ -1,6 +1,7 @@
 """Decoding against a loop over tokens, and the lengths of responses."""
 
 import math
+from dataclasses import replace
 from statistics import fmean
 
 import pytest
@@ -16,7 +17,7 @@ from parallel.planning.decoding import (
     mixed,
 )
 from parallel.planning.sampling_time import decoder_of
-from tests.support.step_times import DENSE, EXPERTS, ROUND, close, run_config, server
+from tests.support.step_times import DENSE, EXPERTS, ROUND, close, decoding_seconds, run_config, server
 
 # ---------------------------------------------------------------------------------------------------------------------
 # lengths
@@ -81,7 +82,7 @@ decoders = st.builds(
     decoder=decoders, responses=st.integers(1, 50), cached=st.integers(0, 10_000), steps=st.integers(0, 300)
 )
 def test_a_stretch_is_the_sum_of_its_steps(decoder, responses, cached, steps):
-    slow = sum(decoder.seconds(responses, cached + i * responses) for i in range(steps))
+    slow = sum(decoding_seconds(decoder, responses, cached + i * responses) for i in range(steps))
     assert decoder.span_seconds(responses, cached, steps) == pytest.approx(slow, rel=1e-9, abs=1e-12)
 
 
@@ -94,7 +95,7 @@ def decode_slowly(lengths: list[int], prompt: int, places: int, decoder: Decoder
             if length > 1:
                 running.append([prompt + 1, prompt + length])
         if running:
-            seconds += decoder.seconds(len(running), sum(now for now, _ in running))
+            seconds += decoding_seconds(decoder, len(running), sum(now for now, _ in running))
             running = [[now + 1, end] for now, end in running if now + 1 < end]
     return seconds
 
@@ -151,7 +152,8 @@ def test_experts_are_read_as_tokens_reach_them():
     """8 experts of 3 * 256 * 128 numbers in each of 4 layers; a token goes to a quarter of them, two to 1 - (3/4)^2."""
     decoder = decoder_of(EXPERTS, run_config(), ROUND, 1, server(EXPERTS))
     assert decoder.experts_s == close(4 * 4 * 8 * 3 * 256 * 128 / 500e9)
-    read = [decoder.sides(n)[0] - decoder.weights_s for n in (1, 2, 1000)]
+    reader = replace(decoder, fixed_s=0.0, each_s=0.0, product_s=0.0, pair_s=0.0)
+    read = [reader.span_seconds(n, 0, 1) - decoder.weights_s for n in (1, 2, 1000)]
     assert read == [close(share * decoder.experts_s) for share in (1 / 4, 7 / 16, 1)]
     # dense weights: two norms, norms of queries and keys, attention, a router; the last norm and the output layer
     others = 4 * (512 + 64 + 196_608 + 256 * 8) + 256 + 256_000

@@ -7,13 +7,21 @@ from parallel.planning.decoding import Lengths
 from parallel.planning.machine import Machine
 from parallel.planning.model_parts import Experts, Latent
 from parallel.planning.sampling_time import decoder_of, sampling_time, server_flops
-from tests.support.step_times import ALIKE, DENSE, ROUND, close, hardware, run_config, server
+from tests.support.step_times import (
+    ALIKE,
+    DENSE,
+    ROUND,
+    close,
+    decoding_seconds,
+    hardware,
+    run_config,
+    server,
+)
 
 
 def sampled(config: RunConfig, lengths: Lengths = ALIKE, machine: Machine = ROUND, *, replicas=1, gib=80.0):
-    return sampling_time(
-        DENSE, config, lengths, machine, tp=1, replicas=replicas, memory=server(DENSE, gib=gib)
-    )
+    memory = server(DENSE, gib=gib, max_tokens=config.rollout.max_total_tokens)
+    return sampling_time(DENSE, config, lengths, machine, tp=1, replicas=replicas, memory=memory)
 
 
 def test_sampling_by_hand():
@@ -22,7 +30,7 @@ def test_sampling_by_hand():
     response."""
     found = sampled(run_config())
     decoder = decoder_of(DENSE, run_config(), ROUND, 1, server(DENSE))
-    assert found.decode == close(sum(decoder.seconds(8, 88 + 8 * i) for i in range(99)))
+    assert found.decode == close(sum(decoding_seconds(decoder, 8, 88 + 8 * i) for i in range(99)))
     assert (found.running, found.requests) == (8, 0)
     layers, logits = 2 * 4 * 589_824 / 50e12, 2 * 256_000 / 50e12
     assert found.prefill == close(4 * (10 * layers + logits + 55 * decoder.pair_s))
