@@ -22,7 +22,8 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from rollout.environments.gateway_session import Conversation, GatewaySession
+from rollout.environments.chat import Conversation
+from rollout.environments.gateway_session import GatewaySession
 from rollout.environments.openai_form import (
     AT_ONE_TEMPERATURE,
     IGNORED,
