@@ -5,11 +5,12 @@ only for the environment and for the parser of tool calls.
 """
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rollout.environments.processes import Message, Opened, Ready, Stepped, require_parser
+from rollout.environments.openenv import OpenEnvServers
+from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
 from rollout.environments.protocol import Context, EpisodeFailed, Outcome
 from rollout.environments.tool_calls import ParsedTurn, Tools
 from rollout.records import Completion, Prompt, Status
@@ -40,20 +41,8 @@ class PlainRenderer:
         return self.opening(messages)
 
 
-class PlayedEpisode(Protocol):
-    """See ``processes.EnvironmentProcess``."""
-
-    async def reset(self, problem: dict[str, Any], /) -> Opened: ...
-    async def step(self, message: Message, /) -> Stepped: ...
-
-
-class EpisodeSource(Protocol):
-    """What plays the environment's side: processes (``processes.ProcessPool``), or servers (``openenv.py``)."""
-
-    async def ready(self) -> Ready: ...
-    def episode(self) -> AbstractAsyncContextManager[PlayedEpisode]: ...
-
-
+EpisodeSource = ProcessPool | OpenEnvServers
+"""What plays the environment's side."""
 ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
 
 

@@ -1,7 +1,6 @@
 """The contexts of one episode: each is a sequence of tokens, and the engine that continues it."""
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import copy
@@ -15,7 +14,7 @@ from rollout.client import GenerationClient, PromptTooLongError, Session
 from rollout.environments.clock import EpisodeClock
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
-from rollout.records import Completion, FinishReason, Prompt, Score, Status
+from rollout.records import Completion, FinishReason, Prompt, Score, Status, seed_of
 from rollout.rewards.function import to_score
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class EpisodeContext:
         self._require_running()
         fork = copy(self)  # the engine, the limits, and what the episode shares
         fork.sequence, fork._forks, fork._is_acting = self.sequence.beginning(at), [], False
-        fork._seed = _derived(self._seed, f"fork {len(self._forks)}")
+        fork._seed = seed_of(f"{self._seed} fork {len(self._forks)}")
         self._forks.append(fork)
         return fork
 
@@ -231,11 +230,4 @@ class EpisodeContext:
 
 def turn_seed(episode_seed: int, turn: int) -> int:
     """31 bits. The first turn has the episode's own seed, like a single-turn sample."""
-    if turn == 0:
-        return episode_seed
-    return _derived(episode_seed, f"turn {turn}")
-
-
-def _derived(seed: int, what: str) -> int:
-    digest = hashlib.sha256(f"{seed} {what}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+    return seed_of(f"{episode_seed} turn {turn}") if turn else episode_seed
