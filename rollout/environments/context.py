@@ -14,6 +14,7 @@ from rollout.client import GenerationClient, PromptTooLongError, Session
 from rollout.environments.clock import EpisodeClock
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
+from rollout.gathering import TasksToEnd
 from rollout.records import Completion, FinishReason, Prompt, Score, Status, seed_of
 from rollout.rewards.function import to_score
 
@@ -63,8 +64,7 @@ class _Episode:
 
     turns: int = 0
     """Asked for, of all sequences."""
-    requests: set[asyncio.Future] = field(default_factory=set)
-    """Under way."""
+    requests: TasksToEnd = field(default_factory=TasksToEnd)
     is_over: bool = False
     clock: EpisodeClock = field(default_factory=EpisodeClock)
 
@@ -113,10 +113,7 @@ class EpisodeContext:
     async def end(self) -> None:
         """End the requests of all contexts of the episode. They can do nothing from now on."""
         self._episode.is_over = True
-        requests = list(self._episode.requests)
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+        await self._episode.requests.end()
 
     def fork(self, at: int | None = None) -> "EpisodeContext":
         self._require_running()
@@ -164,7 +161,7 @@ class EpisodeContext:
                 f"turn {turn + 1} follows {length} tokens, but the servers continue at most {self._limits.max_prompt_tokens}",
             )
         self._episode.turns += 1  # before the answer: forks may act at the same time
-        request = asyncio.ensure_future(
+        request = self._episode.requests.start(
             self._client.generate_group(
                 self.sequence.token_ids.tolist(),
                 max_new_tokens=min(
@@ -177,7 +174,6 @@ class EpisodeContext:
                 known_experts=self.sequence.known_experts,
             )
         )
-        self._episode.requests.add(request)
         self._is_acting = True
         try:
             (completion,) = await request
@@ -188,7 +184,6 @@ class EpisodeContext:
             ) from error
         finally:
             self._is_acting = False
-            self._episode.requests.discard(request)
         self._require_running()
         self.sequence.append(completion)
         return completion

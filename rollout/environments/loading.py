@@ -31,7 +31,7 @@ from rollout.environments.tandem_worker.failures import describe
 from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
 from rollout.rewards.by_field import AnyScorer
 from rollout.sampling.prompt_room import PromptsOf, sequence_limits
-from rollout.user_code import import_named
+from rollout.user_code import import_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,11 +185,7 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
 def make_environment(config: TokenEnvironment) -> Environment:
     """The environment that the config names. Raises ValueError: the module or its class is missing, or raises, or
     what it makes has no ``run``."""
-    make = import_named("environment", config.environment, "module:Class, e.g. my_environment:Calculator")
-    if not callable(make):
-        raise ValueError(
-            f"environment {config.environment!r} is a {type(make).__name__}; name a class with `async run(problem, context)`"
-        )
+    make = import_function("environment", config.environment, "module:Class, e.g. my_environment:Calculator")
     try:
         environment = make(**config.options)
     except Exception as error:  # the user's code may raise anything

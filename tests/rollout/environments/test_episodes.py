@@ -683,7 +683,7 @@ def test_no_more_episodes_run_at_once_than_the_config_allows():
     [
         ("no_such_module:C", {}, "no module 'no_such_module'"),
         ("math:nothing", {}, "math has no 'nothing'"),
-        ("math:pi", {}, "float; name a class"),
+        ("math:pi", {}, "float, not a function; name module:Class"),
         ("collections:Counter", {}, "has no run"),
         ("decimal:Decimal", {"wrong": 1}, "cannot be made with options"),
     ],
