@@ -133,10 +133,9 @@ async def measure(template: str, sessions: int, repeats: int, given: argparse.Na
     """One round: CPU time per turn, and the client's times."""
     from functools import partial
 
-    from rollout.environments.chat import PlainRenderer
+    from rollout.environments.chat import Conversation, PlainRenderer
     from rollout.environments.context import EpisodeContext, EpisodeLimits, Texts
     from rollout.environments.gateway import Gateway
-    from rollout.environments.gateway_session import Conversation
     from rollout.environments.rendering import ChatRenderer
     from rollout.records import Prompt
     from tests.support.chat_tokenizer import chat_tokenizer

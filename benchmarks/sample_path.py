@@ -108,7 +108,8 @@ class Clock:
 
 def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
     """Microseconds per response token of each part."""
-    from rollout.environments.episodes import single_turn
+    from rollout.environments.episodes import Sample
+    from rollout.environments.protocol import Outcome
     from rollout.environments.sequence import TokenSequence
     from rollout.records import Prompt, Score
     from rollout.sampling.messages import Groups, SamplerState, SamplingStats, decode_reply, encode
@@ -129,7 +130,9 @@ def replay(answers: list[bytes], given: argparse.Namespace) -> dict[str, float]:
             completions = read_answer(answers[number % len(answers)], GROUP_SIZE, "", asked)
         with clock("group"):
             samples = [
-                single_turn(TokenSequence.of_single_turn(prompt.token_ids, c), Score(value=float(i % 2)))
+                Sample.of(
+                    [TokenSequence.of_single_turn(prompt.token_ids, c)], Outcome.of(Score(value=float(i % 2)))
+                )
                 for i, c in enumerate(completions)
             ]
             groups.append(_make_group(number, prompt, samples))

@@ -1,8 +1,8 @@
-"""Several pieces of work at once, of which none may fail."""
+"""Several pieces of work at once."""
 
 import asyncio
-from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from collections.abc import Awaitable, Coroutine, Iterable
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -15,6 +15,26 @@ async def all_or_first_error(work: Iterable[Awaitable[T]]) -> list[T]:
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from errors
     return [task.result() for task in started]
+
+
+class TasksToEnd:
+    """Tasks that are ended together."""
+
+    def __init__(self) -> None:
+        self._running = set[asyncio.Task]()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def end(self) -> None:
+        """Cancel all, and wait until they have ended. Whoever waits for one gets a CancelledError."""
+        running = list(self._running)
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
 
 
 async def _awaited(one: Awaitable[T]) -> T:

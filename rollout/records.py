@@ -189,6 +189,11 @@ def digest(token_ids: np.ndarray) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
+def seed_of(text: str) -> int:
+    """31 bits of SHA-256."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big") >> 1
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory(_WithArrays):
     """A sequence of tokens that the policy continued, and the score of its sample. Arrays are aligned with ``token_ids``, with 0 on tokens

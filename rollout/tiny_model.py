@@ -7,48 +7,7 @@ from pathlib import Path
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    Glm4Config,
-    Glm4ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    Glm4MoeLiteConfig,
-    Glm4MoeLiteForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    Olmo3Config,
-    Olmo3ForCausalLM,
-    Phi3Config,
-    Phi3ForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3_5ForCausalLM,
-    Qwen3_5MoeForCausalLM,
-    Qwen3_5MoeTextConfig,
-    Qwen3_5TextConfig,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    Qwen3NextConfig,
-    Qwen3NextForCausalLM,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from rollout.tasks.countdown import CHARACTERS
 
@@ -77,101 +36,57 @@ _SHARED_EXPERT = _EXPERTS | {
 }  # fmt: skip
 _DENSE = {"intermediate_size": 384, "tie_word_embeddings": True}
 FAMILIES = {
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, _DENSE),
-    "qwen3_moe": (
-        Qwen3MoeConfig,
-        Qwen3MoeForCausalLM,
-        _EXPERTS
-        | {"intermediate_size": 384, "moe_intermediate_size": 96, "num_experts": 8, "norm_topk_prob": True},
-    ),
-    "mixtral": (
-        MixtralConfig,
-        MixtralForCausalLM,
-        _EXPERTS | {"intermediate_size": 96, "num_local_experts": 8},
-    ),
-    "glm4_moe": (
-        Glm4MoeConfig,
-        Glm4MoeForCausalLM,
-        _GROUPED | {"use_qk_norm": True, "attention_bias": True},
-    ),
-    "deepseek_v2": (
-        DeepseekV2Config,
-        DeepseekV2ForCausalLM,
-        _LATENT
-        | {
-            "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1,
-        },
-    ),
-    "deepseek_v3": (
-        DeepseekV3Config,
-        DeepseekV3ForCausalLM,
-        _LATENT
-        | {
-            "q_lora_rank": 48, "n_group": 4, "topk_group": 2,
-            # What published folders have beside the fields of transformers' class, and SGLang reads.
-            "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
-        },
-    ),
-    "glm4_moe_lite": (
-        Glm4MoeLiteConfig,
-        Glm4MoeLiteForCausalLM,
-        _LATENT | {"q_lora_rank": 48, "rms_norm_eps": 1e-6},
-    ),
-    "qwen3_next": (
-        Qwen3NextConfig,
-        Qwen3NextForCausalLM,
-        _RECURRENT | _SHARED_EXPERT | {"intermediate_size": 384, "norm_topk_prob": True},
-    ),
-    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM, _DENSE | _RECURRENT | _SECTIONS),
-    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, _RECURRENT | _SHARED_EXPERT | _SECTIONS),
-    "qwen2": (Qwen2Config, Qwen2ForCausalLM, _DENSE),
-    "llama": (LlamaConfig, LlamaForCausalLM, _DENSE),
-    "mistral": (MistralConfig, MistralForCausalLM, _DENSE | {"sliding_window": None}),
-    "phi3": (Phi3Config, Phi3ForCausalLM, _DENSE | {"tie_word_embeddings": False}),
-    "olmo2": (Olmo2Config, Olmo2ForCausalLM, _DENSE),
-    "olmo3": (
-        Olmo3Config,
-        Olmo3ForCausalLM,
-        _DENSE
-        | {
-            "sliding_window": 16,
-            # As published: three layers of four have a window, and YaRN rotates the fourth.
-            "rope_parameters": {
-                "full_attention": {
-                    "rope_type": "yarn", "rope_theta": 500_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
-                },
-                "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+    "qwen3": _DENSE,
+    "qwen3_moe": _EXPERTS | {
+        "intermediate_size": 384, "moe_intermediate_size": 96, "num_experts": 8, "norm_topk_prob": True,
+    },
+    "mixtral": _EXPERTS | {"intermediate_size": 96, "num_local_experts": 8},
+    "glm4_moe": _GROUPED | {"use_qk_norm": True, "attention_bias": True},
+    "deepseek_v2": _LATENT | {
+        "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "scoring_func": "softmax", "moe_layer_freq": 1,
+    },
+    "deepseek_v3": _LATENT | {
+        "q_lora_rank": 48, "n_group": 4, "topk_group": 2,
+        # What published folders have beside the fields of transformers' class, and SGLang reads.
+        "topk_method": "noaux_tc", "scoring_func": "sigmoid", "moe_layer_freq": 1,
+    },
+    "glm4_moe_lite": _LATENT | {"q_lora_rank": 48, "rms_norm_eps": 1e-6},
+    "qwen3_next": _RECURRENT | _SHARED_EXPERT | {"intermediate_size": 384, "norm_topk_prob": True},
+    "qwen3_5_text": _DENSE | _RECURRENT | _SECTIONS,
+    "qwen3_5_moe_text": _RECURRENT | _SHARED_EXPERT | _SECTIONS,
+    "qwen2": _DENSE,
+    "llama": _DENSE,
+    "mistral": _DENSE | {"sliding_window": None},
+    "phi3": _DENSE | {"tie_word_embeddings": False},
+    "olmo2": _DENSE,
+    "olmo3": _DENSE | {
+        "sliding_window": 16,
+        # As published: three layers of four have a window, and YaRN rotates the fourth.
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 500_000.0, "factor": 4.0, "original_max_position_embeddings": 64,
             },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 500_000.0},
         },
-    ),
-    "gpt_oss": (
-        GptOssConfig,
-        GptOssForCausalLM,
-        _EXPERTS
-        | {
-            "intermediate_size": 96, "num_local_experts": 8, "sliding_window": 16,
-            "rope_parameters": {
-                "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
-                "beta_slow": 1.0, "truncate": False,
-            },
+    },
+    "gpt_oss": _EXPERTS | {
+        "intermediate_size": 96, "num_local_experts": 8, "sliding_window": 16,
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 150_000.0, "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 32.0,
+            "beta_slow": 1.0, "truncate": False,
         },
-    ),
-    "glm4": (Glm4Config, Glm4ForCausalLM, _DENSE | {"attention_bias": True}),
-    "gemma3_text": (
-        Gemma3TextConfig,
-        Gemma3ForCausalLM,
-        _DENSE
-        | {
-            "sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "query_pre_attn_scalar": 24,
-            # As in models of 4 billion parameters and more.
-            "rope_parameters": {
-                "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-            },
+    },
+    "glm4": _DENSE | {"attention_bias": True},
+    "gemma3_text": _DENSE | {
+        "sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"], "query_pre_attn_scalar": 24,
+        # As in models of 4 billion parameters and more.
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1_000_000.0, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
         },
-    ),
+    },
 }  # fmt: skip
-"""Config class, model class, and the fields of this family alone."""
+"""By transformers' ``model_type``: the fields of the config that this family alone has."""
 
 BYTE_LEVEL = ("qwen2", "qwen3_5_moe_text")
 """Families whose tokenizer transformers opens as its own byte-level one, whatever the folder says: the space is then
@@ -254,8 +169,9 @@ def _character_tokenizer(*, of_bytes: bool) -> PreTrainedTokenizerFast:
 def _random_model(
     tokenizer: PreTrainedTokenizerFast, seed: int, family: str, initializer_range: float
 ) -> PreTrainedModel:
-    config_class, model_class, own = FAMILIES[family]
-    config = config_class(
+    own = FAMILIES[family]
+    config = AutoConfig.for_model(
+        family,
         vocab_size=len(tokenizer),
         hidden_size=128,
         num_hidden_layers=4,
@@ -270,7 +186,7 @@ def _random_model(
     )
     with torch.random.fork_rng(devices=[]):  # leaves the caller's random state as it was
         torch.manual_seed(seed)
-        model = model_class(config).to(torch.float32)
+        model = AutoModelForCausalLM.from_config(config).to(torch.float32)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):  # zero would hide that it was lost
                 buffer.normal_(std=0.02)

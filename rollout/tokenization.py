@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from configs.reading.named_files import TOKENIZERS
 from rollout.records import DataPrompt, Message, Messages, WithTools, messages_of
 from rollout.sglang_plugin.tandem_transformers import spare_work
+from rollout.tokenizer_files import template_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -96,7 +97,8 @@ def encode_prompt(
     template, or there is no token.
     """
     if apply_chat_template:
-        token_ids = _encode_chat(tokenizer, prompt, system_prompt, chat_template_kwargs)
+        text = _render_prompt(tokenizer, prompt, chat_template_kwargs, system_prompt=system_prompt)
+        token_ids = list(tokenizer.encode(text, add_special_tokens=False))
     elif system_prompt is not None:
         raise ValueError(
             "system_prompt needs a chat template; set apply_chat_template: true, or write the text into the prompts"
@@ -133,13 +135,7 @@ def encode_response(
     """
     if isinstance(response, str):
         renders = apply_chat_template and _puts_blank(tokenizer)
-        before = (
-            _render_chat(
-                tokenizer, prompt, None, chat_template_kwargs, add_generation_prompt=True, tokenize=False
-            )
-            if renders
-            else str(prompt)
-        )
+        before = _render_prompt(tokenizer, prompt, chat_template_kwargs) if renders else str(prompt)
         return [*_encode_behind(tokenizer, before, response), ends[0]]
     before, written = _write_response(tokenizer, prompt, response, ends, chat_template_kwargs)
     turn = _until_end(tokenizer, written, ends)
@@ -189,9 +185,7 @@ def find_turns(
     of ``ends`` closes it; or it and the text around it become other tokens together. Also as ``encode_response``.
     """
     messages = messages_of(prompt)
-    text = _render_chat(
-        tokenizer, prompt, None, chat_template_kwargs, add_generation_prompt=True, tokenize=False
-    )
+    text = _render_prompt(tokenizer, prompt, chat_template_kwargs)
     turns: list[range] = []
     text_done = tokens_done = 0
     for number, message in enumerate(messages, start=1):
@@ -213,7 +207,7 @@ def find_turns(
                 )
             if turn[-1] not in ends:
                 raise ValueError(
-                    f"the chat template of {tokenizer.name_or_path or 'this model'} closes it with none of the model's end tokens "
+                    f"{template_name(tokenizer)} closes it with none of the model's end tokens "
                     f"({', '.join(_texts_of(tokenizer, ends))}); add its own to eos_token_id of generation_config.json"
                 )
         except ValueError as error:
@@ -242,7 +236,7 @@ def _find_turn(
         first = next((place for place, (was, now) in enumerate(pairs) if was != now), len(text))
         shown = slice(max(first - _SHOWN, 0), first + _SHOWN)
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'this model'} writes {sampled[shown]!r} where it is the last one, and "
+            f"{template_name(tokenizer)} writes {sampled[shown]!r} where it is the last one, and "
             f"{text[shown]!r} where others follow, so its tokens are not those that the model samples; use a template that keeps "
             "earlier turns"
         )
@@ -277,12 +271,12 @@ def _write_response(
 ) -> tuple[str, str]:
     """What the chat template writes for a prompt with the header of the assistant's turn, and for the response after it.
     Raises ValueError, see ``encode_response``."""
-    before = _render_chat(tokenizer, prompt, None, arguments, add_generation_prompt=True, tokenize=False)
+    before = _render_prompt(tokenizer, prompt, arguments)
     whole = _with_messages(prompt, (*messages_of(prompt), response))
-    text = _render_chat(tokenizer, whole, None, arguments, add_generation_prompt=False, tokenize=False)
+    text = _render_prompt(tokenizer, whole, arguments, header=False)
     if not text.startswith(before):
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'this model'} renders the prompt otherwise where a response follows, so "
+            f"{template_name(tokenizer)} renders the prompt otherwise where a response follows, so "
             "that no tokens are the response's; give the response as a text"
         )
     written = text[len(before) :]
@@ -293,12 +287,12 @@ def _write_response(
     token_ids = list(tokenizer.encode(written, add_special_tokens=False))
     if not token_ids or token_ids[0] in ends or any(name not in written for name in names):
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'this model'} leaves out the response, or its calls of tools; give the "
+            f"{template_name(tokenizer)} leaves out the response, or its calls of tools; give the "
             "response as a text"
         )
     if any(_is_quoted(call, written) for call in calls if isinstance(call, dict)):
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'this model'} puts the arguments of a call, which are a text, into quotes, "
+            f"{template_name(tokenizer)} puts the arguments of a call, which are a text, into quotes, "
             "and so no parser of calls reads them; write the arguments as an object"
         )
     return before, written
@@ -311,50 +305,51 @@ def _is_quoted(call: Mapping[str, Any], written: str) -> bool:
     return is_json and json.dumps(arguments, ensure_ascii=False) in written
 
 
-def _encode_chat(
-    tokenizer: "Tokenizer", prompt: DataPrompt, system_prompt: str | None, arguments: Mapping[str, Any]
-) -> list[int]:
-    token_ids = _render_chat(
-        tokenizer, prompt, system_prompt, arguments, add_generation_prompt=True, tokenize=True
-    )
-    return list(cast("list[int]", token_ids))
-
-
-def _render_chat(
+def _render_prompt(
     tokenizer: "Tokenizer",
     prompt: DataPrompt,
-    system_prompt: str | None,
     arguments: Mapping[str, Any],
     *,
-    add_generation_prompt: bool,
-    tokenize: bool,
-) -> Any:
-    """The text of a conversation, or its ids."""
+    system_prompt: str | None = None,
+    header: bool = True,
+) -> str:
+    """See ``render_chat``."""
+    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
+    tools = prompt.tools if isinstance(prompt, WithTools) else ()
+    return render_chat(tokenizer, [*system, *messages_of(prompt)], tools, arguments, header=header)
+
+
+def render_chat(
+    tokenizer: "Tokenizer",
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]],
+    arguments: Mapping[str, Any],
+    *,
+    header: bool,
+) -> str:
+    """The chat template's text of a conversation. ``header``: with the header of the assistant's next turn. Raises ValueError:
+    the template is missing, or refuses the messages."""
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; put its chat_template.jinja into "
             "the folder, or set apply_chat_template: false"
         )
-    system = [] if system_prompt is None else [{"role": "system", "content": system_prompt}]
-    messages: list[dict[str, Any]] = [*system, *map(dict, messages_of(prompt))]
-    if isinstance(prompt, WithTools):
-        arguments = {**arguments, "tools": [dict(tool) for tool in prompt.tools]}
     try:
-        return tokenizer.apply_chat_template(
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tokenize=tokenize,
-            return_dict=False,
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,  # pyright: ignore[reportArgumentType] - lists are invariant
+            add_generation_prompt=header,
+            tokenize=False,
             **arguments,
         )
     except ValueError:  # of our own reader of templates, which says what is wrong
         raise
     except Exception as error:  # a template is a program and may raise anything
-        roles = ", ".join(message["role"] for message in messages)
+        roles = ", ".join(str(message.get("role")) for message in messages)
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'this model'} refuses a conversation with the roles {roles}: "
-            f"{type(error).__name__}: {error}"
+            f"{template_name(tokenizer)} refuses a conversation with the roles {roles}: {type(error).__name__}: {error}"
         ) from error
+    return str(text)
 
 
 def end_token_ids(tokenizer: "Tokenizer", model_dir: Path) -> list[int]:

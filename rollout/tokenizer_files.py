@@ -107,13 +107,12 @@ class TokenizerFiles:
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
-        tokenize: bool,
+        tokenize: Literal[False],
         return_dict: Literal[False] = False,
         **arguments: Any,
-    ) -> list[int] | str:
-        """The conversation, or its ids. Raises ValueError for a template that cannot be rendered."""
-        text = self.render(messages, arguments)
-        return self.encode(text) if tokenize else text
+    ) -> str:
+        """The text of the conversation. Raises ValueError for a template that cannot be rendered."""
+        return self.render(messages, arguments)
 
     def render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any] = {}) -> str:
         import jinja2
@@ -130,11 +129,11 @@ class TokenizerFiles:
             return _compiled(self._template_for(given["tools"])).render(given)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"{self._template_name} is no Jinja template: {error.message} in its line {error.lineno}"
+                f"{template_name(self)} is no Jinja template: {error.message} in its line {error.lineno}"
             ) from error
         except Exception as error:  # a template is a program and may raise anything
             raise ValueError(
-                f"{self._template_name} cannot be rendered: {type(error).__name__}: {error}"
+                f"{template_name(self)} cannot be rendered: {type(error).__name__}: {error}"
             ) from error
 
     def _template_for(self, tools: object) -> str:
@@ -153,11 +152,12 @@ class TokenizerFiles:
         rendered = self.render(messages, arguments)
         for name, text in parts.items():
             if text not in rendered:
-                raise ValueError(f"{self._template_name} leaves out {name}")
+                raise ValueError(f"{template_name(self)} leaves out {name}")
 
-    @property
-    def _template_name(self) -> str:
-        return f"the chat template of {self.name_or_path}"
+
+def template_name(tokenizer: "Tokenizer") -> str:
+    """For messages."""
+    return f"the chat template of {tokenizer.name_or_path or 'this model'}"
 
 
 def check_template_arguments(tokenizer: "Tokenizer", arguments: Mapping[str, Any]) -> None:
@@ -180,7 +180,7 @@ def check_template_arguments(tokenizer: "Tokenizer", arguments: Mapping[str, Any
             name for name in read - functions - SET_BY_TANDEM if not name.endswith(("_token", "_tokens"))
         )
         raise ValueError(
-            f"the chat template of {tokenizer.name_or_path or 'this model'} never reads {', '.join(unread)}, so "
+            f"{template_name(tokenizer)} never reads {', '.join(unread)}, so "
             f"chat_template_kwargs would change nothing; it reads {', '.join(known) or 'no argument'}: correct or remove the name"
         )
 

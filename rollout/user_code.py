@@ -25,10 +25,10 @@ TRACE_WITHIN_S = 2.0
 _FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$', re.MULTILINE)
 
 
-def import_named(kind: str, path: str, form: str) -> object:
-    """The object that ``module:name`` names, also from a module in the current working directory. ``kind`` and
-    ``form`` are for messages. Raises ValueError: the module or the name is missing, or the import fails or ends the
-    process."""
+def import_function(kind: str, path: str, form: str) -> Callable:
+    """The function or class that ``module:name`` names, also from a module in the current working directory. ``kind`` and
+    ``form`` are for messages. Raises ValueError: the module or the name is missing, the import fails or ends the process, or
+    what is named cannot be called."""
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name):
         raise ValueError(f"{kind} {path!r} is not of the form {form}")
@@ -44,17 +44,9 @@ def import_named(kind: str, path: str, form: str) -> object:
         close = difflib.get_close_matches(name, callables, n=1)
         hint = f"did you mean {close[0]!r}?" if close else "define it, or correct the name"
         raise ValueError(f"{kind} {path!r}: {module.__name__} has no {name!r}; {hint}")
+    if not callable(named):
+        raise ValueError(f"{kind} {path!r} is a {type(named).__name__}, not a function; name {form}")
     return named
-
-
-def import_function(kind: str, path: str, form: str) -> Callable:
-    """As ``import_named``. Raises ValueError also for what cannot be called."""
-    function = import_named(kind, path, form)
-    if not callable(function):
-        raise ValueError(
-            f"{kind} {path!r} is a {type(function).__name__}, not a function; name something callable"
-        )
-    return function
 
 
 def further_parameters(function: Callable, names: Iterable[str]) -> list[str]:

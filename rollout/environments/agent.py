@@ -8,19 +8,17 @@ import asyncio
 import json
 import math
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
 from configs.schema.environment import AgentEnvironment
 from rollout.environments.agent_process import AgentProcess, AgentStarter, running
-from rollout.environments.chat import ParseCalls, Renderer, problem_fields
+from rollout.environments.chat import Conversation, problem_fields
 from rollout.environments.gateway import Gateway
-from rollout.environments.gateway_session import Conversation, GatewaySession
+from rollout.environments.gateway_session import GatewaySession
 from rollout.environments.processes import plain_value
 from rollout.environments.protocol import Context, EpisodeFailed, Outcome
-from rollout.environments.tool_calls import Tools
 from rollout.records import Prompt, Status
 from rollout.servers.watched_process import how_it_ended
 from rollout.terminal_text import on_one_visible_line
@@ -32,26 +30,17 @@ LONGEST_TAIL = 1000
 
 
 class AgentEpisodes:
-    """An ``Environment``. Each episode is a process of its own.
-
-    Args:
-        renderer_of, parse: see ``Conversation``.
-        system_prompt: first of the problem's ``messages``.
-    """
+    """An ``Environment``. Each episode is a process of its own."""
 
     def __init__(
         self,
         gateway: Gateway,
         starter: AgentStarter,
         config: AgentEnvironment,
-        *,
-        renderer_of: Callable[[Tools], Renderer],
-        parse: ParseCalls | None,
-        system_prompt: str | None = None,
+        conversation: Conversation,
     ) -> None:
         self._gateway, self._starter, self._config = gateway, starter, config
-        self._conversation = Conversation(renderer_of=renderer_of, parse=parse)
-        self._system_prompt = system_prompt
+        self._conversation = conversation
 
     def check(self) -> None:
         """Raises ValueError where the template cannot be used."""
@@ -105,7 +94,7 @@ class AgentEpisodes:
         return Outcome(reward=reward, parts={**parts, **counts})
 
     def _told(self, problem: Prompt) -> str:
-        fields = problem_fields(problem, self._system_prompt)
+        fields = problem_fields(problem, self._conversation.system_prompt)
         del fields["reference"]
         if not self._config.pass_row:
             del fields["row"]

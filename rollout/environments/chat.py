@@ -4,13 +4,13 @@ The renderer gives the tokens of new messages alone. What the policy sampled sta
 only for the environment and for the parser of tool calls.
 """
 
-import json
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from rollout.environments.processes import Message, Opened, Ready, Stepped, require_parser
+from rollout.environments.openenv import OpenEnvServers
+from rollout.environments.processes import Message, Opened, ProcessPool, Stepped, require_parser
 from rollout.environments.protocol import Context, EpisodeFailed, Outcome
 from rollout.environments.tool_calls import ParsedTurn, Tools
 from rollout.records import Completion, Prompt, Status
@@ -41,61 +41,42 @@ class PlainRenderer:
         return self.opening(messages)
 
 
-class PlayedEpisode(Protocol):
-    """See ``processes.EnvironmentProcess``."""
-
-    async def reset(self, problem: dict[str, Any], /) -> Opened: ...
-    async def step(self, message: Message, /) -> Stepped: ...
-
-
-class EpisodeSource(Protocol):
-    """What plays the environment's side: processes (``processes.ProcessPool``), or servers (``openenv.py``)."""
-
-    async def ready(self) -> Ready: ...
-    def episode(self) -> AbstractAsyncContextManager[PlayedEpisode]: ...
-
-
-class Renderers:
-    """Makes renderers by their tools, and keeps the last ones: making one takes tens of milliseconds."""
-
-    MOST = 64
-
-    def __init__(self, renderer_of: Callable[[Tools], Renderer]) -> None:
-        """renderer_of: makes the renderer for some tools. Raises ValueError where the template cannot be used."""
-        self._make, self._kept = renderer_of, dict[str, Renderer]()
-
-    def __call__(self, tools: Tools) -> Renderer:
-        """Raises as ``renderer_of``."""
-        key = json.dumps(tools, sort_keys=True)
-        renderer = self._kept.pop(key, None) or self._make(tools)
-        self._kept[key] = renderer  # the last one
-        if len(self._kept) > self.MOST:
-            del self._kept[next(iter(self._kept))]
-        return renderer
-
-
+EpisodeSource = ProcessPool | OpenEnvServers
+"""What plays the environment's side."""
 ParseCalls = Callable[[str, Tools], Awaitable[ParsedTurn]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    """How messages become tokens, and texts messages."""
+
+    renderer_of: Callable[[Tools], Renderer]
+    """Raises ValueError where the template cannot be used with these tools."""
+    parse: ParseCalls | None = None
+    """Finds the tool calls in a text, and the thinking. None: there are none, and an agent's requests with tools are
+    refused."""
+    system_prompt: str | None = None
+    """First message of each problem."""
+
+    async def read_turn(
+        self, context: Context, completion: Completion, renderer: Renderer, tools: Tools
+    ) -> tuple[ParsedTurn, bool]:
+        """(what was sampled, without the template's end of a turn, whether that was sampled). It need not be an end token of
+        the model."""
+        sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
+        if sampled_end:
+            completion = replace(completion, token_ids=completion.token_ids[:-1])
+        text = context.decode(completion)
+        if self.parse is None:
+            return ParsedTurn(content=text, calls=[]), sampled_end
+        return await self.parse(text, tools), sampled_end
+
+
 class ChatEpisodes:
-    """An ``Environment`` of the user's messages.
+    """An ``Environment`` of the user's messages."""
 
-    Args:
-        renderer_of: the renderer for the tools of an episode. Raises ValueError where the template cannot be used.
-        parse: finds the tool calls in a text, and the thinking; None: there are none.
-        system_prompt: first message of each problem.
-    """
-
-    def __init__(
-        self,
-        pool: EpisodeSource,
-        *,
-        renderer_of: Callable[[Tools], Renderer],
-        parse: ParseCalls | None,
-        system_prompt: str | None = None,
-    ) -> None:
-        self._pool, self._renderer_of, self._parse = pool, renderer_of, parse
-        self._system_prompt = system_prompt
+    def __init__(self, pool: EpisodeSource, conversation: Conversation) -> None:
+        self._pool, self._conversation = pool, conversation
 
     async def check(self) -> None:
         """Start the first process and make its renderer.
@@ -106,14 +87,14 @@ class ChatEpisodes:
         """
         ready = await self._pool.ready()
         self._require_parser(ready.tools)
-        self._renderer_of(ready.tools)
+        self._conversation.renderer_of(ready.tools)
 
     def _require_parser(self, tools: Tools) -> None:
-        require_parser(tools, None if self._parse is None else "given")
+        require_parser(tools, has_parser=self._conversation.parse is not None)
 
     async def run(self, problem: Prompt, context: Context) -> Outcome:
         async with self._pool.episode() as process:
-            opened = await process.reset(problem_fields(problem, self._system_prompt))
+            opened = await process.reset(problem_fields(problem, self._conversation.system_prompt))
             return await self._play(opened, process.step, context)
 
     async def _play(self, opened: Opened, step: Callable, context: Context) -> Outcome:
@@ -122,17 +103,15 @@ class ChatEpisodes:
         except ValueError as error:
             raise EpisodeFailed(Status.FAILED, str(error)) from error
         with _messages_of_the_environment():
-            renderer = self._renderer_of(opened.tools)
+            renderer = self._conversation.renderer_of(opened.tools)
             opening = renderer.opening(opened.messages)
         totals = _Totals(has_tools=bool(opened.tools))
         context.observe(opening)
         while True:
             completion = await context.act(stop_token_ids=renderer.end_token_ids)
-            sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
-            text = text_of(context, completion, sampled_end=sampled_end)
-            turn = ParsedTurn(content=text, calls=[])
-            if self._parse is not None:
-                turn = await self._parse(text, opened.tools)
+            turn, sampled_end = await self._conversation.read_turn(
+                context, completion, renderer, opened.tools
+            )
             if turn.error is not None:
                 totals.unparsed += 1
                 answer = f"Error: the tool call could not be read: {turn.error}"
@@ -199,13 +178,6 @@ def problem_fields(problem: Prompt, system_prompt: str | None) -> dict[str, Any]
         "row": dict(problem.row or {}),
         "messages": [*system, *(problem.messages or [{"role": "user", "content": problem.text}])],
     }
-
-
-def text_of(context: Context, completion: Completion, *, sampled_end: bool) -> str:
-    """The text of a turn without the template's end of a turn, which need not be an end token of the model."""
-    if sampled_end:
-        completion = replace(completion, token_ids=completion.token_ids[:-1])
-    return context.decode(completion)
 
 
 def message_of(turn: ParsedTurn, *, first_call: int) -> Message:

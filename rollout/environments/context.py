@@ -1,7 +1,6 @@
 """The contexts of one episode: each is a sequence of tokens, and the engine that continues it."""
 
 import asyncio
-import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from copy import copy
@@ -15,7 +14,8 @@ from rollout.client import GenerationClient, PromptTooLongError, Session
 from rollout.environments.clock import EpisodeClock
 from rollout.environments.protocol import EpisodeEnded
 from rollout.environments.sequence import TokenSequence
-from rollout.records import Completion, FinishReason, Prompt, Score, Status
+from rollout.gathering import TasksToEnd
+from rollout.records import Completion, FinishReason, Prompt, Score, Status, seed_of
 from rollout.rewards.function import to_score
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ class _Episode:
 
     turns: int = 0
     """Asked for, of all sequences."""
-    requests: set[asyncio.Future] = field(default_factory=set)
-    """Under way."""
+    requests: TasksToEnd = field(default_factory=TasksToEnd)
     is_over: bool = False
     clock: EpisodeClock = field(default_factory=EpisodeClock)
 
@@ -114,16 +113,13 @@ class EpisodeContext:
     async def end(self) -> None:
         """End the requests of all contexts of the episode. They can do nothing from now on."""
         self._episode.is_over = True
-        requests = list(self._episode.requests)
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+        await self._episode.requests.end()
 
     def fork(self, at: int | None = None) -> "EpisodeContext":
         self._require_running()
         fork = copy(self)  # the engine, the limits, and what the episode shares
         fork.sequence, fork._forks, fork._is_acting = self.sequence.beginning(at), [], False
-        fork._seed = _derived(self._seed, f"fork {len(self._forks)}")
+        fork._seed = seed_of(f"{self._seed} fork {len(self._forks)}")
         self._forks.append(fork)
         return fork
 
@@ -165,7 +161,7 @@ class EpisodeContext:
                 f"turn {turn + 1} follows {length} tokens, but the servers continue at most {self._limits.max_prompt_tokens}",
             )
         self._episode.turns += 1  # before the answer: forks may act at the same time
-        request = asyncio.ensure_future(
+        request = self._episode.requests.start(
             self._client.generate_group(
                 self.sequence.token_ids.tolist(),
                 max_new_tokens=min(
@@ -178,7 +174,6 @@ class EpisodeContext:
                 known_experts=self.sequence.known_experts,
             )
         )
-        self._episode.requests.add(request)
         self._is_acting = True
         try:
             (completion,) = await request
@@ -189,7 +184,6 @@ class EpisodeContext:
             ) from error
         finally:
             self._is_acting = False
-            self._episode.requests.discard(request)
         self._require_running()
         self.sequence.append(completion)
         return completion
@@ -231,11 +225,4 @@ class EpisodeContext:
 
 def turn_seed(episode_seed: int, turn: int) -> int:
     """31 bits. The first turn has the episode's own seed, like a single-turn sample."""
-    if turn == 0:
-        return episode_seed
-    return _derived(episode_seed, f"turn {turn}")
-
-
-def _derived(seed: int, what: str) -> int:
-    digest = hashlib.sha256(f"{seed} {what}".encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+    return seed_of(f"{episode_seed} turn {turn}") if turn else episode_seed

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from configs.schema.environment import EnvironmentLimits
 from rollout.client import GenerationClient, GenerationError, PromptTooLongError
@@ -13,7 +13,7 @@ from rollout.environments.protocol import Environment, EpisodeEnded, EpisodeFail
 from rollout.environments.sequence import TokenSequence
 from rollout.environments.tandem_worker.failures import describe
 from rollout.gathering import all_or_first_error
-from rollout.records import FinishReason, Prompt, Score, Status, Trajectory
+from rollout.records import FinishReason, Prompt, Status, Trajectory
 from rollout.rewards.function import to_score
 from rollout.rewards.served import RewardModelError
 from rollout.rewards.worker import WorkerStartError
@@ -34,6 +34,18 @@ class Sample:
     status: Status
     error: str | None
     """Why the reward or the episode failed."""
+
+    @classmethod
+    def of(cls, sequences: list[TokenSequence], outcome: Outcome) -> Self:
+        right = outcome.reward is not None and outcome.reward >= 1.0
+        return cls(
+            sequences=sequences,
+            reward=outcome.reward,
+            parts=dict(outcome.parts),
+            correct=right if outcome.correct is None else outcome.correct,
+            status=outcome.status,
+            error=outcome.error,
+        )
 
     @property
     def sequence(self) -> TokenSequence:
@@ -95,7 +107,8 @@ class SingleTurns:
                 seeds=seeds,
             )
         except PromptTooLongError as error:
-            return [_without_room(prompt, str(error)) for _ in seeds]
+            outcome = Outcome(reward=None, status=Status.TOKEN_LIMIT, error=str(error))
+            return [Sample.of([_with_something_to_pack(TokenSequence(), prompt)], outcome) for _ in seeds]
         scores = await all_or_first_error(
             self._score(
                 prompt,
@@ -106,28 +119,9 @@ class SingleTurns:
             for c in completions
         )
         return [
-            single_turn(TokenSequence.of_single_turn(prompt.token_ids, completion), score)
+            Sample.of([TokenSequence.of_single_turn(prompt.token_ids, completion)], Outcome.of(score))
             for completion, score in zip(completions, scores, strict=True)
         ]
-
-
-def _without_room(prompt: Prompt, error: str) -> Sample:
-    return Sample(
-        sequences=[_with_something_to_pack(TokenSequence(), prompt)],
-        reward=None, parts={}, correct=False, status=Status.TOKEN_LIMIT, error=error,
-    )  # fmt: skip
-
-
-def single_turn(sequence: TokenSequence, score: Score) -> Sample:
-    """A reward that failed says nothing about the response, which is not scored then."""
-    return Sample(
-        sequences=[sequence],
-        reward=score.value if score.error is None else None,
-        parts=score.parts if score.error is None else {},
-        correct=score.correct,
-        status=Status.OK if score.error is None else Status.REWARD_FAILED,
-        error=score.error,
-    )
 
 
 class Episodes:
@@ -168,16 +162,8 @@ class Episodes:
     async def _play(self, prompt: Prompt, context: EpisodeContext) -> Sample:
         async with self._places:
             outcome = await self._outcome(prompt, context)
-        right = outcome.reward is not None and outcome.reward >= 1.0
         with_turns = [sequence for sequence in context.sequences() if sequence.turns]
-        return Sample(
-            sequences=with_turns or [_with_something_to_pack(context.sequence, prompt)],
-            reward=outcome.reward,
-            parts=dict(outcome.parts),
-            correct=right if outcome.correct is None else outcome.correct,
-            status=outcome.status,
-            error=outcome.error,
-        )
+        return Sample.of(with_turns or [_with_something_to_pack(context.sequence, prompt)], outcome)
 
     async def _outcome(self, prompt: Prompt, context: EpisodeContext) -> Outcome:
         try:

@@ -22,14 +22,12 @@ from contextlib import asynccontextmanager
 
 from aiohttp import web
 
-from rollout.environments.gateway_session import Conversation, GatewaySession
+from rollout.environments.chat import Conversation
+from rollout.environments.gateway_session import GatewaySession
 from rollout.environments.openai_form import (
-    AT_ONE_TEMPERATURE,
     IGNORED,
     JSON,
     LARGEST_BODY,
-    NEUTRAL,
-    WHY_IGNORED,
     Refused,
     body_of,
     check_supported,
@@ -231,16 +229,16 @@ class Gateway:
 
     def _tell_ignored(self, body: JSON) -> None:
         """Once per field."""
-        for field in IGNORED:
+        for field, (why, neutral) in IGNORED.items():
             value = body.get(field)
-            if field in self._told or value is None or value in NEUTRAL.get(field, ()):
+            if field in self._told or value is None or value in neutral:
                 continue
             self._told.add(field)
             logger.warning(
                 "an agent asks for %s=%.60r, which is ignored: %s; further requests with it are not reported",
                 field,
                 value,
-                WHY_IGNORED.get(field, AT_ONE_TEMPERATURE),
+                why,
             )
 
 

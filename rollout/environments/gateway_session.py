@@ -18,13 +18,13 @@ answer was lost. Where the client says that this is no repetition (OpenAI's does
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rollout.environments.chat import ParseCalls, Renderer, message_of, text_of
+from rollout.environments.chat import Conversation, Renderer, message_of
 from rollout.environments.openai_form import (
     JSON,
     Refused,
@@ -43,18 +43,7 @@ from rollout.environments.openai_form import (
     tools_of,
 )
 from rollout.environments.protocol import Context, EpisodeEnded
-from rollout.environments.tool_calls import ParsedTurn, Tools
 from rollout.records import TOKEN_IDS, Completion, FinishReason, Score, Status, digest
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversation:
-    """How messages become tokens, and texts messages."""
-
-    renderer_of: Callable[[Tools], Renderer]
-    """Raises ValueError where the template cannot be used with these tools."""
-    parse: ParseCalls | None = None
-    """Finds the tool calls in a text, and the thinking. None: requests with tools are refused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -427,12 +416,10 @@ class GatewaySession:
         assert renderer is not None
         (max_tokens,) = turn.request.options
         completion = await self._act(branch, max_tokens, renderer.end_token_ids)
-        sampled_end = int(completion.token_ids[-1]) in renderer.end_token_ids
-        text = text_of(branch.context, completion, sampled_end=sampled_end)
-        parsed = ParsedTurn(content=text, calls=[])
-        if self._conversation.parse is not None:
-            parsed = await self._conversation.parse(text, turn.request.tools)
-            self.unread_calls += parsed.error is not None
+        parsed, sampled_end = await self._conversation.read_turn(
+            branch.context, completion, renderer, turn.request.tools
+        )
+        self.unread_calls += parsed.error is not None
         message = canonical(message_of(parsed, first_call=self._num_calls), place="our answer")
         self._num_calls += len(parsed.calls)
         branch.messages.append(message)

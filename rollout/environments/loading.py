@@ -1,10 +1,11 @@
 """From the config's ``environment`` block to what makes samples."""
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.schema import RunConfig
@@ -18,18 +19,19 @@ from configs.schema.environment import (
 )
 from rollout.environments.agent import AgentEpisodes
 from rollout.environments.agent_template import agent_starter
-from rollout.environments.chat import ChatEpisodes, ParseCalls, PlainRenderer, Renderer, Renderers
+from rollout.environments.chat import ChatEpisodes, Conversation, ParseCalls, PlainRenderer, Renderer
 from rollout.environments.context import EpisodeLimits, Texts
 from rollout.environments.episodes import Episodes, SampleMaker, SingleTurns
 from rollout.environments.gateway import Gateway
 from rollout.environments.openenv import OpenEnvServers
 from rollout.environments.processes import ProcessPool, max_processes
 from rollout.environments.protocol import Environment
+from rollout.environments.rendering import ChatRenderer
 from rollout.environments.tandem_worker.failures import describe
-from rollout.environments.tool_calls import ParsedTurn, ParserProcess, ToolCallParser, Tools
+from rollout.environments.tool_calls import ParsedTurn, ToolCallParser, Tools
 from rollout.rewards.by_field import AnyScorer
 from rollout.sampling.prompt_room import PromptsOf, sequence_limits
-from rollout.user_code import import_named
+from rollout.user_code import import_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 BOTH: tuple[PromptsOf, PromptsOf] = ("training", "held-out")
 _AFTER_AGENT_S = 60.0
 """Time to end an agent, after its own deadline, whose error has the end of what the agent wrote."""
+MOST_RENDERERS = 64
 _Block = TokenEnvironment | ChatEnvironment | AgentEnvironment | OpenEnvironment
 
 
@@ -104,20 +107,16 @@ async def _environments(
         yield dict.fromkeys(BOTH, make_environment(block))
         return
     async with AsyncExitStack() as exits:
-        parse = await exits.enter_async_context(call_parser(block))
-        system_prompt = getattr(config.task, "system_prompt", None)
-        talk: dict[str, Any] = {
-            "renderer_of": Renderers(
-                renderer_maker(block, texts.tokenizer, config.model.chat_template_kwargs)
-            ),
-            "parse": parse,
-            "system_prompt": system_prompt,
-        }
+        conversation = Conversation(
+            renderer_of=renderers(block, texts.tokenizer, config.model.chat_template_kwargs),
+            parse=await exits.enter_async_context(call_parser(block)),
+            system_prompt=getattr(config.task, "system_prompt", None),
+        )
         if isinstance(block, AgentEnvironment):
             gateway = Gateway(host=host, model=config.model.path.name, vocab_size=texts.vocab_size)
             await exits.enter_async_context(gateway)
             starter = await exits.enter_async_context(agent_starter(block, config.key_variables))
-            agents = AgentEpisodes(gateway, starter, block, **talk)
+            agents = AgentEpisodes(gateway, starter, block, conversation)
             agents.check()
             yield dict.fromkeys(BOTH, agents)
             return
@@ -125,7 +124,7 @@ async def _environments(
         for which in BOTH:
             is_served = isinstance(block, OpenEnvironment)
             source = OpenEnvServers(block) if is_served else ProcessPool(block, config.key_variables)
-            chats[which] = ChatEpisodes(await exits.enter_async_context(source), **talk)
+            chats[which] = ChatEpisodes(await exits.enter_async_context(source), conversation)
         await chats["training"].check()
         yield chats
 
@@ -138,23 +137,26 @@ def limits_around(block: _Block) -> EnvironmentLimits:
     return block.model_copy(update={"max_concurrency": max_processes(block)})
 
 
-def renderer_maker(
+def renderers(
     block: MessageEnvironment, tokenizer: "PreTrainedTokenizerBase", arguments: Mapping[str, Any]
 ) -> Callable[[Tools], Renderer]:
-    def renderer_of(tools: Tools) -> Renderer:
-        if block.template == "plain":
-            return PlainRenderer(partial(tokenizer.encode, add_special_tokens=False))
-        from rollout.environments.rendering import ChatRenderer
+    """Gives the renderer for some tools. The last ones are kept: making one takes tens of milliseconds. Raises ValueError where
+    the template cannot be used."""
+    if block.template == "plain":
+        plain = PlainRenderer(partial(tokenizer.encode, add_special_tokens=False))
+        return lambda tools: plain
+    told = set[str]()
 
-        renderer = ChatRenderer(tokenizer, tools=tools, arguments=arguments)
+    @lru_cache(maxsize=MOST_RENDERERS)
+    def renderer_of(tools: str) -> Renderer:
+        renderer = ChatRenderer(tokenizer, tools=json.loads(tools), arguments=arguments)
         for note in renderer.notes:
             if note not in told:
                 told.add(note)
                 logger.warning("%s", note)
         return renderer
 
-    told: set[str] = set()
-    return renderer_of
+    return lambda tools: renderer_of(json.dumps(tools))
 
 
 @asynccontextmanager
@@ -168,9 +170,9 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
     if block.tool_call_parser is None:
         yield None
         return
-    with closing(ParserProcess()) as process:
-        parser = ToolCallParser(process, block.tool_call_parser, reasoning_parser=block.reasoning_parser)
-        await asyncio.to_thread(process.start)
+    parser = ToolCallParser(block.tool_call_parser, reasoning_parser=block.reasoning_parser)
+    with closing(parser):
+        await asyncio.to_thread(parser.start)
 
         async def parse(text: str, tools: Tools) -> ParsedTurn:
             if not tools and block.reasoning_parser is None:
@@ -183,11 +185,7 @@ async def call_parser(block: MessageEnvironment) -> AsyncIterator[ParseCalls | N
 def make_environment(config: TokenEnvironment) -> Environment:
     """The environment that the config names. Raises ValueError: the module or its class is missing, or raises, or
     what it makes has no ``run``."""
-    make = import_named("environment", config.environment, "module:Class, e.g. my_environment:Calculator")
-    if not callable(make):
-        raise ValueError(
-            f"environment {config.environment!r} is a {type(make).__name__}; name a class with `async run(problem, context)`"
-        )
+    make = import_function("environment", config.environment, "module:Class, e.g. my_environment:Calculator")
     try:
         environment = make(**config.options)
     except Exception as error:  # the user's code may raise anything

@@ -18,33 +18,27 @@ LARGEST_BODY = 16 * 2**20
 """Bytes of a request: two million tokens of a conversation in JSON."""
 LONGEST_SHOWN, SHOWN_BEFORE = 80, 20
 """Characters of a message in an error, and those before the first difference."""
-IGNORED = (
-    "temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
-    "logit_bias", "response_format", "tool_choice", "chat_template_kwargs", "logprobs", "seed",
-    "min_tokens", "ignore_eos", "parallel_tool_calls", "reasoning_effort", "continue_final_message",
-)  # fmt: skip
-"""Fields of a request that would change what is sampled, or what is said of it. They are told once in the log."""
-AT_ONE_TEMPERATURE = "all turns are sampled at rollout.temperature, as the learner assumes"
-WHY_IGNORED = {
-    "chat_template_kwargs": "the template has model.chat_template_kwargs of the run's config in all turns",
-    "logprobs": "choices[].logprobs is null in answers to messages; those of v1/generate have them",
-    "seed": "the run gives each turn its seed",
-    "min_tokens": "a turn ends where the policy ends it",
-    "ignore_eos": "a turn ends where the policy ends it",
-    "parallel_tool_calls": "the policy may call several tools in a turn",
-    "reasoning_effort": "set it in model.chat_template_kwargs of the run's config, if the template has it",
-    "continue_final_message": "each turn begins behind the template's generation prompt",
-}
-NEUTRAL = {
-    "top_p": (1, 1.0),
-    "tool_choice": ("auto",),
-    "response_format": ({"type": "text"},),
-    "logprobs": (False,),
-    "min_tokens": (0,),
-    "ignore_eos": (False,),
-    "parallel_tool_calls": (True,),
-    "continue_final_message": (False,),
-}
+_TEMPERATURE = "all turns are sampled at rollout.temperature, as the learner assumes"
+_END = "a turn ends where the policy ends it"
+IGNORED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    **dict.fromkeys(
+        ("temperature", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias"),
+        (_TEMPERATURE, ()),
+    ),
+    "top_p": (_TEMPERATURE, (1,)),
+    "response_format": (_TEMPERATURE, ({"type": "text"},)),
+    "tool_choice": (_TEMPERATURE, ("auto",)),
+    "chat_template_kwargs": ("the template has model.chat_template_kwargs of the run's config in all turns", ()),
+    "logprobs": ("choices[].logprobs is null in answers to messages; those of v1/generate have them", (False,)),
+    "seed": ("the run gives each turn its seed", ()),
+    "min_tokens": (_END, (0,)),
+    "ignore_eos": (_END, (False,)),
+    "parallel_tool_calls": ("the policy may call several tools in a turn", (True,)),
+    "reasoning_effort": ("set it in model.chat_template_kwargs of the run's config, if the template has it", ()),
+    "continue_final_message": ("each turn begins behind the template's generation prompt", (False,)),
+}  # fmt: skip
+"""Fields of a request that would change what is sampled, or what is said of it: why they are ignored, and values that change
+nothing. They are told once in the log."""
 
 
 class Refused(Exception):

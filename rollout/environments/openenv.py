@@ -12,7 +12,6 @@ after the messages of OpenEnv 0.10.0, whose package is not needed.
 """
 
 import asyncio
-import hashlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -37,7 +36,7 @@ from rollout.environments.processes import (
 from rollout.environments.protocol import EpisodeFailed
 from rollout.guarded_process import finished
 from rollout.http_replicas import Replica, choose, open_session
-from rollout.records import Status
+from rollout.records import Status, seed_of
 from rollout.rewards.function import to_score
 from rollout.rewards.pipe import LARGEST_ANSWER
 from rollout.rewards.served import key_of
@@ -343,8 +342,10 @@ def reset_arguments(named: Mapping[str, str], problem: Mapping[str, Any]) -> JSO
                 f"environment.reset names the field {field!r}, but problem {problem['prompt_id']} has only "
                 f"{', '.join(sorted(fields))}",
             )
-    seed = int.from_bytes(hashlib.sha256(str(problem["prompt_id"]).encode()).digest()[:4], "big") >> 1
-    return {"seed": seed, **{name: fields[field] for name, field in named.items()}}
+    return {
+        "seed": seed_of(str(problem["prompt_id"])),
+        **{name: fields[field] for name, field in named.items()},
+    }
 
 
 def with_answer(action: Any, answer: str) -> Any:

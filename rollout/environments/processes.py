@@ -457,7 +457,7 @@ def check_environment(
     except EnvironmentStartError as error:
         raise ValueError(str(error)) from error
     if isinstance(config, ChatEnvironment):
-        require_parser(ready.tools, config.tool_call_parser)
+        require_parser(ready.tools, has_parser=config.tool_call_parser is not None)
     return ready
 
 
@@ -476,9 +476,9 @@ async def _tell_of_waiting(config: InProcess, tell: Callable[[str], None]) -> No
         tell(f"making {config.environment} … {waited:.0f} s of environment.start_timeout_s={limit_s:g}")
 
 
-def require_parser(tools: Sequence[Mapping[str, Any]], parser: str | None) -> None:
+def require_parser(tools: Sequence[Mapping[str, Any]], *, has_parser: bool) -> None:
     """Refuse an environment whose tools nobody could call. Raises ValueError."""
-    if tools and parser is None:
+    if tools and not has_parser:
         names = ", ".join(str(tool.get("function", {}).get("name", "?")) for tool in tools)
         raise ValueError(
             f"the environment has tools ({names}), but environment.tool_call_parser is null, so no call is found; name the "

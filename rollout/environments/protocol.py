@@ -48,9 +48,10 @@ class Outcome:
 
     @classmethod
     def of(cls, score: Score, **parts: float) -> "Outcome":
-        """The outcome of a score by the run's reward, with further ``parts``. A reward that failed gives none."""
+        """The outcome of a score by the run's reward, with further ``parts``. A reward that failed gives no reward and no parts. The
+        answer is right all the same where the part that decides was computed."""
         if score.error is not None:
-            return cls(reward=None, status=Status.REWARD_FAILED, error=score.error)
+            return cls(reward=None, correct=score.correct, status=Status.REWARD_FAILED, error=score.error)
         return cls(reward=score.value, parts={**score.parts, **parts}, correct=score.correct)
 
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from configs.schema.model import SET_BY_TANDEM
-from rollout.tokenizer_files import check_template_arguments
+from rollout.tokenization import render_chat
+from rollout.tokenizer_files import check_template_arguments, template_name
 
 if TYPE_CHECKING:
     from rollout.tokenization import Tokenizer
@@ -94,7 +95,7 @@ class ChatRenderer:
     ) -> None:
         self._tokenizer, self._tools = tokenizer, [dict(tool) for tool in tools]
         self._arguments = dict(arguments)
-        self._name = f"the chat template of {tokenizer.name_or_path or 'this model'}"
+        self._name = template_name(tokenizer)
         if not tokenizer.chat_template:
             raise ValueError(
                 f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
@@ -161,19 +162,9 @@ class ChatRenderer:
         """The template's text of a whole conversation. ``header``: with the header of the assistant's next turn.
         Raises ValueError: the template refuses these messages."""
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=self._tools or None,  # pyright: ignore[reportArgumentType] - lists are invariant
-                add_generation_prompt=header,
-                tokenize=False,
-                **self._arguments,
-            )
-        except Exception as error:  # a template is a program and may raise anything
-            roles = ", ".join(str(message.get("role")) for message in messages)
-            raise ValueError(
-                f"{self._name} refuses a conversation with the roles {roles}: {type(error).__name__}: {error}; {_FIX}"
-            ) from error
-        return str(text)
+            return render_chat(self._tokenizer, messages, self._tools, self._arguments, header=header)
+        except ValueError as error:
+            raise ValueError(f"{error}; {_FIX}") from error
 
     def encode(self, text: str) -> list[int]:
         """The tokens of a rendered text, which has its special tokens in it."""

@@ -21,10 +21,6 @@ Tools = Sequence[Mapping[str, Any]]
 """Functions in OpenAI's form."""
 
 
-class LateOrLost(Exception):
-    """The process did not answer. It was killed; the next question starts another."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedTurn:
     """The text of a turn, taken apart."""
@@ -39,36 +35,8 @@ class ParsedTurn:
     """The thinking, where a parser of it is given."""
 
 
-class ParserProcess(AnsweringProcess):
-    """The process of SGLang's parsers, which ``tool_call_parsers.parse`` answers in."""
-
-    def __init__(
-        self, *, timeout_s: float = PARSE_TIMEOUT_S, start_timeout_s: float = START_TIMEOUT_S
-    ) -> None:
-        super().__init__(
-            "the process of SGLang's tool-call parsers", tool_call_parsers.__name__,
-            timeout_s=timeout_s, start_timeout_s=start_timeout_s,
-        )  # fmt: skip
-
-    def parse(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer of ``tool_call_parsers.parse``.
-
-        Raises:
-            WorkerStartError: the process cannot be started.
-            LateOrLost: it did not answer in time, ended meanwhile, or was closed.
-        """
-        try:
-            return self.ask(request)  # in JSON's ASCII, which can carry a lone surrogate: UTF-8 cannot
-        except TimeoutError as error:
-            raise LateOrLost(f"no answer of the parser within {self._timeout_s:g} s") from error
-        except EOFError as error:
-            raise LateOrLost("the parser's process ended") from error
-        except CancelledError as error:
-            raise LateOrLost("the parser was closed") from error
-
-
-class ToolCallParser:
-    """A parser by its name in SGLang.
+class ToolCallParser(AnsweringProcess):
+    """A parser by its name in SGLang, and the process in which ``tool_call_parsers.parse`` answers.
 
     Args:
         parser: such as ``qwen25`` or ``llama3``.
@@ -78,24 +46,31 @@ class ToolCallParser:
         ValueError: SGLang has no such parser.
     """
 
-    def __init__(self, process: ParserProcess, parser: str, *, reasoning_parser: str | None = None) -> None:
+    def __init__(self, parser: str, *, reasoning_parser: str | None = None) -> None:
         check_parser_name("tool_call_parser", parser)
         if reasoning_parser is not None:
             check_parser_name("reasoning_parser", reasoning_parser)
+        super().__init__(
+            "the process of SGLang's tool-call parsers", tool_call_parsers.__name__,
+            timeout_s=PARSE_TIMEOUT_S, start_timeout_s=START_TIMEOUT_S,
+        )  # fmt: skip
         self._names = {"parser": parser, "reasoning_parser": reasoning_parser}
-        self._process = process
 
     def __call__(self, text: str, tools: Tools) -> ParsedTurn:
-        """A call that cannot be read, a parser that fails and one that is late give an error.
+        """A call that cannot be read, a parser that fails, and one that is late, lost or closed give an error.
 
-        This blocks for about a millisecond, and for the process's ``timeout_s`` at most.
+        This blocks for about a millisecond, and for ``PARSE_TIMEOUT_S`` at most.
 
         Raises WorkerStartError: the process cannot be started.
         """
+        # As JSON's ASCII, which can carry a lone surrogate: UTF-8 cannot.
+        question = {"text": text, "tools": [dict(tool) for tool in tools], **self._names}
         try:
-            answer = self._process.parse(
-                {"text": text, "tools": [dict(tool) for tool in tools], **self._names}
-            )
-        except LateOrLost as error:
-            return ParsedTurn(content=text, calls=[], error=str(error))
-        return ParsedTurn(**answer)
+            return ParsedTurn(**self.ask(question))
+        except TimeoutError:
+            error = f"no answer of the parser within {self._timeout_s:g} s"
+        except EOFError:
+            error = "the parser's process ended"
+        except CancelledError:
+            error = "the parser was closed"
+        return ParsedTurn(content=text, calls=[], error=error)

@@ -1,7 +1,11 @@
-"""Countdown's answers, checked with exact integers by a recursive-descent evaluator, without ``eval``."""
+"""Countdown's answers, parsed by Python's own grammar and evaluated in exact integers, without ``eval``."""
 
+import ast
+import operator
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import accumulate
 
 from rollout.records import Score
 
@@ -11,10 +15,13 @@ MAX_DEPTH = 32
 """Limit of nested parentheses, far below Python's own recursion limit."""
 DIGITS = frozenset("0123456789")
 """ASCII digits only: ``str.isdigit`` accepts many more."""
+CHARACTERS = re.compile(r"[-+*()0-9]+")
+LEADING_ZERO = re.compile(r"(?<![0-9])0[0-9]")
+OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
 class ExpressionError(ValueError):
-    """The text is no expression of this grammar; the message names the first wrong character."""
+    """The text is no expression of this grammar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,67 +46,29 @@ def evaluate(text: str) -> Evaluated:
     """
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"{len(text)} characters, more than {MAX_CHARACTERS}")
-    parser = _Parser(text)
-    value = parser.sum(depth=0)
-    if parser.position != len(text):
-        raise parser.error("an operator or the end")
-    return Evaluated(value=value, numbers=tuple(parser.numbers))
+    if not CHARACTERS.fullmatch(text) or LEADING_ZERO.search(text):
+        raise ExpressionError(
+            f"{text!r} has more than numbers, `+`, `-`, `*` and parentheses, or a leading zero"
+        )
+    if max(accumulate((character == "(") - (character == ")") for character in text)) > MAX_DEPTH:
+        raise ExpressionError(f"parentheses nested deeper than {MAX_DEPTH}")
+    numbers: list[int] = []
+    try:
+        value = _value_of(ast.parse(text, mode="eval").body, numbers)
+    except SyntaxError as error:
+        raise ExpressionError(f"{text!r} is no expression: {error.msg}") from error
+    return Evaluated(value=value, numbers=tuple(numbers))
 
 
-@dataclass(slots=True)
-class _Parser:
-    """One method per rule of the grammar; each reads from ``position`` and moves it on."""
-
-    text: str
-    position: int = 0
-    numbers: list[int] = field(default_factory=list)
-
-    def sum(self, depth: int) -> int:
-        value = self.product(depth)
-        while (operator := self.peek()) in ("+", "-"):
-            self.position += 1
-            right = self.product(depth)
-            value = value + right if operator == "+" else value - right
-        return value
-
-    def product(self, depth: int) -> int:
-        value = self.factor(depth)
-        while self.peek() == "*":
-            self.position += 1
-            value *= self.factor(depth)
-        return value
-
-    def factor(self, depth: int) -> int:
-        if self.peek() != "(":
-            return self.number()
-        if depth == MAX_DEPTH:
-            raise ExpressionError(f"parentheses nested deeper than {MAX_DEPTH}")
-        self.position += 1
-        value = self.sum(depth + 1)
-        if self.peek() != ")":
-            raise self.error("`)`")
-        self.position += 1
-        return value
-
-    def number(self) -> int:
-        start = self.position
-        while self.peek() in DIGITS:
-            self.position += 1
-        digits = self.text[start : self.position]
-        if not digits:
-            raise self.error("a number or `(`")
-        if len(digits) > 1 and digits[0] == "0":
-            raise ExpressionError(f"leading zero in {digits} at character {start + 1}")
-        self.numbers.append(int(digits))
-        return self.numbers[-1]
-
-    def peek(self) -> str:
-        """The next character, or "" at the end."""
-        return self.text[self.position : self.position + 1]
-
-    def error(self, expected: str) -> ExpressionError:
-        actual = f"`{self.peek()}`" if self.peek() else "the end"
-        return ExpressionError(f"expected {expected} at character {self.position + 1}, found {actual}")
+def _value_of(node: ast.expr, numbers: list[int]) -> int:
+    """Appends the numbers of the expression to ``numbers``."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        numbers.append(node.value)
+        return node.value
+    if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
+        raise ExpressionError(f"{ast.unparse(node)} is neither a number nor a sum, a difference or a product")
+    left, right = _value_of(node.left, numbers), _value_of(node.right, numbers)
+    return OPERATORS[type(node.op)](left, right)
 
 
 def format_problem(numbers: Sequence[int], target: int) -> str:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.schema.reward import CodeReward
+from rollout.gathering import TasksToEnd
 from rollout.guarded_process import guarded_process
 from rollout.records import Prompt, Score, field_of
 
@@ -127,7 +128,7 @@ class ProgramTests:
         self._config, self._name = config, name
         self._places = asyncio.Semaphore(num_workers)
         self._sandbox = "none"
-        self._running: set[asyncio.Task[Score]] = set()
+        self._programs = TasksToEnd()
 
     async def start(self) -> None:
         """Choose the sandbox, and tell which. Raises ValueError where programs cannot be run."""
@@ -146,17 +147,11 @@ class ProgramTests:
             return Score(value=0.0, error=f"its row has no field `{self._config.tests_field}`")
         except ValueError as error:
             return Score(value=0.0, error=f"field `{self._config.tests_field}` {error}")
-        running = asyncio.ensure_future(self._score(program, tests))
-        self._running.add(running)
-        running.add_done_callback(self._running.discard)
-        return await running
+        return await self._programs.start(self._score(program, tests))
 
     async def close(self) -> None:
         """End all programs; calls under way raise ``CancelledError``. Safe to call twice."""
-        running = list(self._running)
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await self._programs.end()
 
     async def _score(self, program: str, tests: list[dict[str, str]]) -> Score:
         async with self._places:

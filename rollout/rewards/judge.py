@@ -40,7 +40,7 @@ class Judge(ServedReward):
         self._config: JudgeReward = config
 
     async def score(self, prompt: Prompt, response_text: str) -> Score:
-        return await self._start_request(self._score(prompt, response_text))
+        return await self._requests.start(self._score(prompt, response_text))
 
     async def _score_probe(self, replicas: Sequence[Replica]) -> Score:
         return await self._judge(self._body(*PROBE, reference=PROBE[1]), replicas)

@@ -115,7 +115,7 @@ class RewardModel(ServedReward):
         return Item(prompt=prompt, response=response, reference=reference, text=text, token_ids=token_ids)
 
     def _send_waiting(self) -> None:
-        self._start_request(self._send_batch(self._take_waiting()))
+        self._requests.start(self._send_batch(self._take_waiting()))
 
     def _take_waiting(self) -> list[tuple[Item, asyncio.Future[Score]]]:
         if self._linger is not None:

@@ -166,13 +166,10 @@ class Scorer:
         return sum(model.retries for model in self._models)
 
     async def __aenter__(self) -> "Scorer":
-        try:
-            self._rewards = {
-                field: await self._make_reward(field, part) for field, part in self._parts.items()
-            }
-        except BaseException:
-            await self.close()
-            raise
+        async with AsyncExitStack() as exits:
+            for field, part in self._parts.items():
+                self._rewards[field] = await self._make_reward(field, part, exits)
+            self._exits = exits.pop_all()
         return self
 
     async def __aexit__(self, *exc_info: object) -> None:
@@ -182,7 +179,7 @@ class Scorer:
         """End all processes and requests. Calls under way raise ``CancelledError``. Safe to call twice."""
         await self._exits.aclose()
 
-    async def _make_reward(self, field: str, part: RewardPart) -> _Reward:
+    async def _make_reward(self, field: str, part: RewardPart, exits: AsyncExitStack) -> _Reward:
         match part.type:
             case "countdown":
                 return _inline_reward(
@@ -206,7 +203,7 @@ class Scorer:
                 return _inline_reward(score_length)
             case "code":
                 programs = ProgramTests(part, num_workers=part.num_workers or self._num_workers, name=field)
-                self._exits.push_async_callback(programs.close)
+                exits.push_async_callback(programs.close)
                 await programs.start()
                 return lambda prompt, response: programs.score(prompt, response.text)
             case "model" | "judge":
@@ -216,12 +213,12 @@ class Scorer:
 
                 model = Judge(part, name=field) if part.type == "judge" else RewardModel(part, name=field)
                 self._models.append(model)
-                self._exits.push_async_callback(model.close)
+                exits.push_async_callback(model.close)
                 await model.start()
                 return lambda prompt, response: model.score(prompt, response.text)
             case _:
                 pool = _worker_pool(part, part.num_workers or self._num_workers)
-                self._exits.callback(pool.close)
+                exits.callback(pool.close)
                 return lambda prompt, response: pool.call(_job_of(prompt, response))
 
     async def score(

@@ -15,14 +15,15 @@ import ipaddress
 import json
 import logging
 import os
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import aiohttp
 
 from configs.schema.reward import JudgeReward, ModelReward
+from rollout.gathering import TasksToEnd
 from rollout.http_replicas import AttemptFailed, Replica, open_session, request_with_retries
 from rollout.records import Prompt, Score
 from rollout.rewards.function import to_score
@@ -108,7 +109,7 @@ class ServedReward:
         self._key = key_of(config.api_key_variable, name)  # the bearer of each request, never shown
         self._replicas = [Replica(f"{url.rstrip('/')}{suffix}" if suffix else url) for url in config.urls]
         self._places = asyncio.Semaphore(config.max_concurrency)
-        self._under_way: set[asyncio.Task] = set()
+        self._requests = TasksToEnd()
         self._failed_in_a_row = 0
         self._proxies = {replica.url: proxy_of(replica.url) for replica in self._replicas}
         self._session: aiohttp.ClientSession | None = None
@@ -141,19 +142,9 @@ class ServedReward:
         except Refused as error:
             raise RewardModelError(f"{self._name}: {error}; {self._fix}") from error
 
-    def _start_request(self, request: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """The request as a task, which ``close`` ends."""
-        task = asyncio.get_running_loop().create_task(request)
-        self._under_way.add(task)
-        task.add_done_callback(self._under_way.discard)
-        return task
-
     async def close(self) -> None:
         """Drop all requests under way; their callers get a CancelledError. Safe to call twice."""
-        requests = list(self._under_way)
-        for request in requests:
-            request.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+        await self._requests.end()
         if self._session is not None:
             await self._session.close()
 

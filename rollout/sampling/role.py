@@ -186,32 +186,32 @@ def task_that_fits(task: Task, config: RunConfig, *, max_positions: int) -> Task
         ValueError: such prompts are not to be left out, or no others are there: with the longest of them, its
             length, the limits and the fix.
     """
-    leaves_out = isinstance(config.task, FileTask) and config.task.too_long_prompts == "leave_out"
-    num_left_out = 0
-
-    def fitting(prompts: Sequence[Prompt], kind: PromptsOf) -> Sequence[Prompt]:
-        nonlocal num_left_out
-        if not prompts:
-            return prompts
-        room = prompt_room(config, kind, max_positions=max_positions)
-        if not (too_long := longer_than(prompts, room.tokens)):
-            return prompts
-        if not leaves_out or len(too_long) == len(prompts):
-            longest = max(too_long.values(), key=lambda prompt: len(prompt.token_ids))
-            name = f"{kind} prompt {longest.place or longest.prompt_id}"
-            raise ValueError(room.too_long(name, len(longest.token_ids)))
-        logger.warning("%d of %d %s prompts are too long and left out", len(too_long), len(prompts), kind)
-        if kind == "training":
-            num_left_out = len(too_long)
-        return without(prompts, too_long)
-
+    fitting = partial(_fitting, config, max_positions)
+    train = fitting("training", task.train)
     return replace(
         task,
-        train=fitting(task.train, "training"),
-        heldout=fitting(task.heldout, "held-out"),
-        heldout_sets={name: fitting(prompts, "held-out") for name, prompts in task.heldout_sets.items()},
-        num_left_out=num_left_out,
+        train=train,
+        heldout=fitting("held-out", task.heldout),
+        heldout_sets={name: fitting("held-out", prompts) for name, prompts in task.heldout_sets.items()},
+        num_left_out=len(task.train) - len(train),
     )
+
+
+def _fitting(
+    config: RunConfig, max_positions: int, kind: PromptsOf, prompts: Sequence[Prompt]
+) -> Sequence[Prompt]:
+    if not prompts:
+        return prompts
+    room = prompt_room(config, kind, max_positions=max_positions)
+    if not (too_long := longer_than(prompts, room.tokens)):
+        return prompts
+    leaves_out = isinstance(config.task, FileTask) and config.task.too_long_prompts == "leave_out"
+    if not leaves_out or len(too_long) == len(prompts):
+        longest = max(too_long.values(), key=lambda prompt: len(prompt.token_ids))
+        name = f"{kind} prompt {longest.place or longest.prompt_id}"
+        raise ValueError(room.too_long(name, len(longest.token_ids)))
+    logger.warning("%d of %d %s prompts are too long and left out", len(too_long), len(prompts), kind)
+    return without(prompts, too_long)
 
 
 async def serve(

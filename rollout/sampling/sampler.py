@@ -25,7 +25,7 @@ from configs.schema.rollout import DynamicSampling, NoDynamicSampling, ResampleG
 from rollout.client import GenerationClient
 from rollout.environments.episodes import Sample, SampleMaker
 from rollout.gathering import all_or_first_error
-from rollout.records import Group, Prompt, different_rewards
+from rollout.records import Group, Prompt, different_rewards, seed_of
 from rollout.rewards.by_field import AnyScorer
 from rollout.sampling.messages import (
     BeforeSelection,
@@ -311,9 +311,8 @@ def _has_signal(samples: Sequence[Sample], dynamic: DynamicSampling) -> bool:
 
 
 def _sample_seed(run_seed: int, prompt_id: str, sibling: int, *, attempt: int) -> int:
-    """31 bits from the run's seed, the prompt, the sibling, and the group id (``attempt``)."""
-    digest = hashlib.sha256(json.dumps([run_seed, prompt_id, sibling, attempt]).encode()).digest()
-    return int.from_bytes(digest[:4], "big") >> 1
+    """From the run's seed, the prompt, the sibling, and the group id (``attempt``)."""
+    return seed_of(json.dumps([run_seed, prompt_id, sibling, attempt]))
 
 
 def _make_group(group_id: int, prompt: Prompt, samples: Sequence[Sample]) -> Group:

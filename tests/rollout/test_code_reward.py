@@ -533,7 +533,7 @@ def test_tests_that_were_not_run_did_not_pass(monkeypatch):
     programs = ProgramTests(CodeReward(type="code", score="fraction"), num_workers=1)
     found = asyncio.run(programs.score(prompt_of(tests=["assert True"] * 4), RIGHT))
     assert found == Score(value=0.25, parts={"no_code": 0.0, "passed": 0.25, "timed_out": 1.0})
-    assert not programs._running, "a score that is there is forgotten"
+    assert not programs._programs._running, "a score that is there is forgotten"
 
 
 @pytest.mark.parametrize(

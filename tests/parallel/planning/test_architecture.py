@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from transformers import CONFIG_MAPPING
 
 from configs.schema.layout import LayoutConfig
 from parallel.planning.architecture import architecture_of, read_architecture, read_hf_config
@@ -41,7 +42,7 @@ def test_what_transformers_writes_is_read(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_head_dim_is_left_out_where_transformers_makes_the_same_of_it(kind):
-    config_class, _, own = FAMILIES[kind]
+    config_class, own = CONFIG_MAPPING[kind], FAMILIES[kind]
     fields = {name: value for name, value in own.items() if name != "head_dim"}
     made = config_class(**fields | {"num_hidden_layers": 4, "hidden_size": 128, "num_attention_heads": 4})
     is_latent = SUPPORTED[kind].is_latent  # head_dim is another size there
@@ -50,7 +51,7 @@ def test_head_dim_is_left_out_where_transformers_makes_the_same_of_it(kind):
 
 @pytest.mark.parametrize("kind", [kind for kind in SUPPORTED if isinstance(SUPPORTED[kind].qkv_bias, str)])
 def test_biases_are_there_by_transformers_default_where_the_file_does_not_say(kind):
-    field, (config_class, _, own) = SUPPORTED[kind].qkv_bias, FAMILIES[kind]
+    field, config_class, own = SUPPORTED[kind].qkv_bias, CONFIG_MAPPING[kind], FAMILIES[kind]
     sizes = {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
     written = config_class(**own | sizes).to_dict()
     found = read_architecture({name: value for name, value in written.items() if name != field})
@@ -60,7 +61,7 @@ def test_biases_are_there_by_transformers_default_where_the_file_does_not_say(ki
 @pytest.mark.parametrize("kind", [kind for kind in SUPPORTED if SUPPORTED[kind].is_latent])
 @pytest.mark.parametrize("head_dim", [None, 8, 16])
 def test_a_size_of_rotated_parts_that_transformers_takes_and_sglang_does_not_is_refused(kind, head_dim):
-    config_class, _, own = FAMILIES[kind]
+    config_class, own = CONFIG_MAPPING[kind], FAMILIES[kind]
     written = dict(config_class(**own, num_hidden_layers=4).to_dict(), head_dim=head_dim)
     taken = config_class(**written).head_dim
     if taken == written["qk_rope_head_dim"]:

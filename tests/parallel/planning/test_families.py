@@ -15,6 +15,7 @@ from transformers import (
     Qwen3NextConfig,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from configs.schema.layout import LayoutConfig
 from parallel.planning.architecture import read_architecture
@@ -65,7 +66,7 @@ def test_names_are_those_of_published_models():
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_class_of_a_family_is_what_transformers_saves(name):
-    saved = FAMILIES[name][1].__name__
+    saved = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name]
     check_served_class({"architectures": [saved]}, name)
     other = "Qwen2ForCausalLM" if name != "qwen2" else "Qwen3ForCausalLM"
     for wrong in (

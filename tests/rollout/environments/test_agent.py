@@ -23,7 +23,7 @@ from rollout.client import GenerationError
 from rollout.environments.agent import AgentEpisodes
 from rollout.environments.agent_process import NewProcesses, command_of, running
 from rollout.environments.agent_template import agent_starter, check_agent
-from rollout.environments.chat import PlainRenderer
+from rollout.environments.chat import Conversation, PlainRenderer
 from rollout.environments.context import EpisodeLimits, turn_seed
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.gateway import Gateway
@@ -135,8 +135,7 @@ def samples_of(
                 gateway,
                 starter,
                 config,
-                renderer_of=lambda tools: PlainRenderer(TEXTS.encode),
-                parse=None,
+                Conversation(renderer_of=lambda tools: PlainRenderer(TEXTS.encode)),
             )
             outer = config.model_copy(update={"timeout_s": DEADLINE_S})
             most = limits or EpisodeLimits(max_turns=5, max_tokens=400, max_new_tokens=6)
@@ -364,7 +363,7 @@ def test_waiting_for_servers_is_no_time_of_the_agent():
     async def test():
         agents = AgentEpisodes(
             Gateway(vocab_size=VOCAB), NewProcesses(["true"], dict), config,
-            renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None,
+            Conversation(renderer_of=lambda tools: PlainRenderer(TEXTS.encode)),
         )  # fmt: skip
         context = context_of(engine=WaitsForServers(1000.0))
         context.observe([3])

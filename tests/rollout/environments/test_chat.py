@@ -12,10 +12,11 @@ import pytest
 
 from configs.schema import RunConfig
 from configs.schema.environment import ChatEnvironment
+from rollout.environments import loading
 from rollout.environments.chat import (
     ChatEpisodes,
+    Conversation,
     PlainRenderer,
-    Renderers,
     message_of,
     problem_fields,
 )
@@ -81,7 +82,9 @@ def play(
 
     async def samples() -> list[Sample]:
         async with ProcessPool(config.model_copy(update={"max_processes": 2})) as pool:
-            environment = ChatEpisodes(pool, renderer_of=renderer_of, parse=parse, system_prompt="Be brief.")
+            environment = ChatEpisodes(
+                pool, Conversation(renderer_of=renderer_of, parse=parse, system_prompt="Be brief.")
+            )
             await environment.check()
             maker = Episodes(environment, config=config, limits=limits, texts=TEXTS, score=score_by_text)
             async with asyncio.timeout(60):
@@ -216,21 +219,30 @@ def test_a_template_that_cannot_be_used_is_found_before_the_first_episode():
         play("Faulty", interface="chat", renderer_of=renderer_of)
 
 
-def test_renderers_of_the_last_sets_of_tools_are_kept():
-    """An environment may have other tools for every problem."""
-    made = []
+def test_renderers_of_the_last_sets_of_tools_are_kept(monkeypatch):
+    """An environment may have other tools for every problem. What is odd about a template is told once."""
+    made, told = [], []
 
-    def renderer_of(tools):
-        made.append(tools[0]["name"])
-        return ToyRenderer(tools)
+    class Renderer(ToyRenderer):
+        notes = ("odd",)
 
-    renderers = Renderers(renderer_of)
+        def __init__(self, tokenizer, *, tools, arguments) -> None:
+            super().__init__(tools)
+            made.append(tools[0]["name"])
+
+    monkeypatch.setattr(loading, "ChatRenderer", Renderer)
+    monkeypatch.setattr(loading.logger, "warning", lambda form, *values: told.append(form % values))
+    block = ChatEnvironment(environment="a:B")
+    renderer_of = loading.renderers(block, TEXTS.tokenizer, {})
     for number in range(200):
-        first, other = (renderers([{"name": name}]) for name in ("always", number))
-        assert first is renderers([{"name": "always"}]) and other is not first
+        first, other = (renderer_of([{"name": name}]) for name in ("always", number))
+        assert first is renderer_of([{"name": "always"}]) and other is not first
     assert made == ["always", *range(200)]
-    renderers([{"name": 0}])
-    assert len(made) == 202 and len(renderers._kept) == 64
+    renderer_of([{"name": 0}])
+    renderer_of([{"name": 138}])
+    assert len(made) == 202 and told == ["odd"]
+    renderer_of([{"name": 137}])  # which the 64 others have put out
+    assert len(made) == 203
 
 
 def test_messages_that_the_template_refuses_fail_their_episode():

@@ -100,7 +100,7 @@ def test_one_turn_of_an_environment_is_a_single_turn():
 
 async def fails_for_long_answers(prompt, text, num_tokens, finish_reason) -> Score:
     failed = "the judge was late" if num_tokens > 3 else None
-    return Score(value=0.0 if failed else 1.0, parts={"a": 1.0}, correct=not failed, error=failed)
+    return Score(value=0.0 if failed else 1.0, parts={"a": 1.0}, correct=num_tokens < 6, error=failed)
 
 
 def test_a_failed_reward_of_a_single_turn_is_no_score_like_that_of_an_episode():
@@ -118,6 +118,11 @@ def test_a_failed_reward_of_a_single_turn_is_no_score_like_that_of_an_episode():
     for one in of_single_turns:
         failed = one.num_sampled > 3
         assert (one.reward, one.error) == ((None, "the judge was late") if failed else (1.0, None))
+        assert one.correct == (one.num_sampled < 6)  # by the part that decides
+    assert [one.correct for one in of_episodes] == [one.correct for one in of_single_turns]
+    assert any(one.correct for one in of_single_turns if one.error) and not all(
+        one.correct for one in of_single_turns
+    )
     assert 3 < sum(one.reward is None for one in of_single_turns) < 17
     for compare in ("reward", "correct"):
         assert not _has_signal(of_single_turns, ResampleGroups(type="resample", compare=compare))
@@ -678,7 +683,7 @@ def test_no_more_episodes_run_at_once_than_the_config_allows():
     [
         ("no_such_module:C", {}, "no module 'no_such_module'"),
         ("math:nothing", {}, "math has no 'nothing'"),
-        ("math:pi", {}, "float; name a class"),
+        ("math:pi", {}, "float, not a function; name module:Class"),
         ("collections:Counter", {}, "has no run"),
         ("decimal:Decimal", {"wrong": 1}, "cannot be made with options"),
     ],

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from rollout.client import GenerationError
 from rollout.environments import gateway as gateway_module
-from rollout.environments.chat import PlainRenderer
+from rollout.environments.chat import Conversation, PlainRenderer
 from rollout.environments.context import EpisodeContext, EpisodeLimits, Texts, turn_seed
 from rollout.environments.episodes import Sample
 from rollout.environments.gateway import Gateway
-from rollout.environments.gateway_session import Conversation, GatewaySession
+from rollout.environments.gateway_session import GatewaySession
 from rollout.environments.openai_form import Refused
 from rollout.environments.rendering import ChatRenderer
 from rollout.environments.tool_calls import ParsedTurn

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from configs.schema.environment import OpenEnvironment
 from rollout.environments import openenv
-from rollout.environments.chat import ChatEpisodes, PlainRenderer, problem_fields
+from rollout.environments.chat import ChatEpisodes, Conversation, PlainRenderer, problem_fields
 from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.openenv import OpenEnvServers, check_openenv, with_answer
@@ -142,7 +142,9 @@ def samples_of(
                 defaults = {"observation": "text", "template": "plain"} | fields
                 config = OpenEnvironment(type="openenv", urls=(*urls, *(s.url for s in servers)), **defaults)
                 async with OpenEnvServers(config) as source:
-                    environment = ChatEpisodes(source, renderer_of=renderer_of or plain, parse=parse)
+                    environment = ChatEpisodes(
+                        source, Conversation(renderer_of=renderer_of or plain, parse=parse)
+                    )
                     limits = EpisodeLimits(max_turns=9, max_tokens=400, max_new_tokens=6)
                     maker = Episodes(
                         environment, config=config, limits=limits, texts=TEXTS, score=score_by_length

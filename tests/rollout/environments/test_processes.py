@@ -19,7 +19,7 @@ import torch
 from configs.schema.environment import ChatEnvironment, TokenEnvironment
 from configs.schema.objective import GrpoAdvantage
 from rollout.environments import processes
-from rollout.environments.chat import ChatEpisodes, PlainRenderer
+from rollout.environments.chat import ChatEpisodes, Conversation, PlainRenderer
 from rollout.environments.context import EpisodeLimits
 from rollout.environments.episodes import Episodes, Sample
 from rollout.environments.processes import (
@@ -58,9 +58,12 @@ def test_an_environment_of_messages_gets_no_secret_and_one_of_tokens_what_its_ro
     assert {"HF_TOKEN", "JUDGE"} <= users_variables(tokens, {"JUDGE"}).keys()
 
 
+PLAIN = Conversation(renderer_of=lambda tools: PlainRenderer(TEXTS.encode))
+
+
 async def samples_of(config: ChatEnvironment, seeds: Sequence[int] = SEEDS, size: int = 2) -> list[Sample]:
     async with ProcessPool(config.model_copy(update={"max_processes": size})) as pool:
-        environment = ChatEpisodes(pool, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None)
+        environment = ChatEpisodes(pool, PLAIN)
         limits = EpisodeLimits(max_turns=9, max_tokens=400, max_new_tokens=6)
         maker = Episodes(environment, config=config, limits=limits, texts=TEXTS, score=score_by_length)
         async with asyncio.timeout(DEADLINE_S):
@@ -300,9 +303,7 @@ def test_a_start_that_fails_is_tried_again(monkeypatch, count, limits, status):
         async with ProcessPool(config.model_copy(update={"max_processes": 2})) as pool:
             await pool.ready()
             async with pool.episode():  # which keeps the first process
-                environment = ChatEpisodes(
-                    pool, renderer_of=lambda tools: PlainRenderer(TEXTS.encode), parse=None
-                )
+                environment = ChatEpisodes(pool, PLAIN)
                 most = EpisodeLimits(max_turns=9, max_tokens=400, max_new_tokens=6)
                 maker = Episodes(environment, config=config, limits=most, texts=TEXTS, score=score_by_length)
                 return await maker.sample(FakeEngine(), PROMPT, [1, 2], temperature=0.5)

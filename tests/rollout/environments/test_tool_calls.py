@@ -13,13 +13,12 @@ import pytest
 
 from configs.schema.environment import ChatEnvironment
 from rollout.environments.loading import call_parser
-from rollout.environments.tool_calls import ParserProcess, ToolCallParser
+from rollout.environments.tool_calls import ToolCallParser
 from rollout.rewards import worker
 from rollout.rewards.worker import WorkerStartError
 from rollout.servers.tool_call_parsers import parser_names
 
 ROOT = Path(__file__).resolve().parents[3]
-NOT_STARTED = ParserProcess()
 ANSWERS = (
     "answer = {'content': 'heard', 'calls': [], 'error': None, 'reasoning': ''}; "
     "[b'END' in question and sys.exit() or c.send_bytes(json.dumps(answer).encode()) for question in iter(c.recv_bytes, 0)]"
@@ -36,15 +35,13 @@ READY = "c.send_bytes(b'{}'); "
 )  # fmt: skip
 def test_an_unknown_parser_is_refused_at_once(options, message):
     with pytest.raises(ValueError, match=message):
-        ToolCallParser(NOT_STARTED, **options)
-    assert NOT_STARTED.pid is None
+        ToolCallParser(**options)
 
 
 def test_names_and_the_caller_need_no_torch():
     """The sample role and the checks before a start import these modules."""
     code = (
-        "import sys; from rollout.environments.tool_calls import ParserProcess, ToolCallParser; "
-        "ToolCallParser(ParserProcess(), 'llama3'); "
+        "import sys; from rollout.environments.tool_calls import ToolCallParser; ToolCallParser('llama3'); "
         "print(sorted(sys.modules.keys() & {'torch', 'sglang', 'transformers'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
@@ -59,66 +56,66 @@ def bootstrap(code: str) -> str:
 
 
 @pytest.fixture
-def process(monkeypatch, request):
+def parser(monkeypatch, request):
     monkeypatch.setattr(worker, "BOOTSTRAP", bootstrap(request.param))
-    process = ParserProcess(timeout_s=10, start_timeout_s=10)
-    yield process
-    process.close()
+    parser = ToolCallParser("llama3")
+    parser._timeout_s = parser._start_timeout_s = 10
+    yield parser
+    parser.close()
 
 
-@pytest.mark.parametrize("process", [READY + ANSWERS], indirect=True)
-def test_a_lost_process_costs_one_turn_and_is_started_again(process):
-    parser = ToolCallParser(process, "llama3")
+@pytest.mark.parametrize("parser", [READY + ANSWERS], indirect=True)
+def test_a_lost_process_costs_one_turn_and_is_started_again(parser):
     assert parser("a", []).content == "heard"
-    lost = process.pid
+    lost = parser.pid
     turn = parser("END", [])
     assert (turn.content, turn.calls, turn.error) == ("END", [], "the parser's process ended")
-    assert parser("c", []).content == "heard" and process.pid != lost
+    assert parser("c", []).content == "heard" and parser.pid != lost
 
 
 @pytest.mark.parametrize(
-    "process", [READY + "print(c.recv_bytes(), file=sys.stderr); time.sleep(600)"], indirect=True
+    "parser", [READY + "print(c.recv_bytes(), file=sys.stderr); time.sleep(600)"], indirect=True
 )
-def test_closing_waits_for_no_answer_and_nothing_starts_again(process):
-    parser, turns = ToolCallParser(process, "llama3"), []
-    process._timeout_s = 600
-    process.start()
+def test_closing_waits_for_no_answer_and_nothing_starts_again(parser):
+    turns = []
+    parser._timeout_s = 600
+    parser.start()
     asking = [threading.Thread(target=lambda: turns.append(parser("x", []))) for _ in range(3)]
     for thread in asking:
         thread.start()
-    while not process._asking.locked():
+    while not parser._asking.locked():
         time.sleep(0.01)
-    pid = process.pid
-    process.close()
+    pid = parser.pid
+    parser.close()
     for thread in asking:
         thread.join(timeout=60)
     assert [turn.error for turn in turns] == 3 * ["the parser was closed"]
-    assert process.pid is None and not psutil.pid_exists(pid)
+    assert parser.pid is None and not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("process", [READY + "time.sleep(60)"], indirect=True)
-def test_a_late_parser_is_killed(process):
-    process.start()
-    process._timeout_s, pid = 0.2, process.pid
-    turn = ToolCallParser(process, "llama3")("x", [])
+@pytest.mark.parametrize("parser", [READY + "time.sleep(60)"], indirect=True)
+def test_a_late_parser_is_killed(parser):
+    parser.start()
+    parser._timeout_s, pid = 0.2, parser.pid
+    turn = parser("x", [])
     assert (turn.content, turn.error) == ("x", "no answer of the parser within 0.2 s")
     assert not psutil.pid_exists(pid)
 
 
-@pytest.mark.parametrize("process", ["sys.exit(3)", "time.sleep(60)"], indirect=True)
-def test_a_process_that_cannot_start_ends_the_run(process):
-    process._start_timeout_s = 2
+@pytest.mark.parametrize("parser", ["sys.exit(3)", "time.sleep(60)"], indirect=True)
+def test_a_process_that_cannot_start_ends_the_run(parser):
+    parser._start_timeout_s = 2
     with pytest.raises(WorkerStartError, match="SGLang's tool-call parsers did not start"):
-        ToolCallParser(process, "llama3")("x", [])
-    assert process.pid is None
+        parser("x", [])
+    assert parser.pid is None
 
 
 def test_the_process_ends_with_its_owner():
     """Also where the owner is killed: the pipe closes."""
     code = (
-        "import time; from rollout.environments.tool_calls import ParserProcess; from rollout.rewards import worker; "
+        "import time; from rollout.environments.tool_calls import ToolCallParser; from rollout.rewards import worker; "
         f"worker.BOOTSTRAP = {bootstrap(READY + ANSWERS)!r}; "
-        "p = ParserProcess(); p.start(); print(p.pid, flush=True); time.sleep(60)"
+        "p = ToolCallParser('llama3'); p.start(); print(p.pid, flush=True); time.sleep(60)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
