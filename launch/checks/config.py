@@ -35,6 +35,7 @@ from rollout.servers.served import (
     check_gpus,
     check_has_kernels,
     check_numerics_device,
+    check_samples_by_seed,
     check_server_args,
     check_temporary_folder,
     check_windows_are_served,
@@ -281,6 +282,7 @@ def _check_devices(
         yield from finding_of("rollout.quantization", check_has_kernels, rollout, cuda=is_cuda)
         yield from finding_of("rollout.dtype", check_dtype_is_served, rollout, model.path, cuda=is_cuda)
         yield from finding_of("model.numerics", check_numerics_device, model, cuda=is_cuda)
+        yield from finding_of("rollout.server_args", check_samples_by_seed, rollout, cuda=is_cuda)
         if "learn" not in runs:
             yield from finding_of("rollout.precision", check_served_as_saved, config, "eval")
     if fits_model and has_model_configs(config):

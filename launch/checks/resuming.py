@@ -112,7 +112,7 @@ def _changed_adapters(before: RunConfig, config: RunConfig) -> str:
     may change."""
     old, new = before.learner.lora, config.learner.lora
     if old is None or new is None:
-        how = "without adapters" if old is None else f"with adapters (learner.lora.rank={old.rank})"
+        how = "without adapters" if old is None else f"with learner.lora: {{rank: {old.rank}}}"
         differ = old is not new
     else:
         names = [name for name in ("rank", "alpha") if getattr(old, name) != getattr(new, name)]

@@ -52,6 +52,10 @@ def show_samples(
 
 def _chosen_step(folder: RunFolder, step: int | None) -> int:
     steps = sampled_steps(folder.samples)
+    if not steps and folder.request.exists():
+        raise BadInput(
+            f"RUN: {folder.path} is of an evaluation or a study, and training runs alone keep samples"
+        )
     if not steps:
         raise BadInput(
             f"RUN: {folder.path} has no samples yet; they are written at the end of each step's update, unless "

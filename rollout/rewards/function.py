@@ -24,11 +24,13 @@ its end token, and ``stop`` or ``length``."""
 
 _BY_FIRST_PARAMETER = {
     "data_source": ("verl's", '{name}(row["data_source"], response, reference, row.get("extra_info"))'),
+    "solution_str": ("verl's", "{name}(solution_str=response, ground_truth=reference)"),
     **dict.fromkeys(
         ("prompts", "completions"), ("TRL's", "{name}(prompts=[prompt], completions=[response])[0]")
     ),
 }
-"""Functions of other systems, by the name of their first parameter: whose, and the call of one for one response."""
+"""Functions of other systems, by the name of their first parameter: whose, and the call of one for one response. verl passes
+names, so its parameters have any order."""
 
 
 def import_reward_function(path: str) -> RewardFunction:
@@ -50,8 +52,9 @@ def import_reward_function(path: str) -> RewardFunction:
 def _refuse_others(path: str, function: RewardFunction) -> None:
     """Raises ValueError for a function of another system's form, which would take a prompt for something else."""
     found = further_parameters(function, _BY_FIRST_PARAMETER)
-    if found and next(iter(inspect.signature(function).parameters)) in found:
-        whose, call = _BY_FIRST_PARAMETER[found[0]]
+    first = next(iter(inspect.signature(function).parameters)) if found else None
+    if first in found:
+        whose, call = _BY_FIRST_PARAMETER[first]
         called = call.format(name=path.partition(":")[2])
         raise ValueError(
             f"reward function {path!r} has {whose} parameters, and would be called as (prompt, response, reference); name a "

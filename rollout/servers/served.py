@@ -114,6 +114,16 @@ def check_has_kernels(config: RolloutConfig, *, cuda: bool) -> None:
         )
 
 
+def check_samples_by_seed(config: RolloutConfig, *, cuda: bool) -> None:
+    """Refuse SGLang's deterministic mode on CPU, where none of its attention backends runs. Raises ValueError."""
+    named = {name.replace("_", "-"): value for name, value in config.server_args.items()}
+    if named.get("enable-deterministic-inference", False) is not False and not cuda:
+        raise ValueError(
+            "rollout.server_args.enable-deterministic-inference needs NVIDIA GPUs, which SGLang's deterministic mode has its attention "
+            "backends for; remove it"
+        )
+
+
 def check_windows_are_served(
     config: RolloutConfig, model_type: str, windows: Sequence[int | None], *, cuda: bool
 ) -> None:

@@ -408,6 +408,9 @@ async def answer(response_text):
 def of_verl(data_source, solution_str, ground_truth, extra_info=None):
     return 1.0 if data_source == "openai/gsm8k" else 0.0
 
+def of_verl_by_name(solution_str, ground_truth, data_source=None, extra_info=None):
+    return 1.0
+
 def of_trl(prompts, completions, **columns):
     return [1.0 for _ in completions]
 
@@ -742,6 +745,7 @@ def test_check_reward_finds_what_is_wrong(user_module):
         f"{stem}:number": "is a int, not a function",
         f"{stem}.py:score": f"'{stem}.py' is a file, and a module has a name without `.py`; write '{stem}'",
         f"{stem}:of_verl": "has verl's parameters.*`def score.*row.: return of_verl.row..data_source.., response, reference",
+        f"{stem}:of_verl_by_name": "has verl's parameters.*: return of_verl_by_name.solution_str=response, ground_truth=reference.`",
         f"{stem}:of_trl": "has TRL's parameters.*: return of_trl.prompts=.prompt., completions=.response...0.`",
         f"{stem}:two": "must take \\(prompt, response, reference\\), and beside them at most row, num_tokens, finish_reason",
     }.items():

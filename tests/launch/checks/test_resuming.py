@@ -100,3 +100,9 @@ def test_the_models_beside_the_policy_are_those_of_the_run(resumed, tmp_path, fi
     for before, now in (([*kl, a], [f"{field}=null"]), (kl, [a])):
         (changed,) = resumed(before, now)
         assert f"`{field}` of {tmp_path}/run is " in changed
+
+
+def test_adapters_that_are_left_out_are_told_without_a_field_that_the_config_no_longer_has(resumed):
+    """The loader would show the default of ``learner.lora.rank`` as what was given."""
+    (gone,) = resumed(["learner.lora={rank: 4}"], ["learner.lora=null"])
+    assert "was trained with learner.lora: {rank: 4}; keep its learner.lora" in gone

@@ -92,6 +92,8 @@ def test_a_run_without_samples_and_a_damaged_file(run):
     for step in (1, 2, 7):
         sample_file(run / FOLDER, step).unlink()
     assert "has no samples yet" in said(run, exit_code=2)
+    (run / "request.json").write_text("{}")
+    assert "is of an evaluation or a study, and training runs alone keep samples" in said(run, exit_code=2)
     assert "is not a run folder" in said(run / "nowhere", exit_code=2)
 
 

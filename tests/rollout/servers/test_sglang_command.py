@@ -25,6 +25,7 @@ from rollout.servers.served import (
     check_gpus,
     check_gpus_of,
     check_quantization,
+    check_samples_by_seed,
     check_server_args,
     check_temporary_folder,
     check_windows_are_served,
@@ -217,6 +218,24 @@ def test_fp8_is_asked_of_a_server_that_can_take_updates_in_it(tmp_path):
         RolloutConfig(quantization="fp8", dtype="float32")
     with pytest.raises(ValueError, match="precision=int8 would round weights that SGLang rounds again"):
         RolloutConfig(quantization="fp8", precision="int8")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "is_refused"),
+    [
+        ("enable-deterministic-inference", True, True),
+        ("enable_deterministic_inference", True, True),
+        ("enable-deterministic-inference", False, False),
+        ("disable-radix-cache", True, False),
+    ],
+)
+def test_the_deterministic_mode_is_refused_on_cpu(name, value, is_refused):
+    config = RolloutConfig(server_args={name: value})
+    check_samples_by_seed(config, cuda=True)
+    if not is_refused:
+        return check_samples_by_seed(config, cuda=False)
+    with pytest.raises(ValueError, match="enable-deterministic-inference needs NVIDIA GPUs"):
+        check_samples_by_seed(config, cuda=False)
 
 
 def test_float32_on_gpus_is_served_by_exact_products_and_refused_for_gated_delta_nets(tmp_path):
