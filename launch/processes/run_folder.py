@@ -10,6 +10,7 @@ roles/NAME.beat    activity of a role or learner rank, while it lives; NAME.stop
 job.json           the Slurm job that runs it, or ran it last         restarts.json, train.sbatch   of Slurm, too
 hf/                the trained model, Hugging Face format            report.html, figures/, summary.json
 hf-step-8/         that of step 8, after which the run went on       adapter-step-8/               and its adapters
+config-step-8.yaml the config up to step 8, after which a resume changed it
 export/            a checkpoint's weights, in the same format        mlflow_run_id                 which a resumed run goes on with
 adapter/           the trained adapters, in peft's format            export-adapter/               a checkpoint's adapters
 key.yaml           the key of the run, readable by its owner alone: servers and sampler refuse requests without it
@@ -290,6 +291,17 @@ def create(runs_dir: Path, name: str, config_yaml: str) -> RunFolder:
     with _writing_in("launch.runs_dir", runs_dir):
         write_whole(folder.config, config_yaml.encode(), flush=True)
     return folder
+
+
+def keep_config(folder: RunFolder) -> Path:
+    """Copy the config of the steps so far to ``config-step-8.yaml``, before a resume changes it. If an earlier resume from this
+    step kept one, it stays: no step of the later config is left. Raises ConfigError where it cannot be written."""
+    newest = folder.newest_checkpoint()
+    kept = folder.path / f"config-step-{step_of(newest) if newest is not None else 0}.yaml"
+    if not kept.exists():
+        with _writing_in("resume", folder.path):
+            write_whole(kept, folder.config.read_bytes(), flush=True)
+    return kept
 
 
 def change_config(folder: RunFolder, config_yaml: str) -> None:

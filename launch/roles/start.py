@@ -15,6 +15,7 @@ from typing import TypeVar
 from configs.errors import counted
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig, SftConfig, kind_of
+from configs.schema.base import without_credentials
 from launch.checks.arguments import BadInput
 from launch.processes import run_folder
 from launch.processes.heartbeat import living_roles
@@ -149,12 +150,29 @@ def folder_of(config: RunConfig) -> RunFolder:
     try:
         if resume is not None:
             # Without `resume`: a later start from this file is a new run.
-            run_folder.change_config(folder, resolved_yaml(config.model_copy(update={"resume": None})))
+            _change_config(folder, config.model_copy(update={"resume": None}))
         run_folder.point_latest(folder)
     except BaseException:
         folder.release()  # the error may keep the folder, and so its lock
         raise
     return folder
+
+
+def _change_config(folder: RunFolder, config: RunConfig) -> None:
+    """Replace the config of a resumed run. If a value changes, the old config is kept, and the change is printed."""
+    from trainer.tracking.tracker import flatten
+
+    before, after = (flatten(each.model_dump(mode="json")) for each in (load_config(folder.config), config))
+    # A block that is null has no names of its own.
+    values = {name: (before.get(name, "null"), after.get(name, "null")) for name in {**before, **after}}
+    changed = [f"{name} {old} -> {new}" for name, (old, new) in values.items() if old != new]
+    if changed:
+        kept = run_folder.keep_config(folder)
+        print(
+            f"changed: {without_credentials(', '.join(changed))}; {kept.name} has the config before",
+            flush=True,
+        )
+    run_folder.change_config(folder, resolved_yaml(config))
 
 
 def role(

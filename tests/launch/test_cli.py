@@ -328,6 +328,33 @@ def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path
     assert load_config(run.config) == load_config(file, ["steps=7"])
 
 
+def test_a_resume_says_what_it_changes_and_keeps_the_config_of_the_steps_before(
+    tmp_path, model, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    file = config_file(tmp_path, model, steps=9)
+    run = RunFolder(start.folder_of(load_config(file, [])).release())
+    first = run.config.read_text()
+
+    def resumed(*overrides: str) -> str:
+        capsys.readouterr()
+        start.folder_of(load_config(file, [f"resume={run.path}", *overrides])).release()
+        assert load_config(run.config) == load_config(file, overrides)
+        return capsys.readouterr().out
+
+    checkpoint = run.checkpoints / "step_000003"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, world_size=1)
+    assert resumed() == "" and not list(run.path.glob("config-*"))
+    said = resumed("learner.optimizer.lr=0.5", "learner.lora={rank: 4}")
+    assert "changed: learner.optimizer.lr 1e-06 -> 0.5, learner.lora.rank null -> 4, " in said
+    assert said.endswith("; config-step-3.yaml has the config before\n")
+    kept = run.path / "config-step-3.yaml"
+    assert kept.read_text() == first
+    assert "learner.optimizer.lr 0.5 -> 0.25, " in resumed("learner.optimizer.lr=0.25")
+    assert kept.read_text() == first, "no step was made with 0.5"
+
+
 def test_an_export_moves_what_was_written_for_it_and_copies_the_runs_own_model(tmp_path, monkeypatch, model):
     def export_newest(role, *, grace_s):
         """In place of the role: it writes a model of the newest checkpoint."""
