@@ -40,6 +40,7 @@ from tracing.reading import Trace, read_trace
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.engine_agreement import EXACT_TOLERANCE
 from trainer.recording import read_batch
+from trainer.tracking.samples import read_samples, sample_file
 
 pytestmark = pytest.mark.engines
 
@@ -76,7 +77,7 @@ def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed
         "model.numerics=aligned", "rollout.tp=2",
         "advantage.type=gae", "critic.warmup_steps=1", "learner.minibatches=1", "kl.place=reward", f"kl.coefficient={KL}",
         f"kl.controller={{type: adaptive, target: 0.1, horizon: {HORIZON}}}", "steps=4", "reward.timeout_s=300",
-        "launch.stop_timeout_s=120", "launch.stop_grace_s=60",
+        "launch.stop_timeout_s=120", "launch.stop_grace_s=60", "tracking.sample_groups=4",
     ]  # fmt: skip
     process = start("train", RECIPE, *settings, cwd=folder)
     wait_for(lambda: (folder / "holding").exists(), process, "the samples of the fourth step to be scored")
@@ -124,7 +125,10 @@ def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed
     assert mlflow_statuses(path) == ["FINISHED"], "one run, continued"
     trained_on, drawn = recorded_prompts(path), iter(prompts_in_order(path, count=4 * 4))
     assert all(prompt in drawn for prompt in trained_on), "the prompts follow one another as they were drawn"
-    assert len(trained_on) >= 4 * 4 - 2, "no group is missing but where the rewards of all siblings failed"
+    samples = [sample for step in (1, 2, 3, 4) for sample in read_samples(sample_file(path / "samples", step))]
+    scored = {sample.group for sample in samples if sample.reward is not None}
+    assert {sample.group for sample in samples} == {*range(16)}
+    assert len(trained_on) == len(scored), "no group is missing but where the rewards of all siblings failed"
     again = steps_of(folder)
     assert [step["policy/kl_coefficient"] for step in again] == pytest.approx(coefficients), (
         "the coefficient is not that of the checkpoint"
