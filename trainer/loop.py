@@ -171,6 +171,7 @@ def evaluate(run: Run, step: int, clock: StepClock) -> EvaluationResult | None:
     """Evaluate on the held-out problems, and say on the console, once a run, why rewards failed there."""
     with clock.time("evaluation"):
         result = run.sampler.evaluate()
+    run.samples.keep_evaluation(step, result, run.learner.version)
     if run.tracker is not None and result is not None and result.first_failure is not None:
         what = f"step {step}: rewards of the evaluation failed, and these answers count as wrong"
         run.tracker.warn_once(

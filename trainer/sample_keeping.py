@@ -1,4 +1,5 @@
-"""Keeps the samples of a few groups of each step in the run folder; ``tracking/samples.py`` has the format.
+"""Keeps the samples of a few groups of each step, and of a few problems of each evaluation, in the run folder;
+``tracking/samples.py`` has the format.
 
 The groups are the first of the step in the order of the data, so every rank knows without a question which of its
 sequences they are. Rank 0 sums their log-probs over its data-parallel group, in which each rank has zeros for the
@@ -15,10 +16,20 @@ from torch import Tensor
 from configs.schema import RunConfig
 from parallel.megatron import platform
 from rollout.records import Group
+from rollout.sampling.messages import EvaluationResult
 from trainer.batch.step_batch import StepBatch
 from trainer.file_system import write_whole
 from trainer.learner import Learner
-from trainer.tracking.samples import FOLDER, as_lines, sample_file, samples_of
+from trainer.tracking.samples import (
+    EVALUATION,
+    FOLDER,
+    STEP,
+    Sample,
+    as_lines,
+    of_groups,
+    sample_file,
+    samples_of,
+)
 from trainer.tracking.tracker import Tracker
 
 
@@ -63,17 +74,31 @@ class SampleKeeper:
             for place, row in logprobs.items()
             if batch.group_ids_S[place] >= 0  # a sample that is left out is off the learner's mask
         }
-        file = sample_file(self._folder, step)
         samples = samples_of(trajectories, by_place, step=step, version=learner.version)
+        is_for_mlflow = step in (1, self._steps) or (
+            self._evaluates_every > 0 and step % self._evaluates_every == 0
+        )
+        self._write(self._tracker, samples, STEP, step, to_mlflow=is_for_mlflow)
+
+    def keep_evaluation(self, step: int, result: EvaluationResult | None, version: int) -> None:
+        """Of the evaluation after this step, on the rank that has its result."""
+        if self._tracker is not None and result is not None and result.groups:
+            samples = of_groups(result.groups, step=step, version=version)
+            self._write(self._tracker, samples, EVALUATION, step, to_mlflow=True)
+
+    def _write(
+        self, tracker: Tracker, samples: Sequence[Sample], of: str, step: int, *, to_mlflow: bool
+    ) -> None:
+        file = sample_file(self._folder, step, of)
         try:
             write_whole(file, as_lines(samples))
         except OSError as error:
-            fix = "free space, or set tracking.sample_groups=0"
-            text = f"the samples of step {step} cannot be written to {file} ({error.strerror}); {fix}"
-            self._tracker.warn_once("samples", text)
+            fix = "free space, or set tracking.sample_groups=0 and tracking.evaluation_problems=0"
+            text = f"the samples of {of} {step} cannot be written to {file} ({error.strerror}); {fix}"
+            tracker.warn_once("samples", text)
             return
-        if step in (1, self._steps) or (self._evaluates_every and step % self._evaluates_every == 0):
-            self._tracker.artifact(file, FOLDER)
+        if to_mlflow:
+            tracker.artifact(file, FOLDER)
 
 
 def gathered_on_first_rank(

@@ -236,6 +236,9 @@ class TrackingConfig(Schema):
     sample_groups: NonNegativeInt = 2
     """Groups of each step whose samples are kept in the run folder, for ``tandem samples`` and the report; 0: none.
     About 25 bytes per sampled token."""
+    evaluation_problems: NonNegativeInt = 2
+    """Held-out problems, the first of each set, whose samples each evaluation keeps, for ``tandem samples --evaluation``; 0: none.
+    They are the same problems each time."""
     trace: TraceConfig = TraceConfig()
 
 

@@ -75,6 +75,9 @@ def samples(
     tokens: Annotated[
         bool, typer.Option("--tokens", help="Colour tokens by |Δp|, and list those with the largest.")
     ] = False,
+    evaluation: Annotated[
+        bool, typer.Option("--evaluation", help="Show samples of the evaluation after the step.")
+    ] = False,
 ) -> None:
     """Show what the model does: samples of a step turn by turn, with observations, reward and status."""
     from launch.checks.arguments import BadInput
@@ -82,7 +85,9 @@ def samples(
 
     if last and step is not None:
         raise BadInput("--last and --step exclude each other; give one of them")
-    show_samples(run_folder(run), step=step, group=group, sibling=sibling, tokens=tokens)
+    show_samples(
+        run_folder(run), step=step, group=group, sibling=sibling, tokens=tokens, evaluation=evaluation
+    )
 
 
 @command()

@@ -1,4 +1,5 @@
-"""``tandem samples``: what the model does. Samples of a step by turns, and what learner and rollout say of each token.
+"""``tandem samples``: what the model does. Samples of a step, or of an evaluation, by turns, and what learner and rollout say
+of each token.
 
 It reads the run folder alone, and works during a run.
 """
@@ -14,7 +15,7 @@ from rich.text import Text
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.processes.run_folder import RunFolder
 from rollout.terminal_text import visible
-from trainer.tracking.samples import Sample, read_samples, sample_file, sampled_steps
+from trainer.tracking.samples import EVALUATION, STEP, Sample, read_samples, sample_file, sampled_steps
 from trainer.tracking.transcripts import (
     Decode,
     Stretch,
@@ -30,36 +31,47 @@ GAP_STYLES = ("", "cyan", "yellow", "dark_orange", "red", "bold white on red")
 """Of the levels of |Δp|."""
 MOST_LISTED = 8
 """Tokens in the table of the largest |Δp|."""
+WRITTEN = {
+    STEP: ("at the end of each step's update", "sample_groups"),
+    EVALUATION: ("at the end of each evaluation", "evaluation_problems"),
+}
+"""When samples are written, and the field that says how many."""
 MOST_STEPS = 12
 """Steps that an error names from each end."""
 
 
 def show_samples(
-    folder: RunFolder, *, step: int | None, group: int | None, sibling: int | None, tokens: bool
+    folder: RunFolder,
+    *,
+    step: int | None,
+    group: int | None,
+    sibling: int | None,
+    tokens: bool,
+    evaluation: bool = False,
 ) -> None:
-    """Print the samples of ``step``, or of the last one, of all groups and siblings or of these."""
-    step = _chosen_step(folder, step)
+    """Print the samples of ``step``, or of the last one, of all groups and siblings or of these. evaluation: those of the
+    evaluation after it; a run of ``tandem eval`` has no others."""
+    of = EVALUATION if evaluation or folder.request.exists() else STEP
+    step = _chosen_step(folder, step, of)
     with as_bad_input(f"--step {step}: "):
-        samples = read_samples(sample_file(folder.samples, step))
+        samples = read_samples(sample_file(folder.samples, step, of))
     chosen = _chosen(_chosen(samples, "group", group), "sibling", sibling)
     decode, problem = decode_of(folder)
     console = Console(highlight=False, markup=False, emoji=False)
     if problem is not None:
         console.print(Text(visible(problem), style="red"), soft_wrap=True)
-    for part in transcript(chosen, decode, tokens=tokens):
+    for part in transcript(chosen, decode, tokens=tokens, of=of):
         console.print(part, soft_wrap=not isinstance(part, Table))
 
 
-def _chosen_step(folder: RunFolder, step: int | None) -> int:
-    steps = sampled_steps(folder.samples)
+def _chosen_step(folder: RunFolder, step: int | None, of: str) -> int:
+    steps = sampled_steps(folder.samples, of)
     if not steps and folder.request.exists():
-        raise BadInput(
-            f"RUN: {folder.path} is of an evaluation or a study, and training runs alone keep samples"
-        )
+        raise BadInput(f"RUN: {folder.path} is not a training run, and has no samples of an evaluation")
     if not steps:
+        when, field = WRITTEN[of]
         raise BadInput(
-            f"RUN: {folder.path} has no samples yet; they are written at the end of each step's update, unless "
-            "tracking.sample_groups is 0"
+            f"RUN: {folder.path} has no samples yet; they are written {when}, unless tracking.{field} is 0"
         )
     if step is not None and step not in steps:
         raise BadInput(
@@ -94,14 +106,17 @@ def decode_of(folder: RunFolder) -> tuple[Decode, str | None]:
     return find_decode(model, folder.path)
 
 
-def transcript(samples: Sequence[Sample], decode: Decode, *, tokens: bool) -> Iterator[RenderableType]:
-    """The samples of one step: each group's prompt, then its siblings turn by turn.
+def transcript(
+    samples: Sequence[Sample], decode: Decode, *, tokens: bool, of: str = STEP
+) -> Iterator[RenderableType]:
+    """The samples of one step, or of the evaluation after it: each group's prompt, then its siblings turn by turn.
 
     tokens: with sampled tokens in the colour of their |Δp|, and a table of the largest.
     """
     if not samples:
         return
-    yield Text(f"step {samples[0].step}, sampled for version {samples[0].version} of the weights", TITLE)
+    what = "step" if of == STEP else "evaluation after step"
+    yield Text(f"{what} {samples[0].step}, sampled for version {samples[0].version} of the weights", TITLE)
     if tokens:
         yield _legend(samples)
     group, prompt = None, None

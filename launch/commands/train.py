@@ -194,6 +194,8 @@ def evaluate(
         return None
     from rollout.sampling.messages import SamplingError
     from rollout.sampling.remote import RemoteSampler
+    from trainer.file_system import write_whole
+    from trainer.tracking import samples
 
     # No learner takes part, which would bring weights to a server that was started again.
     rollout = config.rollout.model_copy(update={"max_server_restarts": 0})
@@ -218,6 +220,9 @@ def evaluate(
     summary, text = _evaluation_summary(result, config.model.path)
     write_json(folder.summary, summary, flush=True)
     print(f"{text}; {folder.summary}", flush=True)
+    if kept := samples.of_groups(result.groups, step=0, version=0):
+        write_whole(samples.sample_file(folder.samples, 0, samples.EVALUATION), samples.as_lines(kept))
+        print(f"samples: `{tandem_command('samples', folder.path)}`", flush=True)
     return result.accuracy
 
 

@@ -9,7 +9,7 @@ Groups have their numbers per token behind the msgpack, as plain bytes (``rollou
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from statistics import fmean
 from typing import Self
@@ -120,6 +120,8 @@ class EvaluationResult:
     """Of further held-out sets, by name."""
     sources: "dict[str, EvaluationResult]" = field(default_factory=dict)
     """Of the problems of each source, by its name, where each has a reward of its own."""
+    groups: list[Group] = field(default_factory=list, compare=False)
+    """Samples of the first problems of each set, to look at; in the whole result alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,18 +170,18 @@ class Groups(msgspec.Struct, frozen=True, tag=True):
     """After these groups."""
 
 
-class GroupsInColumns(msgspec.Struct, frozen=True, tag=True):
-    """``Groups`` as they are sent."""
+class Evaluated(msgspec.Struct, frozen=True, tag=True):
+    result: EvaluationResult | None
+
+
+class InColumns(msgspec.Struct, frozen=True, tag=True):
+    """A reply with groups, as it is sent."""
 
     groups: list[tuple[int, str, int]]
     """(number, prompt, trajectories) of each."""
     columns: Columns
-    stats: SamplingStats
-    state: SamplerState
-
-
-class Evaluated(msgspec.Struct, frozen=True, tag=True):
-    result: EvaluationResult | None
+    reply: Groups | Evaluated
+    """Without its groups."""
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):
@@ -199,11 +201,16 @@ _PREFIX = len(_MARK) + 8
 
 
 def encode(message: Request | Reply) -> bytes | memoryview:
-    if not isinstance(message, Groups):
-        return msgspec.msgpack.encode(message)
-    taken = Taken.apart([t for group in message.groups for t in group.trajectories])
-    groups = [(group.group_id, group.prompt_id, len(group.trajectories)) for group in message.groups]
-    packed = msgspec.msgpack.encode(GroupsInColumns(groups, taken.columns, message.stats, message.state))
+    match message:
+        case Groups(groups=groups):
+            bare = _with_groups(message, [])
+        case Evaluated(result=EvaluationResult(groups=[_, *_] as groups)):
+            bare = _with_groups(message, [])
+        case _:
+            return msgspec.msgpack.encode(message)
+    taken = Taken.apart([t for group in groups for t in group.trajectories])
+    counts = [(group.group_id, group.prompt_id, len(group.trajectories)) for group in groups]
+    packed = msgspec.msgpack.encode(InColumns(counts, taken.columns, bare))
     before = b"".join([_MARK, len(packed).to_bytes(8, "little"), packed])
     before = before.ljust(-(-len(before) // ALIGNMENT) * ALIGNMENT, b"\0")
     whole = np.empty(len(before) + taken.size, dtype=np.uint8)
@@ -222,12 +229,18 @@ def decode_reply(content: bytes | memoryview) -> Reply:
     if bytes(content[: len(_MARK)]) != _MARK:
         return msgspec.msgpack.decode(content, type=Evaluated | Done | Failure)
     end = _PREFIX + int.from_bytes(content[len(_MARK) : _PREFIX], "little")
-    sent = msgspec.msgpack.decode(content[_PREFIX:end], type=GroupsInColumns)
+    sent = msgspec.msgpack.decode(content[_PREFIX:end], type=InColumns)
     try:
         trajectories = joined(sent.columns, aligned(content[-(-end // ALIGNMENT) * ALIGNMENT :]))
-        return Groups(_grouped(sent.groups, trajectories), sent.stats, sent.state)
+        return _with_groups(sent.reply, _grouped(sent.groups, trajectories))
     except ValueError as error:
         raise msgspec.DecodeError(f"no groups of a message: {error}") from error
+
+
+def _with_groups(reply: Groups | Evaluated, groups: list[Group]) -> Groups | Evaluated:
+    if isinstance(reply, Groups):
+        return msgspec.structs.replace(reply, groups=groups)
+    return Evaluated(None if reply.result is None else replace(reply.result, groups=groups))
 
 
 def _grouped(groups: Sequence[tuple[int, str, int]], trajectories: list[Trajectory]) -> list[Group]:

@@ -143,6 +143,7 @@ async def run_sample_role(
                 scorer=scorer,
                 rollout=config.rollout,
                 evaluation=config.evaluation,
+                kept_problems=config.tracking.evaluation_problems,
                 seed=config.seed,
                 order=order,
             )

@@ -75,11 +75,12 @@ class GroupSampler:
         scorer: AnyScorer,
         rollout: RolloutConfig,
         evaluation: EvaluationConfig,
+        kept_problems: int,
         seed: int,
         order: Order,
     ) -> None:
         """evaluation_client, evaluation_samples: for held-out prompts, which do not wait behind training prompts. scorer: of
-        ``samples``, for its count of retries.
+        ``samples``, for its count of retries. kept_problems: see ``TrackingConfig.evaluation_problems``.
 
         Raises:
             ValueError: the task has no training prompts.
@@ -89,6 +90,7 @@ class GroupSampler:
         self._client, self._task, self._samples, self._scorer = client, task, samples, scorer
         self._evaluation_client, self._evaluation_samples = evaluation_client, evaluation_samples
         self._rollout, self._evaluation, self._seed = rollout, evaluation, seed
+        self._kept_problems = kept_problems
         self._dynamic = rollout.dynamic_sampling
         max_rounds = self._dynamic.max_rounds if self._dynamic.type == "resample" else 1
         self._pool = GroupPool(self._sample_group, max_rounds=max_rounds)
@@ -214,9 +216,12 @@ class GroupSampler:
         ]
         ways = [(config.samples_per_prompt, config.temperature)] + [(1, 0.0)] * config.greedy
         asked = [(prompt, *way) for prompts in sets for way in ways for prompt in prompts]
+        to_keep = {prompt.prompt_id for prompts in sets for prompt in prompts[: self._kept_problems]}
+        kept: dict[int, Group] = {}
         # All at once, so that the servers never wait for the last samples of one set or way.
         answers = await all_or_first_error(
-            self._graded(prompt, count, temperature) for prompt, count, temperature in asked
+            self._graded(*each, number=number, kept=kept if each[0].prompt_id in to_keep else None)
+            for number, each in enumerate(asked)
         )
         failures = [
             failure
@@ -233,15 +238,28 @@ class GroupSampler:
             results.append(replace(sampled, greedy=next(iter(greedy), None)))
         first, *others = results
         by_set = dict(zip(self._task.heldout_sets, others, strict=True))
-        return replace(first, sets=by_set, sources=sources, first_failure=next(iter(failures), None))
+        return replace(
+            first,
+            sets=by_set,
+            sources=sources,
+            first_failure=next(iter(failures), None),
+            groups=[kept[number] for number in sorted(kept)],
+        )
 
-    async def _graded(self, prompt: Prompt, count: int, temperature: float) -> "list[Graded]":
+    async def _graded(
+        self, prompt: Prompt, count: int, temperature: float, *, number: int, kept: dict[int, Group] | None
+    ) -> "list[Graded]":
+        """kept: gets the samples as the group of this number."""
         samples = await self._evaluation_samples.sample(
             self._evaluation_client,
             prompt,
             self._sample_seeds(prompt, count, attempt=-1),
             temperature=temperature,
         )
+        if kept is not None:
+            if temperature != self._evaluation.temperature:
+                prompt = replace(prompt, prompt_id=f"{prompt.prompt_id}, at temperature {temperature:g}")
+            kept[number] = _make_group(number, prompt, samples)
         return [Graded.of(sample) for sample in samples]
 
     def _summarise_sources(

@@ -40,7 +40,7 @@ from tracing.reading import Trace, read_trace
 from trainer.batch.files import batch_file, recorded_steps
 from trainer.engine_agreement import EXACT_TOLERANCE
 from trainer.recording import read_batch
-from trainer.tracking.samples import read_samples, sample_file
+from trainer.tracking.samples import EVALUATION, read_samples, sample_file, sampled_steps
 
 pytestmark = pytest.mark.engines
 
@@ -125,7 +125,10 @@ def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed
     assert mlflow_statuses(path) == ["FINISHED"], "one run, continued"
     trained_on, drawn = recorded_prompts(path), iter(prompts_in_order(path, count=4 * 4))
     assert all(prompt in drawn for prompt in trained_on), "the prompts follow one another as they were drawn"
-    samples = [sample for step in (1, 2, 3, 4) for sample in read_samples(sample_file(path / "samples", step))]
+    samples = [
+        sample for step in (1, 2, 3, 4) for sample in read_samples(sample_file(path / "samples", step))
+    ]
+    assert sampled_steps(path / "samples", EVALUATION) == [0, 4]
     scored = {sample.group for sample in samples if sample.reward is not None}
     assert {sample.group for sample in samples} == {*range(16)}
     assert len(trained_on) == len(scored), "no group is missing but where the rewards of all siblings failed"

@@ -123,7 +123,7 @@ def test_the_order_of_a_step(stepped):
         "[sampling]", "sampler.next_groups", "learner.receive", "tracker.warn_once",
         "[logprobs]", "devices.give_to_learner", "learner.score", "correct", "learner.kl_in_reward.penalty", "compute_advantages",
         "recorder.record", "[update]", "learner.update", "learner.update", "learner_logprobs", "samples.keep",
-        "[sampling]", "sampler.drain", "[sync]", "weight_sync.publish", "[evaluation]", "sampler.evaluate",
+        "[sampling]", "sampler.drain", "[sync]", "weight_sync.publish", "[evaluation]", "sampler.evaluate", "samples.keep_evaluation",
         "step_rewards", "step_metrics", "check_alarms", "tracker.log", "ledger.enter", "weight_sync.check_samples",
         "[checkpoint]", "checkpointer.after_step",
     ]  # fmt: skip

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from configs.schema import RunConfig
 from configs.schema.correction import CorrectionConfig
 from rollout.records import Group
+from rollout.sampling.messages import EvaluationResult
 from tests.trainer.batch.test_step_batch import (
     LENGTHS,
     MOST_RANKS,
@@ -32,7 +33,13 @@ from trainer.batch.sharing_out import Division, Share
 from trainer.batch.step_batch import step_batch
 from trainer.learner import Update, learner_logprobs
 from trainer.sample_keeping import SampleKeeper, gathered_on_first_rank
-from trainer.tracking.samples import read_samples, sample_file, sampled_steps
+from trainer.tracking.samples import (
+    EVALUATION,
+    forget_samples_after,
+    read_samples,
+    sample_file,
+    sampled_steps,
+)
 
 VERSION = 4
 
@@ -178,6 +185,30 @@ def test_mlflow_gets_the_first_step_the_last_and_those_with_an_evaluation(tmp_pa
     wanted = [f"step_{step:06d}.jsonl" for step in (1, 5, 10, 12)]
     assert told.artifacts == [(name, "samples") for name in wanted] and not told.warnings
     assert sampled_steps(tmp_path) == list(range(1, 13))
+
+
+def test_an_evaluation_leaves_the_samples_that_came_with_its_result(tmp_path):
+    groups, told = make_groups(LENGTHS, REWARDS, seed=5), ToldOf()
+    keeper = SampleKeeper(tmp_path, config_of(tracking={"sample_groups": 0}), told)
+    result = EvaluationResult(
+        accuracy=0.5, reward_mean=0.25, count=2, length_mean=3.0, truncated_fraction=0.0, groups=groups
+    )
+    for step in (0, 8, 12):
+        keeper.keep_evaluation(step, result, version=step)
+    for nothing in (None, replace(result, groups=[])):
+        keeper.keep_evaluation(16, nothing, version=16)
+    assert sampled_steps(tmp_path, EVALUATION) == [0, 8, 12] and sampled_steps(tmp_path) == []
+    assert told.artifacts[-1] == ("evaluation_000012.jsonl", "samples") and len(told.artifacts) == 3
+    found = read_samples(sample_file(tmp_path, 8, EVALUATION))
+    sent = [t for group in groups for t in group.trajectories]
+    assert [(s.step, s.version, s.learner_logprobs) for s in found] == [(8, 8, None)] * len(sent)
+    for sample, trajectory in zip(found, sent, strict=True):
+        assert (sample.prompt_id, sample.reward) == (trajectory.prompt_id, trajectory.reward)
+        assert sample.token_ids == trajectory.token_ids.tolist()
+    forget_samples_after(tmp_path, 8)
+    assert sampled_steps(tmp_path, EVALUATION) == [0, 8]
+    SampleKeeper(tmp_path, config_of(), None).keep_evaluation(20, result, version=20)
+    assert sampled_steps(tmp_path, EVALUATION) == [0, 8], "a rank without a tracker wrote"
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

@@ -1,4 +1,5 @@
-"""``RUN/samples/step_000012.jsonl``: the samples of a few groups of each step, a line per sample.
+"""``RUN/samples/step_000012.jsonl``: the samples of a few groups of each step, a line per sample. Those of a few problems
+of the evaluation after it are in ``evaluation_000012.jsonl``.
 
 A sample takes about 5 bytes per token, and 20 more per sampled token. Two groups of eight samples with 1,000 sampled
 tokens each are 0.4 MB a step, with 10 tokens each 7 kB. Nothing is pruned. ``transcripts.py`` makes text of a sample.
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from rollout.records import Trajectory
+from rollout.records import Group, Trajectory
 
 FOLDER = "samples"
 DIGITS = 6
@@ -102,25 +103,35 @@ def samples_of(
     ]
 
 
+def of_groups(groups: Sequence[Group], *, step: int, version: int) -> list[Sample]:
+    """The samples of an evaluation, which the learner does not score."""
+    return samples_of([t for group in groups for t in group.trajectories], {}, step=step, version=version)
+
+
 def as_lines(samples: Sequence[Sample]) -> bytes:
     return msgspec.json.Encoder().encode_lines(samples)
 
 
-def sample_file(folder: Path, step: int) -> Path:
-    return folder / f"step_{step:06d}.jsonl"
+STEP, EVALUATION = "step", "evaluation"
+"""What samples are of."""
 
 
-def sampled_steps(folder: Path) -> list[int]:
+def sample_file(folder: Path, step: int, of: str = STEP) -> Path:
+    return folder / f"{of}_{step:06d}.jsonl"
+
+
+def sampled_steps(folder: Path, of: str = STEP) -> list[int]:
     """The steps whose samples a folder holds, ascending."""
-    stems = (path.stem.removeprefix("step_") for path in folder.glob("step_*.jsonl"))
+    stems = (path.stem.removeprefix(f"{of}_") for path in folder.glob(f"{of}_*.jsonl"))
     return sorted(int(stem) for stem in stems if stem.isdecimal())
 
 
 def forget_samples_after(folder: Path, step: int) -> None:
     """Remove the samples of later steps: a resumed run makes its own."""
-    for later in sampled_steps(folder):
-        if later > step:
-            sample_file(folder, later).unlink()
+    for of in (STEP, EVALUATION):
+        for later in sampled_steps(folder, of):
+            if later > step:
+                sample_file(folder, later, of).unlink()
 
 
 def read_samples(path: Path) -> list[Sample]:

@@ -4,10 +4,11 @@ import re
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from tests.support.command import tandem
 from tests.trainer.tracking.test_transcripts import make_sample
-from trainer.tracking.samples import FOLDER, as_lines, sample_file
+from trainer.tracking.samples import EVALUATION, FOLDER, as_lines, sample_file
 
 
 @pytest.fixture
@@ -93,8 +94,24 @@ def test_a_run_without_samples_and_a_damaged_file(run):
         sample_file(run / FOLDER, step).unlink()
     assert "has no samples yet" in said(run, exit_code=2)
     (run / "request.json").write_text("{}")
-    assert "is of an evaluation or a study, and training runs alone keep samples" in said(run, exit_code=2)
+    assert "is not a training run, and has no samples of an evaluation" in said(run, exit_code=2)
     assert "is not a run folder" in said(run / "nowhere", exit_code=2)
+
+
+def test_the_samples_of_an_evaluation(run):
+    assert "written at the end of each evaluation" in said(run, "--evaluation", exit_code=2)
+    for step in (0, 4):
+        samples = [replace(make_sample(b"e1urxfgh", step=step), learner_logprobs=None)]
+        sample_file(run / FOLDER, step, EVALUATION).write_bytes(as_lines(samples))
+    text = said(run, "--evaluation")
+    assert text.startswith(
+        "evaluation after step 4, sampled for version 6 of the weights\n\n━━ group 1, prompt p\ne1\n"
+    )
+    assert said(run, "--evaluation", "--step", "0").startswith("evaluation after step 0,")
+    assert "there are those of 0, 4" in said(run, "--evaluation", "--step", "7", exit_code=2)
+    assert said(run).startswith("step 7,")
+    (run / "request.json").write_text("{}")
+    assert said(run) == text, "a run of `tandem eval` has no others"
 
 
 def test_a_long_list_of_steps_is_shortened(run):

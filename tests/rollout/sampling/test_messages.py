@@ -10,6 +10,8 @@ from rollout.records import FinishReason, Group
 from rollout.sampling.messages import (
     BeforeSelection,
     Done,
+    Evaluated,
+    EvaluationResult,
     Failure,
     Groups,
     SamplerState,
@@ -69,6 +71,16 @@ def test_a_reply_is_the_same_on_the_other_side():
         assert getattr(one, name).dtype == getattr(other, name).dtype, name
         assert getattr(one, name).shape == getattr(other, name).shape, name
     assert received.groups[0].trajectories[0].experts is None
+
+
+def test_an_evaluation_brings_the_samples_that_it_keeps():
+    result = EvaluationResult(
+        accuracy=0.5, reward_mean=0.25, count=2, length_mean=3.0, truncated_fraction=0.0
+    )
+    for kept in ([], groups(2, 9, 300).groups):
+        received = decode_reply(encode(Evaluated(replace(result, groups=kept))))
+        assert received == Evaluated(result) and received.result.groups == kept
+    assert decode_reply(encode(Evaluated(None))) == Evaluated(None)
 
 
 def test_groups_may_be_none_and_may_be_empty():
@@ -149,7 +161,8 @@ def test_a_changed_head_is_read_where_nothing_is_wrong():
         lambda head: head["columns"][0][0].__setitem__(6, "broken"),
         lambda head: head.update(groups=[[4, "p", 1]]),
         lambda head: head.update(groups=[[4, "p", 3], [5, "q", -1]]),
-        lambda head: head.pop("state"),
+        lambda head: head["reply"].pop("state"),
+        lambda head: head["reply"].update(type="Done"),
         lambda head: head.update(type="Groups"),
     ],
 )

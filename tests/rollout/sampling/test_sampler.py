@@ -141,6 +141,7 @@ def make_sampler(
     evaluation=None,
     evaluation_client=None,
     evaluation_samples=None,
+    kept_problems=0,
     **rollout,
 ) -> GroupSampler:
     scorer, client = scorer or LengthScorer(), engine or FakeEngine()
@@ -159,6 +160,7 @@ def make_sampler(
         scorer=scorer,
         rollout=RolloutConfig(group_size=group_size, max_new_tokens=6, temperature=0.5, **rollout),
         evaluation=evaluation or EvaluationConfig(),
+        kept_problems=kept_problems,
         seed=seed,
         order=order or (lambda epoch: epoch_order(num_train, seed=seed, epoch=epoch)),
     )
@@ -751,6 +753,42 @@ def test_an_evaluation_has_pass_at_powers_of_two_and_all_samples(tokenizer):
     alone = asyncio.run(make_sampler(tokenizer).evaluate())
     assert alone.pass_at == {}
     assert list(_pass_at([[True] * 8])) == [2, 4, 8]
+
+
+def test_an_evaluation_keeps_the_samples_of_the_first_problems_of_each_set(tokenizer):
+    engine, scorer = FakeEngine(version=7), LengthScorer()
+    options = {
+        "heldout_sets": {"other": make_prompts(3, "o")},
+        "evaluation": EvaluationConfig(samples_per_prompt=2, greedy=True),
+    }
+    result = asyncio.run(
+        make_sampler(tokenizer, engine=engine, scorer=scorer, kept_problems=2, **options).evaluate()
+    )
+    names = [
+        f"{name}{way}"
+        for kind in "ho"
+        for way in ("", ", at temperature 0")
+        for name in (f"{kind}0", f"{kind}1")
+    ]
+    assert [group.prompt_id for group in result.groups] == names
+    answered = {(tuple(prompt), seed, temperature) for prompt, seed, temperature in engine.calls}
+    for group in result.groups:
+        temperature, count = (0.0, 1) if "temperature" in group.prompt_id else (1.0, 2)
+        assert [sample.sibling_id for sample in group.trajectories] == [*range(count)]
+        for sample in group.trajectories:
+            (turn,) = sample.turns
+            prompt, response = tuple(sample.token_ids[: turn.start]), sample.token_ids[turn.start :].tolist()
+            assert response in [
+                fake_tokens(p, seed, max_new_tokens=6, vocab_size=20, stop=STOP)
+                for p, seed, asked_at in answered
+                if (p, asked_at) == (prompt, temperature)
+            ]
+            assert set(sample.token_versions[sample.response_mask]) == {7}
+    whole = asyncio.run(make_sampler(tokenizer, **options).evaluate())
+    assert result == whole and whole.groups == []
+    everything = asyncio.run(make_sampler(tokenizer, kept_problems=99, **options).evaluate()).groups
+    rewards = [t.reward for group in everything[:4] for t in group.trajectories]
+    assert len(everything) == 2 * (4 + 3) and sum(rewards) / len(rewards) == pytest.approx(whole.reward_mean)
 
 
 def test_greedy_answers_are_one_for_each_problem_and_change_nothing_else(tokenizer):
