@@ -284,7 +284,11 @@ tricky = st.sampled_from(
     ]
 )
 # Which paths may not be.
-paths = st.one_of(texts, tricky).map(Path).filter(lambda path: not str(path).startswith(("~", "$")))
+paths = (
+    st.one_of(texts, tricky)
+    .map(Path)
+    .filter(lambda path: not str(path).startswith(("~", "$")) and "\0" not in str(path))
+)
 positive = st.floats(min_value=1e-12, max_value=1e12)
 scalars = st.one_of(st.booleans(), st.integers(-(10**20), 10**20), st.floats(allow_nan=False), texts, tricky)
 
