@@ -359,7 +359,7 @@ def _draw_buckets(axes: "Axes", panel: Buckets, recorded: Recorded) -> None:
     since = set(sorted(steps)[-_LAST_STEPS:])
     labels = {part: label for part, label in edges.items() if last(part, MEAN)}
     means = [fmean(last(part, MEAN)) for part in labels]
-    maxima = [max(last(part, MAX)) for part in labels]
+    maxima = [max(last(part, MAX), default=math.nan) for part in labels]  # NaN: all were not finite
     places = range(len(labels))
     axes.bar([place - 0.2 for place in places], means, width=0.38, color=COLORS[0], label="mean")
     right = [place + 0.2 for place in places]

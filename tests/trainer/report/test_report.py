@@ -519,6 +519,16 @@ def test_buckets_show_the_mean_of_the_means_and_the_greatest_maximum_of_the_last
     assert [label.get_text() for label in axes.get_xticklabels()] == ["≤ 64", "> 4096"]
 
 
+def test_a_bucket_of_which_no_maximum_was_finite_has_the_bar_of_its_mean_alone():
+    buckets = {"le_64": {"mean": 1e-3, "max": 0.1}, "over_4096": {"mean": 1e-3}}
+    row = {f"mismatch/by_length/{b}/abs_prob_{n}": v for b, of in buckets.items() for n, v in of.items()}
+    axes = drawn("mismatch_where", lambda step: row, range(1, 16))["Δp by response length"]
+    means, maxima = ([bar.get_height() for bar in bars] for bars in axes.containers)
+    assert means == pytest.approx([1e-3] * 2) and maxima == pytest.approx([0.1, math.nan], nan_ok=True)
+    with warnings.catch_warnings(action="error"):
+        page_module.as_svg(axes.figure)
+
+
 def test_shares_are_stacked_to_one_with_a_gap_where_no_step_is():
     shares = dict(zip(MAX_BINS, (0.5, 0.2, 0.1, 0.1, 0.05, 0.05), strict=True))
     axes = drawn(
