@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from configs.schema import RunConfig
 from trainer.report.pictures import MAX, MEAN, Buckets, Lines, Panel, Picture, Shares
-from trainer.report.series import Recorded, Series, is_drawn, smooth, smoothing_width, thinned, with_gaps
+from trainer.report.series import (
+    Recorded,
+    Series,
+    is_drawn,
+    smooth,
+    smoothing_width,
+    thinned,
+    with_gaps,
+    within_scales,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,6 +175,7 @@ def draw_lines(
     runs: where the labels are of runs, those of all that are compared. A run then has its style in every panel, and
     many runs leave the legend to ``draw_legend``.
     """
+    drawn = [(label, within_scales(series)) for label, series in drawn]
     labels, is_crowded = runs or [label for label, _ in drawn], len(runs) > FEW_RUNS
     for label, series in drawn:
         style = line_style(labels.index(label), len(labels))
