@@ -129,7 +129,10 @@ class Simulated:
         versions = await asyncio.gather(*(self._sample(number, sibling) for sibling in range(SIBLINGS)))
         self._versions[number] = versions
         return ScoredGroup(
-            group=Group(group_id=number, prompt_id="p", trajectories=[]), has_signal=True, failures=[]
+            group=Group(group_id=number, prompt_id="p", trajectories=[]),
+            has_signal=True,
+            failures=[],
+            num_usable=SIBLINGS,
         )
 
     async def _sample(self, number: int, sibling: int) -> list[tuple[int, float]]:

@@ -94,6 +94,15 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style='"' if text and breaks else None)
 
 
+def _construct_text(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> str:
+    """The halves of a surrogate pair become one character: JSON writes it as two escapes, and JSON is YAML. Raises ValueError
+    for half a pair."""
+    try:
+        return loader.construct_scalar(node).encode("utf-16-le", "surrogatepass").decode("utf-16-le")
+    except UnicodeDecodeError:
+        raise ValueError("it holds half of a surrogate pair, which is no character") from None
+
+
 def _construct_int(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     text = node.value.replace("_", "")
     if len(text) > _MOST_DIGITS:
@@ -111,6 +120,7 @@ for _tag, _pattern, _first in _CORE_SCHEMA:
         _class.add_implicit_resolver(_tag, _pattern, _first)
 _Dumper.add_representer(str, _represent_text)
 _Shown.add_representer(str, _represent_text)
+_Loader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Loader.add_constructor("tag:yaml.org,2002:float", _construct_float)
 
@@ -261,7 +271,7 @@ class _Reader:
             mark = key_node.start_mark
             if not isinstance(key_node, yaml.ScalarNode):
                 raise self._unusable(path, "a key that is a list or a block", "write text as the key", mark)
-            key = self._loader.construct_object(key_node)
+            key = self._scalar(key_node, path)
             if not isinstance(key, str):
                 raise self._unusable(path, f"the key {key!r} is not text", "write the key in quotes", mark)
             data[key] = replace(self._value(value_node, (*path, key), within), where=self._where(mark))

@@ -38,10 +38,8 @@ from configs.schema.task import CountdownTask, TaskConfig
 
 DEFAULT_REWARD = {"countdown": CountdownReward(), "gsm8k": Gsm8kReward(), "jsonl": MathVerifyReward()}
 LONGEST_NAME = 100
-"""Characters of a run's name; its folder's has a date behind it."""
+"""Characters of a run's name, to which a grid adds its values; its folder's has a date behind it."""
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)]
-"""A run folder's name also holds the date and the overrides of a job array; file names have at most 255
-bytes."""
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 """Below 2**63: torch takes seeds below 2**64, and Megatron adds offsets."""
 

@@ -59,23 +59,20 @@ def _conversation_error(
 ) -> str | None:
     """Why the template cannot render the conversation, or what it leaves out, with texts made for the trial."""
     from rollout.records import WithTools, messages_of
+    from rollout.tokenization import render_chat
+    from rollout.tokenizer_files import template_name
 
     trial = [
         {**message, "content": f"7 + {place} = ?"} if message["role"] in ("system", "user") else dict(message)
         for place, message in enumerate(messages_of(prompt))
     ]
-    tools = [dict(tool) for tool in prompt.tools] if isinstance(prompt, WithTools) else []
-    given = {**arguments, "tools": tools} if tools else arguments
+    tools = prompt.tools if isinstance(prompt, WithTools) else ()
     named = f"a conversation of {', '.join(message['role'] for message in trial)}"
     try:
-        text = str(
-            tokenizer.apply_chat_template(
-                trial, add_generation_prompt=True, tokenize=False, return_dict=False, **given
-            )
-        )
-    except Exception as error:  # a template is a program: transformers passes on any error
+        text = render_chat(tokenizer, trial, tools, arguments, header=True)
+    except ValueError as error:
         return f"{named}: {error}{fix}"
-    name = f"the chat template of {tokenizer.name_or_path}"
+    name = template_name(tokenizer)
     for place, message in enumerate(trial):
         if message["role"] in ("system", "user") and message["content"] not in text:
             return f"{named}: {name} leaves out message {place + 1}, of role {message['role']}{fix}"

@@ -21,9 +21,8 @@ from launch.tables import aligned, indented
 from parallel.planning import memory
 from parallel.planning.architecture import Architecture, architecture_of
 from parallel.planning.layout import layout_problems
-from parallel.planning.other_models import critic_architecture, reference_architecture
+from parallel.planning.other_models import work_of_run
 from parallel.planning.server_memory import RolloutMemory, both_bytes, rollout_memory, static_share
-from parallel.planning.work import work_of
 
 CPU_CACHE_TOKENS = 65536
 """Cache of a server on CPU without ``rollout.max_total_tokens``."""
@@ -87,8 +86,7 @@ def need_of(config: RunConfig | SftConfig, device: Device, runs: Sequence[str]) 
 def _stages(
     config: RunConfig | SftConfig, device: Device, architecture: Architecture
 ) -> list[memory.LearnerMemory]:
-    critic, reference = critic_architecture(config, architecture), reference_architecture(config)
-    work = work_of(config, device.kind, critic, reference)
+    work = work_of_run(config, device.kind, architecture)
     return [
         memory.learner_memory(architecture, config.layout, work, stage) for stage in range(config.layout.pp)
     ]

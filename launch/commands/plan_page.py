@@ -12,11 +12,10 @@ from launch.commands.plan import Found
 from parallel.planning.architecture import architecture_of
 from parallel.planning.measured import by_rule
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
-from parallel.planning.other_models import critic_architecture, reference_architecture
+from parallel.planning.other_models import work_of_run
 from parallel.planning.planner import Cluster, Plan
 from parallel.planning.reasons import reasons
 from parallel.planning.time import StepTime, assumptions, seconds_text
-from parallel.planning.work import work_of
 from trainer.report.drawing import COLORS, LEGEND, new_figure
 from trainer.report.page import render, shown
 
@@ -62,8 +61,7 @@ def write_page(path: Path, config_path: Path, found: Found) -> None:
     best = plans[0]
     assert timing is not None and best.time is not None
     architecture = architecture_of(config.model.path)
-    critic, reference = critic_architecture(config, architecture), reference_architecture(config)
-    work = work_of(config, "cuda", critic, reference)
+    work = work_of_run(config, "cuda", architecture)
     stages = [learner_memory(architecture, best.learner, work, s) for s in range(best.learner.pp)]
     figures = [
         shown(

@@ -37,6 +37,9 @@ def prepare(config_path: Path, overrides: list[str], *, endpoint: str | None = N
     assert nodes is not None  # seen above
     with as_bad_input(f"{config_path}: "):
         ranks = learner_ranks_per_node(config)
+        if endpoint is not None and nodes.learner == 1:
+            error = "the learner has one node (launch.nodes.learner=1), and no other has to reach it"
+            raise ValueError(f"--endpoint {endpoint}: {error}; leave it out")
         is_here = endpoint is None
         endpoint = _endpoint(config, endpoint) if nodes.learner > 1 else None
     folder = RunFolder(folder_of(config).path.resolve())

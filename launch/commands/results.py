@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from configs.loader import load_config
+from configs.reading.named_files import TOKENIZERS
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input, check_new_folder, check_new_page
 from launch.processes.locks import locked
@@ -102,8 +103,8 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         is_final = step is None and folder.has_final_model()
         if not is_final:
             _export_checkpoint(folder, step)
-        elif not adapter:
-            _check_model(finished)
+        else:
+            _check_finished(folder, adapter=adapter)
         with _one_error_for(out, finished if is_final else None):
             partial.parent.mkdir(parents=True, exist_ok=True)
             if is_final:
@@ -117,22 +118,41 @@ def _export(folder: RunFolder, out: Path, *, adapter: bool, step: int | None) ->
         folder.export_request.unlink(missing_ok=True)
 
 
-def _check_model(hf: Path) -> None:
-    """By its JSON files, the weights' headers and the tokenizer, soon. A copy of a damaged model would look like a whole one."""
+def _check_finished(run: RunFolder, *, adapter: bool) -> None:
+    """Soon: by JSON files, the weights' headers and the tokenizer. A copy of a damaged model would look like a whole one."""
+    folder = run.adapter if adapter else run.hf
+    try:
+        problems = _adapter_problems(folder) if adapter else _model_problems(folder)
+        for file in sorted(folder.glob("*.json")):
+            read_file(file, {}, problems)
+    except ValueError as error:  # of config.json, the tokenizer or an adapter's weights
+        problems = [str(error)]
+    if problems:
+        damaged, instead = ("adapter", "that") if adapter else ("model", "the model")
+        fix = f"move {run.hf} away, and {instead} of the newest checkpoint is exported"
+        raise BadInput(f"RUN: its {damaged} is damaged: {'; '.join(problems)}; or {fix}")
+
+
+def _model_problems(hf: Path) -> list[str]:
+    """Raises ValueError, see ``_check_finished``."""
     from launch.checks.model_files import open_tokenizer
     from parallel.planning.architecture import architecture_of
     from parallel.weights.hf_headers import weight_problems
 
-    try:
-        problems = weight_problems(hf, architecture_of(hf))
-        open_tokenizer(hf)
-        for file in sorted(hf.glob("*.json")):
-            read_file(file, {}, problems)
-    except ValueError as error:  # of config.json or the tokenizer
-        problems = [str(error)]
-    if problems:
-        fix = f"move {hf} away, and the model of the newest checkpoint is exported"
-        raise BadInput(f"RUN: its model is damaged: {'; '.join(problems)}; or {fix}")
+    problems = weight_problems(hf, architecture_of(hf))
+    open_tokenizer(hf)
+    if not any((hf / name).exists() for name in TOKENIZERS):
+        problems.append(f"{hf} has no tokenizer (none of {', '.join(TOKENIZERS)}); copy that of model.path")
+    return problems
+
+
+def _adapter_problems(adapter: Path) -> list[str]:
+    """Raises ValueError, see ``_check_finished``."""
+    from parallel.weights.hf_headers import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_header
+
+    read_header(adapter / ADAPTER_WEIGHTS)
+    config = adapter / ADAPTER_CONFIG
+    return [] if config.exists() else [f"{config} is missing; copy it again"]
 
 
 @contextlib.contextmanager

@@ -13,9 +13,8 @@ from launch.tables import aligned, indented, print_table
 from parallel.planning.architecture import Architecture, read_architecture, read_hf_config
 from parallel.planning.layout import validate_layout
 from parallel.planning.memory import GIB, USABLE_SHARE, LearnerMemory, learner_memory, size_text
-from parallel.planning.other_models import critic_architecture, reference_architecture
+from parallel.planning.other_models import work_of_run
 from parallel.planning.simulated import START, Part, SimulatedRank
-from parallel.planning.work import work_of
 
 WIDTH = 120
 TITLES = (
@@ -87,7 +86,7 @@ def _checked(path: Path, overrides: list[str]) -> tuple[RunConfig, Architecture]
 def planned(config: RunConfig, architecture: Architecture, rank: SimulatedRank) -> LearnerMemory:
     """The memory model's estimate for the step that was simulated."""
     work = replace(
-        work_of(config, "cuda", critic_architecture(config, architecture), reference_architecture(config)),
+        work_of_run(config, "cuda", architecture),
         token_budget=rank.step.tokens,
         num_microbatches=rank.step.microbatches,
     )

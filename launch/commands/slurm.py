@@ -12,6 +12,7 @@ from configs.schema import RunConfig
 from launch.checks.config import TRAINING, load_checked
 from launch.commands.dry_run import print_dry_run
 from launch.commands.train import finished_line
+from launch.grid import run_name
 from launch.processes import run_folder
 from launch.processes.placement import gpus_of_node
 from launch.processes.run_folder import RunFolder
@@ -110,7 +111,7 @@ def _make_array(
     runs_dir, folders = configs[0].launch.runs_dir, []
     array = run_folder.new_path(runs_dir, f"{configs[0].name}-array").resolve()
     for number, (element, config) in enumerate(zip(elements, configs, strict=True)):
-        folder = run_folder.create(runs_dir, script.element_name(config.name, element), resolved_yaml(config))
+        folder = run_folder.create(runs_dir, run_name(config.name, element), resolved_yaml(config))
         folders.append(RunFolder(folder.path.resolve()))
         (array / str(number)).symlink_to(os.path.relpath(folders[-1].path, array))
     run_folder.point_latest(folders[-1])

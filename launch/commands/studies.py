@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from configs.loader import load_config, parse_config
+from configs.loader import parse_config
 from configs.schema import RunConfig
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.checks.config import LoadWith, load_checked
 from launch.checks.devices import gpus_here
 from launch.processes.supervisor import run_to_end
-from launch.roles.start import existing_run, role
+from launch.roles.start import config_of, existing_run, role
 
 if TYPE_CHECKING:
     from launch.studies.mismatch_plan import Request
@@ -25,12 +25,13 @@ def replay(run: Path, step: int, names: list[str], *, gradients: bool, plot: boo
     from launch.studies import replay as replays
     from trainer.batch.files import recorded_steps
 
+    with as_bad_input():
+        config = config_of(folder, RunConfig)
     steps = recorded_steps(folder.batches)
     if step not in steps:
         fix = "none is recorded; train with record_batches=all or record_batches.every=N"
         fix = f"recorded are {steps}" if steps else fix
         raise BadInput(f"--step {step}: {run} has no recorded batch of this step; {fix}")
-    config: RunConfig = load_config(folder.config)
     with as_bad_input(f"RUN {run}: "):
         corrections = replays.corrections_named(folder, names)
         if gradients:

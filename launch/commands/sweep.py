@@ -4,7 +4,6 @@ The runs themselves, and the sweep's memory: launch/processes/sweeping.py.
 """
 
 import contextlib
-import hashlib
 import io
 import os
 import re
@@ -15,13 +14,12 @@ from pathlib import Path
 from configs.errors import ConfigError, Problem, counted
 from configs.loader import parse_config
 from configs.schema import RunConfig
-from configs.schema.run import LONGEST_NAME
 from launch.checks.arguments import BadInput, as_bad_input
 from launch.checks.config import TRAINING, load_checked
 from launch.checks.device_memory import need_of
 from launch.checks.devices import device_of, gpus_here
 from launch.commands.results import print_comparison
-from launch.grid import combinations
+from launch.grid import combinations, run_name
 from launch.processes.locks import locked
 from launch.processes.placement import ranks_of_machine
 from launch.processes.stopping import RunStopped
@@ -106,7 +104,7 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
         raise BadInput("resume: a sweep goes on by itself, by the same command; leave it out")
     problems, said, shown = dict[Problem, None](), io.StringIO(), dict[str, None]()
     for element in elements:
-        name = _name(base.name, element)
+        name = run_name(base.name, element)
         try:
             with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
                 named = parsed.with_overrides([*element, f"name={name}"])
@@ -123,23 +121,6 @@ def _checked(config_path: Path, fixed: Sequence[str], elements: Sequence[Sequenc
     if len({cell.config.model_dump_json(exclude={"name"}) for cell in cells}) < len(cells):
         raise BadInput("KEY=V1,V2: two of the runs have the same settings; give each value once")
     return cells
-
-
-def _name(base: str, element: Sequence[str]) -> str:
-    """``tiny-seed-0-lr-1e-5``: each key by its shortest end that no other key of the sweep has. A name that is too long for a
-    run ends with a hash of the whole."""
-    keys = [text.partition("=")[0] for text in element]
-    parts = [base]
-    for key, text in zip(keys, element, strict=True):
-        ends = [".".join(key.split(".")[-n:]) for n in range(1, key.count(".") + 2)]
-        others = [other for other in keys if other != key]
-        short = next(end for end in ends if not any(f".{other}".endswith(f".{end}") for other in others))
-        parts.append(f"{short}-{text.partition('=')[2][-60:]}")
-    name = re.sub(r"[^A-Za-z0-9._-]", "_", "-".join(parts))
-    if len(name) <= LONGEST_NAME:
-        return name
-    digest = hashlib.md5(name.encode(), usedforsecurity=False).hexdigest()[:8]
-    return f"{name[: LONGEST_NAME - 9]}-{digest}"
 
 
 def _check_memory(made: Sweep, cells: Sequence[Cell]) -> None:

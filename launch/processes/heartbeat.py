@@ -27,6 +27,7 @@ from typing import Self
 import psutil
 
 from launch.processes.run_folder import RunFolder, write_json
+from parallel.checkpoints.files import text_of
 from rollout.terminal_text import tandem_command
 from trainer.file_system import SHARED_FOLDER_S
 
@@ -93,7 +94,7 @@ def read_beats(folder: RunFolder) -> list[tuple[Beat, float]]:
     beats = []
     for file in sorted(folder.roles.glob("*.beat")):
         with contextlib.suppress(OSError, ValueError, TypeError, RecursionError):
-            beats.append((Beat(**json.loads(file.read_text())), file.stat().st_mtime))
+            beats.append((Beat(**json.loads(text_of(file))), file.stat().st_mtime))
     return beats
 
 

@@ -42,6 +42,7 @@ from parallel.checkpoints.files import (
     step_folder,
     step_folders,
     step_of,
+    text_of,
     valid_checkpoints,
 )
 from rollout.run_key import RunKey, run_key
@@ -222,7 +223,7 @@ class RunFolder:
 
     def _read_announcement(self, role: str) -> dict | None:
         try:
-            return json.loads(self.address(role).read_text())
+            return json.loads(text_of(self.address(role)))
         except FileNotFoundError:
             return None
 

@@ -82,11 +82,6 @@ def elements(arrays: Sequence[str]) -> list[tuple[str, ...]]:
     return combinations(arrays, "--array ")
 
 
-def element_name(name: str, overrides: Sequence[str]) -> str:
-    """The name of the run folder of an array's element, without characters that file names or Slurm refuse."""
-    return "-".join([name, *(re.sub(r"[^A-Za-z0-9._=+-]", "_", text)[-60:] for text in overrides)])
-
-
 def other_request(config: RunConfig, first: RunConfig) -> str:
     """What an array's element asks of Slurm otherwise than the first, whose script all elements share; "" for
     nothing. The job has one name."""

@@ -183,11 +183,17 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def text_of(path: Path) -> str:
-    """The text of a small file. Raises OSError for a pipe or a device too: who opens it may wait for ever."""
-    if not stat.S_ISREG(path.stat().st_mode):
+def openable(path: Path) -> Path:
+    """The path. Raises OSError for a pipe or a device: who opens it may wait for ever."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to open a folder fails by itself
         raise OSError(errno.EINVAL, "not a regular file", str(path))
-    return path.read_text(encoding="utf-8")
+    return path
+
+
+def text_of(path: Path) -> str:
+    """The text of a small file. Raises OSError, see ``openable``."""
+    return openable(path).read_text(encoding="utf-8")
 
 
 def stored_bytes(root: Path) -> int:

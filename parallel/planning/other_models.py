@@ -1,7 +1,8 @@
-"""The architectures of a run's other models: a critic, and a reference from a folder of its own."""
+"""The architectures of a run's other models, a critic and a reference from a folder of its own, and the work with them."""
 
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.architecture import Architecture, architecture_of
+from parallel.planning.work import DeviceKind, Work, work_of
 
 
 def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
@@ -16,3 +17,8 @@ def reference_architecture(config: RunConfig | SftConfig) -> Architecture | None
     """Of ``kl.model``. None where the reference is no model of its own."""
     model = config.kl.model if isinstance(config, RunConfig) else None
     return None if model is None else architecture_of(model.path)
+
+
+def work_of_run(config: RunConfig | SftConfig, device: DeviceKind, policy: Architecture) -> Work:
+    """``work_of`` with the run's other models, which are read from their folders."""
+    return work_of(config, device, critic_architecture(config, policy), reference_architecture(config))

@@ -17,6 +17,8 @@ from parallel.weights.hf_names import OUTPUT, TOP, all_hf_names, hf_shapes, is_l
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""Of a folder of ``peft``."""
 FLOATING = ("F64", "F32", "F16", "BF16")
 IGNORED = re.compile(r".*\.rotary_emb\.inv_freq$")
 """Buffers of some published checkpoints that models do not need."""

@@ -22,8 +22,8 @@ from parallel.megatron.model import PackedGPTModel
 from parallel.rank_objects import from_first_rank
 from parallel.weights.hf_conversion import export_adapters, try_call
 from parallel.weights.hf_files import hidden_folder, replace_folder, share_as_new
+from parallel.weights.hf_headers import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 
 
@@ -69,10 +69,10 @@ def save_adapter(models: Sequence[PackedGPTModel], lora: LoraConfig, base: Path,
 def _write(tensors: dict[str, Tensor], lora: LoraConfig, base: Path, folder: Path) -> None:
     temporary = hidden_folder(folder)
     try:
-        save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        save_file(tensors, temporary / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         modules = {name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors}
         content = json.dumps(adapter_config(lora, base, sorted(modules)), indent=2)
-        (temporary / CONFIG).write_text(content + "\n")
+        (temporary / ADAPTER_CONFIG).write_text(content + "\n")
         share_as_new(temporary)
         replace_folder(temporary, folder)
     finally:

@@ -27,7 +27,7 @@ class ScoredGroup:
     """False where dynamic sampling replaces the group."""
     failures: list[str]
     """Prompt and error of each sample whose reward or episode failed."""
-    num_usable: int = 0
+    num_usable: int
     """Samples that are scored."""
 
 

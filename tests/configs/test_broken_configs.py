@@ -1446,6 +1446,13 @@ def test_a_run_whose_config_cannot_be_read_is_not_resumed(text, folder, monkeypa
     assert "run/config.yaml" in refused(["resume", "run", "--dry-run"], folder, monkeypatch, capsys)
 
 
+def test_a_warm_start_has_no_step_to_replay(folder, monkeypatch, capsys):
+    Path("run").mkdir()
+    Path("run/config.yaml").write_text(SFT)
+    text = refused(["replay", "run", "--step", "1"], folder, monkeypatch, capsys)
+    assert "is a run of kind sft; this is for runs of kind train" in text
+
+
 OF_ANY_CONFIG = [
     "train",
     "sft",

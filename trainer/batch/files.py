@@ -8,4 +8,6 @@ def batch_file(folder: Path, step: int) -> Path:
 
 
 def recorded_steps(folder: Path) -> list[int]:
-    return sorted(int(path.stem.removeprefix("step_")) for path in folder.glob("step_*.safetensors"))
+    """The steps whose batches a folder holds, ascending."""
+    stems = (path.stem.removeprefix("step_") for path in folder.glob("step_*.safetensors"))
+    return sorted(int(stem) for stem in stems if stem.isdecimal())

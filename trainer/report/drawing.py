@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 from configs.schema import RunConfig
 from trainer.report.pictures import MAX, MEAN, Buckets, Lines, Panel, Picture, Shares
-from trainer.report.series import Recorded, Series, is_drawn, smooth, smoothing_width, thinned, with_gaps
+from trainer.report.series import (
+    Recorded,
+    Series,
+    is_drawn,
+    smooth,
+    smoothing_width,
+    thinned,
+    with_gaps,
+    within_scales,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -166,6 +175,7 @@ def draw_lines(
     runs: where the labels are of runs, those of all that are compared. A run then has its style in every panel, and
     many runs leave the legend to ``draw_legend``.
     """
+    drawn = [(label, within_scales(series)) for label, series in drawn]
     labels, is_crowded = runs or [label for label, _ in drawn], len(runs) > FEW_RUNS
     for label, series in drawn:
         style = line_style(labels.index(label), len(labels))
@@ -359,7 +369,7 @@ def _draw_buckets(axes: "Axes", panel: Buckets, recorded: Recorded) -> None:
     since = set(sorted(steps)[-_LAST_STEPS:])
     labels = {part: label for part, label in edges.items() if last(part, MEAN)}
     means = [fmean(last(part, MEAN)) for part in labels]
-    maxima = [max(last(part, MAX)) for part in labels]
+    maxima = [max(last(part, MAX), default=math.nan) for part in labels]  # NaN: all were not finite
     places = range(len(labels))
     axes.bar([place - 0.2 for place in places], means, width=0.38, color=COLORS[0], label="mean")
     right = [place + 0.2 for place in places]

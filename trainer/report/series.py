@@ -14,6 +14,9 @@ from trainer.report.pictures import MAX, Buckets, Lines, Panel, Shares
 MOST_POINTS = 2000
 """Of a line: more would be narrower than a pixel, and a page would grow with the run."""
 
+MOST_DRAWN = 1e100
+"""Values beyond are drawn as this one: the arithmetic of matplotlib's scales overflows before floats end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Series:
@@ -128,6 +131,11 @@ def thinned(steps: Sequence[int], values: Sequence[float]) -> tuple[list[int], l
         kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
     places = sorted(kept)
     return [steps[place] for place in places], [values[place] for place in places]
+
+
+def within_scales(series: Series) -> Series:
+    """With values of at most ``MOST_DRAWN`` in size."""
+    return Series(series.steps, [min(max(value, -MOST_DRAWN), MOST_DRAWN) for value in series.values])
 
 
 def smoothing_width(series: Series) -> int:

@@ -171,7 +171,7 @@ def pair_statistics(
     """One pair of engines on R responses. Names with ``_se`` are standard errors.
 
     responses, tokens                       counts
-    max_mean, max_median, max_max           of the responses' max Δp; mean_mean of their mean Δp
+    max_mean, max_max                       of the responses' max Δp; mean_mean of their mean Δp
     over_half, over_threshold (and _count)  share of responses with max Δp above 0.5, above ``threshold``
     k1, k3                                  means over tokens, estimates of KL(rollout || learner) in nats; k1 may be negative
     outside (and _count)                    share of tokens with rho outside [0.9, 1.1]
@@ -193,7 +193,6 @@ def pair_statistics(
         "responses": lengths_R.numel(),
         "tokens": gap_N.numel(),
         **_estimate("max_mean", mean_and_error(max_R)),
-        "max_median": max_R.median().item(),
         "max_max": max_R.max().item(),
         **_estimate("mean_mean", mean_and_error(mean_R)),
         **_share("over_half", max_R > HIGH_GAP),

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from configs.errors import counted
+from parallel.checkpoints.files import openable
 from rollout.sampling.messages import SamplingStats
 from trainer.file_system import LineFile, write_whole
 
@@ -81,7 +82,7 @@ class Ledger:
 def read_ledger(path: Path) -> Iterator[LedgerLine]:
     """The whole lines, one at a time, since those of a long run with all their prompts are a gigabyte; one that a crash has torn
     is left out. Raises OSError."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with openable(path).open(encoding="utf-8", errors="replace") as file:
         for text in file:
             with suppress(ValidationError):
                 yield LedgerLine.model_validate_json(text)

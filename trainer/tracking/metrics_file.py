@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from parallel.checkpoints.files import openable
 from trainer.file_system import write_whole
 
 log = logging.getLogger(__name__)
@@ -22,7 +23,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     OSError.
     """
     rows, torn = list[dict[str, Any]](), list[str]()
-    for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+    lines = openable(path).read_text(encoding="utf-8", errors="replace").splitlines()
+    for number, line in enumerate(lines, start=1):
         if not _join(rows, line):
             torn.append(str(number))
     if torn:
@@ -55,7 +57,7 @@ class GrowingMetrics:
         return rows
 
     def _added(self) -> bytes:
-        with self._path.open("rb") as file:
+        with openable(self._path).open("rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             file.seek(self._end - len(self._last))
             content = file.read()
@@ -111,7 +113,7 @@ def rows_from_the_end(path: Path, *, with_metric: str = "") -> Iterator[dict[str
 
 
 def _lines_from_the_end(path: Path) -> Iterator[str]:
-    with path.open("rb") as file:
+    with openable(path).open("rb") as file:
         left, begun = file.seek(0, os.SEEK_END), b""
         while left:
             size = min(left, BLOCK_BYTES)

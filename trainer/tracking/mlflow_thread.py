@@ -240,7 +240,8 @@ class MlflowThread(threading.Thread):
         num_metrics = 0
         with self._changed:
             for item in self._items:
-                num_metrics += len(item.metrics) if isinstance(item, Row) else self.METRICS_PER_BATCH
+                # At least 1: a row without a number is never in one request with a file.
+                num_metrics += max(len(item.metrics), 1) if isinstance(item, Row) else self.METRICS_PER_BATCH
                 if batch and num_metrics > self.METRICS_PER_BATCH:
                     break
                 batch.append(item)

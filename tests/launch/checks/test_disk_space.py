@@ -29,7 +29,7 @@ from parallel.planning.memory import GIB, size_text
 from parallel.weights.hf_headers import SINGLE as WEIGHTS
 from tests.configs.test_broken_configs import BASE, MODELS
 from tests.support.megatron_workers import make_engine, make_hf_model, make_value_engine
-from tests.support.model_folders import make_model_folder
+from tests.support.model_folders import make_model_folder, write_weights
 
 SHAPE = dict(hidden_size=256, intermediate_size=512, vocab_size=512, num_attention_heads=8)
 """Large enough that what is not tensors does not matter."""
@@ -252,6 +252,7 @@ def test_a_damaged_tokenizer_is_not_exported_as_if_it_were_whole(finished, tmp_p
 @pytest.mark.parametrize("name", ["generation_config.json", "tokenizer.json", "vocab.json"])
 def test_a_torn_file_beside_the_weights_is_not_exported_as_if_it_were_whole(finished, tmp_path, name):
     file = finished.hf / name
+    whole = file.read_bytes() if file.exists() else None
     file.unlink(missing_ok=True)
     file.mkdir()
     with pytest.raises(BadInput, match=rf"its model is damaged: \S+/{name} cannot be read"):
@@ -261,7 +262,18 @@ def test_a_torn_file_beside_the_weights_is_not_exported_as_if_it_were_whole(fini
     with pytest.raises(BadInput, match=rf"its model is damaged: \S+/{name} \S+"):
         results.export(finished.path, tmp_path / "out")
     file.unlink()
+    if whole is not None:
+        file.write_bytes(whole)
     results.export(finished.path, tmp_path / "out")
+
+
+def test_a_model_without_its_tokenizer_is_not_exported_as_if_it_were_whole(finished, tmp_path):
+    (finished.hf / "tokenizer.json").unlink()
+    with pytest.raises(
+        BadInput, match=r"its model is damaged: \S+hf has no tokenizer .*copy that of model.path; or move"
+    ):
+        results.export(finished.path, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_an_export_says_that_a_resume_took_its_model(finished, tmp_path, monkeypatch):
@@ -343,9 +355,18 @@ def test_adapters_are_exported_alone(finished, tmp_path):
         results.export(finished.path, tmp_path / "out", adapter=True)
     finished.config.write_text(json.dumps(every_weight | {"learner": {"lora": {"rank": 2}}}))
     finished.adapter.mkdir()
-    (finished.adapter / "adapter_config.json").write_text("{}")
+    config, weights = (finished.adapter / f"adapter_{name}" for name in ("config.json", "model.safetensors"))
+    for lost, told in ((config, "is missing"), (weights, "is no readable safetensors file")):
+        config.write_text("{}")
+        write_weights(weights, {"a.lora_A.weight": (2, 8)})
+        lost.unlink()
+        with pytest.raises(
+            BadInput, match=rf"its adapter is damaged: \S+{lost.name} {told}.*; or move \S+/hf"
+        ):
+            results.export(finished.path, tmp_path / "out", adapter=True)
+    write_weights(weights, {"a.lora_A.weight": (2, 8)})
     results.export(finished.path, tmp_path / "out", adapter=True)
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["adapter_config.json"]
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {config.name, weights.name}
     results.export(finished.path, tmp_path / "whole")
     assert (tmp_path / "whole" / "model.safetensors").is_file()
 

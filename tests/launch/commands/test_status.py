@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,14 @@ from launch.commands import train as training
 from launch.commands.logs import log_files
 from launch.commands.status import brief_state, status
 from launch.processes.going_on import next_command, way_on
+from launch.processes.heartbeat import read_beats
 from launch.processes.locks import _kernel_name_of, holders_of
 from launch.processes.run_folder import RunFolder, write_json
 from launch.processes.stopping import Stopped
 from launch.processes.supervisor import RoleFailed
 from parallel.checkpoints.files import write_manifest
+from trainer.tracking.ledger import read_ledger
+from trainer.tracking.metrics_file import GrowingMetrics, read_metrics, rows_from_the_end
 
 ROOT = Path(__file__).resolve().parents[3]
 NOW = 1_000_000.0
@@ -498,6 +502,36 @@ def test_lines_that_cannot_be_read_are_named_and_the_rest_is_shown(folder, name)
     assert found["damaged"] == f"{folder.path / name} cannot be read (Is a directory)"
     assert found["step"] == ("none of 40 yet" if name == "metrics.jsonl" else "30 of 40 (75%), 2.0 s a step")
     assert found["checkpoint"] == "none"
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("metrics.jsonl", lambda folder: read_metrics(folder.metrics)),
+        ("metrics.jsonl", lambda folder: GrowingMetrics(folder.metrics).read()),
+        ("metrics.jsonl", lambda folder: [*rows_from_the_end(folder.metrics)]),
+        ("ledger.jsonl", lambda folder: [*read_ledger(folder.path / "ledger.jsonl")]),
+        ("roles/serve.json", lambda folder: folder.read_address("serve")),
+        ("roles/rank-0.beat", read_beats),
+    ],
+)
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(folder, monkeypatch, name, read):
+    """Who opens a pipe waits for its writer. This writer is for a reader that does open it, and so fails here."""
+    monkeypatch.setattr("parallel.checkpoints.files.READ_AGAIN_S", ())
+    pipe = folder.path / name
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=["x"])
+    writer.start()
+    try:
+        if read is read_beats:
+            assert read(folder) == [] and writer.is_alive()
+        else:
+            with pytest.raises(OSError, match="not a regular file"):
+                read(folder)
+    finally:
+        if writer.is_alive():
+            pipe.read_text()
+        writer.join()
 
 
 def test_a_damaged_file_of_a_running_run_is_named(folder):

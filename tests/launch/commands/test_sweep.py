@@ -17,7 +17,8 @@ import yaml
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
 from configs.schema.run import LONGEST_NAME
-from launch.commands.sweep import _is_list, _name
+from launch.commands.sweep import _is_list
+from launch.grid import run_name
 from launch.processes import run_folder, sweeping
 from parallel.checkpoints.files import write_manifest
 from rollout.tiny_model import make_tiny_countdown_model
@@ -358,10 +359,11 @@ def test_the_changing_line_fits_the_terminal_and_reads_the_newest_steps_alone(tm
 
 
 def test_names_have_the_shortest_keys_that_differ():
-    assert _name("a", ["seed=0", "learner.optimizer.lr=1e-5"]) == "a-seed-0-lr-1e-5"
-    assert _name("a", ["x.lr=1", "y.z.lr=2"]) == "a-x.lr-1-z.lr-2"
-    assert _name("a", ["task.path=data/x.jsonl"]) == "a-path-data_x.jsonl"
-    many = [_name("a", [*(f"some_long_key_{n}=0.1" for n in range(9)), f"seed={seed}"]) for seed in (0, 1)]
+    assert run_name("a", ["seed=0", "learner.optimizer.lr=1e-5"]) == "a-seed-0-lr-1e-5"
+    assert run_name("a", ["x.lr=1", "y.z.lr=2"]) == "a-x.lr-1-z.lr-2"
+    assert run_name("a", ["seed=0", "task.seed=1"]) == "a-seed-0-task.seed-1"
+    assert run_name("a", ["task.path=data/x.jsonl"]) == "a-path-data_x.jsonl"
+    many = [run_name("a", [*(f"some_long_key_{n}=0.1" for n in range(9)), f"seed={seed}"]) for seed in (0, 1)]
     assert many[0] != many[1] and {len(name) for name in many} == {LONGEST_NAME}
     assert many[0].startswith("a-some_long_key_0-0.1-some_long_key_1-0.1-")
 

@@ -326,6 +326,11 @@ def test_prepare_takes_this_host_where_no_endpoint_is_given_and_none_for_a_singl
         ([], "node1", "--endpoint node1: write HOST:PORT"),
         ([], "node1:0", "--endpoint node1:0: write HOST:PORT"),
         ([], "node 1:29400", "--endpoint node 1:29400: write HOST:PORT"),
+        (
+            ["launch.nodes.learner=1"],
+            "node1:29400",
+            "--endpoint node1:29400: the learner has one node.*leave it out",
+        ),
         (["launch.nodes.interface=eth77"], None, "launch.nodes.interface: eth77 does not exist"),
         (["launch.nodes.learner=3"], None, "cannot be spread evenly over launch.nodes.learner: 3"),
     ],

@@ -16,7 +16,9 @@ from hypothesis import strategies as st
 
 from configs.loader import load_config, resolved_yaml
 from configs.schema import RunConfig
+from configs.schema.run import LONGEST_NAME
 from launch.checks.arguments import BadInput
+from launch.grid import run_name
 from launch.processes.going_on import next_command
 from launch.processes.run_folder import RunFolder
 from launch.roles.start import folder_of
@@ -268,8 +270,9 @@ def test_a_key_is_given_once():
 
 @given(st.lists(st.text(min_size=1), min_size=1, max_size=3))
 def test_a_run_folder_of_an_array_has_a_name_that_slurm_and_file_systems_know(values):
-    name = slurm_script.element_name("run", [f"k={value}" for value in values])
+    name = run_name("run", [f"k={value}" for value in values])
     assert name.isascii() and not set("/% \n\"'\\") & set(name)
+    assert len(name) <= LONGEST_NAME
 
 
 # -------------------------------------------------------------------------------------------------------------------
@@ -396,7 +399,7 @@ def test_an_array_has_a_checked_run_folder_for_each_element(config_file):
     (array,) = [p for p in runs(config_file) if "array" in p.name]
     found = [load_config((array / str(i)).resolve() / "config.yaml") for i in range(4)]
     assert [(c.seed, c.steps) for c in found] == [(0, 5), (0, 7), (1, 5), (1, 7)]
-    assert "seed=1-steps=7" in (array / "3").resolve().name
+    assert "-seed-1-steps-7-" in (array / "3").resolve().name
     assert all((array / str(i) / "logs").is_dir() for i in range(4))
     assert asked_of_slurm((array / "train.sbatch").read_text())["array"] == "0-3"
 

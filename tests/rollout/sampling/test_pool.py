@@ -81,6 +81,7 @@ class Simulation:
             group=Group(group_id=number, prompt_id=f"p{number}", trajectories=[]),
             has_signal=not self.lacks_signal(number),
             failures=[],
+            num_usable=0,
         )
 
     async def train(self, steps: int, *, kill_after: set[int]) -> None:
@@ -133,7 +134,7 @@ def test_a_group_that_fails_is_told_of_when_its_step_is_due():
         if number == 3:
             raise ValueError("group 3")
         group = Group(group_id=number, prompt_id="p", trajectories=[])
-        return ScoredGroup(group=group, has_signal=True, failures=[])
+        return ScoredGroup(group=group, has_signal=True, failures=[], num_usable=0)
 
     async def steps():
         pool = GroupPool(sample, max_rounds=1)
@@ -174,7 +175,7 @@ def test_a_replacement_starts_while_nobody_waits():
         if number == 4:
             is_started.set()
         group = Group(group_id=number, prompt_id="p", trajectories=[])
-        return ScoredGroup(group=group, has_signal=number != 2, failures=[])
+        return ScoredGroup(group=group, has_signal=number != 2, failures=[], num_usable=0)
 
     async def steps():
         pool = GroupPool(sample, max_rounds=2)

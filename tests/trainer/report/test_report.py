@@ -519,6 +519,32 @@ def test_buckets_show_the_mean_of_the_means_and_the_greatest_maximum_of_the_last
     assert [label.get_text() for label in axes.get_xticklabels()] == ["≤ 64", "> 4096"]
 
 
+def test_a_bucket_of_which_no_maximum_was_finite_has_the_bar_of_its_mean_alone():
+    buckets = {"le_64": {"mean": 1e-3, "max": 0.1}, "over_4096": {"mean": 1e-3}}
+    row = {f"mismatch/by_length/{b}/abs_prob_{n}": v for b, of in buckets.items() for n, v in of.items()}
+    axes = drawn("mismatch_where", lambda step: row, range(1, 16))["Δp by response length"]
+    means, maxima = ([bar.get_height() for bar in bars] for bars in axes.containers)
+    assert means == pytest.approx([1e-3] * 2) and maxima == pytest.approx([0.1, math.nan], nan_ok=True)
+    with warnings.catch_warnings(action="error"):
+        page_module.as_svg(axes.figure)
+
+
+@pytest.mark.parametrize("steps", [range(1, 4), range(1, 20)])
+def test_values_near_the_end_of_the_floats_are_drawn_without_a_word(steps):
+    """matplotlib's scales overflowed, and it raised or warned."""
+
+    def metrics(step):
+        above_zero = {
+            "optim/grad_norm": 1e300 if step == 2 else 0.5,
+            "mismatch/weight_max": 10.0 ** (16 * step),
+        }
+        return {"reward/mean": (-1) ** step * 1.7e308, **above_zero}
+
+    with warnings.catch_warnings(action="error"):
+        for picture in ("reward", "update", "weights"):
+            page_module.as_svg(next(iter(drawn(picture, metrics, steps).values())).figure)
+
+
 def test_shares_are_stacked_to_one_with_a_gap_where_no_step_is():
     shares = dict(zip(MAX_BINS, (0.5, 0.2, 0.1, 0.1, 0.05, 0.05), strict=True))
     axes = drawn(

@@ -89,6 +89,7 @@ def test_a_batch_comes_back_as_it_was_written(tmp_path, episodes, replays):
     assert torch.equal(again.rewards_S, batch.rewards_S) and torch.equal(again.group_ids_S, batch.group_ids_S)
     assert again.episode_ids_S is episodes is None or torch.equal(again.episode_ids_S, episodes)
     assert (again.step, again.version, again.correction) == (3, 2, PRESETS["decoupled_geo_rs"])
+    (path.parent / "step_x.safetensors").touch()
     assert recorded_steps(tmp_path / "batches") == [3]
     assert recorded_steps(tmp_path / "nowhere") == []
 

@@ -430,6 +430,17 @@ def test_values_that_are_not_finite(tmp_path, caplog):
     assert only_run(tmp_path)[1].data.metrics == {"reward/mean": 0.5}
 
 
+def test_a_file_behind_a_step_without_any_number_is_sent(tmp_path):
+    """Both were one request, and that of rows alone."""
+    (tmp_path / "report.html").write_text("hello", encoding="utf-8")
+    items = [mlflow_thread.Row(1, 0, {}), mlflow_thread.Artifact(tmp_path / "report.html")]
+    thread = mlflow_thread.MlflowThread(make_config(), tmp_path, items, {})
+    thread.start()
+    thread.finish("FINISHED", 300.0)
+    client, run = only_run(tmp_path)
+    assert [a.path for a in client.list_artifacts(run.info.run_id)] == ["report.html"]
+
+
 @settings(deadline=None, max_examples=50)
 @given(
     st.lists(
