@@ -124,7 +124,9 @@ def test_a_pre_empted_run_with_a_critic_is_exact_resumes_exports_and_is_replayed
     assert mlflow_statuses(path) == ["FINISHED"], "one run, continued"
     trained_on, drawn = recorded_prompts(path), iter(prompts_in_order(path, count=4 * 4))
     assert all(prompt in drawn for prompt in trained_on), "the prompts follow one another as they were drawn"
-    assert len(trained_on) >= 4 * 4 - 2, "no group is missing but where the rewards of all siblings failed"
+    assert len(trained_on) + unscored_groups(path, size=4) == 4 * 4, (
+        "no group is missing but where the rewards of all siblings failed"
+    )
     again = steps_of(folder)
     assert [step["policy/kl_coefficient"] for step in again] == pytest.approx(coefficients), (
         "the coefficient is not that of the checkpoint"
@@ -393,6 +395,13 @@ def recorded_prompts(run: Path) -> list[list[int]]:
             first_response = batch.packed.response_mask_T[ends[i] : ends[i + 1]].tolist().index(True)
             found.append(batch.packed.tokens_T[ends[i] : ends[i] + first_response + 1].tolist())
     return found
+
+
+def unscored_groups(run: Path, size: int) -> int:
+    """Groups of which every sample's reward failed. size: samples of a group, which lie together."""
+    batches = [read_batch(batch_file(run / "batches", step)) for step in recorded_steps(run / "batches")]
+    of_groups = torch.cat([batch.group_ids_S for batch in batches]).unflatten(0, (-1, size))
+    return int((of_groups < 0).all(1).sum())
 
 
 def prompts_in_order(run: Path, count: int) -> list[list[int]]:
