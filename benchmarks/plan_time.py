@@ -301,7 +301,11 @@ def estimated(made: Measured, described: HardwareConfig) -> StepTime:
     config, rollout = made.config, made.config.rollout
     machine = Machine(hardware=described, gpus_per_node=10**6)
     memory = rollout_memory(
-        made.architecture, rollout.tp, dtype=rollout.dtype, gpu_bytes=int(described.memory_gib * GIB)
+        made.architecture,
+        rollout.tp,
+        dtype=rollout.dtype,
+        gpu_bytes=int(described.memory_gib * GIB),
+        max_tokens=rollout.max_total_tokens,
     )
     estimator = Estimator(made.architecture, config, made.lengths, machine)
     return estimator.step(config.layout, tp=rollout.tp, replicas=rollout.replicas, memory=memory)

@@ -137,6 +137,7 @@ def print_times(names: list[str]) -> None:
                 gpu_bytes=int(hardware.memory_gib * GIB),
                 static_share=static_share(config),
                 quantization=rollout.quantization,
+                max_tokens=rollout.max_total_tokens,
             )
             step = estimator.step(config.layout, tp=rollout.tp, replicas=rollout.replicas, memory=memory)
             training = step.training

@@ -127,7 +127,7 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
         yield Contradiction(
             (field, "task.type"),
             f"{field}={kind} reads a field of the rows of a data file, and task.type=countdown has none",
-            "use task.type=jsonl",
+            "use task.type=jsonl, or leave `sampler` out" if kind == "mixture" else "use task.type=jsonl",
         )
     for field, part, _ in parts:
         if part.type in _OF_OTHER_ANSWERS.get(config.task.type, ()):

@@ -34,7 +34,9 @@ def check_file_to_write(option: str, file: Path, suffix: str = "") -> None:
         ends = f" that ends with {suffix}" if suffix else ""
         error = f"{option}: {file} is not the name of a file to write"
         raise ValueError(f"{error}; name one{ends} in a folder that exists")
-    check_can_be_made(option, file.parent)
+    # A pipe of the shell's, /dev/fd/63, lies in no folder that can be written to.
+    if not os.access(file, os.W_OK):
+        check_can_be_made(option, file.parent)
 
 
 def check_new_page(option: str, page: Path) -> None:

@@ -258,8 +258,9 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
             yield Item(path, "left by an export that was killed")
         elif path.name == "metrics.lost.jsonl":
             yield Item(path, "of an attempt without a checkpoint")
-    yield from _killed_writes(run.path)
-    yield from _killed_writes(run.batches)
+        else:
+            yield from _killed_writes([path])
+    yield from _killed_writes(_inside(run.batches))
     job, logs = recorded_job(run), [path for path in _inside(run.logs) if SLURM_LOG.fullmatch(path.name)]
     # Where the last job has left no log, one of the others may be its own, or is the newest that there is.
     if f"slurm-{job}.log" in {path.name for path in logs}:
@@ -268,8 +269,8 @@ def _leftovers(run: RunFolder) -> Iterator[Item]:
                 yield Item(path, f"the log of a job before the last one, {job}")
 
 
-def _killed_writes(folder: Path) -> Iterator[Item]:
-    for path in _inside(folder):
+def _killed_writes(paths: Iterable[Path]) -> Iterator[Item]:
+    for path in paths:
         if path.is_file() and KILLED_WRITE.fullmatch(path.name):
             yield Item(path, "left by a write that was killed")
 
@@ -302,7 +303,7 @@ def _sweep_items(folder: Path) -> Iterator[Item | LeftAlone]:
             for path in (folder / f"{name}.yaml", folder / f"{name}.log"):
                 if path.is_file() and not path.is_symlink():
                     yield Item(path, "of a sweep's run that is finished; its folder has the like")
-    yield from _killed_writes(folder)
+    yield from _killed_writes(_inside(folder))
 
 
 def _quickstart_models(folders: Sequence[Path], runs: Sequence[RunFolder]) -> Iterator[Item | LeftAlone]:

@@ -66,7 +66,8 @@ def _value_of(node: ast.expr, numbers: list[int]) -> int:
         numbers.append(node.value)
         return node.value
     if not isinstance(node, ast.BinOp) or type(node.op) not in OPERATORS:
-        raise ExpressionError(f"{ast.unparse(node)} is neither a number nor a sum, a difference or a product")
+        # Without the node's text: ``ast.unparse`` recurses thrice as deep as the tree, and a caller may be deep in its stack.
+        raise ExpressionError("a part is neither a number nor a sum, a difference or a product")
     left, right = _value_of(node.left, numbers), _value_of(node.right, numbers)
     return OPERATORS[type(node.op)](left, right)
 

@@ -578,7 +578,7 @@ TABLE = {
     ),
     "a mixture without records": Broken(
         options="sampler={type: mixture, field: source, weights: {math: 3, code: 1}}", field="sampler.type, task.type", value="mixture",
-        error="task.type=countdown has none", fix="use task.type=jsonl",
+        error="task.type=countdown has none", fix="use task.type=jsonl, or leave `sampler` out",
     ),
     "a mixture of nothing": Broken(
         options="task={type: gsm8k, train_path: sound.jsonl} sampler={type: mixture, field: answer, weights: {math: 0}}",

@@ -174,6 +174,19 @@ def test_refused_texts(text):
         evaluate(text)
 
 
+@pytest.mark.parametrize(
+    "text", ["-" * (MAX_CHARACTERS - 1) + "1", "1" + "**1" * 85, "1" + "(1)" * 85, "1-(-1)" + "-1" * 125]
+)
+def test_no_text_takes_more_of_the_stack_than_a_caller_has(text):
+    """A sample role that raised RecursionError would end."""
+
+    def far_down(steps: int):
+        return far_down(steps - 1) if steps else evaluate(text)
+
+    with pytest.raises(ExpressionError):
+        far_down(500)
+
+
 def test_limits_of_length_and_depth():
     assert evaluate("(" * MAX_DEPTH + "1" + ")" * MAX_DEPTH).value == 1
     with pytest.raises(ExpressionError, match="nested deeper"):

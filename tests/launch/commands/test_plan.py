@@ -202,7 +202,7 @@ def test_a_description_of_ones_own_is_taken(config):
     ("arguments", "said"),
     [
         (["--gpu", "h10"], ["--gpu", "h10", "did you mean `h100`?", "a100, cpu, h100, h200"]),
-        (["--gpu", "none.yaml"], ["--gpu", "none.yaml", "no such file"]),
+        (["--gpu", "none.yaml"], ["--gpu", "none.yaml", "no such file", "a100, cpu, h100, h200"]),
         (["--gpu", "wrong.yaml"], ["memory_gib", "-1", "peak_tflop", "did you mean `peak_tflops`", "required"]),
         (["--gpu", "list.yaml"], ["list.yaml", "a mapping of keys"]),
         (["--gpu", "."], ["--gpu", "no description of hardware has this name"]),

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from configs.errors import ConfigError
-from launch.checks.arguments import BadInput
+from launch.checks.arguments import BadInput, check_file_to_write
 from launch.cli import app
 from launch.studies import simulate
 from launch.studies.simulate import SimulationFailed, ranks_of_stages, simulate_ranks
@@ -110,6 +110,15 @@ def test_bad_input_is_named_before_anything_runs(folder, lines, arguments, error
     done = run(config_file(folder, *lines), *arguments)
     assert isinstance(done.exception, BadInput | ConfigError)
     assert error in str(done.exception)
+
+
+def test_a_pipe_of_the_shell_can_be_written_to():
+    """As of ``--json >(jq .)``: no file can be made in its folder."""
+    reading, writing = os.pipe()
+    with os.fdopen(reading), os.fdopen(writing, "w"):
+        check_file_to_write("--json", Path(f"/dev/fd/{writing}"))
+    with pytest.raises(ValueError, match="cannot be written to"):
+        check_file_to_write("--json", Path("/proc/self/fd/out.json"))
 
 
 def test_experts_that_do_not_split_are_named(tmp_path):

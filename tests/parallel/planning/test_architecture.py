@@ -136,12 +136,7 @@ def test_a_gemma_of_a_published_config():
     found = read_architecture(config)
     assert found.windows == (9, 9, 9, 9, 9, None, 9) and found.tied and found.score_scale == 1 / 8
     assert read_architecture(config | {"sliding_window_pattern": 2}).windows == (9, None) * 3 + (9,)
-    assert (
-        found.family.is_gemma
-        and found.family.is_gemma
-        and found.family.centred_norms
-        and found.layer_norms == 4
-    )
+    assert found.family.is_gemma and found.family.centred_norms and found.layer_norms == 4
     with pytest.raises(ValueError, match="aligned covers layers of Llama's form"):
         check_numerics(1, found)
 

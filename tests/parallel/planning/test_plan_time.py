@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from dataclasses import replace
 from statistics import NormalDist
 
 import pytest
@@ -113,6 +114,16 @@ def test_one_unknown_alone_takes_all_the_time(folder):
         for part in PARTS:
             assert two[part] == pytest.approx(2 * one[part], rel=1e-6, abs=1e-6), (name, part)
         assert one["step"] > 0, name
+
+
+def test_as_many_responses_run_as_the_limit_of_the_cache_holds(folder):
+    """600 tokens hold 7 responses of 72 tokens and their prompts of 12."""
+    limited = replace(CALIBRATION[3], others=("rollout.max_total_tokens=600",))
+    running = [
+        estimated(made_run(shape, folder), made_of(TRUTH, memory_gb_s=12.0)).sampling.running
+        for shape in (limited, CALIBRATION[3])
+    ]
+    assert running == [7, 64]
 
 
 def test_parts_sum_to_the_step_and_a_pass_that_is_not_made_is_of_the_rest():

@@ -415,7 +415,7 @@ def test_the_selftest_finds_a_server_whose_weights_were_changed_behind_its_back(
     assert found["max_logprob_gap_nats"] <= EXACT and found["tokens"] == 6 * 2 * 24
     control.load_from_disk(model_dirs[1], version=2)
     with pytest.raises(
-        CheckFailed, match=r"a sampled token's log-prob differs by .* in float32 0\.0001 nats is allowed"
+        CheckFailed, match=r"in float32 a sampled token's log-prob differs by .* 0\.0001 nats is allowed"
     ):
         of_selftest(served.engines)
 

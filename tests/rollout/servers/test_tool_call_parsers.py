@@ -1,12 +1,13 @@
-"""Tool calls in sampled text, by SGLang's own parsers. All tests share their process, which takes seconds to start."""
+"""Tool calls in sampled text, by SGLang's own parsers. Tests share a parser, whose process takes seconds to start."""
 
 import json
 import re
+from contextlib import closing
 
 import pytest
 
 from rollout.environments.template_probes import EXAMPLE_TOOL
-from rollout.environments.tool_calls import ParserProcess, ToolCallParser
+from rollout.environments.tool_calls import ToolCallParser
 
 pytestmark = pytest.mark.engines
 
@@ -15,15 +16,9 @@ TOOLS = [EXAMPLE_TOOL]
 
 
 @pytest.fixture(scope="module")
-def process():
-    process = ParserProcess()
-    yield process
-    process.close()
-
-
-@pytest.fixture(scope="module")
-def qwen(process):
-    return ToolCallParser(process, "qwen25", reasoning_parser="qwen3")
+def qwen():
+    with closing(ToolCallParser("qwen25", reasoning_parser="qwen3")) as parser:
+        yield parser
 
 
 def test_calls_are_found(qwen):
@@ -89,12 +84,12 @@ def test_nesting_that_a_caller_could_not_read_is_an_error(qwen):
     assert call["name"] == "tandem_probe"
 
 
-def test_llamas_calls_have_no_mark(process):
-    parser = ToolCallParser(process, "llama3")
+def test_llamas_calls_have_no_mark():
     call = {"name": "tandem_probe", "parameters": {"a": 1}}
-    for text in (json.dumps(call), f"<|python_tag|>{json.dumps(call)}"):
-        (found,) = parser(text, TOOLS).calls
-        assert (found["name"], found["arguments"]) == ("tandem_probe", {"a": 1})
-    turn = parser('{"answer": 4}', TOOLS)
-    assert (turn.content, turn.calls, turn.error) == ('{"answer": 4}', [], None)
-    assert parser(json.dumps(call)[:-2], TOOLS).error is not None
+    with closing(ToolCallParser("llama3")) as parser:
+        for text in (json.dumps(call), f"<|python_tag|>{json.dumps(call)}"):
+            (found,) = parser(text, TOOLS).calls
+            assert (found["name"], found["arguments"]) == ("tandem_probe", {"a": 1})
+        turn = parser('{"answer": 4}', TOOLS)
+        assert (turn.content, turn.calls, turn.error) == ('{"answer": 4}', [], None)
+        assert parser(json.dumps(call)[:-2], TOOLS).error is not None
