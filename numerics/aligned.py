@@ -30,7 +30,8 @@ QUERIES = 32
 KEYS = 64
 """Queries and keys of a block of attention."""
 ALIGNMENT = 64
-"""Bytes at whose multiples a matrix starts: a kernel may treat what lies before a boundary apart."""
+"""Bytes; a matrix starts at an address that is a multiple of this: a kernel may treat data before a boundary
+separately."""
 
 
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, pieces: int = 1) -> Tensor:
@@ -39,7 +40,7 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, *, pieces
     The inputs are split into ``pieces`` equal parts. The product of each is rounded to the dtype, and so is each sum of
     two of them (``tree_sum``); the bias is added last.
 
-    Raises RuntimeError where pieces does not divide K.
+    Raises RuntimeError if pieces does not divide K.
     """
     parts = (y.unflatten(-1, (pieces, -1)).unbind(-2) for y in (x, weight_NK))
     out = tree_sum([_product(part, weight) for part, weight in zip(*parts, strict=True)])
@@ -74,7 +75,7 @@ def tree_sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 def aligned_in_memory(matrix: Tensor) -> Tensor:
-    """The matrix, contiguous; a copy where it starts at no multiple of ``ALIGNMENT`` bytes."""
+    """The matrix, contiguous; a copy if it does not start at a multiple of ``ALIGNMENT`` bytes."""
     matrix = matrix.contiguous()
     return matrix if matrix.data_ptr() % ALIGNMENT == 0 else matrix.clone()
 
@@ -118,7 +119,7 @@ def attention(
     Blocks of ``QUERIES`` x ``KEYS`` in float32, with a running maximum and a running sum over the blocks of keys, in
     order (Milakov and Gimelshein 2018). A block of which a query sees nothing adds exact zeros and leaves its maximum
     as it is: keys after a query's last one change nothing, so decoding equals prefill. ``sees_BRS`` is bool, with
-    1 in place of B or R where it is the same for all; every query sees the first key.
+    1 instead of B or R if it is the same for all; every query sees the first key.
     """
     num_rows, (batch, num_keys, size) = query_BRD.shape[1], key_BSD.shape
     blocks = -(-num_rows // QUERIES)

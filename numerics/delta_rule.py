@@ -28,11 +28,12 @@ class ChunkPlan:
     """The chunks of a micro-batch: the first of every sequence, then the second of those that have one, and so on."""
 
     tokens_JC: Tensor
-    """int64, places in the model's order; T where a sequence has ended."""
+    """int64, places in the model's order; T after the end of a sequence."""
     places_T: Tensor
-    """int64, where each token is in ``tokens_JC``, flat."""
+    """int64, the flat place of each token in ``tokens_JC``."""
     counts: tuple[int, ...]
-    """Sequences that have a first, a second, ... chunk. The longest come first, so those that go on are the first ones."""
+    """Sequences that have a first, a second, ... chunk. The longest come first, so those that continue are
+    the first ones."""
     position_T: Tensor
     """int64, of each token in its sequence."""
     rows_S: Tensor
@@ -72,8 +73,9 @@ def gated_delta_rule(
     plan: ChunkPlan,
     start_SANV: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o_t [T, A, V] of the recurrence above, states behind each sequence's last token [S, A, N, V]), float32 as its
-    arguments. Queries and keys have length 1. start_SANV: the states before the first tokens; None: zero."""
+    """(o_t [T, A, V] of the recurrence above, states after each sequence's last token [S, A, N, V]), float32
+    as its arguments. Queries and keys have length 1. start_SANV: the states before the first tokens; None:
+    zero."""
     scale = query_TAN.shape[-1] ** -0.5
     query, key, value = (
         _in_chunks(x, plan) for x in (query_TAN * scale, key_TAN, value_TAV)
@@ -86,7 +88,7 @@ def gated_delta_rule(
     decay = (g - g.transpose(2, 3)).masked_fill(later, -torch.inf).exp()
     keys_T = key.transpose(2, 3)
     written = step * key
-    system = written @ keys_T * decay  # of which the diagonal is taken for 1
+    system = written @ keys_T * decay  # whose diagonal counts as 1
     both = torch.cat((step * value, written * g.exp()), -1)
     solved = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True)
     values, read = solved.split([value.shape[-1], key.shape[-1]], -1)
@@ -112,7 +114,7 @@ def gated_delta_rule(
 
 
 def _in_chunks(x_TAD: Tensor, plan: ChunkPlan) -> Tensor:
-    """[J, A, C, D], zero where a sequence has ended."""
+    """[J, A, C, D], zero after the end of a sequence."""
     padded = F.pad(x_TAD, (0, 0, 0, 0, 0, 1))
     return (
         padded.index_select(0, plan.tokens_JC.flatten())

@@ -134,7 +134,7 @@ class Packed:
         return max(1, AT_ONCE["cpu" if device.type == "cpu" else "cuda"] // (height * self.columns)) * height
 
     def _only_scale(self, weight: Tensor, at_once: int) -> Tensor:
-        """float32 [1, 1]: the scale of a matrix that is one block, by a pass of its own."""
+        """float32 [1, 1]: the scale of a matrix that is one block, by a separate pass."""
         ends = torch.stack([torch.stack(torch.aminmax(_as_float32(part))) for part in weight.split(at_once)])
         return ends.abs().amax().view(1, 1).div_(self.grid.greatest)
 

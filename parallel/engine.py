@@ -144,7 +144,7 @@ class MegatronEngine(Engine):
     def _differing_experts(
         self, microbatches: Sequence[PackedBatch], replays: Sequence[Replay]
     ) -> DifferingExperts | None:
-        """A collective where experts are replayed: each rank has counted its own layers and tokens."""
+        """A collective if experts are replayed: each rank has counted its own layers and tokens."""
         experts = self.architecture.experts
         if experts is None or microbatches[0].experts_TLK is None:
             return None

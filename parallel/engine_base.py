@@ -81,7 +81,7 @@ class UpdateResult:
     outputs: list[Any]
     skipped: bool | None
     differing_experts: DifferingExperts | None = None
-    """None where no experts were replayed."""
+    """None if no experts were replayed."""
 
 
 class Engine(ABC):

@@ -11,8 +11,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptSets:
-    """Token t has ``num_T[t]`` ids of ``ids_M``, behind those of the tokens before it. A token with none has the full
-    vocabulary: nothing was truncated there, or nothing was sampled."""
+    """Token t has ``num_T[t]`` ids of ``ids_M``, after those of the tokens before it. A token with none has
+    the full vocabulary: nothing was truncated there, or nothing was sampled."""
 
     num_T: Tensor
     """int32"""

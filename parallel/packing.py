@@ -1,4 +1,4 @@
-"""Packed batches: sequences laid end to end, never padded, and shifted by one token here and nowhere else.
+"""Packed batches: sequences end to end, never padded. The shift by one token happens here and nowhere else.
 
 ``docs/notation.md`` describes the layout. L are the layers with experts here, K the experts of a token, and M the
 kept ids of all tokens (``KeptSets``).
@@ -23,7 +23,7 @@ percents, and exp overflows."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedBatch:
-    """S sequences of T tokens in all, on one rank. Optional fields are set as the step goes on.
+    """S sequences of T tokens in all, on one rank. Optional fields are set in the course of the step.
 
     Raises ValueError, naming the field, for a field that is not one value per token, has another dtype than
     documented below (float64 is as good as float32), or does not fit ``cu_seqlens``.
@@ -38,7 +38,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     """int32 [S + 1], on the CPU: sequence s takes places cu_seqlens[s]:cu_seqlens[s + 1]."""
     response_mask_T: Tensor
-    """bool, True where the target is a response token."""
+    """bool, True if the target is a response token."""
     rollout_logprobs_T: Tensor
     """float32 nats, of the target, by the server while sampling; arbitrary off the mask."""
     sequence_ids_S: Tensor
@@ -62,7 +62,7 @@ class PackedBatch:
     kept_ids_M: Tensor | None = None
     """int32: these ids, token after token. None with ``num_kept_T``."""
     old_logprobs_T: Tensor | None = None
-    """float32 nats. None where current is old: the update's forward pass gives both."""
+    """float32 nats. None if current is old: the update's forward pass gives both."""
     ref_logprobs_T: Tensor | None = None
     advantages_T: Tensor | None = None
     values_T: Tensor | None = None
@@ -118,7 +118,7 @@ class PackedBatch:
     def _require_kept(self) -> None:
         if self.kept_ids_M is not None and self.kept_ids_M.dtype != torch.int32:
             raise ValueError(f"kept_ids_M is {self.kept_ids_M.dtype}; convert it to int32")
-        _ = self.kept  # raises where counts and ids do not fit
+        _ = self.kept  # raises if counts and ids do not fit
 
     @property
     def prompts(self) -> tuple[Tensor, Tensor] | None:
@@ -157,7 +157,8 @@ class PackedBatch:
         return replace(self, **tensors)
 
     def select(self, rows: Sequence[int]) -> "PackedBatch":
-        """The sequences at ``rows``, in that order, as a batch of their own with all fields per token that are set."""
+        """The sequences at ``rows``, in that order, as a separate batch with all fields per token that are
+        set."""
         bounds = self.cu_seqlens.tolist()
         empty = torch.empty(0, dtype=torch.int64)
         places = torch.cat([empty, *(torch.arange(bounds[r], bounds[r + 1]) for r in rows)])
@@ -172,7 +173,8 @@ class PackedBatch:
         return replace(self, **taken, cu_seqlens=lengths.cumsum(0).to(torch.int32))
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """A copy with every tensor per token on ``device``; cu_seqlens and what there is per sequence stay on the CPU."""
+        """A copy with every tensor per token on ``device``; cu_seqlens and the fields per sequence stay on
+        the CPU."""
         moved = {name: value.to(device) for name, value in self.per_token()}
         if self.kept_ids_M is not None:
             moved["kept_ids_M"] = self.kept_ids_M.to(device)
@@ -195,7 +197,7 @@ _DTYPES = {
 def require_per_token(
     name: str, value: Tensor, num_tokens: int, dtypes: Sequence[torch.dtype] = FLOATS
 ) -> None:
-    """Raises ValueError where the tensor is not one value per token, or of none of ``dtypes``."""
+    """Raises ValueError if the tensor does not have one value per token, or has none of ``dtypes``."""
     if value.shape != (num_tokens,):
         raise ValueError(
             f"{name} has shape {tuple(value.shape)}, the batch {num_tokens} tokens; pass one value per token"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 ROOM = 8192
-"""Bytes of the buffer in which all ranks send what is short enough, its size before it."""
+"""Bytes of the buffer in which all ranks send short messages, each after its size."""
 _SIZE = np.dtype(np.int64)
 
 
@@ -39,7 +39,8 @@ def from_all_ranks(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def bytes_of_all_ranks(mine: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """The bytes of each rank of ``group``, in the order of ranks: one message where they are short on every rank."""
+    """The bytes of each rank of ``group``, in the order of ranks. If they are short on every rank, one
+    message carries them."""
     rows = _gathered(mine, ROOM, group)
     sizes = [int(row[: _SIZE.itemsize].view(_SIZE)[0]) for row in rows]
     if _SIZE.itemsize + max(sizes) > ROOM:

@@ -2,7 +2,7 @@
 
 recorder.py   a process writes its spans, a line each, into RUN/trace/
 reading.py    the spans of all processes of a run folder, and their Chrome trace
-parts.py      the parts of a step by role, and what they leave of its wall time
+parts.py      the parts of a step by role, and the rest of its wall time
 """
 
 from tracing.recorder import Recorder, Span, at_step, install, laps, span

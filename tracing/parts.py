@@ -1,4 +1,5 @@
-"""The parts of the traced steps by role: their seconds, their share of the wall time, and what is outside of them."""
+"""The parts of the traced steps by role: their seconds, their share of the wall time, and the time outside
+them."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -97,7 +98,7 @@ def _with_paths(spans: Sequence[Recorded]) -> Iterator[tuple[tuple[str, ...], Re
 
 
 def _by_tree(tree: Tree) -> Iterator[tuple[tuple[str, ...], list[Recorded]]]:
-    """Each path behind the one that it is in; those in one path by their first begin."""
+    """Each path after the one that contains it; paths inside one path in the order of their first begin."""
     first = {path: spans[0].begin for path, spans in tree.items()}
     # A path begins with the beginnings of those around it.
     yield from sorted(

@@ -75,7 +75,7 @@ class Trace:
 
 
 def read_trace(run: Path) -> Trace:
-    """What the processes of a run have recorded. It may go on: a torn last line is left out.
+    """The records of a run's processes. The run may still continue: a torn last line is left out.
 
     Raises ValueError for a file in which another line cannot be read, or which names no clocks.
     """
@@ -166,7 +166,7 @@ def union_of(times: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def part_of(union: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    """Those times of a ``union_of`` that reach into what is between ``begin`` and ``end``."""
+    """The times of a ``union_of`` that overlap the time from ``begin`` to ``end``."""
     return union[bisect_right(union, begin, key=itemgetter(1)) : bisect_left(union, end, key=itemgetter(0))]
 
 

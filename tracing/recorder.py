@@ -66,7 +66,7 @@ class Recorder:
         return file
 
     def write(self, name: str, row: str, begin: int, end: int, notes: dict[str, Any]) -> None:
-        """A span that was begun in the window may end behind it, and is left out there."""
+        """A span that began in the window may end after it, and is then left out."""
         if self._file is not None:
             with self._unless_disk_is_full():
                 self._file.write(json.dumps([name, row, begin, end, notes]) + "\n")
@@ -84,7 +84,7 @@ class Recorder:
 
     @contextmanager
     def _unless_disk_is_full(self) -> Iterator[None]:
-        """A trace that cannot be written ends, and the run goes on."""
+        """A trace that cannot be written ends, and the run continues."""
         try:
             yield
         except OSError as error:
@@ -105,7 +105,7 @@ def _boot() -> str:
 
 
 class Span:
-    """A context manager: the time that it is entered for. ``note`` adds what is known later."""
+    """A context manager that records the time inside it. ``note`` adds facts that are known later."""
 
     __slots__ = ("_begin", "_family", "_name", "_notes", "_recorder", "_token")
 
@@ -178,7 +178,7 @@ def span(name: str, /, *, family: str | None = None, **notes: Any) -> Span:
 
 @contextmanager
 def laps(name: str, /) -> Iterator[Callable[..., None]]:
-    """Spans end to end: each call of what is yielded, with notes, ends one and begins the next."""
+    """Spans end to end: each call of the yielded function, with notes, ends one span and begins the next."""
     now: list[Span] = []
 
     def end() -> None:

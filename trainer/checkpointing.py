@@ -36,13 +36,13 @@ POLL_S = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """State beside the engine's own that a resumed run needs to go on as if it had never stopped."""
+    """State besides the engine's own that a resumed run needs to continue as if it had never stopped."""
 
     step: int
     version: int
     sampler: dict | None
     kl_coefficient: float | None = None
-    """The coefficient of the KL in the reward; None where no adaptive controller moves it."""
+    """The coefficient of the KL in the reward; None if no adaptive controller changes it."""
     evaluation_owed: bool = False
     """Whether an interruption came before this step's evaluation."""
     best: dict | None = None
@@ -74,7 +74,8 @@ class Checkpointer:
         *,
         max_failed: float | None = None,
     ):
-        """max_failed: an evaluation of which a larger share of the rewards failed is not the best; None: any may be."""
+        """max_failed: an evaluation with a larger share of failed rewards cannot be the best; None: any
+        can."""
         self._turns, self._max_failed = turns or OwnDevices(), max_failed
         self._folder, self._critic_folder, self._config = folder, folder / "critic", config
         self.complete, self._saved = 0, 0
@@ -82,7 +83,8 @@ class Checkpointer:
         """Seconds of the newest checkpoint that this process has written."""
         self._position: dict | None = None
         self.notices: list[str] = []
-        """Checkpoints that ``restore`` could not use, for console.log. They are on the console already."""
+        """Checkpoints that ``restore`` could not use, for console.log. They were already printed on the
+        console."""
         self._evaluation_owed = False
         self._best: Best | None = None
 
@@ -95,11 +97,11 @@ class Checkpointer:
         evaluation_owed: bool = False,
         evaluated: Mapping[str, float] = MappingProxyType({}),
     ) -> str | None:
-        """Note that ``step`` is complete (weights, metrics and data position), and save it if it is due, or the best so
-        far by ``evaluated``, the metrics of its evaluation (on rank 0). A full disk does not end the run: returns the
-        warning of it, on rank 0."""
+        """Note that ``step`` is complete (weights, metrics and data position), and save it if it is due, or
+        if it is the best so far by ``evaluated``, the metrics of its evaluation (on rank 0). A full disk does
+        not end the run: rank 0 returns a warning."""
         self.complete, self._evaluation_owed = step, evaluation_owed
-        # The sampler's own moves on with the next groups, which may be dropped.
+        # The sampler's own position advances with the next groups, which may be dropped.
         self._position = sampler.state()
         best_before = self._best
         is_due = self.is_best(step, evaluated) or (self._config.every and step % self._config.every == 0)
@@ -114,13 +116,14 @@ class Checkpointer:
             )
 
     def after_owed_evaluation(self, learner: Learner, evaluated: Mapping[str, float]) -> str | None:
-        """Note whether the step that a run was resumed from, and that has a checkpoint, is the best so far. Returns the
-        warning of a full disk, on rank 0."""
+        """Note whether the step from which a run was resumed, which has a checkpoint, is the best so far. If
+        the disk is full, rank 0 returns a warning."""
         is_best = self.is_best(self.complete, evaluated)
         return self._prune() if is_best and learner.is_first_rank else None
 
     def is_best(self, step: int, evaluated: Mapping[str, float]) -> bool:
-        """Whether the evaluation of ``step`` is better than all before, the same on all ranks. It is then the best."""
+        """Whether the evaluation of ``step`` is better than all before, the same on all ranks. If so, it is
+        noted as the best."""
         metric = self._config.keep_best
         if metric is None:
             return False
@@ -134,13 +137,14 @@ class Checkpointer:
         return True
 
     def save_last(self, learner: Learner) -> str | None:
-        """Save the last complete step, as ``save`` does, unless it is saved already. No weights may have moved since that
-        step."""
+        """Save the last complete step, as ``save`` does, unless it is saved already. The weights must be
+        those of that step."""
         return self.save(self.complete, learner) if self._saved < self.complete else None
 
     def save_before_export(self, learner: Learner, sampler: SharedSampler) -> str | None:
-        """Save the last steps, as ``save`` does, before a long export, which may be killed. Returns, on rank 0, also the
-        warning of a disk without space for them: it may have space for the model, which is several times smaller.
+        """Save the last steps, as ``save`` does, before a long export, which may be killed. A disk without
+        space for them gives only a warning, which rank 0 returns: the disk may have space for the model,
+        which is several times smaller.
 
         A run without checkpoints gets one only if it was asked to stop, as its time to finish may run out.
         """
@@ -152,8 +156,8 @@ class Checkpointer:
             return f"{full}; the model is written nevertheless, and a resume to more steps goes on from an earlier checkpoint"
 
     def save(self, step: int, learner: Learner) -> str | None:
-        """Raises DiskFull on all ranks. Returns, on rank 0, the warning of a disk that had space for the checkpoint and none
-        for the name of the best one."""
+        """Raises DiskFull on all ranks. Rank 0 returns a warning if the disk had space for the checkpoint but
+        not for the name of the best one."""
         warning, full, began = None, None, time.perf_counter()
         progress = Progress(
             step=step,
@@ -201,11 +205,12 @@ class Checkpointer:
                 remove(folder)
 
     def restore(self, learner: Learner, sampler: SharedSampler) -> Progress | None:
-        """Load the newest checkpoint that is undamaged. None without checkpoints: the data then starts anew.
+        """Load the newest undamaged checkpoint. None without checkpoints: the data then starts from the
+        beginning.
 
-        Newer ones that are damaged, or whose critic's is, are named on the console and set aside. Raises
-        CheckpointError where all are damaged, and for checkpoints of another version, without a critic, or of
-        another model.
+        Newer checkpoints that are damaged, or whose critic's checkpoint is, are named on the console and set
+        aside. Raises CheckpointError if all are damaged, and for checkpoints of another version, without a
+        critic, or of another model.
         """
         steps = self._folders_of_steps(has_critic=learner.critic is not None)
         if not steps:
@@ -236,7 +241,7 @@ class Checkpointer:
         return from_first_rank(seen)
 
     def _set_aside(self, damaged: Mapping[Path, str], *, instead: Path) -> None:
-        """Rename damaged checkpoints, so that they are not taken for the newest, and say so. On rank 0."""
+        """Rename damaged checkpoints, so that they do not count as the newest, and print it. On rank 0."""
         for policy, damage in damaged.items():
             folders = (policy, self._critic_folder / policy.name)
             kept = [str(set_aside(folder)) for folder in folders if folder.is_dir()]
@@ -247,8 +252,8 @@ class Checkpointer:
 
 
 def _seen_by_this_node(folders: Sequence[Path], in_full: Sequence[Path]) -> Sequence[Path]:
-    """``folders``, as soon as this node sees complete what rank 0 does, or after a deadline: its view of a
-    shared folder may lag."""
+    """``folders``, as soon as this node sees the same complete checkpoints as rank 0, or after a deadline: a
+    node's view of a shared folder may lag."""
     deadline = time.monotonic() + SHARED_FOLDER_S
     while not all(map(is_valid, in_full)) and time.monotonic() < deadline:
         time.sleep(POLL_S)

@@ -15,9 +15,9 @@ from trainer.ranks.metrics import Metric, merge_metrics, merge_over_ranks
 
 
 class Critic:
-    """A value model beside the policy, in the policy's layout. ``engine`` saves and loads its checkpoints.
+    """A value model besides the policy, in the policy's layout. ``engine`` saves and loads its checkpoints.
 
-    Raises ValueError where the critic's vocabulary lacks tokens of the policy's.
+    Raises ValueError if the critic's vocabulary lacks tokens of the policy's.
     """
 
     def __init__(self, config: RunConfig):

@@ -1,8 +1,8 @@
-"""How closely learner and servers must agree on a token's log-prob, by the numbers that they compute with.
+"""How closely learner and servers must agree on a token's log-prob, depending on the precision of both.
 
-In float32 on both sides only the order of rounding differs, and with aligned numerics nothing does: a larger gap means that the
-servers hold other weights, or compute another softmax. Other engines have no bound that would tell the one from the other;
-their gap is measured (``mismatch/*``), and alarms watch it.
+In float32 on both sides only the order of rounding differs, and with aligned numerics nothing differs. A
+larger gap means that the servers hold other weights, or compute another softmax. For other precisions no
+bound separates rounding from wrong weights; their gap is measured (``mismatch/*``), and alarms watch it.
 """
 
 import math
@@ -24,8 +24,8 @@ UNLIKELY_TOLERANCE = 1e-3
 
 
 class ForeignSamplesError(RuntimeError):
-    """A step was trained on samples of other weights, or of another softmax. This is no interruption, as the
-    step's weights are not worth a checkpoint."""
+    """A step was trained on samples of other weights, or of another softmax. This is not an interruption,
+    since the step's weights must not be saved."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Allowed:
     """The greatest differences."""
 
     engines: str
-    """The engines that must keep to them, in words."""
+    """A description of the engines that must keep to them."""
     probability: float
     """Of a sampled token; on a probe token the same number of nats."""
     nats: float
@@ -42,13 +42,13 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAgreement:
-    """What is demanded of a probe, and of the samples."""
+    """The agreement that a probe and the samples must have."""
 
     allowed: Allowed | None
     """None: any difference."""
     samples_are_probes: bool
-    """A step's samples are scored by the weights that sampled them, and the servers check every byte that they receive: no
-    probe is needed beside them."""
+    """Whether a step's samples are scored by the weights that sampled them, and the servers check every byte
+    that they receive. No probe is needed then."""
 
     @classmethod
     def of(
@@ -74,8 +74,8 @@ class EngineAgreement:
     def check_probe(
         self, ours: Sequence[float], theirs: Sequence[float], *, version: int, temperature: float
     ) -> float:
-        """The greatest difference of the probe's log-probs, in nats. Raises WeightSyncError where it is not finite, or greater
-        than allowed."""
+        """The greatest difference of the probe's log-probs, in nats. Raises WeightSyncError if it is not
+        finite, or greater than allowed."""
         # torch's maximum, unlike Python's, does not lose a NaN.
         differences = torch.tensor(ours, dtype=torch.float64) - torch.tensor(theirs, dtype=torch.float64)
         gap = differences.abs().max().item()
@@ -93,8 +93,9 @@ class EngineAgreement:
     def check_samples(
         self, gap: SampledGap | None, farthest: Callable[[Measure], str], *, version: int
     ) -> None:
-        """Raise ForeignSamplesError where a sampled token shows that the policy of the servers, at ``version``, was not the
-        learner's. farthest: names that token; a collective of the ranks that share the step's samples."""
+        """Raise ForeignSamplesError if a sampled token shows that the policy of the servers, at ``version``,
+        was not the learner's. farthest: names that token; a collective of the ranks that share the step's
+        samples."""
         allowed = self.allowed
         if gap is None or allowed is None or not self.samples_are_probes:
             return

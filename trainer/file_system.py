@@ -1,5 +1,5 @@
-"""Files that are replaced whole or grow by lines, how they are read, and the mounts of files: for all that a run or a
-command leaves behind."""
+"""Files that are replaced as a whole or grow by lines, their readers, and the mounts of files. Runs and
+commands write all their files by it."""
 
 import contextlib
 import errno
@@ -19,11 +19,12 @@ SHARED_FOLDER_S = 60.0
 
 
 def write_whole(path: Path, content: bytes, *, flush: bool = False) -> None:
-    """Write or replace a file, and make its folder: a reader sees the old file or the new one, also after a failure
-    (OSError). Several processes may write one file.
+    """Write or replace a file, and make its folder. A reader sees the old file or the new one, also after a
+    failure (OSError). Several processes may write one file.
 
-    flush: that holds after a loss of power too, which may leave the file empty otherwise. It waits for the disk, and so
-    for a checkpoint that is on its way there: not for a heartbeat, nor for each step.
+    flush: the same holds after a loss of power, which may otherwise leave the file empty. A flush waits for
+    the disk, and so for a checkpoint that is being written there. Do not flush a heartbeat, nor a file of
+    each step.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
@@ -35,15 +36,16 @@ def write_whole(path: Path, content: bytes, *, flush: bool = False) -> None:
                 os.fsync(file.fileno())
         fresh.replace(path)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a write to an open file names none
+        error.filename = error.filename or str(path)  # an error of a write to an open file has no file name
         with contextlib.suppress(OSError):
             fresh.unlink(missing_ok=True)
         raise
 
 
 def open_lock(path: Path) -> TextIO:
-    """A file that is there to be locked, made where it is missing. Its content stays, and a link is not followed (ValueError): in
-    a folder that several people write to, it may be anybody's, and lead to a file of whoever takes the lock."""
+    """A file for locking, created if it is missing. Its content stays. A link is not followed (ValueError):
+    in a folder that several people write to, anybody may have made it, and it may point to a file of the user
+    who takes the lock."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     except OSError as error:
@@ -54,7 +56,7 @@ def open_lock(path: Path) -> TextIO:
 
 
 def parse_json(text: str) -> object:
-    """Raises ValueError for NaN and infinities too, which are no JSON, and which no reader expects."""
+    """Raises ValueError also for NaN and infinities, which are not JSON and which no reader expects."""
     return json.loads(text, parse_constant=_refuse)
 
 
@@ -68,8 +70,8 @@ def read_file(
     damaged: list[str],
     parse: Callable[[str], object] = parse_json,
 ) -> dict | None:
-    """The content of a file that has at least these fields, of these types. None where the file is missing or
-    damaged; ``damaged`` gets what is wrong."""
+    """The content of a file that has at least these fields, of these types. None if the file is missing or
+    damaged; ``damaged`` gets the problem."""
     try:
         content = parse(text_of(file))
     except FileNotFoundError:
@@ -88,24 +90,24 @@ def read_file(
 
 
 class LineFile:
-    """A file to which lines are added, each on its disk at once. What a disk that is full does not take waits here, and
-    goes before the next line."""
+    """A file to which lines are added, each written to disk at once. If the disk is full, lines wait here,
+    and are written before the next line."""
 
     def __init__(self, path: Path):
         self._file, self._waiting = path.open("ab", buffering=0), b""
 
     def write(self, line: str) -> OSError | None:
-        """Returns the error where lines wait."""
+        """Returns the error if lines wait."""
         self._waiting += f"{line}\n".encode()
         return self.flush()
 
     def close(self) -> OSError | None:
-        """Returns the error where lines are lost."""
+        """Returns the error if lines are lost."""
         with self._file:
             return self.flush()
 
     def flush(self) -> OSError | None:
-        """Returns the error where lines wait."""
+        """Returns the error if lines wait."""
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting) :]

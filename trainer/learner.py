@@ -54,8 +54,8 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Result of the optimizer steps on one minibatch, the policy's and the critic's. Metrics are the same on
-    every rank."""
+    """Result of the policy's and the critic's optimizer step on one minibatch. Metrics are the same on every
+    rank."""
 
     metrics: dict[str, Metric] = field(default_factory=dict)
     logprobs: list[Tensor] = field(default_factory=list)
@@ -88,9 +88,9 @@ class Learner:
             pieces=config.numerics_pieces,
             lora=lora,
         )
-        self._reference = None  # also where the policy without its adapters is the reference
+        self._reference = None  # also if the reference is the policy without its adapters
         if config.has_reference_weights:
-            teacher = config.kl.model  # which no server computes: nothing aligns its numerics
+            teacher = config.kl.model  # no server computes it, so its numerics need not be aligned
             self._reference = engine_of(
                 teacher or config.model, training=None, pieces=None if teacher else config.numerics_pieces
             )
@@ -105,7 +105,7 @@ class Learner:
 
     @classmethod
     def of_policy_alone(cls, config: RunConfig) -> "Learner":
-        """A learner without ``ref`` and critic, to score with ``current`` or to send it."""
+        """A learner without ``ref`` and critic. It scores with ``current``, or sends it to servers."""
         return cls(config.model_copy(update={"kl": KLConfig(), "critic": None}))
 
     @property
@@ -129,10 +129,10 @@ class Learner:
 
     def receive(self, groups: Sequence[Group] | None) -> StepBatch:
         """This rank's balanced share of the groups, with the scalars of the whole step. Rank 0 passes the groups,
-        the others None. Each rank packs its own share, and compares it with what was sampled.
+        the others None. Each rank packs its own share, and checks it against the sampled tokens.
 
         Raises:
-            TurnsDiffer: on all ranks, where a turn is not what was sampled.
+            TurnsDiffer: on all ranks, if a turn differs from the sampled one.
         """
         shares = None if groups is None else self._shares_of(groups)
         # Tensor-, context- and pipeline-parallel siblings need the same share.
@@ -162,7 +162,8 @@ class Learner:
         return settings.share_prompts and settings.routing == "own" and self.engine.shares_prompts
 
     def _routing(self) -> Routing | None:
-        """The form of the experts that come with the samples."""
+        """Shape and dtype of the experts that come with the samples; None if the learner does not replay
+        them."""
         experts = self.engine.architecture.experts
         if self._config.learner.routing != "rollout" or experts is None:
             return None
@@ -177,8 +178,8 @@ class Learner:
         as the update.
 
         ``old`` stays unset if the policy's update comes next (``before_update``) and computes it in its own forward pass
-        (``RunConfig.scores_old``). Where episodes forked it is always computed: what is rejected must be known to average
-        over an episode, whose sequences may lie on several ranks.
+        (``RunConfig.scores_old``). If episodes forked, it is always computed: an average over an episode
+        needs to know which tokens are rejected, and the episode's sequences may lie on several ranks.
 
         With ``learner.routing: old`` the pass of ``old`` chooses the experts; ``ref`` and the update replay them.
         """
@@ -220,7 +221,7 @@ class Learner:
             return self.logprobs(batch)
 
     def logprobs(self, batch: StepBatch) -> Tensor:
-        """Log-probs of the learner's policy as it is now. [T], float32"""
+        """Log-probs of the learner's current policy. [T], float32"""
         return self._logprobs_by(self.engine, batch)
 
     def _logprobs_by(self, engine: MegatronEngine, batch: StepBatch) -> Tensor:
@@ -260,7 +261,8 @@ class Learner:
         def scale_of(outputs: list[Scored]) -> float:
             return kept_factor((scored.counted for scored in outputs), self.total)
 
-        # If rejection follows from the forward pass, so does the normaliser of the mean over kept tokens.
+        # If the forward pass decides the rejection, it also decides the normaliser of the mean over kept
+        # tokens.
         counts_kept = minibatch[0].importance_weights_T is None and config.correction.rejects_from_mean
         forward_only = self.have_no_gradient(minibatch)
         result = self.engine.update(
@@ -279,8 +281,9 @@ class Learner:
         return Update(metrics=metrics, logprobs=[scored.logprobs_T for scored in result.outputs])
 
     def have_no_gradient(self, minibatch: Sequence[PackedBatch]) -> list[bool]:
-        """Of each micro-batch whether its policy's gradient is known to be zero, on every data-parallel rank: all its
-        advantages are. One at least is not skipped, since the optimizer steps in any case."""
+        """For each micro-batch, whether the policy's gradient is known to be zero: all its advantages are
+        zero on every data-parallel rank. At least one micro-batch is not skipped, since the optimizer steps
+        in any case."""
         if not self._config.skips_zero_gradients or len(minibatch) == 1:
             return [False] * len(minibatch)
         signals = [int((batch.response_mask_T & (batch.advantages_T != 0)).sum()) for batch in minibatch]
@@ -319,7 +322,8 @@ class Learner:
 def learner_logprobs(
     batch: StepBatch, updates: Sequence[Update], correction: CorrectionConfig
 ) -> Tensor | None:
-    """``scored_old``, else each minibatch's ``current``; None where the policy scored nothing. [T] of this rank."""
+    """``scored_old``, else each minibatch's ``current``; None if the policy scored nothing. [T] of this
+    rank."""
     old_T = scored_old(batch.packed, correction)
     if old_T is not None:
         return old_T
@@ -335,7 +339,7 @@ def skipped_metrics(minibatch: Sequence[PackedBatch], forward_only: Sequence[boo
 
 
 def _optimizer_metrics(part: str, step: UpdateResult) -> dict[str, Metric]:
-    """Gradient norm and learning rate of an update that was done, and whether it was skipped."""
+    """Gradient norm and learning rate of an update, without a value if it was skipped, and whether it was."""
     done = 0 if step.skipped else 1
     metrics = {
         f"{part}/grad_norm": Metric(reduction=Reduction.MAX, parts=(step.grad_norm,) * done),

@@ -1,25 +1,26 @@
 """One RL step on one page.
 
-    sampler.next_groups   scored groups, from the sample role        (rank 0 asks; all ranks wait)
+    sampler.next_groups   scored groups, from the sample role        (rank 0 requests them; all ranks wait)
     learner.score         old and ref log-probs, values of a critic; no gradient
     correct               importance weights and rejection, from old against rollout
-    compute_advantages    from rewards of the whole step, less the KL to ref where it is in the reward
+    compute_advantages    from rewards of the whole step, less the KL to ref if it is in the reward
     learner.update        forward, loss, backward, clip, step; once per minibatch
                           (no backward for groups without signal, whose gradient is zero)
-                          (with a single minibatch current is old: score then leaves old out, and the loss
-                          corrects by its own forward pass; in bypass mode it does so against current)
+                          (with a single minibatch current is old: score leaves old out, and the loss computes
+                          the correction from its own forward pass; in bypass mode from current)
     weight_sync.publish   pause, send, verify, resume
 
 With ``rollout.max_staleness: 0`` every token of a step is sampled by the weights that the step starts from. With
-k >= 1 the sample role goes on with the groups of the next k steps while this page trains: a token is then at most
-k versions older, by the rule in ``rollout/sampling/pool.py``, and each keeps its version and its log-prob. All
-ranks run this page; asking, tracking and writing do nothing but on rank 0. Where learner and servers share
-devices they take turns (``trainer/turns.py``). Clock and spans say where the time goes (``trainer/step_clock.py``).
+k >= 1 the sample role already samples the groups of the next k steps while this page trains. A token is then
+at most k versions older (the rule is in ``rollout/sampling/pool.py``), and it keeps its version and its
+log-prob. All ranks run this page; only rank 0 requests samples, tracks and writes. If learner and servers
+share devices, they take turns (``trainer/turns.py``). Clock and spans measure where the time goes
+(``trainer/step_clock.py``).
 
-An interruption (a request to stop, a failure of the rollout side) reaches all ranks together. While a step
-waits for groups, nothing has moved, and the step is dropped. Once its weights have moved, the step is
-complete, even if the servers did not take them: it is recorded, and then the run ends. A resumed run makes up
-for an evaluation that was missed.
+An interruption (a request to stop, a failure of the rollout side) reaches all ranks together. If the step
+still waits for groups, no weight has changed, and the step is dropped. If its weights have changed, the step
+is complete, even if the servers did not take them: it is recorded, and then the run ends. A resumed run makes
+up for a missed evaluation.
 """
 
 from collections.abc import Callable, Iterator
@@ -67,9 +68,9 @@ class Run:
     evaluation_owed: bool = False
     """Whether the step before the first lacks its evaluation."""
     doing: Callable[[str], None] = lambda part: None
-    """Called with the part of the step that this rank is in."""
+    """Called with the name of each part of the step that this rank enters."""
     profiled: Callable[[int], AbstractContextManager[object]] = lambda step: nullcontext()
-    """Gives what a traced step runs in."""
+    """Gives the context manager in which a traced step runs."""
 
 
 def train(run: Run) -> None:
@@ -154,13 +155,13 @@ def train(run: Run) -> None:
 
 
 def tell_once(run: Run, about: str, problem: str | None) -> None:
-    """Say on the console what went wrong and does not end the run; nothing where ``problem`` is None."""
+    """Print on the console a problem that does not end the run; None: nothing to print."""
     if run.tracker is not None and problem is not None:
         run.tracker.warn_once(about, problem)
 
 
 def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
-    """Say on the console, once a run, why rewards failed. Metrics and alarms count them from then on."""
+    """Print on the console, once per run, why rewards failed. Metrics and alarms count later failures."""
     stats = sampled.stats
     if run.tracker is not None and stats is not None and stats.first_failure is not None:
         failed = f"{stats.failed_rewards} of {stats.scored} rewards failed"
@@ -168,7 +169,7 @@ def tell_of_failed_rewards(run: Run, step: int, sampled: Sampled) -> None:
 
 
 def evaluate(run: Run, step: int, clock: StepClock) -> EvaluationResult | None:
-    """Evaluate on the held-out problems, and say on the console, once a run, why rewards failed there."""
+    """Evaluate on the held-out problems, and print on the console, once per run, why rewards failed there."""
     with clock.time("evaluation"):
         result = run.sampler.evaluate()
     run.samples.keep_evaluation(step, result, run.learner.version)
@@ -181,8 +182,8 @@ def evaluate(run: Run, step: int, clock: StepClock) -> EvaluationResult | None:
 
 
 def evaluate_before(run: Run) -> None:
-    """Record the held-out accuracy before the first step: of a fresh run's model (step 0), or of a resumed
-    run's last step if an interruption came before its evaluation."""
+    """Record the held-out accuracy before the first step. A fresh run evaluates its model (step 0). A resumed
+    run evaluates its last step, if an interruption came before that evaluation."""
     is_due = run.evaluation_owed or (run.first_step == 1 and run.config.evaluation.at_ends)
     if not is_due:
         return

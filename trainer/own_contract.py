@@ -1,5 +1,5 @@
-"""The trial of a user's objective, advantage or weight on made batches, before a run starts: what the loss relies on and
-one call cannot show.
+"""The trial of a user's objective, advantage or weight on made batches, before a run starts. It checks
+properties that the loss relies on and that one call cannot show.
 
     form           one value for each, of the same dtype and device                              (own_parts.call, in a run too)
     finite         at log-ratios of 100, in a group of one, among equal rewards, without response tokens
@@ -8,7 +8,7 @@ one call cannot show.
     independence   objective and weight: a sequence has the same values, and gradient, in any batch and order
                    advantage: the order of samples and the numbers of groups do not matter
 
-``serve`` runs it in a process of its own (``launch/checks/own_parts.py`` is the other end of its pipe).
+``serve`` runs it in a separate process (``launch/checks/own_parts.py`` is the other end of its pipe).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ from trainer.algorithm.own_parts import (
 from trainer.algorithm.segments import ValidTokens, valid_tokens
 
 RELATIVE, ABSOLUTE = 1e-4, 1e-6
-"""Equal but for the rounding of float32 in another order."""
+"""Equal except for the rounding of float32 in another order."""
 FAR = 100.0
 """A log-ratio that does occur, and whose exp is infinite in float32."""
 RESPONSES = ((0, 1, 1, 1, 1), (0, 0, 1, 1), (0, 1, 1, 0, 0, 1, 1, 1), (0, 0, 0))
@@ -53,8 +53,8 @@ def serve(descriptor: int) -> None:
 
 
 def _attempt(what: str, name: str, fields: Mapping[str, Any]) -> None:
-    """what: "import" or "call". name: of the part. fields: of the function. Raises ValueError where the function cannot
-    be used, or does not keep to its contract."""
+    """what: "import" or "call". name: the part. fields: of ``OwnFunction``. Raises ValueError if the function
+    cannot be used, or does not keep its contract."""
     part, own = PARTS[name], TypeAdapter(OwnFunction).validate_python(fields)
     if what == "import":
         load(part, own.function)
@@ -63,7 +63,7 @@ def _attempt(what: str, name: str, fields: Mapping[str, Any]) -> None:
 
 
 def check_contract(part: Part, own: OwnFunction) -> None:
-    """Raises ValueError where the function does not keep to its contract."""
+    """Raises ValueError if the function does not keep its contract."""
     check_signature(part, own)
     {OBJECTIVE.name: _check_objective, ADVANTAGE.name: _check_advantage, WEIGHT.name: _check_weight}[
         part.name
@@ -170,7 +170,7 @@ def _losses(trial: _Trial, about: str, sequences: Sequence[_Sequence]) -> tuple[
     gradient_T = torch.zeros_like(leaf_T)
     if mask_T.any():
         _require_gradient_to(trial, loss_T, leaf_T)
-        # Weights that differ, as those of the aggregation do, and go with a sequence.
+        # Weights that differ between sequences, as those of the aggregation do.
         weights_T = torch.cat([torch.arange(1.0, length + 1) for length in lengths])
         try:
             (found_T,) = torch.autograd.grad((loss_T * weights_T * mask_T).sum(), leaf_T)
@@ -183,7 +183,7 @@ def _losses(trial: _Trial, about: str, sequences: Sequence[_Sequence]) -> tuple[
 
 
 def _require_gradient_to(trial: _Trial, loss_T: Tensor, leaf_T: Tensor) -> None:
-    """Raises ValueError where gradient flows to no current log-prob, or to something else too."""
+    """Raises ValueError if no gradient flows to current log-probs, or if gradient flows to something else."""
     if not loss_T.requires_grad:
         raise trial.error(
             "loss_T has no gradient to current_logprobs_T, so that nothing would be learned; compute it from current_logprobs_T without "
@@ -201,7 +201,7 @@ def _require_gradient_to(trial: _Trial, loss_T: Tensor, leaf_T: Tensor) -> None:
 
 
 def _leaves_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that a backward pass from ``tensor`` would give gradients."""
+    """The tensors that would get gradients in a backward pass from ``tensor``."""
     seen, todo, leaves = set(), [tensor.grad_fn], list[Tensor]()
     if tensor.grad_fn is None:
         return [tensor]

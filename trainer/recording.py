@@ -35,14 +35,15 @@ NOT_RECORDED = (
     "importance_weights_T", "aggregation_T", "value_aggregation_T",
     "prompt_ids_S", "prompt_lengths_S",
 )  # fmt: skip
-"""They follow from the correction, which a replay changes, or from the tokens."""
+"""Fields that are not recorded: they follow from the correction, which a replay changes, or from the
+tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedBatch:
     step: int
     version: int
-    """Weight version that the step was sampled with and, before its first update, trained."""
+    """The version of the weights at the start of the step, from which its first update was computed."""
     packed: PackedBatch
     """All sequences, by id; ``old_logprobs_T`` are the learner's own, in bypass mode too."""
     rewards_S: Tensor
@@ -50,7 +51,7 @@ class RecordedBatch:
     correction: CorrectionConfig
     """The correction of the run that recorded the step."""
     episode_ids_S: Tensor | None = None
-    """None: each sequence is an episode of its own."""
+    """None: each sequence is a separate episode."""
 
 
 class Recorder:
@@ -60,17 +61,16 @@ class Recorder:
         self._folder, self._which, self._correction = folder, which, correction
 
     def forget_after(self, step: int) -> None:
-        """Remove the batches of later steps: a resumed run makes its own. For one rank to call."""
+        """Remove the batches of later steps: a resumed run makes its own. Only one rank may call."""
         for later in recorded_steps(self._folder):
             if later > step:
                 batch_file(self._folder, later).unlink()
 
     def record(self, step: int, batch: StepBatch, learner: "Learner") -> str | None:
-        """Write the batch before its update, if the config asks for this step. Returns, on rank 0, why it could not be
-        written: the steps before it are worth more.
+        """Write the batch before its update, if the config asks for this step. If it cannot be written, rank
+        0 returns the reason, and the run continues.
 
-        Takes a forward pass where the step itself makes none of ``old``: in bypass mode, and where current is
-        old.
+        Takes a forward pass if the step itself has none for ``old``: in bypass mode, and if current is old.
         """
         which = self._which
         is_due = step % which.every == 0 if isinstance(which, RecordEvery) else which == "all"
@@ -101,7 +101,7 @@ def in_order(parts: Sequence[PackedBatch]) -> PackedBatch:
     """The ranks' shares as one batch, sorted by sequence id."""
     first = parts[0]
     if any(part.num_kept_T is not None for part in parts):
-        # A share has no kept sets where all its episodes failed before a first turn.
+        # A share has no kept sets if all its episodes failed before a first turn.
         none_M = torch.zeros(0, dtype=torch.int32)
         parts = [
             replace(part, num_kept_T=torch.zeros(part.num_tokens, dtype=torch.int32), kept_ids_M=none_M)
@@ -146,7 +146,7 @@ def _digest(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
 
 
 def read_batch(path: Path) -> RecordedBatch:
-    """Raises ValueError for a file that is no batch, of another version, or damaged."""
+    """Raises ValueError for a file that is not a batch, of another version, or damaged."""
     try:
         with safe_open(path, framework="pt") as file:
             about = file.metadata() or {}

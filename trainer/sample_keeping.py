@@ -1,9 +1,9 @@
 """Keeps the samples of a few groups of each step, and of a few problems of each evaluation, in the run folder;
 ``tracking/samples.py`` has the format.
 
-The groups are the first of the step in the order of the data, so every rank knows without a question which of its
-sequences they are. Rank 0 sums their log-probs over its data-parallel group, in which each rank has zeros for the
-tokens that it lacks. It costs one small collective a step, and no forward pass.
+The groups are the first of the step in the order of the data, so every rank knows without communication which
+of its sequences they are. Rank 0 sums their log-probs over its data-parallel group, in which each rank has
+zeros for the tokens that it lacks. It costs one small collective per step, and no forward pass.
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,8 +50,8 @@ class SampleKeeper:
         learner_T: Tensor | None,
         learner: Learner,
     ) -> None:
-        """Before the updated weights are published. A file that cannot be written is told of once, and the run goes
-        on.
+        """Write the samples of the step, before the updated weights are published. A file that cannot be
+        written is reported once, and the run continues.
 
         groups: None on all ranks but the first. learner_T: of ``learner_logprobs``.
         """
@@ -112,7 +112,7 @@ def gathered_on_first_rank(
     rows = values.split(lengths.tolist())
     for number, values_T in own.items():
         rows[number].copy_(values_T)
-    # Each place is of one rank alone, so the sum has its bits.
+    # Only one rank has a value at each place, so the sum keeps its bits.
     sums = values.to(platform.device())
     dist.reduce(sums, dst=0, group=group)
     return dict(enumerate(sums.cpu().split(lengths.tolist()))) if dist.get_rank() == 0 else own

@@ -1,4 +1,5 @@
-"""The sample role as the learner's ranks see it. Rank 0 talks to it; the other ranks wait for the outcome.
+"""The learner's ranks' interface to the sample role. Rank 0 talks to it; the other ranks wait for the
+outcome.
 
 While rank 0 waits, it looks for three things:
 
@@ -23,9 +24,9 @@ from trainer.weight_sync import WeightSync
 
 T = TypeVar("T")
 LOOK_EVERY_S = 1.0
-"""Interval of looks for servers without weights."""
+"""Interval of the checks for servers without weights."""
 _SEND_WEIGHTS, _WAIT_ON = "send weights", "wait on"
-"""Rank 0's news while the others wait. Any news begins their collective's deadline anew."""
+"""Rank 0's messages while the others wait. Every message restarts their collective's deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,8 @@ class SharedSampler:
             remote: None on all ranks but the first.
             stop_requested: the reason to stop, or None.
             weights: None, on all ranks, where the servers stay the same until the run ends.
-            role_start_s: time for a successor of the sample role to come.
-            say: called where the role has a successor.
+            role_start_s: time for a successor of the sample role to start.
+            say: called if the role has a successor.
         """
         self._remote, self._stop_reason = remote, stop_requested
         self._weights, self._role_start_s, self._say = weights, role_start_s, say
@@ -66,7 +67,7 @@ class SharedSampler:
 
     def next_groups(self, count: int, *, newest: int, max_staleness: int, ahead: int) -> Sampled:
         def ask(remote: RemoteSampler) -> Sampled:
-            # With the state: a sample role that is gone or busy later gives no answer.
+            # Asked together with the state: a sample role that has ended or is busy later gives no answer.
             groups, stats, self._state = remote.next_groups(
                 count, newest=newest, max_staleness=max_staleness, ahead=ahead, meanwhile=self._look_around
             )
@@ -75,13 +76,13 @@ class SharedSampler:
         return self._asked_by_first_rank(ask) or Sampled(groups=None, stats=None)
 
     def drain(self, within_s: float) -> None:
-        """Before an update of the weights: wait for responses that are under way, for ``within_s`` at most. A
-        collective where it is above 0."""
+        """Before an update of the weights: wait for unfinished responses, for at most ``within_s``. A
+        collective if it is above 0."""
         if within_s > 0:
             self._asked_by_first_rank(lambda remote: remote.drain(within_s, meanwhile=self._heed_stop))
 
     def evaluate(self) -> EvaluationResult | None:
-        """Held-out accuracy; None where the task has no held-out problems, and on all ranks but the first."""
+        """Held-out accuracy; None if the task has no held-out problems, and on all ranks but the first."""
         return self._asked_by_first_rank(lambda remote: remote.evaluate(meanwhile=self._look_around))
 
     def stop_requested(self) -> bool:
@@ -89,7 +90,8 @@ class SharedSampler:
         return from_first_rank(self._remote is not None and self._stop_reason() is not None)
 
     def _asked_by_first_rank(self, ask: Callable[[RemoteSampler], T]) -> T | None:
-        """Rank 0's answer there, None elsewhere. A collective: an interruption of rank 0 is raised on all ranks."""
+        """The answer on rank 0, None on the other ranks. A collective: an interruption of rank 0 is raised on
+        all ranks."""
         if self._remote is None:
             return self._wait_for_first_rank()
         try:
@@ -104,7 +106,7 @@ class SharedSampler:
         while isinstance(news := from_first_rank(None), str):
             if news == _SEND_WEIGHTS:
                 assert self._weights is not None
-                with suppress(*INTERRUPTIONS):  # rank 0 has it too, and tells of it next
+                with suppress(*INTERRUPTIONS):  # rank 0 has the same error, and broadcasts it next
                     self._weights.send_again()
         if news is not None:
             raise news
@@ -143,12 +145,13 @@ class SharedSampler:
             raise StopRequested(reason)
 
     def state(self) -> dict | None:
-        """The data position after the last groups, or the one that was loaded. None before either, and on all
+        """The data position after the last groups, or the loaded one. None if there is neither, and on all
         ranks but the first."""
         return self._state
 
     def load_state(self, state: dict | None) -> None:
-        """Go on from this data position; None: from the start. The role, or a successor, has it at return."""
+        """Continue from this data position; None: from the start. The role, or a successor, has it at
+        return."""
         self._state = state if self._remote is not None else None
         while self._remote is not None:
             try:

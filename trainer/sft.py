@@ -90,8 +90,8 @@ def _loss(scale: float) -> Callable[[PackedBatch, Tensor, Tensor], tuple[Tensor,
 
 
 def load_examples(config: SftConfig) -> list[Example]:
-    """Tokenised prompt and answer, which ends with an end token, in the order of the file or the generator. The tokens are
-    the same whether earlier turns of the assistant are learned too or not.
+    """Tokenised prompt and answer, which ends with an end token, in the order of the file or the generator.
+    The tokens do not depend on whether earlier turns of the assistant are learned too.
 
     Raises ValueError as ``read_pairs`` and ``find_turns`` do, and for an example that is too long for a micro-batch or for
     the model, naming its line.
@@ -116,7 +116,7 @@ def load_examples(config: SftConfig) -> list[Example]:
 
 
 def _pairs(config: SftConfig) -> list[tuple[str, DataPrompt, str | Message]]:
-    """(where it is from, prompt, answer) of each example."""
+    """(source, prompt, answer) of each example."""
     data = config.data
     if not isinstance(data, CountdownSftData):
         return read_pairs(data)

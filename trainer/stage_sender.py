@@ -1,4 +1,5 @@
-"""One pipeline stage's way of sending its weights: a carrier to all servers, buckets in turn, answers."""
+"""How one pipeline stage sends its weights: a carrier to all servers, buckets one after another, and the
+answers."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,7 +25,7 @@ class WeightSyncError(RolloutError):
 
 
 class StageSender:
-    """One pipeline stage's line to all servers: a carrier, and the requests that belong to it."""
+    """One pipeline stage's connection to all servers: a carrier, and the requests that belong to it."""
 
     def __init__(
         self,
@@ -36,8 +37,8 @@ class StageSender:
         stage: int = 0,
         in_one_request: bool = True,
     ):
-        """carrier: the backend of a transfer group, or ``MEMORY``, which needs ``in_one_request``: that the servers have
-        Tandem's plugin.
+        """carrier: the backend of a transfer group, or ``MEMORY``, which needs ``in_one_request`` (the
+        servers have Tandem's plugin).
 
         A transfer group is made here. The servers are told over HTTP to join it, and join while this process does."""
         self._control, self._in_one_request, self._timeout_s = control, in_one_request, timeout_s
@@ -45,7 +46,8 @@ class StageSender:
         self._staging = Buffers("cpu")
         if carrier == MEMORY:
             return
-        # The same name in every life of the run, so that servers that outlive a learner can leave its group.
+        # The same name in every attempt of the run, so that servers that outlive a learner can leave its
+        # group.
         name = f"{GROUP}-{stage}"
         self._broadcaster = WeightBroadcaster(
             world_size=1 + control.num_receivers,
@@ -64,7 +66,7 @@ class StageSender:
             self._broadcaster.join(check=joining.raise_if_failed)
             joining.wait()
         except BaseException as error:
-            self._broadcaster.close()  # else its name is taken for the next try, with other servers
+            self._broadcaster.close()  # else the next try, with other servers, finds its name taken
             if isinstance(error, RuntimeError) and not isinstance(error, RolloutError):
                 # From torch: all other members of this group are servers.
                 raise WeightSyncError(f"the servers did not join the transfer group: {error}") from error
@@ -163,12 +165,12 @@ class StageSender:
         leaving.wait()
 
     def _give_up(self) -> None:
-        """End the group for the servers too, which may wait in a broadcast for one that is gone."""
+        """End the group for the servers too, which may wait in a broadcast for a server that has ended."""
         if self._broadcaster is not None:
             self._broadcaster.give_up(GIVEN_UP)
 
     def abandon(self) -> None:
-        """Leave a group of which a server is gone."""
+        """Leave a group of which a server has ended."""
         self._give_up()
         with suppress(RolloutError):
             self.leave()
@@ -180,7 +182,7 @@ class StageSender:
 
 
 class Answers:
-    """Answers that are still due, oldest first."""
+    """Answers that are still awaited, oldest first."""
 
     def __init__(self, pending: Iterable[Pending]):
         self._pending = deque(pending)
@@ -193,7 +195,7 @@ class Answers:
             pending.raise_if_failed()
 
     def wait_for_all_but(self, newest: int) -> None:
-        """Raises ControlError where one has failed."""
+        """Raises ControlError if one has failed."""
         while len(self._pending) > newest:
             self._pending.popleft().wait()
 
@@ -205,7 +207,8 @@ def _wait_for(broadcast: UnderWay[None], answers: Answers) -> None:
 
 @contextmanager
 def _failing_as_servers() -> Iterator[None]:
-    """Inside, an error of torch or of a socket is the servers': there is nobody else at the other ends."""
+    """Inside, an error of torch or of a socket counts as the servers', since only servers are at the other
+    ends."""
     try:
         yield
     except RolloutError:
@@ -218,7 +221,7 @@ def _failing_as_servers() -> Iterator[None]:
 def in_turn(groups: Groups) -> Iterator[None]:
     """The senders of the pipeline stages enter one after another, each after the stage before has left.
 
-    Raises RolloutError if an earlier stage failed inside, so that no stage waits for ever.
+    Raises RolloutError if an earlier stage failed inside, so that no stage waits forever.
     """
     failed = torch.zeros(1)
     if groups.pp_rank > 0:

@@ -1,6 +1,6 @@
 """The clock of a step: the seconds of its parts, for the metrics, and the same parts as spans, for the trace.
 
-Parts are named in ``loop.py`` alone. What is inside of a part, such as a micro-batch, is a span of the file that does it.
+Only ``loop.py`` names parts. Work inside a part, such as a micro-batch, is a span of the file that does it.
 """
 
 import time
@@ -13,14 +13,14 @@ from tracing.reading import STEP
 
 
 class StepClock:
-    """Seconds per part of a step, and from its begin to ``end_step``."""
+    """Seconds per part of a step, and from its beginning to ``end_step``."""
 
     def __init__(self, doing: Callable[[str], None], before: Mapping[str, float] = MappingProxyType({})):
         """doing: called with each part as it begins. before: ``of_next_step`` of the step before."""
         self._doing, self._began = doing, time.perf_counter()
         self.seconds: dict[str, float] = {**before}
         self.of_next_step: dict[str, float] = {}
-        """Of parts that come when the step has been recorded."""
+        """Seconds of parts that run after the step has been recorded."""
 
     @contextmanager
     def time(self, part: str, *, of_next_step: bool = False) -> Iterator[None]:
@@ -32,7 +32,7 @@ class StepClock:
         seconds[part] = seconds.get(part, 0.0) + time.perf_counter() - started
 
     def end_step(self) -> None:
-        """What follows, such as an evaluation, is no part of ``time/step``."""
+        """Later parts, such as an evaluation, do not count in ``time/step``."""
         self.seconds["step"] = time.perf_counter() - self._began
 
 
@@ -43,7 +43,7 @@ def clocked(
 ) -> Iterator[tuple[int, StepClock]]:
     """Each step with its clock. The body of the loop over them is a span of the trace.
 
-    profiled: gives what each traced step runs in."""
+    profiled: gives the context manager in which each traced step runs."""
     clock = StepClock(doing)
     for step in steps:
         with profiled(step) if at_step(step) else nullcontext(), span(STEP, step=step):

@@ -30,7 +30,8 @@ class StepMetrics:
     recorded: dict[str, float]
     """Plain numbers by name; complete on rank 0 alone."""
     sampled_gap: SampledGap | None
-    """On every rank: ``WeightSync.check_samples`` may end the run by it. None where no token was compared."""
+    """On every rank: ``WeightSync.check_samples`` may end the run because of it. None if no token was
+    compared."""
 
 
 def step_metrics(
@@ -47,7 +48,7 @@ def step_metrics(
 ) -> StepMetrics:
     """The metrics of a whole step; every rank of ``group`` takes part.
 
-    measured: of this rank's share. sync: None where it failed.
+    measured: metrics of this rank's share. sync: None if it failed.
     """
     of_shares = merge_over_ranks(merge_metrics([*measured, what_came_along(batch.packed)]), group)
     merged = merge_metrics([of_shares, *(u.metrics for u in updates)])
@@ -67,8 +68,8 @@ def step_metrics(
 
 
 def step_rewards(batch: StepBatch, learner_T: Tensor | None, total: Total) -> dict[str, Metric]:
-    """The mean reward as sampled, and under the learner's policy (``learner_logprobs``). Empty in a critic's warm-up, where
-    the policy may not have scored the batch.
+    """The mean reward of the samples, and its estimate under the learner's policy (``learner_logprobs``).
+    Empty in a critic's warm-up, in which the policy may not have scored the batch.
 
     An episode that forked counts once, with the log-ratio of all its sequences, on the rank that has the first."""
     if learner_T is None:
@@ -87,7 +88,8 @@ def step_rewards(batch: StepBatch, learner_T: Tensor | None, total: Total) -> di
 
 
 def what_came_along(packed: PackedBatch) -> dict[str, Metric]:
-    """Response tokens whose experts are replayed, and ids that the sampler had kept, where there are any."""
+    """Shares of response tokens whose experts are replayed, and numbers of ids that the sampler kept, if
+    there are any."""
     metrics, mask_T = dict[str, Metric](), packed.response_mask_T
     if packed.is_replayed_T is not None:
         metrics["mismatch/replayed_fraction"] = Metric.mean(packed.is_replayed_T, mask_T)
@@ -137,7 +139,8 @@ def sample_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def turn_metrics(sequences: Sequence[Trajectory]) -> dict[str, float]:
-    """Turns, and how the samples ended. ``Learner.receive`` has found every turn to be what was sampled."""
+    """Turns, and how the samples ended. ``Learner.receive`` has checked every turn against the sampled
+    tokens."""
     samples = [t for t in sequences if t.branch == 0]
     by_sample = Counter[tuple[int, int]]()
     for t in sequences:

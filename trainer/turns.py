@@ -5,9 +5,9 @@
     BOTH      transfer, probe         there             -        there
     LEARNERS  score, update             -               -        there
 
-Going from LEARNERS to BOTH, the servers' weight memory comes back with arbitrary content; each step sends the
-weights anew. The servers' CUDA graphs stay: they are small, and SGLang's memory saver keeps the addresses that
-they refer to.
+From LEARNERS to BOTH the servers' weight memory comes back with arbitrary content; each step sends the
+weights again. The servers' CUDA graphs stay: they are small, and SGLang's memory saver keeps the addresses
+that they refer to.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ CACHE, WEIGHTS = "kv_cache", "weights"
 
 
 class OwnDevices:
-    """Learner and servers have devices of their own, and no turns."""
+    """Learner and servers have their own devices, and take no turns."""
 
     are_shared = False
 
@@ -38,8 +38,8 @@ class OwnDevices:
         """The turn of both: learner and servers' weights are on the devices, and nothing is sampled."""
 
     def give_to_servers(self) -> None:
-        """The servers' turn: they sample. It cannot follow the learner's turn, as the weights must be sent
-        between."""
+        """The servers' turn: they sample. It cannot directly follow the learner's turn, since the weights
+        must be sent in between."""
 
     @contextmanager
     def learner_there(self) -> Iterator[None]:
@@ -54,10 +54,10 @@ class _Turn(Enum):
 
 
 class SharedDevices(OwnDevices):
-    """Every method is a collective, and does nothing where it is that turn already.
+    """Every method is a collective, and does nothing if it is already that turn.
 
-    A server that fails raises RolloutError on all ranks together. If it should have made room, the learner
-    comes back and has the turn: a server that is gone needs no memory.
+    A server that fails raises RolloutError on all ranks together. If it failed while making room, the learner
+    returns to the devices and has the turn: a server that has ended needs no memory.
 
     control: None on all ranks but the first. Its servers must ``make_room`` before the learner is built.
     """
@@ -116,7 +116,7 @@ class SharedDevices(OwnDevices):
 
 
 def make_room(control: SGLangControl, *tags: str) -> None:
-    """Pause the servers first: nothing may run in memory that is given back."""
+    """Pause the servers first: nothing may run in memory that is released."""
     control.pause()
     control.release_memory(tags)
 

@@ -1,8 +1,9 @@
 """Two ways of a bucket's bytes to the servers: a broadcast in a process group, or a copy by each server out of the
 learner's memory, on one machine. ``carrier_of`` says which one a run takes.
 
-Each brings the buckets of a transfer in order, and at the end their hashes, which are of the sender's own bytes. What
-is in them and who asks the servers to receive is not its concern (``trainer/stage_sender.py``).
+A carrier sends the buckets of a transfer in order, and at the end the hashes of the sender's own bytes. It
+does not know what the buckets contain, and does not request the servers to receive
+(``trainer/stage_sender.py`` does).
 """
 
 from collections import deque
@@ -21,16 +22,17 @@ from rollout.sglang_plugin.tandem_weight_transfer import weight_hash
 
 Check = Callable[[], None]
 MEMORY = "memory"
-"""The carrier that is no backend of a process group."""
+"""The carrier that is not a backend of a process group."""
 
 
 def carrier_of(rollout: RolloutConfig, launch: LaunchConfig, *, devices_are_shared: bool) -> str:
     """What carries the weights (``rollout.weight_transfer``): a backend of torch.distributed, or ``MEMORY``.
 
-    GPUs of their own exchange weights by NCCL, which does not go through host memory. It refuses two ranks of a group on
-    one GPU; gloo takes a GPU's tensors through host memory and the loopback device. NCCL was not run by this project.
+    Learner and servers with separate GPUs use NCCL, which does not go through host memory. NCCL refuses two
+    ranks of a group on one GPU; gloo takes a GPU's tensors through host memory and the loopback device. This
+    project has not run NCCL.
 
-    Raises ValueError where the servers are to read memory that this machine lets nobody read.
+    Raises ValueError if the servers should read the learner's memory, and this machine does not allow it.
     """
     backend = "gloo" if devices_are_shared else collective_backend()
     is_suited = launch.nodes is None and rollout.sglang_plugin and backend == "gloo"
@@ -40,21 +42,22 @@ def carrier_of(rollout: RolloutConfig, launch: LaunchConfig, *, devices_are_shar
         return MEMORY
     if rollout.weight_transfer == "memory":
         raise ValueError(
-            "rollout.weight_transfer=memory: this machine does not let a process read the memory of another one of its user (a container "
+            "rollout.weight_transfer=memory: this machine does not let a process read the user's other processes' memory (a container "
             "without process_vm_readv, or kernel.yama.ptrace_scope above 1); set rollout.weight_transfer=broadcast"
         )
     return backend
 
 
 class Broadcasts:
-    """A transfer by broadcasts, in a group that the receivers have joined. A bucket is hashed while it is sent.
+    """A transfer by broadcasts, in a group that the receivers have joined. A bucket is hashed while it is
+    sent.
 
-    While a method waits, ``check`` is called again and again, and ends the wait by an exception. The receivers' end of a
-    bucket that breaks off raises RuntimeError or OSError.
+    While a method waits, ``check`` is called repeatedly, and may end the wait by an exception. If the
+    receivers break off a bucket, RuntimeError or OSError is raised.
     """
 
     meeting = None
-    """What the receivers must know to meet the sender."""
+    """The fields by which the receivers find the sender."""
 
     def __init__(self, broadcaster: WeightBroadcaster, kind: str) -> None:
         self._broadcaster, self._kind = broadcaster, kind
@@ -62,8 +65,8 @@ class Broadcasts:
         self._in_flight: deque[UnderWay[None]] = deque()
 
     def send(self, flat: Tensor, check: Check) -> None:
-        """Begin to send a bucket's bytes. At return fewer than ``NUM_BUFFERS`` buckets are being sent, the last ones; the
-        memory of all others may be filled again."""
+        """Begin to send a bucket's bytes. At return fewer than ``NUM_BUFFERS`` buckets, the last ones, are
+        still being sent; the memory of all others may be filled again."""
         self._in_flight.append(self._broadcaster.start(flat))
         self._hashes.append(weight_hash(flat, self._kind))
         if len(self._in_flight) == NUM_BUFFERS[flat.device.type]:
@@ -75,7 +78,7 @@ class Broadcasts:
 
 
 class FromMemory:
-    """The same by servers that copy out of this process. A bucket is hashed while they do."""
+    """The same, by servers that copy out of this process's memory. A bucket is hashed while they copy."""
 
     def __init__(self, sending: Sending, kind: str, staging: Buffers) -> None:
         """staging: host memory for the pieces of a GPU's buckets, kept between transfers."""
@@ -93,7 +96,7 @@ class FromMemory:
 
     def _send_staged(self, flat: Tensor, check: Check) -> None:
         for piece in flat.split(STAGED_BYTES):
-            # The memory that is taken next may be filled again.
+            # The memory of the next bucket may be filled again.
             self._sending.wait_for_all_but(NUM_BUFFERS["cpu"] - 1, check)
             staged = self._staging.take(STAGED_BYTES, torch.device("cpu"))[: piece.numel()]
             staged.copy_(piece)

@@ -1,8 +1,8 @@
-"""Publishing: learner weights -> servers, verified before sampling goes on.
+"""Publishing: learner weights -> servers, verified before sampling continues.
 
 All ranks publish together. Each pipeline stage sends its own weights: its ranks gather one tensor after
-another (over tensor- and expert-parallel ranks), and the first rank of the stage, its sender, brings them to the
-servers: by broadcasts in a process group, or out of its own memory where all are on one machine.
+another (over tensor- and expert-parallel ranks). The first rank of the stage, its sender, sends them to the
+servers: by broadcasts in a process group, or from its own memory if all are on one machine.
 
     rank 0             pause -> begin -> [ stage 0 ]------------------------------------> end -> versions -> resume -> probe
     sender of stage 1                      first bucket filled, waits for its turn -> [ stage 1 ] --^
@@ -11,29 +11,30 @@ servers: by broadcasts in a process group, or out of its own memory where all ar
     [ stage ]  announce all of it to the servers; for each bucket: queue it behind those in flight, hash it, while the
                stage gathers the next one; then send the hashes
 
-The servers hash what they have received, in the parameters where it went there, and fail the announced request
-where a hash differs from the sender's (``rollout/sglang_plugin``). Servers without the plugin get a request per
-bucket, and check nothing; only the request that names the version waits for the answers to all earlier ones.
+The servers hash the received bytes, in the parameters if they were received there, and fail the announced
+request if a hash differs from the sender's (``rollout/sglang_plugin``). Servers without the plugin get one
+request per bucket, and check nothing; only the request that names the version waits for the answers to all
+earlier ones.
 
-Stages take turns. Servers load one bucket at a time anyway, and the turns make known which stage is the last: its
-request names the version and flushes the cache. Rank 0 alone opens and closes an update, and closes it after
-all stages have told it what they sent. Each sender asks the servers itself to receive, because a server that
-refuses takes no bucket, and only its answer says so.
+Stages take turns. Servers load one bucket at a time anyway, and the turns fix which stage is the last: its
+request names the version and flushes the cache. Only rank 0 opens and closes an update, and closes it after
+all stages have reported what they sent. Each sender itself requests the servers to receive, because a server
+that refuses takes no bucket, and only its answer says so.
 
-Nothing samples between pause and resume. Responses that are under way then (``rollout.max_staleness``) give up
-their place and their cache (SGLang's mode "retract") and go on under the new weights, from a cache that is
-computed anew: every token is exactly of the version that SGLang names for it. A sender
-whose servers failed still finishes the gathering, which its stage needs, and passes its turn on, marked as failed.
+Nothing samples between pause and resume. Responses that are unfinished then (``rollout.max_staleness``) give
+up their place and their cache (SGLang's mode "retract") and continue under the new weights, with a recomputed
+cache. So every token is of exactly the version that SGLang reports for it. A sender whose servers failed
+still finishes the gathering, which its stage needs, and passes its turn on, marked as failed.
 
-Any failure of the rollout side raises on all ranks together. Where a server has ended, the update is done anew for
-those that are left, or, if none is, for the first that is started again. One that has come back gets the weights,
-and with them samples to make, at the next update, or at once where no other has them (trainer/sampling.py). Any
-other failure ends the run, so a partial update never serves a training sample.
+Any failure of the rollout side raises on all ranks together. If a server has ended, the update is repeated
+for the servers that are left or, if there are none, for the first that is started again. A restarted server
+gets the weights, and then samples, at the next update, or at once if no other server has the weights
+(trainer/sampling.py). Any other failure ends the run, so no training sample comes from a partial update.
 
-The samples themselves are the probe (``check_samples``) if the servers check every byte and the learner scores
-each step's samples, those of lag 0, by the weights that sampled them. ``publish`` then sends no probe prompt.
-With ``rollout.max_staleness`` it sends none either: a probe would wait behind all responses that the update has
-interrupted.
+If the servers check every byte and the learner scores each step's samples, those of lag 0, by the weights
+that sampled them, the samples themselves are the probe (``check_samples``), and ``publish`` sends no probe
+prompt. With ``rollout.max_staleness`` it sends none either: a probe would wait behind all responses that the
+update has interrupted.
 """
 
 import time
@@ -67,12 +68,12 @@ from trainer.turns import OwnDevices
 from trainer.weight_carriers import carrier_of
 
 PROBE_PROMPT = [2 + i % 8 for i in range(12)]
-"""Any tokens serve to compare two engines; ids this small exist in every vocabulary."""
+"""Any tokens can compare two engines; ids this small exist in every vocabulary."""
 PROBE_TOKENS = 4
 LOOK_S = 0.1
-"""Interval of looks at what the serve roles announce."""
+"""Interval of the checks of what the serve roles announce."""
 LOST_SERVER_S = 20.0
-"""Time after a failure in which the serve role reports a server that has ended."""
+"""Time after a failure within which the serve role reports a server that has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,13 +118,14 @@ class WeightSync:
         stop_requested: Callable[[], str | None] = lambda: None,
     ):
         """control: None on all ranks but the first.
-        agreement: what is demanded of probes and samples; None: of probes alone, by the dtypes of both sides.
-        address: where the servers reach this rank's host, if it is a sender.
-        turns: None where the servers have devices of their own.
-        control_of: makes a control of these servers, as ``control`` is of those at the start; None: of servers without a key.
-        lives: the address of each server that can be sent weights, with the number of its life; asked on rank 0 alone. It
-        raises a RolloutError where nobody starts servers any more. None, on all ranks, where the servers
-        stay the same until the run ends. stop_requested: the reason to stop, or None; heeded while servers start."""
+        agreement: the checks of probes and samples; None: of probes alone, by the dtypes of both sides.
+        address: the address at which the servers reach this rank's host, if it is a sender.
+        turns: None if the servers have their own devices.
+        control_of: makes a control of the given servers, like ``control`` for those at the start; None: for
+        servers without a key. lives: the address of each server that can receive weights, with the number of
+        its start; called on rank 0 alone. It raises a RolloutError if servers are not started any more. None,
+        on all ranks, if the servers stay the same until the run ends. stop_requested: the reason to stop, or
+        None; checked while servers start."""
         self._learner, self._control, self._rollout = learner, control, rollout
         self._turns = turns or OwnDevices()
         self._dtype = getattr(torch, rollout.dtype)
@@ -144,17 +146,17 @@ class WeightSync:
         self._lives, self._stop_reason = lives, stop_requested
         self._served: dict[str, int] = {}
         if lives is not None and control is not None:
-            # A server that has ended since it was ready has life 0, in which nobody finds it.
+            # A server that has ended since it was ready has life 0, which no server has when it is looked up.
             self._served = dict.fromkeys(control.urls, 0) | dict(lives())
         self._is_connected = False
         try:
             self._connect_all()
         except RolloutError:
             if lives is None:
-                raise  # else ``take_over`` tries again, with the servers that there are by then
+                raise  # else ``take_over`` tries again, with the servers that exist by then
 
     def _connect_all(self) -> None:
-        """``_connect``, and its failures, which all ranks hear of."""
+        """``_connect``, whose failures are raised on all ranks."""
         failure = None
         try:
             self._connect()
@@ -165,7 +167,7 @@ class WeightSync:
         self._is_connected = True
 
     def _connect(self) -> None:
-        """Make the transfer groups with the servers of rank 0's control, all ranks together."""
+        """Create the transfer groups with the servers of rank 0's control, all ranks together."""
         urls = from_first_rank(self._control.urls if self._control is not None else [])
         self._num_servers = len(urls)
         if not self._learner.groups.is_stage_first:
@@ -183,19 +185,20 @@ class WeightSync:
                     in_one_request=self._rollout.sglang_plugin,
                 )
             except BaseException:
-                control.close()  # the next try makes one anew
+                control.close()  # the next try creates a new one
                 raise
 
     def are_needed(self) -> bool:
-        """Whether all servers that had the weights have ended, and others wait for them; to be asked on the first
-        rank. ``send_again`` sends them."""
+        """Whether all servers that had the weights have ended, and others wait for the weights; called on the
+        first rank only. ``send_again`` sends them."""
         if self._lives is None:
             return False
         lives = self._lives()
         return bool(lives) and not lives.items() & self._served.items()
 
     def _have_servers_changed(self, *, within_s: float = 0.0) -> bool:
-        """Whether servers have ended or come back since the transfer groups were made; rank 0 looks, for all."""
+        """Whether servers have ended or restarted since the transfer groups were made; rank 0 checks, for
+        all."""
         if self._lives is None:
             return False
         look = partial(self._look_for_change, self._lives, within_s)
@@ -206,8 +209,8 @@ class WeightSync:
         return self._have_servers_changed(within_s=LOST_SERVER_S + shared_s)
 
     def _follow_servers(self) -> None:
-        """Where servers have ended or come back, make the transfer groups anew with those that there are; all ranks
-        together."""
+        """If servers have ended or restarted, create new transfer groups with the servers that exist; all
+        ranks together."""
         if self._have_servers_changed() or not self._is_connected:
             assert self._lives is not None
             self._is_connected = False
@@ -232,9 +235,9 @@ class WeightSync:
         self._served = dict(lives())
         if not self._served:
             raise WeightSyncError(f"all servers have ended, and none was ready again after {start_s:.0f} s")
-        self._servers.close()  # where no sender has it, since it could not take them over
+        self._servers.close()  # if no sender has it, since it could not take them over
         self._control = self._control_of(list(self._served))
-        self._control.take_over()  # those that were there before may be in the middle of an update
+        self._control.take_over()  # servers from before may be in the middle of an update
 
     def _wait_a_little(self) -> None:
         if (reason := self._stop_reason()) is not None:
@@ -248,9 +251,9 @@ class WeightSync:
         return self._control
 
     def publish(self) -> SyncResult:
-        """Send the current weights as the next version, and prove that the servers serve them.
+        """Send the current weights as the next version, and check that the servers serve them.
 
-        Raises RolloutError on all ranks together where a server or the transfer fails.
+        Raises RolloutError on all ranks together if a server or the transfer fails.
         """
         self._learner.version += 1
         return self.send_again()
@@ -274,7 +277,7 @@ class WeightSync:
         def look_and_send() -> None:
             self._follow_servers()
             self._meet_servers()
-            # Also where the weights are sent in any case: the servers pause.
+            # Even if the weights are sent in any case: this pauses the servers.
             have_others = answer_of_first_rank(self._pause_and_look)
             if have_others or sends:
                 self._send_to_all()
@@ -284,7 +287,8 @@ class WeightSync:
         self._again_where_servers_change(look_and_send)
 
     def _pause_and_look(self) -> bool:
-        """Pause the servers. Returns whether an update broke off, or they hold another version than the learner."""
+        """Pause the servers. Returns whether an update broke off, or the servers hold another version than
+        the learner."""
         broke_off = self._servers.take_over()
         return broke_off or set(self._servers.versions()) != {self._learner.version}
 
@@ -295,7 +299,7 @@ class WeightSync:
         self._has_met_servers = True
 
     def _again_where_servers_change(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, which is done anew where it fails and servers have ended or come back."""
+        """The result of ``work``, which is repeated if it fails and servers have ended or restarted."""
         while True:
             try:
                 return work()
@@ -352,7 +356,7 @@ class WeightSync:
                 # version of an update that broke off.
                 last_of_all = self._learner.version if groups.pp_rank == groups.pp_size - 1 else None
                 size = self._sender.send(chain([first], buckets), self._plan, last_of_all, opening)
-        finally:  # a run may go on without the servers that failed
+        finally:  # a run may continue without the servers that failed
             self._buffers.release()
         return SentByRank(bytes=size)
 
@@ -389,11 +393,12 @@ class WeightSync:
 
     @property
     def checks_gap(self) -> bool:
-        """Whether a difference of the two engines above their rounding is an error."""
+        """Whether a difference between the two engines beyond their rounding is an error."""
         return self._agreement.allowed is not None
 
     def prove(self, temperature: float) -> float:
-        """``probe`` weights that no sample has used yet. Servers that have ended since their update get them again."""
+        """``probe`` weights that no sample has used yet. If servers have ended since their update, the
+        weights are sent again."""
 
         def send_and_probe() -> float:
             if self._have_servers_changed():

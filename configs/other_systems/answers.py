@@ -13,15 +13,15 @@ class Known:
     """A name that the tables have."""
 
     name: str
-    """As it was written: the last part, or the whole path where the tables need more than that."""
+    """As it was written: the last part, or the whole path if the tables need more than the last part."""
     is_field: bool
     """Whether Tandem has a field for it."""
     text: str
-    """The field, or why there is none."""
+    """The field, or the reason why there is none."""
 
 
 def answer(path: Sequence[Hashable], value: Any, ours: Sequence[str] = ()) -> str | None:
-    """The fix for an unknown key at a path; None where the tables know neither it nor anything within.
+    """The fix for an unknown key at a path; None if the tables know neither the key nor anything inside it.
 
     ours: Tandem's keys at that place. A block whose name is close to one of them may be misspelt, so what it
     holds decides nothing, unless its name is that of a block of verl.
@@ -47,7 +47,8 @@ def answer(path: Sequence[Hashable], value: Any, ours: Sequence[str] = ()) -> st
 
 
 def _look_up(path: Sequence[Hashable], value: Any) -> Known | None:
-    """What the tables say of the longest end of the path that they have. slime writes dashes for underscores."""
+    """The tables' answer for the longest end of the path that they contain. slime writes dashes for
+    underscores."""
     parts = [str(part) for part in path]
     if isinstance(value, Mapping) and parts[-1] in OTHER_BLOCKS:  # `data`, elsewhere the name of a file
         return None
@@ -73,7 +74,7 @@ def _names_within(path: Sequence[Hashable], block: Mapping) -> list[tuple[tuple[
 
 
 def _sentence(names: Sequence[str], known: Known) -> str:
-    """One sentence on names of which the tables say the same."""
+    """One sentence on names with the same answer."""
     *others, last = names
     subject = f"{', '.join(others)} and {last}" if others else last
     if known.is_field:

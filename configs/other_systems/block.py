@@ -57,7 +57,7 @@ class ForeignBlock:
         if given:
             self.notes.append(f"{', '.join(given)} -> no effect: {why}")
 
-    # ---- values; a wrong one becomes a problem and is read as if it were not set
+    # ---- values; a wrong value becomes a problem, and is read as not set
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.block.get(key, default)
@@ -81,7 +81,7 @@ class ForeignBlock:
         return default
 
     def number(self, key: str, default: float | None, *, zero: bool = False) -> float | None:
-        """A positive number, or 0 where ``zero``."""
+        """A positive number, or 0 if ``zero``."""
         value = self.get(key, default)
         if value is None and default is None:
             return None
@@ -107,7 +107,7 @@ class ForeignBlock:
         return default
 
     def inside(self, key: str, known: Sequence[str]) -> "ForeignBlock":
-        """The block at a key; empty where the key is left out."""
+        """The block at a key; empty if the key is left out."""
         value = self.get(key) or {}
         if not isinstance(value, Mapping):
             self.refuse(key, "must be a block of keys", f"give it keys of: {', '.join(known)}")

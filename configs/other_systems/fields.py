@@ -1,8 +1,8 @@
 """Maps field names of verl, TRL, slime and OpenRLHF to Tandem's fields.
 
-A key of the tables is the last part of a name, such as ``train_batch_size``. It has more parts where the last
-one alone says too little, since Tandem has it too or two blocks of another system do: ``actor.optim.lr``. Of
-two keys that end a name the longer one holds. ``answers.py`` looks names up and makes sentences of them.
+A key of the tables is the last part of a name, such as ``train_batch_size``. It has more parts if the last
+one is ambiguous, because Tandem or two blocks of another system have it: ``actor.optim.lr``. If two keys
+match the end of a name, the longer one counts. ``answers.py`` looks names up and makes sentences of them.
 """
 
 from collections.abc import Mapping

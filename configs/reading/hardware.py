@@ -21,7 +21,8 @@ def hardware_names() -> list[str]:
 
 
 def read_hardware(given: str) -> HardwareConfig:
-    """The description of this name, or in this file: what ends in .yaml or .yml, or has a slash.
+    """The description of this name, or in this file: a text that ends in .yaml or .yml, or has a slash, names
+    a file.
 
     Raises ConfigError with every problem of the name or the file.
     """
@@ -29,7 +30,7 @@ def read_hardware(given: str) -> HardwareConfig:
     if not is_file and given not in hardware_names():
         fix = did_you_mean(given, hardware_names(), "descriptions")
         error = "no description of hardware has this name"
-        raise ConfigError.of(COMMAND_LINE, OPTION, given, error, f"{fix}, or a file FILE.yaml of your own")
+        raise ConfigError.of(COMMAND_LINE, OPTION, given, error, f"{fix}, or your own file FILE.yaml")
     path = Path(given) if is_file else FOLDER / f"{given}.yaml"
     try:
         tree = read_mapping(path, COMMAND_LINE, OPTION)

@@ -31,15 +31,15 @@ _BY_OWNER = {
     "meta-llama": "Llama-3.1-8B-Instruct Llama-3.1-70B-Instruct",
 }
 HUB_NAMES = {name: f"{owner}/{name}" for owner, names in _BY_OWNER.items() for name in names.split()}
-"""OWNER/NAME at the Hugging Face hub by the name of the folder under ``models/`` in which recipes expect the model: a folder's
-name does not say its owner, and an error is to have a command to paste."""
+"""OWNER/NAME at the Hugging Face hub by the name of the folder under ``models/`` in which recipes expect the
+model. A folder's name lacks the owner, and an error should have a command to paste."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SIMILAR_MODELS = 3
 
 
 def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> list[Problem]:
-    """A problem for each file that is missing or of the wrong kind. ``tree``: the YAML of the config, where
-    its lines are known."""
+    """A problem for each file that is missing or of the wrong kind. ``tree``: the YAML of the config, if its
+    lines are known."""
     tree, problems = tree or Value({}, "config"), []
     for field, path, error, fix in _file_problems(config):
         where, error = tree.where_of(field.split(".")), f"{error}: {path.absolute()}"
@@ -48,7 +48,8 @@ def check_files(config: RunConfig | SftConfig, tree: Value | None = None) -> lis
 
 
 def close_name(path: Path, *, is_folder: bool = False, but: Collection[Path] = ()) -> str | None:
-    """A fix that names a similar file (or folder) beside ``path``, and none of ``but``; None where there is none."""
+    """A fix that names a similar file (or folder) beside ``path``, but none of ``but``; None if there is
+    none."""
     unmeant = {os.path.realpath(other) for other in (path, *but)}
     try:
         beside = [p for p in path.parent.iterdir() if (p.is_dir() if is_folder else p.is_file())]
@@ -123,7 +124,7 @@ def _folder_of(hub_id: Path) -> Path:
 
 
 def missing_weights(model: Path) -> tuple[str, str] | None:
-    """(error, fix) of a folder without the safetensors files that are read; None where it has them."""
+    """(error, fix) of a folder without the safetensors files that are read; None if it has them."""
     if any((model / name).is_file() for name in WEIGHTS):
         return None
     error = f"the folder has no {' or '.join(WEIGHTS)}"
@@ -133,7 +134,7 @@ def missing_weights(model: Path) -> tuple[str, str] | None:
         instead = f", though it has {shards[0]}"
         fix = f"download {WEIGHTS[1]} too; a single file is to be named {WEIGHTS[0]}"
     elif others:
-        instead = f", but {others[0]}, which is not read: it would run code of whoever wrote it, or is of another program"
+        instead = f", but {others[0]}, which is not read: it could run foreign code, or is of another program"
         fix = (
             "use a copy with safetensors; most models have one, and `transformers` makes one of a model that you trust: "
             "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)"
@@ -152,7 +153,8 @@ def _data_files(config: RunConfig | SftConfig) -> Iterator[tuple[str, Path]]:
 
 
 def fix_model_path(model: Path, *files: str) -> str:
-    """The fix of a model's folder that is not there, or is none. ``files``: those that the command needs; none: all."""
+    """The fix for a model's folder that is missing, or is not a model's. ``files``: those that the command
+    downloads; none: all."""
     if model.is_dir():
         return _fix_model_folder(model, *files)
     if model.exists():

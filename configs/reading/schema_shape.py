@@ -1,4 +1,4 @@
-"""The schema as merging and error messages see it: what may stand at each place of a config."""
+"""The schema for merging and error messages: the values that each place of a config may have."""
 
 import json
 import types
@@ -19,8 +19,8 @@ class Shape:
     """One place of the schema."""
 
     members: tuple[Any, ...] = ()
-    """The members of the union that may stand there, or the one type, with pydantic's metadata. Empty: the
-    schema has no such place."""
+    """The members of the union at this place, or its only type, with pydantic's metadata. Empty: the schema
+    has no such place."""
     field: FieldInfo | None = None
     """None for an item of a list or a mapping, and for the root."""
 
@@ -53,7 +53,7 @@ class Shape:
 
     @property
     def tag_key(self) -> str | None:
-        """The key whose value picks the variant of a block; None where there is one class."""
+        """The key whose value picks the variant of a block; None if there is only one class."""
         if len(self.models) < 2:
             return None
         return next(
@@ -75,7 +75,7 @@ class Shape:
         return self.field.get_default(call_default_factory=True, validated_data={})
 
     def tag_of(self, block: Value | None) -> Any:
-        """The tag of a block, or else that of the default; None where neither has one."""
+        """The tag of a block, or else that of the default; None if neither has one."""
         key = self.tag_key
         tag = block.at([key]) if block is not None else None
         if tag is not None:
@@ -83,16 +83,16 @@ class Shape:
         return getattr(self.default, key) if key and isinstance(self.default, Schema) else None
 
     def pick(self, tag: Any) -> "Shape":
-        """The variant with this tag alone; all variants where none has it."""
+        """Only the variant with this tag; all variants if none has it."""
         chosen = self.tags.get(tag) if self.tag_key and isinstance(tag, str) else None
         return Shape((chosen,), self.field) if chosen else self
 
     def variant(self, block: Value | None) -> "Shape":
-        """The variant of this block alone."""
+        """Only the variant of this block."""
         return self.pick(self.tag_of(block)) if self.tag_key else self
 
     def child(self, key: Hashable) -> "Shape":
-        """The place of a key (or of an item), empty where the schema has none."""
+        """The place of a key (or of an item); empty if the schema has none."""
         for model in self.models:
             if isinstance(key, str) and key in model.model_fields:
                 field = model.model_fields[key]
@@ -100,7 +100,7 @@ class Shape:
         return Shape.of(self.item) if self.item is not None and not self.models else Shape()
 
     def takes(self, key: Hashable, value: Any) -> bool:
-        """Whether a block may have this plain value at a key; False where the schema has no such key."""
+        """Whether a block may have this plain value at a key; False if the schema has no such key."""
         model = next((model for model in self.models if key in model.model_fields), None)
         if model is None:
             return False

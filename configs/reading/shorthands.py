@@ -5,8 +5,8 @@
     correction: {verl: {rollout_is: token}}                         verl's rollout_correction block, read by configs/other_systems/verl.py
     correction: {roll: {infer_correction: true}}                    ROLL's infer_* options or train_infer_correction, likewise
 
-A layer with a shorthand starts the block afresh and drops the ``correction`` of lower layers. Its other keys,
-and those of later layers, merge over the body that the shorthand stands for. Only a ``verl`` (``roll``) block
+A layer with a shorthand replaces the ``correction`` of lower layers. Its other keys,
+and those of later layers, are merged over the shorthand's body. Only a ``verl`` (``roll``) block
 over another one is merged with it first, so that a later layer can override one of its keys.
 """
 
@@ -36,8 +36,8 @@ def with_named_preset(layer: Value) -> Value:
 def expand(layers: Sequence[Value], problems: list[Problem]) -> tuple[list[Value], list[str]]:
     """(layers, lowest first, with explicit corrections; notes).
 
-    A layer with a shorthand becomes two: the shorthand's body, and the rest. The notes say what each key of
-    another system was read as. ``problems`` gets what is wrong.
+    A layer with a shorthand becomes two: the shorthand's body, and the rest. The notes say how each key of
+    another system was read. ``problems`` collects the errors.
     """
     expanded: list[Value] = []
     notes: list[str] = []

@@ -1,5 +1,5 @@
 """Turns pydantic's errors into problems: the line that set the field, its value, the error in plain language,
-and what to write instead."""
+and the fix."""
 
 import re
 from collections.abc import Hashable, Iterator, Sequence
@@ -50,7 +50,7 @@ PATTERNS = {
     r"^\S+$": "text without blanks",
     r"^/\S+$": "an absolute path without blanks",
 }
-"""The patterns of the schema in words."""
+"""Descriptions of the schema's patterns."""
 
 
 def problems_of(error: ValidationError, tree: Value, root: Shape) -> Iterator[Problem]:
@@ -159,7 +159,7 @@ def _fix_unknown_key(key: str, path: tuple, parent: Shape, root: Shape, given: V
 
 
 def fix_for_name(name: str, schema: type[Schema]) -> str | None:
-    """What to write for a dotted name that is no field of the schema; None where nothing is known of it."""
+    """The fix for a dotted name that is not a field of the schema; None if nothing is known of it."""
     path, root = tuple(name.split(".")), Shape.of(schema)
     return (answer(path, None) if schema is RunConfig else None) or _other_places(path, root)
 
@@ -185,7 +185,7 @@ def _fix_value(
 
 
 def _fix_form(kind: str, path: tuple, shape: Shape, parent: Shape, given: Value) -> str | None:
-    """The same value as YAML writes it where this field is."""
+    """The same value in the YAML form that this field needs."""
     name, data = dotted(path), given.data
     if isinstance(data, str) and kind.startswith(("int", "float", "bool")) and is_number_or_bool(data):
         return f"write it without quotes: `{name}: {data}`"
@@ -223,7 +223,7 @@ def _keys_at(path: tuple, shape: Shape) -> list[str]:
 
 
 def _switch_text(path: tuple, wanted: bool, where: str, shape: Shape) -> str | None:
-    """How to switch a block on or off that is off where it is left out; None for any other block."""
+    """How to switch a block on or off that is off by default; None for any other block."""
     needs_nothing = [
         model for model in shape.models if not any(f.is_required() for f in model.model_fields.values())
     ]

@@ -1,6 +1,6 @@
 """Reads YAML text into values that know their line, and writes values as text.
 
-The reader follows the core schema of YAML 1.2, and not PyYAML's YAML 1.1, where `1e-4` is text and `no` is
+The reader follows the core schema of YAML 1.2, not PyYAML's YAML 1.1, in which `1e-4` is text and `no` is
 false. Two differences: `90_000` is a number, and a repeated key is an error. Readers of either version agree
 on the text that is written.
 """
@@ -22,7 +22,7 @@ from configs.schema.base import Schema, without_credentials
 
 MAX_DEPTH = 100
 MAX_VALUES = 10_000
-"""Limits of one text, where an alias counts as often as it is used. No config comes near either."""
+"""Limits of one text; an alias counts as often as it is used. No config comes near either."""
 
 _BOOL = re.compile(r"(true|True|TRUE|false|False|FALSE)$")
 _INT = re.compile(r"[-+]?[0-9](_?[0-9])*$|0x[0-9a-fA-F]+$|0o[0-7]+$")
@@ -144,7 +144,8 @@ def dump(data: Any) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as YAML would write it, on one line and not too long, without a user and a password of an address."""
+    """A value as YAML would write it, on one line and not too long, without users and passwords of
+    addresses."""
     plain = value.model_dump(mode="json") if isinstance(value, Schema) else value
     plain = str(plain) if isinstance(plain, Path) else list(plain) if isinstance(plain, tuple) else plain
     text = yaml.dump(
@@ -178,7 +179,7 @@ class Value:
         return self.data
 
     def at(self, path: Sequence[Hashable]) -> "Value | None":
-        """The value at a path, or None where there is none."""
+        """The value at a path, or None if there is none."""
         value = self
         for part in path:
             in_list = isinstance(value.data, list) and isinstance(part, int) and part < len(value.data)
@@ -194,12 +195,11 @@ class Value:
 
 
 def read_yaml(text: str, source: str, override: str | None = None) -> Value | None:
-    """The value of a YAML text; None where the text is empty.
+    """The value of a YAML text; None if the text is empty.
 
     source: the file, or "command line".
-    override: the dotted key that the text is the value of; places then name no line, and problems show the
-    whole text.
-    Raises ConfigError where the text is no YAML, or holds what no config can.
+    override: the dotted key whose value the text is; places then name no line, and problems show the whole
+    text. Raises ConfigError if the text is not YAML, or holds values that no config can hold.
     """
     return _Reader(text, source, override).read()
 

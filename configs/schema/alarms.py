@@ -28,15 +28,16 @@ class AlarmsConfig(Schema):
     """Largest mean squared ratio of a token, less 1."""
     response_abs_prob_over_max: UnitFraction | None = 0.02
     """Largest share of responses with a token whose two probabilities differ by more than 0.5. The study that
-    names this quantity (F. Yao et al., 2025) counts 1 or 2 of 512 responses with aligned layouts, and tens
-    with different ones."""
+    names this quantity (F. Yao et al., 2025) counts 1 or 2 of 512 responses if the layouts are aligned, and
+    tens if they differ."""
     rejected_max: UnitFraction | None = 0.5
     """Largest share of the response tokens, and of the responses, that all rules together reject."""
 
     reward_failed_max: UnitFraction | None = 0.05
-    """Largest share of samples whose reward raised, ran out of time or returned no number, of a step and of an
-    evaluation. In training such a sample is left out; in an evaluation it counts as wrong. Where all samples fail, the
-    run ends. An evaluation above it is not taken as the best (``checkpoint.keep_best``)."""
+    """Largest share of samples, in a step or in an evaluation, whose reward raised, ran out of time or
+    returned no number. In training such a sample is left out; in an evaluation it counts as wrong. If all
+    samples fail, the run ends. An evaluation with a larger share cannot be the best one
+    (``checkpoint.keep_best``)."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         low, high = self.weight_mean_min, self.weight_mean_max

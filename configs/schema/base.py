@@ -20,7 +20,7 @@ class Schema(BaseModel):
     )
 
     def _contradictions(self) -> Iterable[Contradiction]:
-        """Of the fields, each of which is valid by itself."""
+        """Contradictions between fields that are valid each by itself."""
         return ()
 
     @model_validator(mode="after")
@@ -33,7 +33,7 @@ class Schema(BaseModel):
 _UNEXPANDED = re.compile(r"~[\w-]*(?=/|$)|\$\w+|\$\{\w+\}")
 """The beginning of a path that a shell would expand."""
 LONGEST_NAME, LONGEST_PATH = 255, 4000
-"""Bytes. Linux takes paths of 4096; the rest is left for the files in a folder."""
+"""Bytes. Linux takes paths of 4096; the rest leaves room for files in a folder."""
 
 
 def _check_path(value: Any) -> Any:
@@ -57,7 +57,7 @@ PART_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
 
 
 def at_most(limit: float, reason: str) -> AfterValidator:
-    """A generous upper bound: a larger value is a slip, which a role would report late, or never."""
+    """A generous upper bound: a larger value is a mistake, which a role would report late or never."""
 
     def check(value: Any) -> Any:
         if value > limit:
@@ -79,7 +79,7 @@ def at_least(limit: float, reason: str) -> AfterValidator:
 
 
 def address_of(url: str) -> SplitResult | None:
-    """The parts of a URL; None where it cannot be taken apart."""
+    """The parts of a URL; None if it cannot be parsed."""
     try:
         return urlsplit(url)
     except ValueError:  # brackets that do not close
@@ -87,8 +87,8 @@ def address_of(url: str) -> SplitResult | None:
 
 
 def without_credentials(text: str) -> str:
-    """The text without the users and passwords of the addresses in it. A password may hold an `@` or, as those of databases, a
-    `/`: rather too much is taken out."""
+    """The text without the users and passwords of the addresses in it. A password may hold an `@` and, in a
+    database's address, a `/`. In doubt too much is removed."""
     text = re.sub(r"//([^/\s]*|[^/\s:@]*:\S*)@", "//…@", text)
     return re.sub(r"([?&](?:password|passwd)=)[^&\s'\"]+", r"\1…", text)
 
@@ -97,8 +97,8 @@ KEY_IN_A_VARIABLE = "leave them out, and name a variable in api_key_variable"
 
 
 def served_at(example: str, *more_schemes: str) -> AfterValidator:
-    """Addresses of servers, like ``example``, of http, https or ``more_schemes``. A user or a password in one would stay
-    readable in the run folder and in MLflow."""
+    """Addresses of servers, like ``example``, of http, https or ``more_schemes``. A user or a password in an
+    address would stay readable in the run folder and in MLflow."""
 
     def check(urls: tuple[str, ...]) -> tuple[str, ...]:
         for url in urls:
@@ -121,7 +121,7 @@ def served_at(example: str, *more_schemes: str) -> AfterValidator:
 
 
 def _variable(error: str) -> AfterValidator:
-    """Refuses, with ``error``, a text that is no name of an environment variable."""
+    """Refuses, with ``error``, a text that is not the name of an environment variable."""
 
     def check(name: str) -> str:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
@@ -144,9 +144,9 @@ VariableName = Annotated[
     ),
 ]
 SECRET = re.compile(r"token|secret|passw|key|credential", re.IGNORECASE)
-"""In the name of an environment variable: its value may be a secret."""
+"""If the name of an environment variable contains one of these, its value may be a secret."""
 SHORTEST_SECRET = 8
-"""Characters; values like `1` are no secrets."""
+"""Characters; shorter values, like `1`, are not secrets."""
 
 
 def looks_secret(name: str, value: str) -> bool:

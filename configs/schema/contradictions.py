@@ -1,4 +1,5 @@
-"""Settings of a training run that do not go together, across its blocks: which fields, why, and what to set."""
+"""Settings in different blocks of a training run that contradict each other: which fields, why, and the
+fix."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def contradictions_of(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of the whole config, whose blocks are valid each by itself."""
+    """Contradictions of the whole config, whose blocks are valid each by itself."""
     yield from _of_loss(config)
     yield from _of_reward(config)
     yield from _of_batch(config)
@@ -46,7 +47,7 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
             "remove `aggregation`, or set aggregation.type=sequence_mean_token_mean",
         )
     weight = config.correction.weight
-    # A sequence that is masked as a whole is meant to drop; a part of it is not.
+    # A weight level of the whole sequence is meant to drop it; a weight of one token or segment is not.
     masks = isinstance(weight, ImportanceWeight) and weight.bound == "mask"
     if objective == "gmpo" and masks and weight.level not in ("sequence", "geometric"):
         yield Contradiction(
@@ -94,7 +95,7 @@ def _of_loss(config: "RunConfig") -> Iterator[Contradiction]:
 
 
 _OF_OTHER_ANSWERS = {"countdown": ("gsm8k", "math_verify"), "gsm8k": ("countdown",)}
-"""Rewards that read answers of another form, by the task."""
+"""Rewards that cannot read a task's answers, by the task."""
 
 
 def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
@@ -108,7 +109,7 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
     if config.credits_turns and config.advantage.type == "grpo" and config.kl.in_reward:
         yield Contradiction(
             ("advantage.credit", "kl.place"),
-            "advantage.credit=turn with grpo compares the rewards of turns, which kl.place=reward would take a KL per token from",
+            "advantage.credit=turn with grpo compares the rewards of turns, from which kl.place=reward would subtract a KL per token",
             "use kl.place=loss, or advantage.type=reinforce_pp or gae",
         )
     if config.reward is not None and getattr(config.environment, "reward", None) == "agent":
@@ -148,7 +149,7 @@ def _of_reward(config: "RunConfig") -> Iterator[Contradiction]:
 def _of_batch(config: "RunConfig") -> Iterator[Contradiction]:
     prompts, parts = config.rollout.prompts_per_step, config.learner.minibatches
     sequences, stages = prompts // parts * config.rollout.group_size, config.layout.microbatch_multiple
-    # layout.dp=auto: the command checks again once it knows the number of processes.
+    # With layout.dp=auto the command checks again when it knows the number of processes.
     ranks = 1 if config.layout.dp == "auto" else config.layout.dp
     if prompts % parts:
         yield Contradiction(
@@ -223,7 +224,8 @@ def _of_schedules(config: "RunConfig") -> Iterator[Contradiction]:
 def endless_warmup(
     optimizer: OptimizerConfig, block: str, updates: int, fields: tuple[str, ...]
 ) -> Iterator[Contradiction]:
-    """Of a schedule that would begin to decay behind the last of ``updates``, which come from ``fields``."""
+    """A schedule that would begin to decay only after the last of ``updates``, whose number follows from
+    ``fields``."""
     if optimizer.schedule != "constant" and optimizer.warmup_steps >= updates:
         yield Contradiction(
             (f"{block}.warmup_steps", f"{block}.schedule", *fields),
@@ -259,7 +261,7 @@ def _of_best_checkpoint(config: "RunConfig") -> Iterator[Contradiction]:
     if metric.startswith("eval/greedy/") and not config.evaluation.greedy:
         yield Contradiction(
             ("checkpoint.keep_best", "evaluation.greedy"),
-            f"checkpoint.keep_best={metric} is of answers at temperature 0, which evaluation.greedy=false does not ask for",
+            f"checkpoint.keep_best={metric} needs answers at temperature 0, which evaluation.greedy=false leaves out",
             "set evaluation.greedy=true, or use eval/accuracy",
         )
 
@@ -269,7 +271,7 @@ def _of_trace(config: "RunConfig") -> Iterator[Contradiction]:
     if trace.steps and trace.first > config.steps:
         yield Contradiction(
             ("tracking.trace.first", "steps"),
-            f"tracking.trace.first={trace.first} begins behind steps={config.steps}, so that nothing would be traced",
+            f"tracking.trace.first={trace.first} begins after steps={config.steps}, so that nothing would be traced",
             f"use at most {config.steps}",
         )
     if trace.profile_rank is not None and config.layout.dp != "auto":
@@ -306,7 +308,7 @@ def _of_template(config: "RunConfig") -> Iterator[Contradiction]:
 
 
 def unread_template_arguments(arguments: Mapping[str, Any], field: str) -> Iterator[Contradiction]:
-    """Of a run or a warm start that renders no chat template."""
+    """Arguments of a template that a run or a warm start does not render."""
     if arguments:
         yield Contradiction(
             ("model.chat_template_kwargs", field),

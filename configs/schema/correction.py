@@ -44,11 +44,11 @@ class ImportanceWeight(Schema):
     upper: PositiveFloat | None = Field(
         default_factory=lambda data: None if data.get("bound") == "none" else DEFAULT_UPPER
     )
-    """2 where it is left out (and ``bound`` is not none)."""
+    """2 if it is left out (and ``bound`` is not none)."""
     lower: NonNegativeFloat | None = Field(
         default_factory=lambda data: _reciprocal(data) if data.get("bound") in TWO_SIDED else None
     )
-    """For clip and mask; 1 / upper where it is left out."""
+    """For clip and mask; 1 / upper if it is left out."""
     normalise: bool = False
     """Divide the bounded weights by their mean over the step: over tokens at token level, else over sequences
     (segments)."""
@@ -75,10 +75,10 @@ class ImportanceWeight(Schema):
 
 
 class FunctionWeight(OwnFunction):
-    """A function of the user's own: f(log_ratio_N, **settings) -> weights_N, from log rho of the response tokens."""
+    """The user's function f(log_ratio_N, **settings) -> weights_N, with log rho of the response tokens."""
 
     level: Literal["function"]
-    """function: the weight is what a function makes of the ratios of tokens."""
+    """function: a function computes the weights from the ratios of tokens."""
 
 
 WeightConfig = Annotated[NoWeight | ImportanceWeight | FunctionWeight, Field(discriminator="level")]
@@ -94,7 +94,7 @@ class RatioRule(Schema):
     upper: PositiveFloat
     """Largest ratio that is kept."""
     lower: NonNegativeFloat = Field(default_factory=lambda data: _reciprocal(data))
-    """1 / upper where it is left out; 0 for none."""
+    """1 / upper if it is left out; 0 for no lower bound."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         greatest = math.exp(LOG_RATIO_BOUND)
@@ -108,7 +108,7 @@ class RatioRule(Schema):
         if self.lower > self.upper:
             yield Contradiction(
                 ("lower", "upper"),
-                f"lower={self.lower} (1 / upper where it is left out) is above upper={self.upper}",
+                f"lower={self.lower} (1 / upper if it is left out) is above upper={self.upper}",
                 "give both, lower first",
             )
 
@@ -137,7 +137,7 @@ class DifferenceRule(Schema):
     lower: Annotated[float, Field(lt=0)] = Field(
         default_factory=lambda data: -data["upper"] if data.get("upper") else -1.0
     )
-    """-upper where it is left out."""
+    """-upper if it is left out."""
 
 
 RejectionRule = Annotated[RatioRule | DivergenceRule | DifferenceRule, Field(discriminator="rule")]
@@ -147,28 +147,30 @@ class CorrectionConfig(Schema):
     """Corrects the gap between the two engines' log-probs. A preset's name may replace the block."""
 
     mode: Literal["decoupled", "bypass"] = "decoupled"
-    """decoupled: rollout, old and current are three policies; old is the learner's own before the update.
-    bypass: old := rollout, without that forward pass; ratios, rejection and weights then compare current with
-    rollout."""
+    """decoupled: rollout, old and current are three policies; old is the learner's policy before the update.
+    bypass: old := rollout, so the forward pass for old is not needed; ratios, rejection and weights compare
+    current with rollout."""
     loss: Literal["objective", "policy_gradient"] = "objective"
-    """objective: the run's ``objective`` (in bypass its ratio is current / rollout, which leaves no separate
-    weight). policy_gradient, only in bypass: -sg(w) log pi_current A takes its place, without clipping."""
+    """objective: the run's ``objective`` (in bypass its ratio is current / rollout, so there is no separate
+    weight). policy_gradient, only in bypass: -sg(w) log pi_current A replaces the objective, without
+    clipping."""
     weight: WeightConfig = Field(
         default_factory=lambda data: NoWeight() if _no_weight_fits(data) else ImportanceWeight()
     )
     """``none`` is the only choice in bypass mode with the run's objective."""
     reject: tuple[RejectionRule, ...] = ()
-    """A token is kept where all rules pass it."""
+    """A token is kept if it passes all rules."""
     veto: Annotated[float, Field(gt=0, lt=1)] | None = None
     """One valid token with rho below this (before any bound) rejects its whole sequence. Usual: 1e-4 to 1e-6.
     """
     off_policy_mask: PositiveFloat | None = None
-    """Off-policy sequence masking (arXiv 2512.02556): tokens with A < 0 have no policy loss where the mean of log pi_rollout -
-    log pi_current over their response is above this, in nats. It sees both drifts, at every optimizer step. These tokens stay
-    in the means, whatever ``denominator`` is."""
+    """Off-policy sequence masking (arXiv 2512.02556): tokens with A < 0 have no policy loss if the mean of
+    log pi_rollout - log pi_current over their response is above this, in nats. The mean contains both the gap
+    of the engines and the change of the policy, at every optimizer step. These tokens stay in the means,
+    whatever ``denominator`` is."""
     denominator: Literal["kept", "all"] = "kept"
-    """The tokens that the loss is averaged over. kept: those that no rule rejected; all: rejected tokens count
-    as zeros."""
+    """The tokens over which the loss is averaged. kept: those that no rule rejected. all: rejected tokens
+    count as zeros."""
 
     @property
     def rejects(self) -> bool:
@@ -205,7 +207,7 @@ class CorrectionConfig(Schema):
 
 
 def _reciprocal(data: dict[str, Any]) -> float | None:
-    """1 / upper, from the fields before; None where upper is not valid, which is an error of its own."""
+    """1 / upper, from the fields before; None if upper is not valid, which is reported separately."""
     upper = data.get("upper")
     return 1 / upper if upper else None
 

@@ -1,4 +1,4 @@
-"""The critic of PPO: a value model with weights and an optimizer of its own, for advantages by GAE."""
+"""The critic of PPO: a value model with its own weights and optimizer, for advantages by GAE."""
 
 from configs.schema.base import LearningRate, NonNegativeInt, PositiveFloat, Schema
 from configs.schema.learner import OptimizerConfig
@@ -6,8 +6,8 @@ from configs.schema.model import ModelConfig
 
 
 class CriticOptimizerConfig(OptimizerConfig):
-    """The learner's optimizer settings with a larger default step: the critic starts from a head of zeros and
-    follows moving returns."""
+    """The learner's optimizer settings with a larger default learning rate: the critic starts from a head of
+    zeros and follows returns that change."""
 
     lr: LearningRate = 1e-5
     """Learning rate of the critic, after the warm-up."""
@@ -22,8 +22,8 @@ class CriticConfig(Schema):
     The head starts at zero."""
     optimizer: CriticOptimizerConfig = CriticOptimizerConfig()
     value_clip: PositiveFloat | None = 0.2
-    """The loss counts a value as moved by at most this from the value that the advantages were computed with,
-    in the unit of rewards; null: unclipped."""
+    """Value clipping: the loss counts a value as at most this far from the value that the advantages were
+    computed with, in the unit of rewards; null: unclipped."""
     warmup_steps: NonNegativeInt = 0
     """The first this many steps of the run train the critic alone and leave the policy as it is, so that its
     first advantages are not those of an untrained critic."""

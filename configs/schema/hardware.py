@@ -26,8 +26,8 @@ class PeakRates(Schema):
 
 
 class AttainedShares(Schema):
-    """Shares of the peaks that are attained, between 0 and 1. What is done beside (norms, activations, the softmax over
-    the vocabulary) is part of them."""
+    """Shares of the peaks that are attained, between 0 and 1. They include the other operations: norms,
+    activations, the softmax over the vocabulary."""
 
     train_matmul: Share
     """Of the peak rate, by the learner's matrix products, forward and backward."""
@@ -74,9 +74,9 @@ class HardwareConfig(Schema):
     """One kind of device, its links and its software, for ``tandem plan --gpu FILE.yaml``."""
 
     name: Annotated[str, Field(min_length=1)]
-    """What tables call it."""
+    """Its name in tables."""
     source: Annotated[str, Field(min_length=1)]
-    """Where its figures come from, for whoever reads an estimate."""
+    """Where its figures come from, for readers of an estimate."""
     memory_gib: PositiveFloat
     """Memory of one device. GiB (2^30 bytes)."""
     peak_tflops: PeakRates

@@ -25,8 +25,8 @@ from configs.schema.base import (
 
 
 class NodesConfig(Schema):
-    """On which nodes the roles run: the learner's first, then the servers'. The sample role is on the
-    learner's first node."""
+    """The nodes of the roles: the learner's first, then the servers'. The sample role is on the learner's
+    first node."""
 
     learner: Count = 1
     """Nodes of the learner."""
@@ -44,7 +44,7 @@ class NodesConfig(Schema):
 
 
 def _slurm_time(value: str) -> str:
-    # Slurm reads more forms, but takes the first of two numbers for minutes.
+    # Slurm reads more forms, but reads the first of two numbers as minutes.
     if not re.fullmatch(r"\d{1,3}(:[0-5]\d){2}|\d+-([01]?\d|2[0-3])(:[0-5]\d){0,2}", value, re.ASCII):
         raise ValueError("write hours:minutes:seconds, such as 12:00:00, or days-hours, such as 2-12")
     return value
@@ -72,7 +72,7 @@ class SlurmConfig(Schema):
 
     time: Annotated[str, AfterValidator(_slurm_time)] = "24:00:00"
     """Time limit of one start, as ``hours:minutes:seconds`` or ``days-hours``. The job is requeued before the
-    limit and goes on."""
+    limit and continues."""
     partition: OneWord | None = None
     """``--partition``"""
     account: OneWord | None = None
@@ -80,19 +80,21 @@ class SlurmConfig(Schema):
     qos: OneWord | None = None
     """``--qos``"""
     gpus: NonNegativeInt | None = None
-    """GPUs of the node of a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each process
-    of learner and servers."""
+    """GPUs of the node, for a run without ``launch.nodes``; 0 for a node without GPUs. None: one for each
+    process of learner and servers."""
     gpu_type: str | None = Field(default=None, pattern=r"^[A-Za-z0-9_.-]+$")
-    """Type of the nodes' GPUs where a cluster has several, such as ``h100``, as ``sinfo -o %G`` names it."""
+    """Type of the nodes' GPUs, if a cluster has several types, such as ``h100``, as ``sinfo -o %G`` names
+    it."""
     cpus_per_node: PositiveInt | None = None
     """CPU cores of each node."""
     memory_per_node: str | None = Field(default=None, pattern=r"^\d+[KMGT]?$")
     """Memory of each node, such as ``500G``."""
     container: str | None = Field(default=None, pattern=r"^\S+$")
-    """Image of every job step: a name or a file that the runtime reads. None: steps run on the nodes themselves."""
+    """Image of every job step: a name or a file that the runtime reads. None: steps run without a
+    container."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """What runs the image. pyxis: Slurm's plugin for enroot (``srun --container-image``). apptainer: ``srun apptainer
-    exec``, with ``--nv`` on nodes with GPUs."""
+    """The program that runs the image. pyxis: Slurm's plugin for enroot (``srun --container-image``).
+    apptainer: ``srun apptainer exec``, with ``--nv`` on nodes with GPUs."""
     container_mounts: str | None = Field(default=None, pattern=r"^\S+$")
     """Folders of the nodes inside the container, such as ``/data:/data,/shared:/shared``. The folder that the command is
     started in, ``runs_dir``, model and data must be among them under the same paths, unless the site mounts them anyway."""
@@ -107,15 +109,16 @@ class SlurmConfig(Schema):
     """Seconds before the time limit at which the run is told to stop. It then finishes or drops its step, writes
     a checkpoint and is requeued."""
     max_restarts: PositiveInt = 3
-    """Starts after failures that brought no new checkpoint; then the job ends. A time limit without a checkpoint,
-    for a short notice or a long start, counts as one. Pre-emption does not."""
+    """Most starts after failures that brought no new checkpoint; then the job ends. Reaching the time limit
+    without a checkpoint, because of a short notice or a long start, counts as a failure. Pre-emption does
+    not."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         for name in ("container_python", "container_mounts"):
             if self.container is None and getattr(self, name) is not None:
                 yield Contradiction(
                     (name,),
-                    f"{name}={getattr(self, name)} is of a container, and launch.slurm.container names none",
+                    f"{name}={getattr(self, name)} needs a container, but launch.slurm.container names none",
                     f"set launch.slurm.container, or leave {name} out",
                 )
 
@@ -123,18 +126,20 @@ class SlurmConfig(Schema):
 class LaunchConfig(Schema):
     """Where a run writes, where its processes run, and their deadlines."""
 
-    # Not validated: the default is a Path, and in strict mode pydantic takes text alone from JSON.
+    # Not validated: the default is a Path, and in strict mode pydantic takes only text from JSON.
     runs_dir: GivenPath = Field(default=Path("runs"), validate_default=False)
     """Run folders are made in it; a relative path starts at the folder that the command is started in."""
     nodes: NodesConfig | None = None
     """None: every role on this machine, on its loopback address."""
     placement: Literal["auto", "separate", "colocated"] = "auto"
-    """separate: learner and servers have GPUs of their own. colocated: they share GPUs, and each side frees its
-    memory in the other's turn. auto: colocated on one machine with fewer GPUs than separate ones would be, such as a
-    single one; else separate, as on CPU and wherever ``rollout.max_staleness`` has both sides work at once."""
+    """separate: learner and servers have their own GPUs. colocated: they share GPUs, and each side frees its
+    memory during the other's turn. auto: colocated if one machine has too few GPUs for separate placement,
+    such as a single GPU. auto is separate otherwise, also on CPU and if ``rollout.max_staleness`` makes both
+    sides work at once."""
     slurm: SlurmConfig = SlurmConfig()
     threads_per_process: Count = 1
-    """OMP threads of every process on CPU: several processes with several threads each stall 10-40 times."""
+    """OMP threads of every process on CPU. Several processes with several threads each are 10-40 times
+    slower."""
     start_timeout_s: Seconds = 900.0
     """Deadline for all roles to report that they are ready."""
     collective_timeout_s: Seconds = 1800.0
@@ -145,50 +150,52 @@ class LaunchConfig(Schema):
     outages are survived. Work on a host that answers has longer limits (collective_timeout_s,
     rollout.request_timeout_s)."""
     heartbeat_timeout_s: Seconds = 40.0
-    """A process that the kernel reports as stopped (SIGSTOP) for this long is taken for dead and killed; the
-    check runs every 10 s. The console reports processes that are slow, and nodes that are silent, for this long
-    or longer: time alone ends nothing."""
+    """A process that the kernel reports as stopped (SIGSTOP) for this long counts as dead and is killed; the
+    check runs every 10 s. If a process is slow or a node is silent for this long, the console reports it, and
+    nothing is ended."""
     stop_grace_s: Seconds = 10.0
     """Time between SIGTERM and SIGKILL to a role's process group."""
     stop_timeout_s: Seconds = 600.0
-    """Time for the learner to write its checkpoint and end after a request to stop (SIGTERM or SIGUSR1 to
-    ``tandem train``). Then every process is ended."""
+    """Time for the learner to write its checkpoint and exit after a request to stop (SIGTERM or SIGUSR1 to
+    ``tandem train``). Then all processes are ended."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.takes_turns and self.nodes is not None:
             yield Contradiction(
                 ("placement",),
-                "placement=colocated shares the GPUs of one machine, but nodes gives learner and servers nodes of their own",
+                "placement=colocated shares the GPUs of one machine, but nodes gives learner and servers separate nodes",
                 "remove one",
             )
 
     @property
     def takes_turns(self) -> bool:
-        """Whether learner and servers share GPUs. auto is decided where the run starts, by the GPUs that are there."""
+        """Whether learner and servers share GPUs. auto is decided at the start of the run, by the GPUs of the
+        machine."""
         return self.placement == "colocated"
 
     @property
     def patience_s(self) -> float:
-        """Time that the learner waits for the rollout side. It is shorter than the timeout of the ranks that wait
-        in a collective meanwhile, so that they learn what has failed."""
+        """Time that the learner waits for the rollout side. It is shorter than the timeout of the ranks that
+        meanwhile wait in a collective, so that they get the error of the rollout side."""
         return 0.9 * self.collective_timeout_s
 
 
 class TraceConfig(Schema):
-    """The steps of which every role records where its time goes, for ``tandem trace`` and the report."""
+    """The traced steps: in them every role records where its time goes, for ``tandem trace`` and the
+    report."""
 
     steps: Annotated[NonNegativeInt, at_most(1000, "the files would be larger than anyone can look at")] = 0
     """Number of steps, from ``first`` on; 0: none, and tracing costs nothing. A step takes about 150 bytes per span: per
     request, reward and micro-batch."""
     first: PositiveInt = 2
-    """The first of them. Step 1 of a run also warms up caches and buffers."""
+    """The first traced step. Step 1 of a run also warms up caches and buffers."""
     profile_rank: NonNegativeInt | None = None
-    """The learner rank on which torch's profiler also records these steps, each into a Chrome trace of its own. It slows
-    the steps, and takes memory for each operation. None: no rank."""
+    """The learner rank on which torch's profiler also records these steps, each into its own Chrome trace.
+    The profiler slows the steps, and takes memory for each operation. None: no rank."""
 
     @property
     def end(self) -> int:
-        """The step behind the last one."""
+        """The step after the last traced one."""
         return self.first + self.steps
 
     def _contradictions(self) -> Iterator[Contradiction]:
@@ -202,7 +209,8 @@ class TraceConfig(Schema):
 
 def _without_password(uri: str | None) -> str | None:
     address = address_of(without_credentials(uri)) if uri else None
-    # The part of the address ends at a slash, which the password of a database may hold; a port is none.
+    # urlsplit ends the address at a slash, which the password of a database may hold. A port is not a
+    # password.
     in_address = re.search(r"//[^/\s:@]*:(?!\d+/)\S+@", uri or "")
     if address and (in_address or "password" in parse_qs(address.query)):
         error = f"the URI of {address.hostname} holds a password, which would stay readable in the run folder"
@@ -211,8 +219,9 @@ def _without_password(uri: str | None) -> str | None:
 
 
 class WandbConfig(Schema):
-    """A copy of the metrics at Weights & Biases, in a run of the run folder's name. It needs the package wandb. The key is
-    that of ``wandb login`` or of WANDB_API_KEY; with WANDB_MODE=offline it waits in the run folder for ``wandb sync``."""
+    """A copy of the metrics at Weights & Biases, in a run with the run folder's name. It needs the package
+    wandb. The key is that of ``wandb login`` or of WANDB_API_KEY. With WANDB_MODE=offline the copy waits in
+    the run folder for ``wandb sync``."""
 
     project: str | None = None
     """None: ``tracking.experiment``."""
@@ -221,14 +230,15 @@ class WandbConfig(Schema):
 
 
 class TrackingConfig(Schema):
-    """Where the run is recorded beside its folder, how many samples are kept to look at, and which steps are traced."""
+    """Where the run is recorded besides its folder, how many samples are kept for inspection, and which steps
+    are traced."""
 
     experiment: str = "tandem"
     """Name of the MLflow experiment, in which runs can be compared."""
     uri: Annotated[str | None, AfterValidator(_without_password)] = None
-    """MLflow tracking URI, without a password. None: MLFLOW_TRACKING_URI if set, else the sqlite store ``launch.runs_dir``/mlflow.db
-    of all runs there. On a network file system, whose locks sqlite cannot trust, each run folder has a store of
-    its own."""
+    """MLflow tracking URI, without a password. None: MLFLOW_TRACKING_URI if set, else the sqlite store
+    ``launch.runs_dir``/mlflow.db of all runs there. On a network file system, whose locks sqlite cannot
+    trust, each run folder has its own store."""
     wandb: WandbConfig | None = None
     """Also copy the metrics to Weights & Biases. None: no. ``tandem publish RUN --to wandb`` does it at any time."""
     tensorboard: bool = False
@@ -243,9 +253,9 @@ class TrackingConfig(Schema):
 
 
 class EvaluationConfig(Schema):
-    """When held-out problems are answered, and how. ``eval/accuracy`` is the share of responses that are right: with a
-    reward of at least 1 (of a weighted reward: of its deciding part), or by an environment's own account.
-    ``eval/reward_mean`` is for rewards other than 0 and 1."""
+    """When and how held-out problems are answered. ``eval/accuracy`` is the share of right responses. A
+    response is right if its reward (of a weighted reward: its deciding part) is at least 1, or if the
+    environment says so. ``eval/reward_mean`` is for rewards other than 0 and 1."""
 
     every: NonNegativeInt = 0
     """Steps between evaluations on held-out problems; 0: only before the first and after the last step."""
@@ -257,16 +267,17 @@ class EvaluationConfig(Schema):
     """Responses sampled for each held-out problem. With 2 or more, ``eval/pass_at/K`` estimates the share of problems
     of which K samples hold a right one, for K = 2, 4, 8, … and this number."""
     greedy: bool = False
-    """Whether each problem also gets one answer at temperature 0, recorded apart as ``eval/greedy/accuracy``."""
+    """Whether each problem also gets one answer at temperature 0, recorded separately as
+    ``eval/greedy/accuracy``."""
     temperature: Temperature = 1.0
     """Temperature of the softmax that evaluations sample from; independent of ``rollout.temperature``."""
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether an evaluation follows this one of ``steps`` steps."""
+        """Whether an evaluation follows this step of ``steps`` steps."""
         return bool(self.every and step % self.every == 0) or (self.at_ends and step == steps)
 
     def number_after(self, step: int, steps: int) -> int:
-        """The evaluations that follow later steps."""
+        """The number of evaluations after later steps."""
         periodic = steps // self.every - step // self.every if self.every else 0
         is_last_apart = self.at_ends and step < steps and not (self.every and steps % self.every == 0)
         return max(periodic, 0) + is_last_apart

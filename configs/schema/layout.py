@@ -24,14 +24,14 @@ class LayoutConfig(Schema):
     sp: bool = False
     """Sequence parallel: between matrices, the tensor-parallel ranks split the tokens."""
     cp: Count = 1
-    """Context parallel: every sequence is split over this many ranks, each of which has a cp-th of its tokens and
-    gathers the keys and values of all. For sequences whose activations do not fit on one GPU."""
+    """Context parallel: every sequence is split over this many ranks. Each has a cp-th of its tokens, and
+    gathers the keys and values of all tokens. For sequences whose activations do not fit on one GPU."""
     ep: Count = 1
     """Expert parallel: the experts of a mixture-of-experts model are split over this many of the tp * cp * dp
     ranks of a stage."""
     dp: Count | Literal["auto"] = "auto"
-    """Data parallel. auto: as many copies as fit on the GPUs beside the servers; without a GPU as few as ep
-    allows, mostly one."""
+    """Data parallel. auto: as many copies as fit on the GPUs that the servers leave free; without a GPU as
+    few as ep allows, usually one."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.sp and self.tp == 1:
@@ -85,13 +85,13 @@ class LayoutConfig(Schema):
         return self.model_size * self.dp_size
 
     def resolved(self, num_processes: int) -> "LayoutConfig":
-        """This layout on ``num_processes`` processes, with a number for dp. Raises ValueError where the processes
-        hold no whole number of copies, or a number that ep does not allow."""
+        """This layout on ``num_processes`` processes, with a number for dp. Raises ValueError if the
+        processes do not hold a whole number of copies, or hold a number that ep does not allow."""
         if self.dp != "auto":
             return self
         if num_processes < self.model_size or num_processes % self.model_size:
             raise ValueError(
-                f"layout.dp=auto: {num_processes} processes are no multiple of the {self.model_size} that one copy of the model takes "
+                f"layout.dp=auto: {num_processes} processes are not a multiple of the {self.model_size} that one copy of the model takes "
                 f"(tp={self.tp} * cp={self.cp} * pp={self.pp}); change these, or the number of processes"
             )
         dp = num_processes // self.model_size
@@ -103,7 +103,7 @@ class LayoutConfig(Schema):
         return self._with_dp(dp)
 
     def smallest(self) -> "LayoutConfig":
-        """This layout, with the least number of copies that ep allows for dp=auto: one where no experts are
+        """This layout, with the least number of copies that ep allows for dp=auto: one if no experts are
         split."""
         return self if self.dp != "auto" else self._with_dp(self._dp_multiple)
 
@@ -156,8 +156,8 @@ def _layout_value(text: str, name: str, value: str | None) -> Any:
 
 
 def layout_text(layout: LayoutConfig) -> str:
-    """The text of a layout for ``parse_layout``: the fields in their order, without those that are 1, false or
-    auto; ``tp=1`` where all are. Equal layouts have equal texts."""
+    """The text of a layout for ``parse_layout``: the fields in their order, without those that are 1, false
+    or auto; ``tp=1`` if all are. Equal layouts have equal texts."""
     sizes = {n: v for n, v in layout.model_dump().items() if v is True or v not in (1, False, "auto")}
     return ",".join(name if value is True else f"{name}={value}" for name, value in sizes.items()) or "tp=1"
 

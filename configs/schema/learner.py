@@ -35,7 +35,7 @@ class OptimizerConfig(Schema):
     weight_decay: Annotated[NonNegativeFloat, at_most(100, "it is a share of each weight, times lr")] = 0.0
     """AdamW's weight decay, decoupled from the gradient, of matrices alone: biases and the weights of norms do not decay."""
     clip_grad: PositiveFloat = 1.0
-    """Largest norm of the whole gradient; a larger gradient is scaled down to it."""
+    """Largest norm of the whole gradient; a gradient with a larger norm is scaled down to this norm."""
     distributed: bool = True
     """Shard the optimizer's state over data-parallel ranks (Megatron's distributed optimizer)."""
 
@@ -68,9 +68,10 @@ class LoraConfig(Schema):
     projection of attention), fc1 (gate and up, which share A) and fc2 (down). Of a model with experts qkv and proj alone.
     """
     forward: Literal["factored", "merged"] = "merged"
-    """How the learner computes a targeted product. merged: with the weight that the servers get, W + alpha / rank B A
-    rounded to rollout.dtype; the gradient passes the rounding as if it were none. factored: W x + alpha / rank B (A x),
-    which rounds otherwise than the servers do, and saves the time of merging."""
+    """How the learner computes the product with a targeted matrix. merged: with the weight that the servers
+    get, W + alpha / rank B A rounded to rollout.dtype; the gradient ignores the rounding (straight-through).
+    factored: W x + alpha / rank B (A x), which rounds differently from the servers, and saves the time of
+    merging."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if not self.targets:
@@ -89,15 +90,16 @@ class LearnerConfig(Schema):
     minibatches: Count = 1
     """Optimizer steps per rollout batch; prompts_per_step must divide by it."""
     old_logprobs: Literal["when_needed", "always"] = "when_needed"
-    """Whether a forward pass before the update computes the log-probs of ``old``. when_needed skips it where the
+    """Whether a forward pass before the update computes the log-probs of ``old``. when_needed skips it if the
     update's own pass gives them: with one minibatch current is old, unless something needs old before the
     update."""
     routing: Literal["own", "rollout", "old"] = "own"
-    """The experts that a token goes to in the learner, for models with experts. own: those that the learner's router
-    chooses in each pass. rollout: those that the server chose when it sampled (routing replay, R3). A turn whose prompt
-    the server computed again, after an interruption, keeps the learner's own choice. old: those that the learner's
-    router chose in the pass before the update, which computes ``old`` (R2); it needs several minibatches. Replayed
-    experts have the learner's own probabilities as weights, and ``ref`` gets them too; a critic chooses its own."""
+    """The experts of each token in the learner, for models with experts. own: the learner's router chooses
+    them in each pass. rollout: the server chose them when it sampled (routing replay, R3). If the server
+    computed the prompt of a turn again, after an interruption, the turn keeps the learner's own choice. old:
+    the learner's router chose them in the pass before the update, which computes ``old`` (R2); it needs
+    several minibatches. Replayed experts are weighted by the learner's own probabilities. ``ref`` replays
+    them too; a critic chooses its own."""
     token_budget: Tokens = 16384
     """Most tokens of one packed micro-batch; a longer single sequence is an error. A micro-batch is on one rank, or
     split over the layout.cp ranks of context parallelism."""
@@ -107,10 +109,11 @@ class LearnerConfig(Schema):
     up to rounding. It has no effect with layout.cp above 1, model.numerics=aligned, replayed experts, or Transformer
     Engine: there each sample is computed whole."""
     skip_zero_gradients: bool = True
-    """Run no backward pass for groups whose siblings all have the same reward, where advantages compare siblings: their
-    gradient is zero. They get micro-batches of their own, for a forward pass alone, which their metrics need. It has no
-    effect where the loss has other terms (KL in the loss, entropy, an objective of your own), nor with layout.pp above 1,
-    nor where such groups do learn something (reinforce_pp_baseline, whose whitening is over the step; KL in the reward)."""
+    """Run no backward pass for groups whose siblings all have the same reward. If advantages compare
+    siblings, the gradient of these groups is zero. They get their own micro-batches with a forward pass
+    alone, which their metrics need. It has no effect if the loss has other terms (KL in the loss, entropy, an
+    objective of your own), with layout.pp above 1, and if such groups do learn something
+    (reinforce_pp_baseline, which whitens over the step; KL in the reward)."""
     logprob_chunk_tokens: Tokens = 1024
     """Tokens whose float32 logits exist at once."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -122,7 +125,7 @@ class LearnerConfig(Schema):
 
 
 class CheckpointConfig(Schema):
-    """When a run writes a checkpoint from which it can be resumed."""
+    """When a run writes checkpoints from which it can be resumed."""
 
     every: NonNegativeInt = 0
     """Steps between resumable checkpoints; 0 writes none."""
@@ -131,5 +134,5 @@ class CheckpointConfig(Schema):
     keep_best: (
         Literal["eval/accuracy", "eval/reward_mean", "eval/greedy/accuracy", "eval/greedy/reward_mean"] | None
     ) = None
-    """The metric of an evaluation whose best step also gets a checkpoint, which stays beside the newest ones:
-    ``tandem export RUN OUT --best``. Of equal ones the first."""
+    """The step with the best value of this evaluation metric also gets a checkpoint, which is kept besides
+    the newest ones: ``tandem export RUN OUT --best``. Of equal steps the first."""

@@ -64,7 +64,7 @@ class CispoObjective(Schema):
 
 
 class SapoObjective(Schema):
-    """SAPO: a soft gate in place of the clip (arXiv 2511.20347)."""
+    """SAPO: a soft gate instead of the clip (arXiv 2511.20347)."""
 
     type: Literal["sapo"]
     temperature_positive: PositiveFloat = 1.0
@@ -74,8 +74,8 @@ class SapoObjective(Schema):
 
 
 class DppoObjective(Schema):
-    """DPPO with binary total variation: the change of a token's probability masks the token, not its ratio (arXiv
-    2602.04879). The paper's trust region is around the rollout: ``correction: ppo_is_bypass``."""
+    """DPPO with binary total variation: a token is masked by the change of its probability, not by its ratio
+    (arXiv 2602.04879). The paper's trust region is around the rollout: ``correction: ppo_is_bypass``."""
 
     type: Literal["dppo"]
     max_decrease: UnitFraction = 0.2
@@ -93,7 +93,7 @@ class PolicyGradientObjective(Schema):
 
 
 class FunctionObjective(OwnFunction):
-    """A function of the user's own: f(current_logprobs_T, old_logprobs_T, advantages_T, **settings) -> loss_T."""
+    """The user's function f(current_logprobs_T, old_logprobs_T, advantages_T, **settings) -> loss_T."""
 
     type: Literal["function"]
 
@@ -113,10 +113,10 @@ ObjectiveConfig = Annotated[
 
 class CreditedAdvantage(Schema):
     credit: Literal["episode", "turn"] = "episode"
-    """Of an environment whose turns earn rewards (step rewards, ``context.reward_turn``). episode: their sum is
-    the reward of the whole episode. turn: a turn is credited with what is earned from then on; grpo compares the
-    rewards of all turns of a group (process supervision, arXiv 2402.03300), gae and reinforce_pp put each reward on the
-    last token of its turn."""
+    """For environments whose turns earn rewards (step rewards, ``context.reward_turn``). episode: their sum
+    is the reward of the whole episode. turn: a turn is credited with the rewards of this turn and of later
+    ones. grpo then compares the rewards of all turns of a group (process supervision, arXiv 2402.03300); gae
+    and reinforce_pp put each reward on the last token of its turn."""
 
 
 class GrpoAdvantage(CreditedAdvantage):
@@ -167,7 +167,8 @@ class GaeAdvantage(CreditedAdvantage):
 
 
 class FunctionAdvantage(OwnFunction):
-    """A function of the user's own: f(rewards_S, group_ids_S, **settings) -> advantages_S, of all samples of a step."""
+    """The user's function f(rewards_S, group_ids_S, **settings) -> advantages_S, for all samples of a
+    step."""
 
     type: Literal["function"]
 
@@ -221,7 +222,7 @@ class FixedController(Schema):
 
 
 class AdaptiveController(Schema):
-    """The coefficient follows the measured KL (Ziegler et al. 2019, arXiv 1909.08593). It stays where it is in
+    """The coefficient follows the measured KL (Ziegler et al. 2019, arXiv 1909.08593). It does not change in
     ``critic.warmup_steps``, which do not train the policy."""
 
     type: Literal["adaptive"]
@@ -240,25 +241,26 @@ class KLConfig(Schema):
     """loss: coefficient times KL(current || ref) is added to the loss. reward: coefficient times the estimate
     of KL(old || ref) is subtracted from each token's reward, before advantages."""
     estimator: Estimator = Field(default_factory=lambda data: "k1" if data.get("place") == "reward" else "k3")
-    """Where it is left out: k3 in the loss, and k1 in the reward, which uses the value alone, and k1 is
-    unbiased."""
+    """If it is left out: k3 in the loss, and k1 in the reward. The reward uses only the estimator's value,
+    and k1 is unbiased."""
     unbiased: bool = False
-    """Multiply the KL of a token in the loss by pi_current / pi_old, with gradient, and by the correction's weight (not in bypass
-    mode, whose ratio is to the rollout): value and gradient then estimate KL(current || ref) for samples of the rollout, up to the
-    weight's bound (arXiv 2512.02556)."""
+    """Multiply the KL of a token in the loss by pi_current / pi_old, with gradient, and by the correction's
+    weight. In bypass mode the weight is left out, since the ratio is current / rollout. Value and gradient
+    then estimate KL(current || ref) for samples of the rollout, up to the weight's bound (arXiv
+    2512.02556)."""
     controller: Annotated[FixedController | AdaptiveController, Field(discriminator="type")] = (
         FixedController()
     )
     """Controls the coefficient in the reward."""
     model: ModelConfig | None = None
-    """The reference, with the tokens of the policy's model: a teacher, for on-policy distillation. It takes the learner's
+    """The reference: a teacher with the policy's tokenizer, for on-policy distillation. It has the learner's
     layout. None: the model at the start of the run."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if self.model is not None and self.coefficient == 0:
             yield Contradiction(
                 ("model", "coefficient"),
-                "kl.model is the reference of a KL, which coefficient 0 leaves out",
+                "kl.model is the reference of a KL, but kl.coefficient=0 computes none",
                 "set kl.coefficient, or remove kl.model",
             )
         if self.place == "reward" and self.coefficient == 0:
@@ -276,13 +278,13 @@ class KLConfig(Schema):
         if self.unbiased and not (self.in_loss and self.estimator in ("k1", "k3")):
             yield Contradiction(
                 ("unbiased", "place", "coefficient", "estimator"),
-                "an unbiased KL is one of the loss, by k1 or k3: others' gradients are no estimates once they are multiplied",
+                "kl.unbiased needs a KL in the loss by k1 or k3; for other estimators the multiplied gradient estimates no KL",
                 "set kl.estimator=k3 and kl.place=loss, or remove kl.unbiased",
             )
         if self.place == "reward" and self.estimator.endswith("_straight_through"):
             yield Contradiction(
                 ("estimator",),
-                f"kl.estimator={self.estimator} differs from its plain form in the gradient alone, which a reward has none of",
+                f"kl.estimator={self.estimator} differs from its plain form only in the gradient, and a reward has no gradient",
             )
 
     @property
@@ -298,7 +300,7 @@ class EntropyConfig(Schema):
     """A bonus for entropy."""
 
     coefficient: Coefficient = 0.0
-    """Factor of the entropy bonus that is subtracted from the loss."""
+    """Factor of the entropy; the product is subtracted from the loss."""
 
 
 PER_SEQUENCE_OBJECTIVES = ("gspo", "gmpo")

@@ -1,4 +1,4 @@
-"""A part of the loss that is a function of the user's own (``trainer/algorithm/own_parts.py`` has the contracts)."""
+"""A part of the loss that is a user's function (``trainer/algorithm/own_parts.py`` has the contracts)."""
 
 from typing import Annotated, Literal
 
@@ -21,15 +21,16 @@ Plain = str | int | float | bool | None
 
 class OwnFunction(Schema):
     function: ModuleAndName
-    """``module:function``. The module is looked for in the current folder, and among the installed ones, on every
-    node of the learner. [Your own parts](own_parts.md) says what the function is given and must return."""
+    """``module:function``. The module is imported from the current folder or from the installed ones, on
+    every node of the learner. [Your own parts](own_parts.md) describes the function's arguments and its
+    result."""
     settings: dict[
         Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")], Plain | list[Plain]
     ] = Field(default_factory=dict)
     """Further arguments of the function, by name: numbers, texts, lists of them."""
     check: Literal["call", "import", "none"] = "call"
-    """The trial before anything starts, in a process that is killed if it hangs. ``call`` imports the module and
-    holds the function to its contract on a made batch. ``import`` only imports it. ``none`` is for a module that
-    only a job's own nodes have."""
+    """The trial before the start, in a process that is killed if it hangs. ``call`` imports the module and
+    checks the function's contract on a made batch. ``import`` only imports it. ``none`` is for a module that
+    only the job's nodes have."""
     check_timeout_s: Seconds = 60.0
     """Deadline of the import, and of all calls of the trial."""

@@ -28,7 +28,7 @@ from configs.schema.own_function import ModuleAndName
 
 
 class OwnReward(Schema):
-    """What every reward has that scores by itself."""
+    """The fields of every reward that is not made of other rewards."""
 
     type: str
     weight: FiniteFloat = 1.0
@@ -59,15 +59,15 @@ class MathVerifyReward(OwnReward):
 
 
 class FunctionReward(OwnReward):
-    """A function of the user's own."""
+    """The user's function."""
 
     type: Literal["function"] = "function"
     function: ModuleAndName
     """``module:function``, called as ``f(prompt_text, response_text, reference)``. It returns a number, or
     ``(number, parts)``, where ``parts`` is a dict of numbers, recorded as ``reward/part/NAME``. It may be
-    ``async``. Further parameters, by name: ``row``, the whole record of the data file as a dict (None for
-    countdown); ``num_tokens`` of the response; ``finish_reason``, ``stop`` or ``length``. The module is
-    looked for in the current folder, and among the installed ones."""
+    ``async``. It may have further parameters, by name: ``row``, the whole record of the data file as a dict
+    (None for countdown); ``num_tokens`` of the response; ``finish_reason``, ``stop`` or ``length``. The
+    module is imported from the current folder or from the installed ones."""
     timeout_s: Seconds = 10.0
     """Deadline of one call. A sample that misses it is not scored, and counts as failed."""
     num_workers: PositiveInt | None = None
@@ -76,9 +76,9 @@ class FunctionReward(OwnReward):
     import_timeout_s: Seconds = 60.0
     """Deadline for a process to start and import the module."""
     check: Literal["call", "import", "none"] = "call"
-    """The trial before anything starts, in a process that is killed if it hangs. ``call`` imports the module and
-    calls the function on an empty and an ordinary response to the task's first problem. ``import`` only imports
-    it. ``none`` is for a module that only a job's own nodes have."""
+    """The trial before the start, in a process that is killed if it hangs. ``call`` imports the module and
+    calls the function on an empty and an ordinary response to the task's first problem. ``import`` only
+    imports it. ``none`` is for a module that only the job's nodes have."""
 
 
 def _can_be_filled_in(template: str) -> str:
@@ -87,7 +87,7 @@ def _can_be_filled_in(template: str) -> str:
         text = template.format(prompt="", response=mark, reference="")
     except (KeyError, IndexError, ValueError, AttributeError) as error:
         raise ValueError(
-            f"{template!r} cannot be filled in ({type(error).__name__}: {error}); its places are {{prompt}}, {{response}} and "
+            f"{template!r} cannot be filled in ({type(error).__name__}: {error}); its placeholders are {{prompt}}, {{response}} and "
             "{reference}, and a literal brace is written twice"
         ) from error
     if mark not in text:
@@ -96,7 +96,7 @@ def _can_be_filled_in(template: str) -> str:
 
 
 Template = Annotated[str, AfterValidator(_can_be_filled_in)]
-"""A text with places, one of them for the response."""
+"""A text with placeholders, one of them for the response."""
 
 
 class PlainText(Schema):
@@ -126,13 +126,13 @@ class ModelReward(OwnReward):
     """Replicas of the same model; each batch goes to the least loaded. ``sglang``: ``http://host:port``.
     ``json``: the full address."""
     protocol: Literal["sglang", "json"] = "sglang"
-    """``sglang``: ``/classify`` of a server started with ``--is-embedding``. ``json``: a server of the user's
-    own."""
+    """``sglang``: ``/classify`` of a server started with ``--is-embedding``. ``json``: the user's own
+    server."""
     text: RewardModelText = PlainText()
-    """The text of a sample that the model reads. Prompt and response as they are: no system prompt, no end
-    token."""
+    """The text of a sample that the model reads. Prompt and response are used as they are, without system
+    prompt and end token."""
     batch_size: Count = 32
-    """Most samples of one request; fewer are sent where no more arrive within a moment."""
+    """Most samples of one request; fewer are sent if no more arrive within a moment."""
     max_concurrency: Count = 16
     """Requests in flight over all replicas."""
     timeout_s: Seconds = 120.0
@@ -144,8 +144,9 @@ class ModelReward(OwnReward):
 
 
 class JudgeReward(OwnReward):
-    """The score that a language model gives in words, asked through any OpenAI-compatible server. The value is
-    ``(score - low) / (high - low)``, from 0 to 1; the score itself is recorded as ``reward/part/judge_score``."""
+    """The score that a language model writes in its answer, through any OpenAI-compatible server. The reward
+    is ``(score - low) / (high - low)``, from 0 to 1; the score itself is recorded as
+    ``reward/part/judge_score``."""
 
     type: Literal["judge"]
     urls: Annotated[tuple[str, ...], Field(min_length=1), served_at("http://10.0.0.7:8000/v1")]
@@ -154,18 +155,19 @@ class JudgeReward(OwnReward):
     model: str
     """The model's name, as the server knows it."""
     prompt: Template
-    """The user's message to the judge, with ``{prompt}``, ``{response}`` and ``{reference}`` filled in; a literal
-    brace is written twice. Texts that are filled in are not searched for places again."""
+    """The user's message to the judge, with ``{prompt}``, ``{response}`` and ``{reference}`` filled in; a
+    literal brace is written twice. Placeholders in the filled-in texts are not replaced."""
     system_prompt: str | None = None
-    """A system message before it, as it stands."""
+    """A system message before the prompt, without placeholders."""
     score_pattern: str = r"Score[*_]*+:[*_]*+\s*+[*_]*+(-?\d+(?:\.\d+)?)"
-    """Regular expression with one group, the score. Its last match in the judge's answer counts. An answer
-    without one, or whose search takes longer than a second, is a failed sample. The default reads ``Score: 7``,
-    also with a part of it in Markdown's bold."""
+    """Regular expression with one group, the score. Its last match in the judge's answer counts. The sample
+    fails if there is no match, or if the search takes longer than a second. The default reads ``Score: 7``,
+    even if a part of it is in Markdown's bold."""
     score_range: tuple[FiniteFloat, FiniteFloat]
     """Lowest and highest score. A score outside is a failed sample."""
     api_key_variable: KeyVariable | None = None
-    """Name of the environment variable that holds the key of the server. The key itself belongs into no config."""
+    """Name of the environment variable that holds the key of the server. The key itself does not belong in a
+    config."""
     max_tokens: Tokens | None = 1024
     """Most tokens of the judge's answer. null: the field is not sent."""
     temperature: (
@@ -221,30 +223,31 @@ class JudgeReward(OwnReward):
 
 
 class CodeReward(OwnReward):
-    """The tests that the Python program of a response passes. The program is the last fenced block of Python, or
-    one without a language; a response without one scores 0, and counts in ``reward/part/no_code``. So does a response whose last
-    block is not closed, since it was cut off."""
+    """The tests that the Python program of a response passes. The program is the last fenced block of Python
+    or of no language. A response without one scores 0, and counts in ``reward/part/no_code``; so does a
+    response whose last block is not closed, since it was cut off."""
 
     type: Literal["code"]
     tests_field: str = "tests"
-    """The data's field with the tests; a field inside others is named with dots. A list, or a single one. A test
-    is ``{"input": text, "output": text}``, the standard input of the program and its output; or a text of Python
-    assertions, which run after the program in the same process."""
+    """The data's field with the tests; a field inside others is named with dots. It holds a list of tests, or
+    one test. A test is ``{"input": text, "output": text}``, the standard input of the program and its output;
+    or a text of Python assertions, which run after the program in the same process."""
     score: Literal["all", "fraction"] = "all"
-    """``all``: 1 where every test passes, else 0. ``fraction``: the share of the tests that pass."""
+    """``all``: 1 if every test passes, else 0. ``fraction``: the share of the tests that pass."""
     timeout_s: Seconds = 10.0
-    """Deadline of one test, also for its seconds of CPU. The tests after a late one are not run, and do not pass."""
+    """Deadline of one test, also for its CPU seconds. The tests after a late one are not run, and count as
+    failed."""
     memory_mib: Annotated[
         PositiveInt, at_least(64, "Python itself needs as much"), at_most(2**24, "no machine has as much")
     ] = 1024
     """Address space of one process, in MiB."""
     max_processes: Count = 32
-    """Processes of one program. One that starts more is ended."""
+    """Most processes of one program. A program that starts more is ended."""
     sandbox: Literal["auto", "bubblewrap", "none"] = "auto"
-    """``bubblewrap``: no network, no files but Python's and the system's, and a folder that is removed; refused
-    where it does not work. ``none``: limits alone. ``auto``: bubblewrap if it works, else the kernel's namespaces
-    (no network, no other processes), else none; a line says which. Only bubblewrap, or a container around the
-    run, is a security boundary."""
+    """``bubblewrap``: no network, no files but Python's and the system's, and a folder that is removed
+    afterwards; an error if it does not work. ``none``: only the limits. ``auto``: bubblewrap if it works,
+    else the kernel's namespaces (no network, no other processes), else none; a line on the console says
+    which. Only bubblewrap, or a container around the run, is a security boundary."""
     num_workers: PositiveInt | None = None
     """Programs that run at the same time. null: half of the cores, at most 32."""
 
@@ -253,20 +256,20 @@ def _punishes(weight: float) -> float:
     if weight <= 0:
         effect = "rewards long responses" if weight < 0 else "adds nothing"
         raise ValueError(
-            f"the penalty is negative itself, so that it {effect} with a weight of {weight:g}; use a weight above 0, or remove the part"
+            f"the penalty is itself negative, so that it {effect} with a weight of {weight:g}; use a weight above 0, or remove the part"
         )
     return weight
 
 
 class OverlongPenalty(Schema):
     """DAPO's soft overlong punishment, only as a part of ``weighted``. It reaches -1 times ``weight`` at
-    ``rollout.max_new_tokens``."""
+    ``rollout.max_new_tokens`` tokens."""
 
     type: Literal["overlong"] = "overlong"
     weight: Annotated[FiniteFloat, AfterValidator(_punishes)] = 1.0
-    """Factor of the penalty, above 0: the penalty itself is negative."""
+    """Factor of the penalty, above 0; the penalty is itself negative."""
     buffer_tokens: PositiveInt
-    """L_cache: the penalty grows linearly from 0 to 1 over this many tokens before max_new_tokens."""
+    """L_cache: over this many tokens before max_new_tokens the penalty goes linearly from 0 to -1."""
 
 
 SingleReward = (
@@ -276,7 +279,7 @@ RewardPart = Annotated[SingleReward | OverlongPenalty, Field(discriminator="type
 
 
 class WeightedReward(Schema):
-    """The sum of several rewards, each times its ``weight``; every part is also recorded by its name,
+    """The sum of several rewards, each times its ``weight``; every part is also recorded under its name,
     unweighted."""
 
     type: Literal["weighted"] = "weighted"
@@ -284,15 +287,15 @@ class WeightedReward(Schema):
     """The rewards by name, e.g. ``correct: {type: math_verify}`` and ``helpful: {type: model, urls: [...],
     weight: 0.2}``.
 
-    One part alone decides whether a response counts as right in an evaluation, by a value of at least 1: the
-    first part that checks an answer (countdown, gsm8k, math_verify, function, code) or, where there is none, the
-    first model or judge."""
+    One part decides whether a response counts as right in an evaluation, by a value of at least 1: the first
+    part that checks an answer (countdown, gsm8k, math_verify, function, code) or, if there is none, the first
+    model or judge."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         if all(part.type == "overlong" for part in self.parts.values()):
             yield Contradiction(
                 ("parts",),
-                "parts hold an overlong penalty and nothing to penalise",
+                "parts hold an overlong penalty but no reward",
                 "add a part that rewards, e.g. correct: {type: gsm8k}",
             )
         wrong = next((name for name in self.parts if not PART_NAME.fullmatch(name)), None)
@@ -305,12 +308,13 @@ class WeightedReward(Schema):
 
 
 RewardOfAll = Annotated[SingleReward | WeightedReward, Field(discriminator="type")]
-"""A reward of every prompt, or of those of one source."""
+"""A reward of all prompts, or of the prompts of one source."""
 
 
 class RewardByField(Schema):
-    """Another reward for the prompts of each source of the data, by a field of their records. ``reward/part/SOURCE`` is the mean
-    over the responses to the prompts of a source, and ``reward/part/SOURCE/NAME`` that of a part of its reward."""
+    """A separate reward for each source of the data, chosen by a field of the prompts' records.
+    ``reward/part/SOURCE`` is the mean over the responses to a source's prompts, and
+    ``reward/part/SOURCE/NAME`` the mean of a part of its reward."""
 
     type: Literal["by_field"]
     field: str = "data_source"
@@ -321,7 +325,8 @@ class RewardByField(Schema):
 
     @property
     def names(self) -> dict[str, str]:
-        """The names in metrics by the values of the field: parts between slashes, of characters that MLflow takes."""
+        """The metrics' names by the field's values: parts between slashes, of characters that MLflow
+        accepts."""
         parts = {value: re.sub(r"[^\w./-]", "_", value).split("/") for value in self.rewards}
         return {value: "/".join(p for p in of if p not in ("", ".", "..")) for value, of in parts.items()}
 
@@ -344,17 +349,18 @@ AnyReward = Annotated[SingleReward | WeightedReward | RewardByField, Field(discr
 
 
 class OneReward(NamedTuple):
-    """A reward that is neither a sum nor a choice of others."""
+    """A reward that is neither a sum of others nor a choice between others."""
 
     field: str
-    """Of the config, such as ``reward.rewards.math.parts.correct``."""
+    """Its field in the config, such as ``reward.rewards.math.parts.correct``."""
     reward: RewardPart
     source: tuple[str, str] | None = None
     """(field, value) of the records that it scores; None: all records."""
 
 
 def rewards_in(reward: AnyReward, field: str = "reward") -> Iterator[OneReward]:
-    """The rewards that ``reward`` is made of, in the order of the config. ``field``: its own."""
+    """The rewards that ``reward`` is made of, in the order of the config. ``field``: the field of
+    ``reward``."""
     if isinstance(reward, RewardByField):
         for source, of_source in reward.rewards.items():
             for one in rewards_in(of_source, f"{field}.rewards.{source}"):

@@ -28,28 +28,29 @@ class NoDynamicSampling(Schema):
 
 
 class ResampleGroups(Schema):
-    """DAPO's dynamic sampling: a group whose siblings all score the same carries no signal, and is replaced by
-    the group of a further prompt.
+    """DAPO's dynamic sampling: a group whose siblings all score the same carries no signal, and is replaced
+    by the group of a further prompt.
 
-    A replacement starts as soon as a group turns out to carry none. A step uses as many prompts as rounds would,
-    each of which samples what the one before lacked. Prompts without signal are used up too.
+    A replacement starts as soon as a group turns out to carry no signal. A step uses as many prompts as it
+    would in rounds, each of which samples the groups that the round before lacked. Prompts without signal are
+    used up too.
     """
 
     type: Literal["resample"] = "resample"
     max_rounds: Annotated[int, Field(ge=2, strict=True)] = 4
-    """Most rounds of sampling in one step, the first included. Groups that are missing then are taken from the
-    step's first groups without signal."""
+    """Most rounds of sampling in one step, the first included. If groups are still missing then, the step's
+    first groups without signal are taken."""
     compare: Literal["reward", "correct"] = "reward"
-    """The quantity that must differ between siblings. ``reward``: the whole reward, so that the advantage is not
-    zero. ``correct``: whether the response counts as right, as in the paper; a group that differs only in a
-    model's score or in a penalty then carries no signal."""
+    """The quantity that must differ between siblings. ``reward``: the whole reward, so that the advantage is
+    not zero. ``correct``: whether the response counts as right, as in the paper. A group whose siblings
+    differ only in a model's score or in a penalty then carries no signal."""
 
 
 class RouterConfig(Schema):
     """``sglang-router`` between the sample role and the servers. The sample role starts it on its own host.
 
-    ``launch.peer_timeout_s`` does not reach it: it gives up a host that vanishes during a request after
-    ``request_timeout_s``.
+    ``launch.peer_timeout_s`` does not apply to it: if a host vanishes during a request, the router gives it
+    up after ``request_timeout_s``.
     """
 
     policy: Literal["round_robin", "cache_aware", "power_of_two", "random"] = "round_robin"
@@ -69,11 +70,11 @@ ROUNDED: dict[Precision, str] = {
     "fp8_e4m3": "the layers' matrices to FP8 (e4m3), a scale per matrix",
     "fp8_e4m3_block": "the layers' matrices to FP8 (e4m3), a scale per 128 x 128 block",
 }
-"""What the learner rounds before it sends, in words."""
+"""Descriptions of what the learner rounds before it sends."""
 
 LATE_RETRIES = 1
-"""Most retries of a request whose time ran out. Servers that hang are killed before, so most late requests are slow ones, which
-will be slow again."""
+"""Most retries of a request whose time ran out. Servers that hang are killed earlier, so most late requests
+are slow ones, which will be slow again."""
 MOST_KEPT = 4096
 """SGLang's ``--sampling-mask-max-tokens`` by default: the most ids that it returns for a token."""
 
@@ -84,13 +85,14 @@ class RolloutConfig(Schema):
     """The samples of a step, and the servers that make them."""
 
     dtype: Dtype = "bfloat16"
-    """Precision of the served weights. The gap between the engines is smallest where it equals ``model.dtype``."""
+    """Precision of the served weights. The gap between the engines is smallest if it equals
+    ``model.dtype``."""
     quantization: Quantization = "none"
     """SGLang's own quantization of the layers' matrices; embeddings, output head and norms stay as they are.
 
-    fp8: SGLang rounds weights as they arrive, and activations as they come, to FP8 (e4m3), with a scale for
-    each output channel and each token. It needs CUDA with compute capability 8.9 or newer, and dense Qwen2 or
-    Qwen3: SGLang can update no other model that it serves in FP8, and none in its own INT8."""
+    fp8: SGLang rounds weights when they arrive, and activations in every pass, to FP8 (e4m3), with a scale
+    for each output channel and each token. It needs CUDA with compute capability 8.9 or newer, and dense
+    Qwen2 or Qwen3: SGLang cannot update other models that it serves in FP8, nor any model in its own INT8."""
     precision: Precision | None = None
     """Weight-only rounding, for a study of mismatch: the learner rounds what it sends, and the servers compute with
     the rounded numbers in ``dtype``, on any device. This has the error of quantised weights, but neither the speed of
@@ -105,11 +107,12 @@ class RolloutConfig(Schema):
     group_size: Siblings = 8
     """Siblings sampled per prompt."""
     dynamic_sampling: DynamicSampling = NoDynamicSampling()
-    """Whether groups whose responses all score the same are trained on, or sampled anew."""
+    """Whether groups whose responses all score the same are trained on, or replaced by new ones."""
     max_new_tokens: Tokens = 1024
     """Most tokens of a response; a longer one is cut off, and scored as it is."""
     temperature: Temperature = 1.0
-    """Temperature of the softmax that training samples from. The learner computes its log-probs at it too."""
+    """Temperature of the softmax that training samples from. The learner computes its log-probs at the same
+    one."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Training samples come from the fewest ids whose probabilities sum to top_p. With top_p, top_k or min_p the servers
     return each token's kept ids, and all log-probs and entropies of the learner are those of the softmax over them.
@@ -119,20 +122,20 @@ class RolloutConfig(Schema):
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Training samples come from the ids of at least min_p times the largest probability. It needs a finite top_k."""
     max_staleness: Annotated[NonNegativeInt, at_most(1000, "no policy learns from samples so old")] = 0
-    """k: versions of the weights by which a token may lag behind the step that trains it. 0: sampling and training
-    take turns. 1 and more: the groups of the next k steps are sampled while the learner trains. A response goes on
-    under new weights where an update comes in between, and every token keeps the version and the log-prob that it was
-    sampled with. The bound is hard, no group is dropped, and the order of the data stays."""
+    """k: versions of the weights by which a token may lag behind the step that trains it. 0: sampling and
+    training alternate. 1 and more: the groups of the next k steps are sampled while the learner trains. If an
+    update interrupts a response, it continues under the new weights, and every token keeps the version and
+    the log-prob that it was sampled with. The bound is strict, no group is dropped, and the order of the data
+    stays the same."""
     drain_s: NonNegativeSeconds = 0.0
-    """Longest wait for responses that are being sampled, before an update of the weights interrupts them. An
-    interrupted response costs one more prefill, and has tokens of several versions. For max_staleness of 1 or more.
-    """
+    """Longest wait for unfinished responses before an update of the weights interrupts them. An interrupted
+    response costs one more prefill, and has tokens of several versions. For max_staleness of 1 or more."""
     replicas: Count = 1
     """Servers, each with a copy of the model."""
     router: RouterConfig | None = None
-    """None: Tandem's client sends each group, as one request, to the replica with the fewest samples in flight.
-    A router gets a request per sample, since it takes one set of sampling parameters, and so one seed, per
-    request."""
+    """None: Tandem's client sends each group, as one request, to the replica with the fewest samples in
+    flight. A router gets one request per sample, since it takes only one set of sampling parameters, and so
+    one seed, per request."""
     tp: Count = 1
     """Tensor-parallel size of each replica."""
     first_port: int | None = Field(default=None, ge=1024, le=65000)
@@ -140,44 +143,48 @@ class RolloutConfig(Schema):
     max_concurrency: Count = 512
     """Samples in flight over all replicas; a group larger than this is sent in parts."""
     request_timeout_s: Seconds = 600.0
-    """Deadline of one generation, from the request to its last token. One that is late is aborted and asked for once again
-    (with max_retries of 1 or more). 0.9 of ``launch.collective_timeout_s``, for which the learner waits for samples, must have
-    room for both. A server that makes no progress for half of it, and at least 30 s, is taken for hung: it is killed, and
-    started again where it may be (max_server_restarts)."""
+    """Deadline of one generation, from the request to its last token. A late one is aborted and requested
+    once more (with max_retries of 1 or more). Both attempts must fit into 0.9 of
+    ``launch.collective_timeout_s``, for which the learner waits for samples. A server that makes no progress
+    for half of the deadline, and at least 30 s, counts as hung: it is killed, and started again if
+    max_server_restarts allows."""
     max_retries: NonNegativeInt = 3
     """Most retries of a request whose transport failed or whose time ran out; the metrics count each."""
     max_total_tokens: Annotated[PositiveInt, at_most(2**40, "no memory holds so many")] | None = None
     """Size of SGLang's KV pool in tokens; None leaves it to SGLang (on CPU: 65536)."""
     max_server_restarts: NonNegativeInt = 3
-    """How often a server that has ended, or hangs, is started again, over all servers of a node and an attempt at the
-    run. The run goes on with the others meanwhile, or waits where there is no other. Not with a router, and not
-    where servers share the learner's devices: there a server that ends is the end of the run."""
+    """How often a server that has ended, or hangs, is started again, over all servers of a node and one
+    attempt of the run. Meanwhile the run continues with the other servers, or waits if there is none. With a
+    router, or if servers share the learner's devices, no server is started again, and the run ends with
+    it."""
     max_sampler_restarts: NonNegativeInt = 3
-    """How often the sample role is started again where its process has ended, over an attempt at the run. It goes on
-    from the learner's position in the data. One that has never been ready is not: it would fail again."""
+    """How often the sample role is started again after its process has ended, over one attempt of the run. It
+    continues from the learner's position in the data. A role that was never ready is not started again: it
+    would fail again."""
     server_start_timeout_s: Seconds = 600.0
     """Deadline for one server to load the model and answer."""
     sglang_plugin: bool = True
-    """Servers use Tandem's plugin (``rollout/sglang_plugin``): weights are received in the parameters, and their bytes
-    are checked. On CPU one attention call serves many sequences, processes are forked, and a paused scheduler sleeps.
-    ``false``: SGLang's own code alone; probe prompts are then the only check of the weights."""
+    """Servers use Tandem's plugin (``rollout/sglang_plugin``): weights are received into the parameters, and
+    their bytes are checked. On CPU one attention call serves many sequences, processes are forked, and a
+    paused scheduler sleeps. ``false``: only SGLang's own code; probe prompts are then the only check of the
+    weights."""
     weight_transfer: Literal["auto", "broadcast", "memory"] = "auto"
-    """How the weights get to the servers. broadcast: by NCCL between GPUs, by gloo without, over any number of nodes.
-    memory: the servers copy them out of the learner's memory; on one machine, with Tandem's plugin. auto: memory on one
-    machine without GPUs, or whose GPUs learner and servers share (NCCL refuses that), unless the machine forbids one
-    process to read another's memory; else a broadcast."""
+    """How the weights get to the servers. broadcast: by NCCL between GPUs, else by gloo, over any number of
+    nodes. memory: the servers copy them out of the learner's memory; on one machine, with Tandem's plugin.
+    auto: memory on one machine without GPUs, or if learner and servers share its GPUs (NCCL refuses that),
+    unless the machine forbids a process to read another's memory; else a broadcast."""
     server_args: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further flags of ``sglang.launch_server``, without the dashes; ``true`` is a bare flag."""
 
     @property
     def packs(self) -> bool:
-        """Whether the servers are sent rounded matrices as their scales and a byte for each number. SGLang's own way of
-        receiving takes numbers of ``dtype`` alone."""
+        """Whether rounded matrices are sent to the servers as their scales and a byte for each number.
+        Without the plugin SGLang receives only numbers of ``dtype``."""
         return self.sglang_plugin and self.precision not in (None, "bf16", "fp16")
 
     @property
     def rounding(self) -> str | None:
-        """``precision`` in words, for wherever results of such a rollout are shown."""
+        """A description of ``precision``, shown with the results of such a rollout."""
         if self.precision is None:
             return None
         what = f"weight-only: the learner rounds {ROUNDED[self.precision]}, and the servers compute in {self.dtype}"
@@ -185,17 +192,17 @@ class RolloutConfig(Schema):
 
     @property
     def hang_timeout_s(self) -> float:
-        """Time without progress after which a server is taken for hung."""
+        """Time without progress after which a server counts as hung."""
         return max(30.0, self.request_timeout_s / 2)
 
     @property
     def late_s(self) -> float:
-        """Time after which a request that is late each time is given up."""
+        """Time after which a request is given up whose every attempt is late."""
         return (1 + min(LATE_RETRIES, self.max_retries)) * self.request_timeout_s
 
     @property
     def most_samples(self) -> int:
-        """The samples that are in flight or wait for a place, at most."""
+        """Most samples that are in flight or wait for a place."""
         return (1 + self.max_staleness) * self.prompts_per_step * self.group_size
 
     @property
@@ -213,7 +220,7 @@ class RolloutConfig(Schema):
         if self.drain_s > 0 and not self.max_staleness:
             yield Contradiction(
                 ("drain_s", "max_staleness"),
-                f"drain_s={self.drain_s:g} waits for responses under way, of which max_staleness=0 leaves none at an update",
+                f"drain_s={self.drain_s:g} waits for unfinished responses, and with max_staleness=0 there are none at an update",
                 "remove it, or set max_staleness to 1 or more",
             )
         if self.quantization == "fp8" and self.dtype == "float32":
@@ -225,7 +232,7 @@ class RolloutConfig(Schema):
         if self.weight_transfer == "memory" and not self.sglang_plugin:
             yield Contradiction(
                 ("weight_transfer", "sglang_plugin"),
-                "weight_transfer=memory needs Tandem's plugin to read it, which sglang_plugin=false leaves out",
+                "weight_transfer=memory needs Tandem's plugin in the servers, which sglang_plugin=false leaves out",
                 "set weight_transfer=broadcast, or sglang_plugin=true",
             )
         if self.quantization != "none" and self.precision is not None:

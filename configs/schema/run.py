@@ -38,7 +38,7 @@ from configs.schema.task import CountdownTask, TaskConfig
 
 DEFAULT_REWARD = {"countdown": CountdownReward(), "gsm8k": Gsm8kReward(), "jsonl": MathVerifyReward()}
 LONGEST_NAME = 100
-"""Characters of a run's name, to which a grid adds its values; its folder's has a date behind it."""
+"""Most characters of a run's name. A grid adds its values to it, and the folder's name a date."""
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=LONGEST_NAME)]
 Seed = Annotated[int, Field(ge=0, lt=2**63, strict=True)]
 """Below 2**63: torch takes seeds below 2**64, and Megatron adds offsets."""
@@ -48,7 +48,7 @@ class RunConfig(Schema):
     """One RL run."""
 
     kind: Literal["train"] = "train"
-    """train: this file is an RL run; a supervised warm start is ``kind: sft``."""
+    """train: an RL run; a supervised warm start is ``kind: sft``."""
     name: RunName = "run"
     """The run folder is named after it, ``NAME-DATE-TIME``, and so is the run in MLflow."""
     seed: Seed = 0
@@ -59,7 +59,7 @@ class RunConfig(Schema):
     model: ModelConfig
     task: TaskConfig
     reward: AnyReward | None = None
-    """None: the task's own (countdown, gsm8k; math_verify for jsonl)."""
+    """None: the task's own reward (countdown, gsm8k; math_verify for jsonl)."""
     environment: EnvironmentConfig = SingleTurn()
     """What happens between a problem and its reward. Without it the policy answers once."""
     sampler: SamplerConfig = ShuffledOrder()
@@ -73,11 +73,11 @@ class RunConfig(Schema):
             CriticConfig() if isinstance(data.get("advantage"), GaeAdvantage) else None
         )
     )
-    """The value model of ``advantage: {type: gae}``, and of no other advantage."""
+    """The value model; only for ``advantage: {type: gae}``."""
     objective: ObjectiveConfig = ClippedObjective()
     correction: CorrectionConfig = CorrectionConfig()
     aggregation: AggregationConfig = Field(default_factory=lambda data: _default_aggregation(**data))
-    """sequence_mean_token_mean where it is left out and the objective is gspo, gmpo or sapo."""
+    """If it is left out and the objective is gspo, gmpo or sapo: sequence_mean_token_mean."""
     kl: KLConfig = KLConfig()
     entropy: EntropyConfig = EntropyConfig()
     alarms: AlarmsConfig = AlarmsConfig()
@@ -85,18 +85,18 @@ class RunConfig(Schema):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     record_batches: RecordBatches = "none"
-    """The steps that are recorded for ``tandem replay``: none, all, or ``{every: N}``. A record takes about 50
-    bytes per token, and those of the experts that are replayed, in the run folder."""
+    """The steps that are recorded in the run folder for ``tandem replay``: none, all, or ``{every: N}``. A
+    record takes about 50 bytes per token, and in addition the bytes of replayed experts."""
     launch: LaunchConfig = LaunchConfig()
     resume: GivenPath | None = None
-    """The folder of a run to go on with, from its newest valid checkpoint."""
+    """The folder of a run to continue from its newest valid checkpoint."""
 
     def _contradictions(self) -> Iterator[Contradiction]:
         return contradictions_of(self)
 
     @property
     def other_models(self) -> dict[str, ModelConfig]:
-        """Models from other folders than the policy's, by field. They read the policy's tokens."""
+        """Models from folders other than the policy's, by field. They read the policy's tokens."""
         models = {"critic.model": self.critic and self.critic.model, "kl.model": self.kl.model}
         return {field: model for field, model in models.items() if model is not None}
 
@@ -125,13 +125,14 @@ class RunConfig(Schema):
 
     @property
     def has_reference_weights(self) -> bool:
-        """Whether the reference of the KL has weights of its own. With adapters the policy without them is it, unless
-        ``kl.model`` is another."""
+        """Whether the reference of the KL has its own weights. With adapters the reference is the policy
+        without them, unless ``kl.model`` is set."""
         return self.kl.coefficient > 0 and (self.learner.lora is None or self.kl.model is not None)
 
     @property
     def credits_turns(self) -> bool:
-        """Whether a turn is credited with what is earned from then on, and not with its whole episode."""
+        """Whether a turn is credited with the rewards from this turn on, instead of those of its whole
+        episode."""
         return isinstance(self.advantage, CreditedAdvantage) and self.advantage.credit == "turn"
 
     @property
@@ -158,8 +159,9 @@ class RunConfig(Schema):
 
     @property
     def skips_zero_gradients(self) -> bool:
-        """Whether zero advantages make the whole gradient of the policy zero, and its backward pass is left out; see
-        ``learner.skip_zero_gradients``. In a pipeline a pass of its own would cost more bubbles."""
+        """Whether micro-batches with zero advantages have a zero gradient of the policy and get no backward
+        pass; see ``learner.skip_zero_gradients``. Not in a pipeline, where a separate pass would cost more
+        bubbles."""
         other_terms = (
             self.kl.in_loss or self.entropy.coefficient > 0 or self.policy_objective.type == "function"
         )
@@ -167,21 +169,22 @@ class RunConfig(Schema):
 
     @property
     def packs_no_signal_apart(self) -> bool:
-        """Whether groups whose samples all have the same reward get micro-batches of their own, since these are skipped.
-        Whitening moves their advantages from zero, and KL in the reward or rewards of turns tell their samples apart."""
+        """Whether groups whose samples all have the same reward get their own micro-batches, since these are
+        skipped. Not with whitening, which moves their advantages from zero, nor with KL in the reward or
+        rewards of turns, by which their samples differ."""
         is_whitened = self.advantage.type == "reinforce_pp_baseline"
         has_zeros = self.advantage.type in WITHIN_GROUPS and not is_whitened and not self.credits_turns
         return self.skips_zero_gradients and has_zeros and not self.kl.in_reward
 
     @property
     def compares_samples(self) -> bool:
-        """Whether a step's mismatch metrics are computed with the weights that sampled it, and not with a policy
-        that has moved between minibatches."""
+        """Whether a step's mismatch metrics are computed with the weights that sampled it. Otherwise they are
+        computed with a policy that has changed between minibatches."""
         return self.correction.mode == "decoupled" or self.learner.minibatches == 1
 
     @property
     def servers_may_restart(self) -> bool:
-        """Whether a server that ends is started again, and the run goes on."""
+        """Whether a server that ends is started again, and the run continues."""
         has_own_gpus = not self.launch.takes_turns
         return self.rollout.max_server_restarts > 0 and self.rollout.router is None and has_own_gpus
 
@@ -203,12 +206,12 @@ def _default_aggregation(
 
 
 class CountdownSftData(Schema):
-    """Generated solutions. A share ``noise`` of them is a random wrong expression of the same numbers, which
+    """Generated solutions. A share ``noise`` of them are random wrong expressions of the same numbers, which
     leaves room for RL."""
 
     type: Literal["countdown"] = "countdown"
     task: CountdownTask = CountdownTask()
-    """The problems; those that are held out are not used."""
+    """The problems; held-out ones are not used."""
     examples: Annotated[PositiveInt, at_most(10**8, "they are all held in memory")] = 90_000
     """Number of solutions that are generated before any of them repeats."""
     noise: Annotated[float, Field(ge=0, lt=1)] = 0.3
@@ -224,7 +227,7 @@ class CountdownSftData(Schema):
 
 
 class JsonlSftData(Schema):
-    """The user's own file of prompts and responses."""
+    """The user's file of prompts and responses."""
 
     type: Literal["jsonl"]
     path: GivenPath
@@ -234,14 +237,15 @@ class JsonlSftData(Schema):
     """The name of the field with the prompt, text or a conversation as of ``task.prompt_field``; a field inside others is
     named with dots."""
     response_field: str = "response"
-    """The name of the field with the response to learn: text, which stands as it is, or a list of one message of the
-    assistant, which the chat template renders."""
+    """The name of the field with the response to learn: text, which is used as it is, or a list with one
+    message of the assistant, which the chat template renders."""
     messages_field: str | None = None
     """The name of a field with a whole conversation, as TRL's ``messages``. The last message is the response, those before
     it are the prompt; ``prompt_field`` and ``response_field`` are not read."""
     learned_turns: Literal["last", "all"] = "last"
-    """The turns of ``messages_field`` that are learned: the last message alone, or all of the assistant's. ``all`` needs a
-    chat template that keeps earlier turns as they are once others follow; a record of which it does not is refused."""
+    """The turns of ``messages_field`` that are learned: only the last message, or all of the assistant's.
+    ``all`` needs a chat template that keeps earlier turns as they are when others follow; other records are
+    refused."""
     tools_field: str | None = None
     """The name of a field with tools for the chat template, as ``task.tools_field``."""
     apply_chat_template: bool = True
@@ -259,7 +263,7 @@ class JsonlSftData(Schema):
         if self.learned_turns == "all" and self.messages_field is None:
             yield Contradiction(
                 ("learned_turns", "messages_field"),
-                "learned_turns=all is of the turns of messages_field, which names no field",
+                "learned_turns=all needs the turns of messages_field, which names no field",
                 "name the field of the conversations, or remove learned_turns",
             )
 
@@ -268,7 +272,7 @@ SftData = Annotated[CountdownSftData | JsonlSftData, Field(discriminator="type")
 
 
 class SftOptimizerConfig(OptimizerConfig):
-    """The learner's optimizer settings with the step and the decay of a warm start."""
+    """The learner's optimizer settings with the defaults of a warm start."""
 
     lr: LearningRate = 2e-3
     """Learning rate, after the warm-up."""
@@ -282,7 +286,7 @@ class SftConfig(Schema):
     """A supervised warm start; the result is a Hugging Face folder."""
 
     kind: Literal["sft"]
-    """sft: this file is a supervised warm start; an RL run is ``kind: train``."""
+    """sft: a supervised warm start; an RL run is ``kind: train``."""
     name: RunName = "sft"
     """The run folder is named after it, ``NAME-DATE-TIME``."""
     seed: Seed = 0

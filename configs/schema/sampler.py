@@ -19,33 +19,34 @@ class ShuffledOrder(Schema):
 
 
 class FileOrder(Schema):
-    """Each epoch takes every prompt once, in the order of the data: of a file, that of its lines."""
+    """Each epoch takes every prompt once, in the order of the data (of a file: the order of its lines)."""
 
     type: Literal["sequential"]
 
 
 MOST_TURNS = 1_000_000
-"""Prompts of one round of a mixture, which is held in memory."""
+"""Most prompts of one round of a mixture, which is held in memory."""
 
 
 class MixtureOrder(Schema):
-    """Prompts of several sources, such as math and code, in the shares of their weights, whatever their sizes are. In any
-    stretch from the start of the run, the number of each source's prompts is less than one from its share. Within a source
-    every prompt comes once before any comes again, each time in another order, which follows from ``seed``. A small source
-    repeats within an epoch, and a large one takes several. [Your own data](data.md#mixtures) has an example."""
+    """Prompts of several sources, such as math and code, in proportion to their weights, whatever their sizes
+    are. At any point of the run, the number of a source's prompts so far differs from its share by less than
+    one. Within a source every prompt comes once before any comes again, each time in another order, which
+    follows from ``seed``. A small source repeats within an epoch, and a large one takes several epochs. [Your
+    own data](data.md#mixtures) has an example."""
 
     type: Literal["mixture"]
     field: str
     """The field of the records that names their source, such as ``data_source``. Dots reach inner fields. Numbers and
     booleans are compared as Python writes them (``1``, ``True``)."""
     weights: dict[str, NonNegativeFloat]
-    """The weight of each source by its name. Only their ratios count. All sources of the training file are named; 0 leaves
-    one out."""
+    """The weight of each source by its name. Only the ratios of the weights count. All sources of the
+    training file must be named; 0 leaves a source out."""
 
     @property
     def turns(self) -> dict[str, int]:
         """Prompts of each source in a round, the smallest whole numbers of these ratios; sources of weight 0 are left out."""
-        # By their decimal digits: 0.3 is 3 / 10, and not the binary number next to it.
+        # By their decimal digits: 0.3 is 3 / 10, not the nearest binary number.
         exact = {name: fractions.Fraction(str(weight)) for name, weight in self.weights.items() if weight > 0}
         scale = math.lcm(*(weight.denominator for weight in exact.values()))
         whole = {name: int(weight * scale) for name, weight in exact.items()}
@@ -69,7 +70,7 @@ class MixtureOrder(Schema):
 
 
 class FunctionOrder(OwnFunction):
-    """A function of the user's own, such as a curriculum."""
+    """The user's function, such as a curriculum."""
 
     type: Literal["function"]
 

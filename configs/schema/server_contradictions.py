@@ -1,5 +1,5 @@
-"""Settings that do not go together with what servers do: SGLang's own flags, routing replay, aligned numerics, adapters, and
-sampling from a part of the vocabulary."""
+"""Settings that contradict what servers do: SGLang's own flags, routing replay, aligned numerics, adapters,
+and sampling from a part of the vocabulary."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     from configs.schema.run import RunConfig
 
 OTHER_NCCL = (
-    "sets NCCL's variables in the servers whatever the environment says, and a transfer group whose learner has others does not "
+    "overrides NCCL's variables in the servers, and a transfer group whose learner has other values does not "
     "connect"
 )
-STALE_CACHE = "keeps keys and values outside of the server, which an update of the weights does not flush"
+STALE_CACHE = "keeps keys and values outside the server, where an update of the weights does not drop them"
 NEVER_WITH = {
     "enable-symm-mem": OTHER_NCCL,
     "enable-nccl-nvls": OTHER_NCCL,
@@ -23,29 +23,29 @@ NEVER_WITH = {
     "enable-unified-cache-external-linker": STALE_CACHE,
     "weight-cache-mode": "shares the weights with other servers, whose copy an update would change before SGLang refuses it",
     "kt-weight-path": "computes experts from files, which no update of the weights reaches",
-    "enable-eplb": "moves experts to other places of a parameter, and updates go to where they were first",
-    "preferred-sampling-params": "adds sampling parameters to each request, of which log-probs and learner do not know",
+    "enable-eplb": "moves experts to other places of a parameter, and updates go to the original places",
+    "preferred-sampling-params": "adds sampling parameters to each request, which log-probs and learner do not take into account",
     "enable-watermark": "changes what is sampled, of which log-probs and learner do not know",
     "watermark-config": "changes what is sampled, of which log-probs and learner do not know",
     "speculative-accept-threshold-single": "takes drafts that the policy would not have sampled",
     "speculative-accept-threshold-acc": "takes drafts that the policy would not have sampled",
-    "allow-auto-truncate": "cuts a prompt that is too long, and the learner trains on the whole one",
+    "allow-auto-truncate": "truncates a prompt that is too long, and the learner trains on the whole prompt",
     "delete-ckpt-after-loading": "deletes model.path, which learner and restarted servers read",
 }
-"""Flags of SGLang 0.5.23 that no run takes, and what each does."""
+"""Flags of SGLang 0.5.23 that every run refuses, and what each does."""
 
 NO_EXPERTS_WITH = {
-    "chunked-prefill-size": "SGLang has a buffer for the experts of one chunk, and would end at a longer prompt",
-    "enable-hierarchical-cache": "a part of the prefix cache that comes back has another place, with the experts of other tokens",
+    "chunked-prefill-size": "SGLang has a buffer for the experts of one chunk, and would crash at a longer prompt",
+    "enable-hierarchical-cache": "a part of the prefix cache that is loaded back gets another place, which has the experts of other tokens",
     "disaggregation-mode": "a server that decodes does not know the experts of the prompt",
 }
 """Flags of SGLang that routing replay refuses, and why."""
 
 NO_KEPT_IDS_WITH = {
     "sampling-backend": "this backend returns no kept ids",
-    "enable-deterministic-inference": "SGLang's seeded sampler refuses min_p, and ends",
+    "enable-deterministic-inference": "SGLang's seeded sampler refuses min_p, and the server ends",
     "sampling-mask-max-tokens": "SGLang refuses a top_k above it",
-    "disaggregation-mode": "kept ids between separate servers were not tried",
+    "disaggregation-mode": "kept ids with separate prefill servers were not tried",
 }
 """Flags of SGLang that top_p, top_k and min_p refuse, and why."""
 
@@ -54,7 +54,8 @@ NOT_ALIGNED_FLAGS = (
     "dp-attention", "attn-dp", "attention-data-parallel", "attn-cp", "attention-context-parallel", "dcp-size",
     "decode-context-parallel", "dp-lm-head", "layernorm-sp", "quant-communications",
 )  # fmt: skip
-"""Flags of SGLang, or parts of them, that take other operations than those of ``numerics``, or sum over other ranks."""
+"""Flags of SGLang, or parts of their names, that choose operations other than those of ``numerics``, or sum
+over other ranks."""
 
 
 def of_servers(config: "RunConfig") -> Iterator[Contradiction]:
@@ -77,8 +78,8 @@ def _of_server_args(config: "RunConfig") -> Iterator[Contradiction]:
 
 
 def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of routing replay: a pass of ``old`` that is not made or changes nothing; servers that give no experts, or not
-    those that a token was sampled with."""
+    """Contradictions of routing replay: a pass of ``old`` that is not made or changes nothing; servers that
+    return no experts, or not those that a token was sampled with."""
     if config.learner.routing == "old":
         yield from _of_old_routing(config)
     if config.learner.routing != "rollout":
@@ -87,7 +88,7 @@ def _of_routing(config: "RunConfig") -> Iterator[Contradiction]:
     if not config.rollout.sglang_plugin:
         yield Contradiction(
             ("learner.routing", "rollout.sglang_plugin"),
-            "learner.routing=rollout gets the experts by Tandem's plugin of SGLang, which rollout.sglang_plugin=false leaves out",
+            "learner.routing=rollout needs Tandem's plugin of SGLang to get the experts, which rollout.sglang_plugin=false leaves out",
             fix,
         )
     if config.rollout.router is not None:
@@ -123,7 +124,7 @@ def _of_old_routing(config: "RunConfig") -> Iterator[Contradiction]:
     elif config.learner.minibatches == 1:
         yield Contradiction(
             ("learner.routing", "learner.minibatches"),
-            "learner.routing=old has no effect with learner.minibatches=1: before its one update the learner chooses as for old",
+            "learner.routing=old has no effect with learner.minibatches=1: its only update has the same experts as old",
             f"{fix}, or use 2 or more minibatches",
         )
 
@@ -146,7 +147,7 @@ def _of_pieces(config: "RunConfig") -> Iterator[Contradiction]:
         if size & (size - 1):
             yield Contradiction(
                 (field, "model.numerics"),
-                f"{field}={size} is no power of two, and model.numerics=aligned sums pairs of ranks' parts, pairs of pairs and so on",
+                f"{field}={size} is not a power of two, and model.numerics=aligned sums pairs of ranks' parts, pairs of pairs and so on",
                 "use 1, 2, 4 or 8, or set model.numerics=default",
             )
         elif size > pieces:
@@ -158,7 +159,7 @@ def _of_pieces(config: "RunConfig") -> Iterator[Contradiction]:
 
 
 def _of_numerics(config: "RunConfig") -> Iterator[Contradiction]:
-    """What ``model.numerics=aligned`` does not cover."""
+    """Settings that ``model.numerics=aligned`` does not cover."""
     if config.model.numerics != "aligned":
         return
     rollout = config.rollout
@@ -205,7 +206,8 @@ def _of_numerics(config: "RunConfig") -> Iterator[Contradiction]:
 
 
 def _of_lora(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of adapters: a forward pass that is not the servers', and servers with adapters of their own."""
+    """Contradictions of adapters: a forward pass that differs from the servers', and servers with their own
+    adapters."""
     lora, rollout = config.learner.lora, config.rollout
     if lora is None:
         return
@@ -228,13 +230,13 @@ def _of_lora(config: "RunConfig") -> Iterator[Contradiction]:
         if "lora" in name:
             yield Contradiction(
                 ("learner.lora", "rollout.server_args"),
-                f"learner.lora sends merged weights, and rollout.server_args.{name} would have the servers add adapters to them",
+                f"learner.lora sends merged weights, and rollout.server_args.{name} would make the servers add adapters to them",
                 f"remove rollout.server_args.{name}",
             )
 
 
 def _of_truncation(config: "RunConfig") -> Iterator[Contradiction]:
-    """Of top_p, top_k and min_p: servers that do not return the kept ids."""
+    """Contradictions of top_p, top_k and min_p: servers that do not return the kept ids."""
     rollout = config.rollout
     if not rollout.is_truncated:
         return
@@ -250,7 +252,7 @@ def _of_truncation(config: "RunConfig") -> Iterator[Contradiction]:
         flag = name.replace("_", "-")
         reason = NO_KEPT_IDS_WITH.get(flag)
         if flag.startswith("speculative-"):
-            reason = "SGLang returns kept ids for few of its ways to draft, and none was tried"
+            reason = "SGLang returns kept ids with few of its drafting methods, and none of them was tried"
         if flag == "sampling-backend" and value != "ascend":
             reason = None
         if flag == "enable-deterministic-inference" and not rollout.min_p:

@@ -1,4 +1,4 @@
-"""The task: what is asked. ``reward.py`` says how a response is scored."""
+"""The task: the problems. ``reward.py`` has the scores of responses."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +31,7 @@ class CountdownTask(Schema):
 
 
 class FileTask(Schema):
-    """Problems from a file of the user's own."""
+    """Problems from the user's files."""
 
     train_path: GivenPath
     """A ``.jsonl`` or ``.parquet`` file; a relative path starts at the folder that the command is started in.
@@ -39,20 +39,21 @@ class FileTask(Schema):
     heldout_path: GivenPath | None = None
     """File of the held-out problems; without it nothing is evaluated."""
     heldout_sets: dict[SetName, GivenPath] = Field(default_factory=dict)
-    """Further files of held-out problems, by name, with the same fields. ``eval/set/NAME/accuracy`` is of one of them;
-    ``eval/accuracy``, by which the best checkpoint is kept, is of ``heldout_path`` alone."""
+    """Further files of held-out problems, by name, with the same fields. ``eval/set/NAME/accuracy`` is the
+    accuracy on one of them. ``eval/accuracy``, by which the best checkpoint is kept, is the accuracy on
+    ``heldout_path`` alone."""
     too_long_prompts: Literal["refuse", "leave_out"] = "refuse"
-    """What becomes of prompts that leave no room for ``rollout.max_new_tokens``: the run is refused before its start, or
-    they are left out, and counted on the console and in the dry run."""
+    """What happens to prompts that leave no room for ``rollout.max_new_tokens``: the run is refused before
+    its start, or these prompts are left out, and counted on the console and in the dry run."""
     system_prompt: str | None = None
     """A system message before every prompt; it needs ``apply_chat_template``, and data without system messages."""
     apply_chat_template: bool = True
-    """Whether a prompt becomes a user's message in the model's chat template. false: the text stands as it
+    """Whether a prompt becomes a user's message in the model's chat template. false: the text is used as it
     is, for base models."""
 
     @property
     def files(self) -> dict[str, Path]:
-        """The files by their fields, that to train on first."""
+        """The files by their fields, the training file first."""
         main = {"train_path": self.train_path, "heldout_path": self.heldout_path}
         sets = {f"heldout_sets.{name}": path for name, path in self.heldout_sets.items()}
         return {field: path for field, path in (main | sets).items() if path is not None}
@@ -67,7 +68,7 @@ class FileTask(Schema):
         if self.system_prompt is not None and not self.apply_chat_template:
             yield Contradiction(
                 ("system_prompt", "apply_chat_template"),
-                "system_prompt has its place in a chat template, but apply_chat_template=false",
+                "system_prompt needs a chat template, but apply_chat_template=false",
                 "set it to true, or write the text into the prompts",
             )
 
@@ -84,10 +85,11 @@ class JsonlTask(FileTask):
 
     type: Literal["jsonl"]
     prompt_field: str = "prompt"
-    """Text, or a conversation ``[{role: user, content: ...}, ...]`` whose last message is the user's or a tool's. More
-    than a single message of the user needs ``apply_chat_template``."""
+    """The field with the prompt: text, or a conversation ``[{role: user, content: ...}, ...]`` whose last message is the
+    user's or a tool's. More than a single message of the user needs ``apply_chat_template``."""
     answer_field: str = "answer"
-    """Text or a number that the reward gets as ``reference``. Every record needs it, and it must not be empty."""
+    """The field with the text or number that the reward gets as ``reference``. Every record needs it, and it
+    must not be empty."""
     tools_field: str | None = None
     """The name of a field with tools for the chat template, a list of JSON schemas as TRL's ``tools`` or its JSON as text.
     A record without tools has null or an empty list."""
@@ -97,7 +99,7 @@ class JsonlTask(FileTask):
         if self.tools_field is not None and not self.apply_chat_template:
             yield Contradiction(
                 ("tools_field", "apply_chat_template"),
-                "tools have their place in a chat template, but apply_chat_template=false",
+                "tools_field needs a chat template, but apply_chat_template=false",
                 "set it to true, or remove tools_field",
             )
 

@@ -48,8 +48,8 @@ def write(folder: Path, described: Mapping[str, Any]) -> None:
 
 
 def why_not(folder: Path, described: Mapping[str, Any] | None) -> str | None:
-    """Why the checkpoint in ``folder`` is none of this run's model; None where it is. described: this run's, None for a
-    run that trains every weight."""
+    """Why the checkpoint in ``folder`` is none of this run's model; None if it is. described: this run's,
+    None for a run that trains every weight."""
     path = folder / ADAPTERS
     saved = json.loads(path.read_text()) if path.is_file() else None
     if saved is None or described is None:

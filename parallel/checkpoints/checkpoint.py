@@ -79,7 +79,7 @@ class DiskFull(CheckpointError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint differs from what was written; the message names the files. Nothing of it was loaded."""
+    """A checkpoint differs from the written one; the message names the files. Nothing of it was loaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ def _plain_states(optimizer, state: dict[Any, Any]) -> Iterator[dict[Any, Any]]:
 
 
 def _restore_missing_step(optimizer, state: dict[Any, Any], steps: int) -> None:
-    """Give plain optimizers the step count that torch's AdamW needs. It is missing where the state was saved
+    """Give plain optimizers the step count that torch's AdamW needs. It is missing if the state was saved
     before the first step, or by a rank 0 without experts."""
     for of_part in _plain_states(optimizer, state):
         of_part.setdefault("common_step", torch.tensor(float(steps)))
@@ -170,8 +170,8 @@ def save(
 
     ``chunks`` are this rank's parts of the model, as for ``load``. ``extra`` is any JSON value. ``adapters`` names the
     model that the chunks' adapters belong to (``base_model.describe``); None for chunks without adapters. Raises
-    DiskFull on every rank where any finds no space, CheckpointError where a write fails otherwise; earlier checkpoints stay
-    valid, and no partial one remains. Raises ValueError for ``extra`` that is not JSON.
+    DiskFull on every rank if any finds no space, CheckpointError if a write fails otherwise; earlier
+    checkpoints stay valid, and no partial one remains. Raises ValueError for ``extra`` that is not JSON.
     """
     folder = Path(folder)
     try:
@@ -271,7 +271,7 @@ def load(
 
     A folder is verified first. The running config decides learning rates, schedule and AdamW's betas and eps; the
     number of steps comes from the checkpoint. Random state is restored if the number of processes is the same. Raises
-    CheckpointError on every rank where for any rank the checkpoint is damaged (DamagedCheckpoint), holds
+    CheckpointError on every rank if for any rank the checkpoint is damaged (DamagedCheckpoint), holds
     another model, adapters of another model or of other settings (``adapters``, as in ``save``), or anything that could
     run code.
     """

@@ -31,7 +31,7 @@ T = TypeVar("T")
 FORMAT = 2
 MANIFEST = "complete.json"
 BEST = "best.json"
-"""In the folder of the checkpoints: the step of the best one, where ``checkpoint.keep_best`` keeps it."""
+"""In the folder of the checkpoints: the step of the best one, if ``checkpoint.keep_best`` keeps it."""
 HASH_THREADS = 4
 """Threads of one process. xxhash releases the interpreter; one thread reads and hashes 5 to 10 GB/s."""
 READ_AGAIN_S = (0.0, 0.2, 1.0, 5.0)
@@ -41,7 +41,7 @@ _STEP = re.compile(r"step_(\d{6,})")
 
 
 class DamagedManifest(ValueError):
-    """A manifest is missing, or differs from what was written."""
+    """A manifest is missing, or differs from the written one."""
 
 
 class OtherFormat(ValueError):
@@ -134,7 +134,7 @@ def is_absent(folder: Path) -> bool:
 
 
 def _lack(folder: Path) -> str | None:
-    """What a checkpoint lacks. Raises OSError where that cannot be seen, and OtherFormat."""
+    """What a checkpoint lacks. Raises OSError if that cannot be read, and OtherFormat."""
     try:
         manifest = read_manifest(folder)
     except DamagedManifest as error:
@@ -144,7 +144,7 @@ def _lack(folder: Path) -> str | None:
 
 
 def _size_difference(folder: Path, name: str, record: FileRecord) -> str | None:
-    """Raises OSError where the size cannot be seen."""
+    """Raises OSError if the size cannot be read."""
     try:
         size = (folder / name).stat().st_size
     except FileNotFoundError as error:
@@ -153,8 +153,8 @@ def _size_difference(folder: Path, name: str, record: FileRecord) -> str | None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in ``folder``. Raises DamagedManifest where a single bit differs, OtherFormat, with the fix,
-    or OSError where it cannot be read."""
+    """The manifest in ``folder``. Raises DamagedManifest if a single bit differs, OtherFormat, with the fix,
+    or OSError if it cannot be read."""
     try:
         text = text_of(folder / MANIFEST)
     except FileNotFoundError:
@@ -184,9 +184,9 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def openable(path: Path) -> Path:
-    """The path. Raises OSError for a pipe or a device: who opens it may wait for ever."""
+    """The path. Raises OSError for a pipe or a device: opening it may wait forever."""
     mode = path.stat().st_mode
-    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to open a folder fails by itself
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # opening a folder fails by itself
         raise OSError(errno.EINVAL, "not a regular file", str(path))
     return path
 
@@ -279,7 +279,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def best_step(root: Path) -> int | None:
-    """The step that ``BEST`` names; None without one. Raises ValueError where it cannot be read."""
+    """The step that ``BEST`` names; None without one. Raises ValueError if it cannot be read."""
     try:
         return int(json.loads(text_of(root / BEST))["step"])
     except FileNotFoundError:
@@ -298,14 +298,15 @@ def prune(root: Path, keep: int, also: int | None = None) -> None:
 
 def remove(folder: Path) -> None:
     """Remove a complete checkpoint. For one rank to call."""
-    # Without its manifest it is no checkpoint any more, even if the removal of the rest is interrupted.
+    # Without its manifest it is not a checkpoint any more, even if the removal of the rest is interrupted.
     (folder / MANIFEST).unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def put_back(folder: Path) -> None:
-    """Give ``folder`` its name again where a writer was killed after it had moved the old one aside, and before the new
-    one had its name (``parallel/weights/hf_files.py``: ``replace_folder``). No other process may be writing there."""
+    """Give ``folder`` its name again if a writer was killed after it had moved the old one aside, and before
+    the new one had its name (``parallel/weights/hf_files.py``: ``replace_folder``). No other process may be
+    writing there."""
     old = [*folder.parent.glob(f".{folder.name}.old.*/{folder.name}")]
     if old and not os.path.lexists(folder):
         max(old, key=lambda path: path.parent.stat().st_mtime).rename(folder)

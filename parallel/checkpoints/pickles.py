@@ -32,7 +32,7 @@ METADATA_CLASSES = {
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Raises pickle.UnpicklingError for a class that is no part of a checkpoint."""
+    """Raises pickle.UnpicklingError for a class that is not part of a checkpoint."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -102,7 +102,8 @@ def _write_by_threads(
 
 
 def _first_error(error: BaseException) -> BaseException:
-    """The error that this one came of: torch, which closes its archive behind a failed write, tells of that alone."""
+    """The error that caused this one: torch closes its archive after a failed write, and reports only the
+    failure to close."""
     while (before := error.__cause__ or error.__context__) is not None:
         error = before
     return error

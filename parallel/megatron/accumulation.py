@@ -21,8 +21,8 @@ def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def use_in_linear_layers() -> None:
-    """In Megatron's own linear layers (``gradient_accumulation_fusion``), in the place of Apex's kernel: a gradient is not
-    written and read again before it is added."""
+    """In Megatron's own linear layers (``gradient_accumulation_fusion``), instead of Apex's kernel: a
+    gradient is not written and read again before it is added."""
 
     def add_gradient(inputs_TI: Tensor, grad_TO: Tensor, main_grad_OI: Tensor) -> None:
         add_product(main_grad_OI, grad_TO.t(), inputs_TI)

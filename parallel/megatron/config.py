@@ -1,4 +1,5 @@
-"""Megatron's config of a model: what is always so, and what follows from architecture, layout and numerics."""
+"""Megatron's config of a model: the fixed settings, and those that follow from architecture, layout and
+numerics."""
 
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +98,7 @@ def transformer_config(
         ffn_hidden_size=architecture.intermediate_size,
         layernorm_epsilon=architecture.norm_eps,
         activation_func=_activation(architecture, is_aligned=is_aligned),
-        # Transformer Engine's layers have such sums of their own, which were not tried.
+        # Transformer Engine's layers have their own such sums, which were not tried.
         gradient_accumulation_fusion=not has_engine,
         # The activation that it names is ours: ``use_gated_activation``.
         use_te_activation_func=not (is_aligned or architecture.family.has_sinks),
@@ -105,7 +106,7 @@ def transformer_config(
         # Megatron would sum the gradients of norms over all heads over tensor-parallel ranks, of which each has its own part.
         qk_layernorm=architecture.qk_norm,
         attention_output_gate=architecture.recurrent is not None,
-        # Layers of two kinds each have a place of their own in a checkpoint.
+        # If layers are of two kinds, each layer has its own place in a checkpoint.
         hetereogenous_dist_checkpoint=architecture.recurrent is not None,
         params_dtype=dtype,
         pipeline_dtype=dtype,

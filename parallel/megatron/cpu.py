@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.utils._device
 
 SIMULATED_VARIABLE = "TANDEM_SIMULATED"
-"""Set where the device is simulated (``parallel/simulation``): Megatron then runs on torch's ``meta`` device."""
+"""Set if the device is simulated (``parallel/simulation``): Megatron then runs on torch's ``meta`` device."""
 DEVICE = torch.device("meta" if SIMULATED_VARIABLE in os.environ else "cpu")
 _FACTORIES = ("tensor", "zeros", "ones", "empty", "arange", "full", "empty_like")
 

@@ -71,7 +71,8 @@ def _gradient(grad: Tensor, gate_up: Tensor) -> Tensor:
 def use_gated_activation(
     layer: ModuleSpec, activation: Callable[[Tensor], Tensor], *, has_experts: bool
 ) -> None:
-    """In a layer's specification. Megatron takes it, in the place of Transformer Engine's, with ``use_te_activation_func``."""
+    """In a layer's specification. Megatron uses it instead of Transformer Engine's, with
+    ``use_te_activation_func``."""
     submodules: Any = layer.submodules
     mlp = submodules.mlp.submodules
     parts = (mlp.experts.submodules, mlp.shared_experts.submodules) if has_experts else (mlp,)

@@ -103,7 +103,7 @@ class LatentAttention(MegatronModule):
 
     def forward(self, hidden_states: Tensor, *, packed_seq_params, **unused) -> tuple[Tensor, Tensor | None]:
         query_TAD, key_TAD, value_TAV = self._heads(hidden_states, packed_seq_params)
-        # Attention of torch wants values of the keys' size: zeros behind them add zeros to its output.
+        # Torch's attention needs values of the keys' size: zeros appended to them add zeros to its output.
         value_TAD = F.pad(value_TAV, (0, self.head_dim - self.value_dim))
         out_TAD = self.core_attention.attend(query_TAD, key_TAD, value_TAD, packed_seq_params.plan)
         return self.linear_proj(out_TAD[..., : self.value_dim].flatten(1).unsqueeze(1))
@@ -118,7 +118,7 @@ class LatentAttention(MegatronModule):
         key, value = (
             both.squeeze(1).unflatten(-1, (-1, plain + self.value_dim)).split([plain, self.value_dim], -1)
         )
-        # Each rank's heads have a part of the gradient of what all heads share.
+        # Each rank's heads give a part of the gradient of the tensors that all heads share.
         if self.config.sequence_parallel:
             key_R = gather_from_sequence_parallel_region(
                 key_R, tensor_parallel_output_grad=True, group=self.tp_group

@@ -203,7 +203,7 @@ def _local_layer(
 
 
 def _with_delta_net(layer: ModuleSpec, recurrent: Recurrent) -> ModuleSpec:
-    """The layer with a gated delta net in place of its attention."""
+    """The layer with a gated delta net instead of its attention."""
     submodules: Any = copy(layer.submodules)
     submodules.self_attention = ModuleSpec(GatedDeltaNet, {"recurrent": recurrent})
     return ModuleSpec(layer.module, layer.params, submodules)
@@ -230,7 +230,8 @@ def _aligned_layer(
 def _adaptable_layer(
     config: TransformerConfig, norm: type, architecture: Architecture, experts: Experts | None
 ) -> ModuleSpec:
-    """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention where it is used."""
+    """A layer whose matrices may get adapters: Megatron's own, with Transformer Engine's attention if it is
+    used."""
     spec = _local_layer(config, norm, architecture, experts)
     is_whole = parallel_state.get_context_parallel_world_size() == 1
     if uses_transformer_engine(architecture, config.params_dtype) and is_whole:

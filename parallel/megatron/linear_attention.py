@@ -3,8 +3,8 @@
 Legend: T tokens, A value heads of this rank, N numbers of a key's head, V of a value's.
 
 Queries, keys and values of a token see its last few tokens by a convolution of each number. The rule and the convolution are in
-``numerics/delta_rule.py``; both begin anew at a sequence's first token. The rule's outputs are normed head by head, and
-multiplied by a gate.
+``numerics/delta_rule.py``; both start from zero at a sequence's first token. The rule's outputs are normed
+head by head, and multiplied by a gate.
 
 The layer's matrices are grouped by key head, whose value heads are neighbours, so tensor parallelism splits all of them alike.
 """
@@ -103,7 +103,8 @@ class GatedDeltaNet(MegatronModule):
         r, dtype = self.recurrent, product.dtype
         groups_TGD = product.unflatten(-1, (-1, sum(r.group_rows)))
         query, key, value, gate, step, decay = groups_TGD.split(r.group_rows, -1)
-        # Rounded to the model's dtype where SGLang rounds: behind the convolution, behind the rule, and at the end.
+        # Rounded to the model's dtype where SGLang rounds: after the convolution, after the rule, and at the
+        # end.
         mixed = torch.cat((query, key, value), -1).flatten(1).float()
         mixed = F.silu(causal_convolution(mixed, conv_weight.squeeze(1).float(), plan.position_T))
         mixed_TGD = mixed.to(dtype).float().unflatten(-1, (groups_TGD.shape[1], -1))
@@ -131,7 +132,7 @@ class GatedDeltaNet(MegatronModule):
 
 
 class GatedSelfAttention(SelfAttention):
-    """Megatron's attention with a gate at its output, also where a key/value head is copied to several ranks."""
+    """Megatron's attention with a gate at its output, even if a key/value head is copied to several ranks."""
 
     def get_query_key_value_tensors(self, *arguments, **options):
         parts: Any = super().get_query_key_value_tensors(*arguments, **options)

@@ -44,7 +44,7 @@ class Backbone:
     inv_freq_F: Tensor
     attention_factor: float
     window_freq_F: Tensor | None
-    """Of layers with a window, where these differ. Their attention factor is 1."""
+    """Of layers with a window, if these differ. Their attention factor is 1."""
     pieces: int | None
     """``RunConfig.numerics_pieces`` of aligned numerics; None: default numerics."""
     vp_stage: int | None
@@ -299,7 +299,7 @@ class LogprobGPTModel(PackedGPTModel):
 
 
 class ValueGPTModel(PackedGPTModel):
-    """A critic: the same backbone, with a linear head H -> 1 without bias in place of the vocabulary.
+    """A critic: the same backbone, with a linear head H -> 1 without bias instead of the vocabulary.
 
     The head starts at zero, so that every value is exactly 0 until the first update, and the first advantages
     follow from the returns alone. A random head would add noise of any size to them. The head's gradient is not

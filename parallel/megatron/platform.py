@@ -75,8 +75,8 @@ def synchronize() -> None:
 
 @contextmanager
 def side_stream(place: torch.device) -> Iterator[None]:
-    """Inside, the device works on a stream of its own: after earlier work, beside that of other threads, and done
-    on leaving. On CPU nothing changes.
+    """Inside, the device works on a separate stream: after earlier work, beside that of other threads, and
+    done on leaving. On CPU nothing changes.
     """
     if place.type != "cuda":
         yield

@@ -29,8 +29,8 @@ def rotary_frequencies(folder: Path, hf_config: Mapping[str, Any]) -> tuple[Tens
 
 
 def window_frequencies(hf_config: Mapping[str, Any]) -> Tensor | None:
-    """inv_freq [F] of layers with a window, where they rotate otherwise than the others: without YaRN, or by a base of their own.
-    None: they do not."""
+    """inv_freq [F] of layers with a window, if they rotate differently from the others: without YaRN, or by
+    another base. None: they do not."""
     family = family_of(hf_config.get("model_type"))
     if family.is_gemma:
         return _plain_frequencies(window_theta(hf_config, hf_config["model_type"]), hf_config["head_dim"])
@@ -57,7 +57,7 @@ def plain_rotary(hf_config: Mapping[str, Any]) -> tuple[float, int] | None:
     }
     # A text's tokens have one position each, which is that of every section.
     known = {"rope_type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
-    # gpt-oss has YaRN where config.json does not say.
+    # gpt-oss has YaRN if config.json does not say.
     is_plain = rope.keys() <= known and rope.get("rope_type", "default") == "default"
     is_plain = is_plain and (bool(rope) or not family.has_sinks)
     share = rotated_share(hf_config, family)

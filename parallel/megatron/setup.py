@@ -23,7 +23,8 @@ warnings.filterwarnings(
 import parallel.megatron.transformer_engine  # noqa: E402  # isort: skip - before the stand-ins, which import Megatron
 
 UNUSED = ("wandb", "torch.utils.tensorboard")
-"""Where they are installed Megatron imports them, a third of its import, for loggers of its own that Tandem never calls."""
+"""If they are installed, Megatron imports them (a third of its import time) for its own loggers, which Tandem
+never calls."""
 _hidden = [name for name in UNUSED if name not in sys.modules]
 sys.modules |= dict.fromkeys(_hidden)  # to import them raises ImportError
 import parallel.megatron.cpu  # noqa: E402, F401
@@ -109,8 +110,9 @@ def _with_padding(flat: torch.Tensor, buffer) -> torch.Tensor:
 
 
 def _take_gradients_together() -> None:
-    """Norm and clipping of all gradients by few operations. Megatron's own, in the place of Apex's, has the host read a number
-    of each parameter from the device, and clips a copy of each gradient that it copies back."""
+    """Norm and clipping of all gradients by few operations. Megatron's own, which replaces Apex's, makes the
+    host read a number of each parameter from the device, and clips a copy of each gradient that it copies
+    back."""
     from megatron.core.optimizer import clip_grads
 
     def norm(chunk_size, no_overflow, tensor_lists, per_tensor):

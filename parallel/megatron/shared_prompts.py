@@ -36,7 +36,7 @@ MOST_FILLING = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branches:
-    """``count`` branches behind prompts of one length, from place ``start`` of the reordered tokens on."""
+    """``count`` branches after prompts of one length, from place ``start`` of the reordered tokens on."""
 
     start: int
     stop: int
@@ -55,7 +55,7 @@ class Branches:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedPlan(PackedPlan):
-    """``buckets`` has the prompts, the sequences that share none, and dummies. The branches lie behind them."""
+    """``buckets`` has the prompts, the sequences that share none, and dummies. The branches follow them."""
 
     branches: tuple[Branches, ...]
 
@@ -78,7 +78,7 @@ def plan_shared_prompts(
     if not is_shared_S.any():
         return plan_packing(cu_seqlens, device, multiple=multiple)
     owner_S = np.where(is_shared_S, first_S[number_S], every_S)  # the sequence whose prompt is computed
-    branch_S = np.where(is_shared_S, lengths_S - prompt_S, 0)  # tokens behind a shared prompt
+    branch_S = np.where(is_shared_S, lengths_S - prompt_S, 0)  # tokens after a shared prompt
     plain_S = lengths_S - branch_S  # tokens of the prompt, or of a sequence that shares none
 
     plain = _plain_buckets(plain_S, every_S[owner_S == every_S])
@@ -121,7 +121,7 @@ def plan_shared_prompts(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plain:
-    """Shared prompts and whole sequences, and where each of them is; of other sequences there are zeros."""
+    """Shared prompts and whole sequences, and the place of each; zeros for other sequences."""
 
     buckets: list[Bucket]
     start_S: np.ndarray

@@ -13,7 +13,8 @@ PACKAGE = "transformer_engine"
 
 
 def absence() -> str | None:
-    """None where it imports, and otherwise why not. A package that does not import is hidden from later imports."""
+    """None if it can be imported, else the reason. A package that cannot be imported is hidden from later
+    imports."""
     if importlib.util.find_spec(PACKAGE) is None:
         return "it is not installed"
     try:

@@ -1,4 +1,5 @@
-"""One kernel each for what torch does to the same numbers in several, on CUDA. Triton comes with torch's CUDA wheels.
+"""Kernels for CUDA, each of which replaces several torch kernels on the same numbers. Triton comes with
+torch's CUDA wheels.
 
 A GPU reads and writes its memory far slower than it computes: of a small model's passes these operations, one after another,
 took half the time. Their plain forms are beside their callers, and the two are compared by

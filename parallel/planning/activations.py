@@ -51,7 +51,7 @@ def activation_bytes(architecture: Architecture, layout: LayoutConfig, work: Wor
 
 
 def _while_mixed(architecture: Architecture, layout: LayoutConfig, work: Work) -> int:
-    """A recurrent layer's first norm and product, and what the rule keeps."""
+    """A recurrent layer's first norm and product, and the tensors that the rule keeps."""
     rows, tokens = row_counts(layout, work.token_budget)
     b, hidden = work.dtype_bytes, architecture.hidden_size
     product = tokens * b * _mixed(architecture) // layout.tp
@@ -201,7 +201,7 @@ def rule_bytes(a: Architecture, layout: LayoutConfig, work: Work) -> int:
 
 
 def _projected(a: Architecture, layer: int) -> int:
-    """Numbers of a token that the projection behind attention, or behind a gated delta net, takes."""
+    """Numbers per token in the input of the projection after attention, or after a gated delta net."""
     if a.is_recurrent(layer):
         assert a.recurrent is not None
         return a.recurrent.value_heads * a.recurrent.value_dim

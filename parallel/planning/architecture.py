@@ -70,8 +70,8 @@ class Architecture:
     experts: Experts | None = None
     """None for a dense model."""
     further_layers: int = 0
-    """Layers behind the last one of a published folder that predict further tokens (multi-token prediction). They are
-    neither loaded nor exported."""
+    """Layers after the last one of a published folder that predict further tokens (multi-token prediction).
+    They are neither loaded nor exported."""
 
     @property
     def family(self) -> Family:
@@ -84,7 +84,7 @@ class Architecture:
 
     @property
     def rotated_head(self) -> int:
-        """Numbers of what is rotated by itself: a head, or of ``latent`` its rotated part."""
+        """Numbers that are rotated together: a head, or with ``latent`` its rotated part."""
         return self.head_dim if self.latent is None else self.rotary_size
 
     @property
@@ -163,7 +163,7 @@ MOST_LAYERS = 10_000
 
 
 def read_hf_config(folder: Path) -> dict[str, Any]:
-    """config.json of a Hugging Face folder. Raises ValueError where the file is missing or no JSON object."""
+    """config.json of a Hugging Face folder. Raises ValueError if the file is missing or not a JSON object."""
     path = Path(folder) / "config.json"
     try:
         loaded = json.loads(path.read_text(encoding="utf-8"))
@@ -248,7 +248,7 @@ def read_architecture(hf_config: Mapping[str, Any]) -> Architecture:
 def _read_heads(
     hf_config: Mapping[str, Any], kind: str, family: Family, default: int
 ) -> tuple[Latent | None, int, int]:
-    """(latent, head_dim, rotary_size). default: head_dim where config.json does not say."""
+    """(latent, head_dim, rotary_size). default: head_dim if config.json does not say."""
     if not family.is_latent:
         head_dim = read_size(hf_config, "head_dim", kind, default=None if family.needs_head_dim else default)
         return None, head_dim, rotary_size_of(hf_config, family, head_dim)

@@ -1,4 +1,4 @@
-"""Fields of a model's config.json: numbers, and what its rotary frequencies follow from. Without torch.
+"""Fields of a model's config.json: numbers, and the parameters of its rotary frequencies. Without torch.
 
 Functions raise a ValueError that names the field, its value and the fix. ``config_parts.py`` and ``architecture.py`` make a model of them.
 """
@@ -96,8 +96,9 @@ def rotated_share(hf_config: Mapping[str, Any], family: Family) -> float:
 
 
 def check_rope_by_layers(hf_config: Mapping[str, Any], kind: str) -> None:
-    """Raises ValueError where transformers and SGLang would rotate the layers of an Olmo 3 differently: SGLang reads the fields
-    of the published files, of which transformers takes ``rope_theta`` for layers without a window alone."""
+    """Raises ValueError if transformers and SGLang would rotate the layers of an Olmo 3 differently: SGLang
+    reads the fields of the published files, of which transformers takes ``rope_theta`` for layers without a
+    window alone."""
     if hf_config.get("rope_parameters") is not None:
         raise ValueError(
             f"config.json of this {kind} model has rope_parameters, which SGLang does not read there; write rope_theta and rope_scaling "
@@ -210,7 +211,8 @@ def check_served_rope(hf_config: Mapping[str, Any], kind: str) -> None:
 
 
 def _is_served_factor(rope: Mapping[str, Any]) -> bool:
-    """Whether YaRN's ``attention_factor``, which SGLang does not read, is none or what follows from the other numbers."""
+    """Whether YaRN's ``attention_factor``, which SGLang does not read, is unset or has the value that follows
+    from the other numbers."""
     given, log = rope.get("attention_factor"), math.log(max(rope["factor"], 1))
     one, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
     served = (0.1 * one * log + 1) / (0.1 * all_dims * log + 1) if one and all_dims else 0.1 * log + 1
@@ -227,7 +229,8 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     """``rope_parameters``, or in older files ``rope_scaling``; empty where there are none. Of parameters by kind of layer those
     without a window.
 
-    Raises ValueError where there are both: transformers then reads ``rope_scaling`` alone, and with it another rope_theta."""
+    Raises ValueError if there are both: transformers then reads ``rope_scaling`` alone, and with it another
+    rope_theta."""
     new, old = hf_config.get("rope_parameters"), hf_config.get("rope_scaling")
     if new and old and new != old:
         raise ValueError(

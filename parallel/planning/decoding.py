@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 SPREAD = 0.5
-"""Standard deviation of the logarithm of responses' lengths, where nothing else is said."""
+"""Default standard deviation of the logarithm of responses' lengths."""
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -136,7 +136,7 @@ class Decoded:
 
 
 def decode(lengths: Sequence[int], prompt: int, places: int, decoder: Decoder) -> Decoded:
-    """Responses of these lengths in their order, ``places`` at a time: where one ends the next one begins.
+    """Responses of these lengths in their order, ``places`` at a time: when one ends, the next one begins.
 
     The first token of each comes from its prompt's pass: a response of L tokens takes L - 1 steps. Between two ends the
     number of responses stays, so that a stretch is one sum (``Decoder.span_seconds``).

@@ -1,4 +1,5 @@
-"""The families of models, by the model_type of config.json: what a supported one is made of, and why another is refused.
+"""The families of models, by the model_type of config.json: the parts of a supported one, and why another is
+refused.
 
 The page docs/model.md has both tables; a test compares it with this file.
 """
@@ -23,7 +24,7 @@ class Family:
     qkv_bias: bool | str = False
     """Whether queries, keys and values have a bias."""
     qkv_bias_by_default: bool = False
-    """Whether they have one where config.json lacks the field that says so."""
+    """Whether they have one if config.json lacks the field that says so."""
     qk_norm: bool | str = False
     """Whether queries and keys are normalised, head by head."""
     whole_qk_norm: bool = False
@@ -35,7 +36,7 @@ class Family:
     has_window: bool = False
     """Whether ``sliding_window`` alone cuts the tokens that a token sees. SGLang 0.5.23 computes none there."""
     default_window: int | None = None
-    """transformers' ``sliding_window`` of such a family where config.json has none."""
+    """transformers' ``sliding_window`` of such a family if config.json has none."""
     serves_windows: bool = False
     """Whether SGLang computes windows too, in the layers that ``layer_types`` names."""
     plain_windows: bool = False
@@ -44,9 +45,11 @@ class Family:
     """Whether the numbers of a rotated pair are neighbours. False: they are in the two halves. Of latent attention config.json
     says it."""
     rotated_share: float | None = None
-    """The share of a head that is rotated where config.json does not say. None: config.json may not ask for less than 1."""
+    """The share of a head that is rotated if config.json does not say. None: config.json may not have a share
+    below 1."""
     needs_head_dim: bool = False
-    """Whether config.json must have head_dim, as transformers' default is no share of the hidden size."""
+    """Whether config.json must have head_dim, since transformers' default does not follow from the hidden
+    size."""
     rope_types: tuple[str, ...] = STATIC_ROPE_TYPES
     is_recurrent: bool = False
     """Whether layers are gated delta nets (linear attention), as ``layer_types`` or ``full_attention_interval`` says. The
@@ -272,11 +275,12 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(("gpt2", "opt", "bloom", "starcoder2"), _OLD),
     "smollm3": "layers of it rotate nothing, which the learner does not compute",
 }  # fmt: skip
-"""Families that people ask for: model_type -> what keeps them out."""
+"""Families that people request: model_type -> the reason why they are refused."""
 
 
 def family_of(model_type: object) -> Family:
-    """The family of a config.json. Raises ValueError for one that is not supported, with the reason where it is known."""
+    """The family of a config.json. Raises ValueError for an unsupported one, with the reason if it is
+    known."""
     if isinstance(model_type, str) and model_type in SUPPORTED:
         return SUPPORTED[model_type]
     reason = REFUSED.get(model_type) if isinstance(model_type, str) else None

@@ -60,9 +60,9 @@ def check_numerics(pieces: int, architecture: Architecture) -> None:
 
 
 def check_aligned_servers(tensor_parallel: int, architecture: Architecture) -> None:
-    """Refuse aligned numerics where SGLang on CPU pads key/value heads to a multiple of its ranks, or the intermediate
-    size to one of 32 per rank. Its ranks then hold other parts of a sum than the learner's pieces, and zeros, which
-    alone may change a float32 product's order. Raises ValueError."""
+    """Refuse aligned numerics if SGLang on CPU pads key/value heads to a multiple of its ranks, or the
+    intermediate size to one of 32 per rank. Its ranks then hold other parts of a sum than the learner's
+    pieces, and zeros, which alone may change a float32 product's order. Raises ValueError."""
     sizes = {
         "num_key_value_heads": (architecture.num_kv_heads, tensor_parallel),
         "intermediate_size": (architecture.intermediate_size, 32 * tensor_parallel),
@@ -189,7 +189,7 @@ def _nearest_sizes(
 
 
 def _nearest_dp(layout: LayoutConfig, num_processes: int) -> str:
-    """A number of processes that fits the layout, and, where one exists, the dp that fits ``num_processes``."""
+    """A number of processes that fits the layout, and, if one exists, the dp that fits ``num_processes``."""
     copies, rest = divmod(num_processes, layout.model_size)
     dp = max(copies, 1) if layout.dp == "auto" else layout.dp
     while layout.tp * layout.cp * dp % layout.ep:
@@ -269,7 +269,7 @@ def layout_yaml(layout: LayoutConfig) -> str:
 
 
 def check_other_vocabulary(field: str, other: Architecture, policy: Architecture) -> None:
-    """Raises ValueError where a model that reads the policy's tokens, of the config's ``field``, lacks some."""
+    """Raises ValueError if a model that reads the policy's tokens, of the config's ``field``, lacks some."""
     if other.vocab_size < policy.vocab_size:
         raise ValueError(
             f"{field} has a vocabulary of {other.vocab_size} tokens, the policy's has {policy.vocab_size}; "
@@ -278,7 +278,7 @@ def check_other_vocabulary(field: str, other: Architecture, policy: Architecture
 
 
 def check_other_positions(field: str, other: Architecture, longest: int) -> None:
-    """Raises ValueError where such a model lacks positions of the longest sequence."""
+    """Raises ValueError if such a model lacks positions of the longest sequence."""
     if other.max_positions < longest:
         raise ValueError(
             f"{field} has {other.max_positions} positions (max_position_embeddings), and a sequence may have {longest} tokens; "
@@ -287,7 +287,7 @@ def check_other_positions(field: str, other: Architecture, longest: int) -> None
 
 
 def check_trainable(architecture: Architecture, dtype: str) -> None:
-    """Raises ValueError where the model cannot be trained in this dtype."""
+    """Raises ValueError if the model cannot be trained in this dtype."""
     if dtype == "float16" and architecture.experts is not None:
         # Megatron gives the experts' optimizer its own loss scale, which would differ from the loss's.
         raise ValueError(

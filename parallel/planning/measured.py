@@ -1,4 +1,5 @@
-"""The mismatch that is expected of a pair of layouts: from a table of measurements, and by rule where it has none."""
+"""The expected mismatch of a pair of layouts: from a table of measurements, or by rule if the table lacks the
+pair."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The architectures of a run's other models, a critic and a reference from a folder of its own, and the work with them."""
+"""The architectures of a run's other models, a critic and a reference from another folder, and the work with them."""
 
 from configs.schema.run import RunConfig, SftConfig
 from parallel.planning.architecture import Architecture, architecture_of
@@ -6,7 +6,7 @@ from parallel.planning.work import DeviceKind, Work, work_of
 
 
 def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> Architecture | None:
-    """The policy's where the critic has no model of its own. None: the run has no critic."""
+    """The policy's if the critic names no model. None: the run has no critic."""
     if not isinstance(config, RunConfig) or config.critic is None:
         return None
     model = config.critic.model
@@ -14,7 +14,7 @@ def critic_architecture(config: RunConfig | SftConfig, policy: Architecture) -> 
 
 
 def reference_architecture(config: RunConfig | SftConfig) -> Architecture | None:
-    """Of ``kl.model``. None where the reference is no model of its own."""
+    """Of ``kl.model``. None if the reference is not another model."""
     model = config.kl.model if isinstance(config, RunConfig) else None
     return None if model is None else architecture_of(model.path)
 

@@ -132,7 +132,7 @@ class Plan:
 
     @property
     def uneven(self) -> int:
-        """GPUs that one side has more than the other; 0 where seconds say what a division costs."""
+        """GPUs that one side has more than the other; 0 if seconds already count what a division costs."""
         return 0 if self.time is not None else abs(self.learner.world_size - self.rollout_gpus)
 
     @property
@@ -344,7 +344,7 @@ class _Search:
         return self.cluster.gpus_per_node % tp == 0
 
     def _changes(self) -> "list[list[tuple[str, _Search]]]":
-        """Changes to try, each as a search of its own, the smallest first of each kind."""
+        """Changes to try, each in a separate search, the smallest of each kind first."""
         config, cluster, learner = self.config, self.cluster, self.config.learner
         updates: dict[str, Any] = {}
         if learner.recompute == "none":

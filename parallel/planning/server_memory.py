@@ -15,7 +15,8 @@ STATES_SHARE = 0.9 / 1.9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutMemory:
-    """Bytes of one rank of an SGLang server, which takes all that is left as ``kv_cache``, or what its limit allows."""
+    """Bytes of one rank of an SGLang server, which takes the rest of the memory as ``kv_cache``, or as much
+    as its limit allows."""
 
     weights: int
     reserved: int

@@ -7,7 +7,7 @@ from configs.schema.run import RunConfig
 from parallel.planning.architecture import Architecture
 
 LONGEST_PROMPT = 1024
-"""Tokens of a made prompt, where the micro-batch has room for them."""
+"""Tokens of a made prompt, if the micro-batch has room for them."""
 START = "start"
 """What comes before the parts of a step, whose names are those of ``trainer/loop.py``."""
 
@@ -68,7 +68,7 @@ class Part:
     peak: int = 0
     """Greatest bytes of the device."""
     at_peak: Mapping[str, int] = field(default_factory=dict)
-    """These bytes by what they are for."""
+    """These bytes by their purpose."""
     flops: int = 0
     host_reads: int = 0
     """Times that the host waits for a number of the device."""

@@ -29,7 +29,8 @@ class Work:
     """Micro-batches of one optimizer step on one rank; None: as many as fill the pipeline."""
     lora: LoraConfig | None = None
     has_reference: bool = False
-    """Whether a reference policy has weights of its own. With adapters the policy without them is the reference."""
+    """Whether a reference policy has its own weights. With adapters the reference is the policy without
+    them."""
     reference: Architecture | None = None
     """Of a reference from another folder than the policy's."""
     reference_dtype: str = "bfloat16"

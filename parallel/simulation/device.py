@@ -1,4 +1,5 @@
-"""A GPU without memory and arithmetic: its tensors have shapes, types and strides, and what they would cost is counted.
+"""A GPU without memory and arithmetic: its tensors have shapes, types and strides, and their costs are
+counted.
 
 Inside ``SimulatedDevice`` the device is torch's ``meta``. Tensors on the CPU are real, so that plans, splits and
 checks are the product's own arithmetic. An operation that mixes the two raises, as it does on a GPU.
@@ -210,7 +211,7 @@ class SimulatedDevice(TorchDispatchMode):
             self.flops += formula(*args, **kwargs, out_val=result)
 
     def _learn(self, func, args, kwargs, tensors: list[Tensor], result) -> None:
-        """Keep the numbers of the result where all numbers that it comes from are known."""
+        """Keep the numbers of the result if all numbers that it comes from are known."""
         if func._overloadpacket.__name__ in _WITHOUT_NUMBERS:
             return
         written = tensors[0] if func._schema.is_mutable and tensors else None

@@ -1,4 +1,5 @@
-"""The fused kernels that a GPU has and tensors without numbers do not: what they keep for backward, and their FLOPs.
+"""Stand-ins, for tensors without numbers, of a GPU's fused kernels: the tensors kept for backward, and the
+FLOPs.
 
 torch composes attention and RMSNorm of many operations for tensors of the ``meta`` device, each with a result of its
 own. On CUDA both are one kernel, without Transformer Engine too, and so are the operations of ``triton_kernels``.
@@ -71,7 +72,8 @@ def _of_simulated(real: Callable[..., Any], kernel: Callable[..., Any]) -> Calla
 
 def attention_flops(query: Tensor, key: Tensor, *, is_causal: bool = True) -> int:
     """FLOPs of the forward pass of causal attention of the last n of L tokens: two products of 2 D each for every query
-    and every key up to it, n (L - (n - 1) / 2) pairs; with a mask of numbers n L. Backward has five such products in place of two."""
+    and every key up to it, n (L - (n - 1) / 2) pairs; with a mask of numbers n L. Backward has five such
+    products instead of two."""
     sequences, heads, n, dim = query.shape
     pairs = n * key.shape[2] - (n * (n - 1) // 2 if is_causal else 0)
     return 4 * sequences * heads * dim * pairs

@@ -30,7 +30,8 @@ class Collectives:
         self.calls: defaultdict[Kind, int] = defaultdict(int)
         self.bytes: defaultdict[Kind, int] = defaultdict(int)
         self.message: tuple[int, ...] = ()
-        """Shape of what a neighbour in the pipeline sends: all micro-batches of a simulation are alike."""
+        """Shape of the tensor that a neighbour in the pipeline sends: all micro-batches of a simulation are
+        alike."""
 
     def __call__(self, device: Any, func: Any, args: tuple, kwargs: dict) -> Any:
         operation, size = self.count(func, args)

@@ -276,7 +276,7 @@ def _exported_parameters(
 
 @torch.no_grad()
 def initialise_adapters(models: Sequence[PackedGPTModel], seed: int) -> None:
-    """Set each A to where training starts (``lora.first_a``). B is zero from its construction."""
+    """Set each A to its value at the start of training (``lora.first_a``). B is constructed as zero."""
     for model in models:
         layers = adapted_layers(model)
         for name, parameter in parameter_names(model):

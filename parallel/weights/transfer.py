@@ -1,5 +1,5 @@
 """Weights from learner to servers: full Hugging Face tensors, flattened into buckets, and their broadcast. Matrices that are
-rounded to a grid are packed in their bucket (``numerics/grids.py``), where the servers can take that.
+rounded to a grid are packed in their bucket (``numerics/grids.py``), if the servers accept that.
 
 Each pipeline stage of the learner has a process group with the servers. Rank 0, the sender, is the first rank of
 the stage; the servers' tensor-parallel ranks follow, replica by replica. The groups have a rendezvous store of
@@ -104,7 +104,8 @@ class TransferPlan:
     precision: Precision | None
     """To which they are rounded."""
     packs: bool
-    """Whether what is rounded to a grid is sent as its scales and a byte for each number (``numerics/grids.py``)."""
+    """Whether matrices rounded to a grid are sent as their scales and a byte for each number
+    (``numerics/grids.py``)."""
     counts: list[int]
     """Tensors in each bucket."""
     are_alone: list[bool]
@@ -216,7 +217,7 @@ def make_buckets(
     Tensors that lie one after another in memory are sent from there. Others are converted and copied into buffers, or
     rounded or packed into them: a bucket's bytes stay until the ``NUM_BUFFERS``-th next bucket is requested.
 
-    Raises ValueError where a tensor was not planned, or is missing.
+    Raises ValueError if a tensor was not planned, or is missing.
     """
     start = 0
     filling_of: dict[str, _Filling] = {}
@@ -281,7 +282,7 @@ class _Filling:
         return tensor.dtype == self._dtype and tensor.is_contiguous()
 
     def _follows(self, first: Tensor, tensor: Tensor) -> bool:
-        """Whether the tensor lies behind the ones that were added."""
+        """Whether the tensor lies after the ones that were added."""
         is_next = tensor.data_ptr() == first.data_ptr() + self._filled
         same = tensor.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
         return self._can_stay(tensor) and same and is_next
@@ -361,14 +362,15 @@ class WeightBroadcaster:
         return self._newest
 
     def _broadcast(self, flat: Tensor) -> dist.Work | None:
-        """None where it has ended."""
+        """None if it has ended."""
         if self._is_over:
             raise RuntimeError("the transfer was given up")
         with platform.side_stream(flat.device):
             return dist.broadcast(flat, src=0, group=self._group, async_op=flat.device.type == "cpu")
 
     def _wait_to_the_end(self, begun: "UnderWay[dist.Work | None]") -> None:
-        """Keeps the group alive: where its last owner leaves it, gloo waits there for all broadcasts under way."""
+        """Keeps the group alive: when its last owner leaves it, gloo waits there for all unfinished
+        broadcasts."""
         work = begun.wait(check=lambda: None)
         if work is not None:
             work.wait()

@@ -332,7 +332,7 @@ TABLE = {
         error=error, fix="remove it, or remove rollout.top_p, top_k and min_p",
     ) for name, setting, field, error in [
         ("a router", "rollout.router={}", "rollout.router", "the request for kept ids is none of them"),
-        ("drafts", "rollout.server_args={speculative-algorithm: EAGLE}", "rollout.server_args", "few of its ways to draft"),
+        ("drafts", "rollout.server_args={speculative-algorithm: EAGLE}", "rollout.server_args", "few of its drafting methods"),
         ("a lower limit", "rollout.server_args={sampling_mask_max_tokens: 19}", "rollout.server_args", "SGLang refuses a top_k above it"),
         ("ascend", "rollout.server_args={sampling-backend: ascend}", "rollout.server_args", "returns no kept ids"),
         ("a seeded min_p", "rollout.min_p=0.1 rollout.server_args={enable-deterministic-inference: true}", "rollout.server_args",
@@ -493,7 +493,7 @@ TABLE = {
     ),
     "context parallel": Broken(
         options=f"--dry-run layout.cp=3 rollout.replicas=2 {NODES}", field="layout.dp", value="auto",
-        error="no multiple of the 3 that one copy of the model takes (tp=1 * cp=3 * pp=1)", fix="change these",
+        error="not a multiple of the 3 that one copy of the model takes (tp=1 * cp=3 * pp=1)", fix="change these",
     ),
     "heads of a server": Broken(
         options="rollout.tp=3", field="rollout.tp", value="3 (command line)", error="num_attention_heads=4", fix="use one of [1, 2, 4]"
@@ -599,7 +599,7 @@ TABLE = {
     ),
     "a teacher without a coefficient": Broken(
         options="kl={model: {path: dense}}", field="kl.model, kl.coefficient", value="0",
-        error="kl.model is the reference of a KL, which coefficient 0 leaves out", fix="set kl.coefficient",
+        error="kl.model is the reference of a KL, but kl.coefficient=0 computes none", fix="set kl.coefficient",
     ),
     "a teacher of another vocabulary": Broken(
         options="kl={coefficient: 1.0, model: {path: small-vocabulary}}", field="kl.model.path", value="small-vocabulary",
@@ -699,7 +699,7 @@ TABLE = {
     "turns of no conversation": Broken(
         command="sft", text=SFT, options="data={type: jsonl, path: empty.jsonl, learned_turns: all}",
         field="data.learned_turns, data.messages_field", value="data.messages_field: null (default)",
-        error="is of the turns of messages_field, which names no field", fix="name the field of the conversations",
+        error="needs the turns of messages_field, which names no field", fix="name the field of the conversations",
     ),
     "existing output": Broken(
         command="sft", text=SFT, options="output=dense",
@@ -752,7 +752,7 @@ TABLE = {
     **{
         f"aligned numerics, {field} of 3": Broken(
             options=f"model.numerics=aligned model.dtype=float32 rollout.dtype=float32 {field}=3", field=f"{field}, model.numerics",
-            value="3", error="is no power of two", fix="use 1, 2, 4 or 8, or set model.numerics=default",
+            value="3", error="is not a power of two", fix="use 1, 2, 4 or 8, or set model.numerics=default",
         )
         for field in ("layout.tp", "rollout.tp", "model.numerics_pieces")
     },
@@ -903,12 +903,12 @@ TABLE = {
     **{f"servers that have {name}": Broken(
         options=f"rollout.server_args={{{flag}: {given}}}", field="rollout.server_args", value=str(given), error=error, fix="remove it",
     ) for name, flag, given, error in [
-        ("other variables of NCCL", "enable_symm_mem", "true", "has others does not connect"),
-        ("NVLS", "enable-nccl-nvls", "true", "has others does not connect"),
-        ("a cache on disk", "hicache-storage-backend", "file", "which an update of the weights does not flush"),
+        ("other variables of NCCL", "enable_symm_mem", "true", "has other values does not connect"),
+        ("NVLS", "enable-nccl-nvls", "true", "has other values does not connect"),
+        ("a cache on disk", "hicache-storage-backend", "file", "where an update of the weights does not drop them"),
         ("experts elsewhere", "kt-weight-path", "/experts", "no update of the weights reaches"),
-        ("experts that move", "enable-eplb", "true", "where they were first"),
-        ("sampling of their own", "preferred-sampling-params", "min", "log-probs and learner do not know"),
+        ("experts that move", "enable-eplb", "true", "updates go to the original places"),
+        ("sampling of their own", "preferred-sampling-params", "min", "log-probs and learner do not take into account"),
         ("loose drafts", "speculative-accept-threshold-acc", "0.9", "the policy would not have sampled"),
         ("nothing left on disk", "delete_ckpt_after_loading", "true", "deletes model.path"),
     ]},
@@ -916,9 +916,9 @@ TABLE = {
         options=f"model.path=experts learner.routing=rollout {setting}", field=f"learner.routing, {field}", value="routing: rollout",
         error=error, fix="remove it, or set learner.routing=own",
     ) for name, setting, field, error in [
-        ("no plugin", "rollout.sglang_plugin=false", "rollout.sglang_plugin", "gets the experts by Tandem's plugin of SGLang"),
+        ("no plugin", "rollout.sglang_plugin=false", "rollout.sglang_plugin", "needs Tandem's plugin of SGLang to get the experts"),
         ("a router", "rollout.router={policy: round_robin}", "rollout.router", "passes on the fields that it knows"),
-        ("whole prompts", "rollout.server_args={chunked_prefill_size: -1}", "rollout.server_args", "would end at a longer prompt"),
+        ("whole prompts", "rollout.server_args={chunked_prefill_size: -1}", "rollout.server_args", "would crash at a longer prompt"),
         ("drafts", "rollout.server_args={speculative-algorithm: EAGLE}", "rollout.server_args", "SGLang does not tell apart"),
         ("a cache on the host", "rollout.server_args={enable-hierarchical-cache: true}", "rollout.server_args", "experts of other tokens"),
         ("separate decoding", "rollout.server_args={disaggregation_mode: decode}", "rollout.server_args", "the experts of the prompt"),
@@ -933,7 +933,7 @@ TABLE = {
     ),
     "routing replay of old with one minibatch": Broken(
         options="model.path=experts learner.routing=old", field="learner.routing, learner.minibatches", value="routing: old",
-        error="before its one update the learner chooses as for old", fix="or use 2 or more minibatches",
+        error="its only update has the same experts as old", fix="or use 2 or more minibatches",
     ),
     "routing replay of old in bypass mode": Broken(
         options="model.path=experts learner.routing=old learner.minibatches=2 correction=ppo_is_bypass",
@@ -1024,7 +1024,7 @@ TABLE = {
     ),
     "tools without a template": Broken(
         options="task={type: jsonl, train_path: a.jsonl, tools_field: tools, apply_chat_template: false} reward={type: gsm8k}",
-        field="task.tools_field, task.apply_chat_template", value="tools", error="tools have their place in a chat template",
+        field="task.tools_field, task.apply_chat_template", value="tools", error="tools_field needs a chat template",
         fix="set it to true, or remove tools_field",
     ),
     "tools beside those of an environment": Broken(
@@ -1037,7 +1037,7 @@ TABLE = {
     ),
     "nothing to drain": Broken(
         options="rollout.drain_s=5", field="rollout.drain_s, rollout.max_staleness", value="5",
-        error="of which max_staleness=0 leaves none at an update", fix="remove it, or set max_staleness to 1 or more",
+        error="with max_staleness=0 there are none at an update", fix="remove it, or set max_staleness to 1 or more",
     ),
     "a drain that outlasts the learner's patience": Broken(
         options="rollout.max_staleness=1 rollout.drain_s=2000", field="rollout.drain_s, launch.collective_timeout_s",
@@ -1049,7 +1049,7 @@ TABLE = {
     ),
     "shared GPUs of two sides' nodes": Broken(
         options=f"launch.placement=colocated {NODES}", field="launch.placement", value="colocated",
-        error="nodes gives learner and servers nodes of their own", fix="remove one",
+        error="nodes gives learner and servers separate nodes", fix="remove one",
     ),
     "memory of another machine": Broken(
         options=f"rollout.weight_transfer=memory {NODES}", field="rollout.weight_transfer, launch.nodes", value="memory",
@@ -1058,7 +1058,7 @@ TABLE = {
     "memory without a reader": Broken(
         options="rollout.weight_transfer=memory rollout.sglang_plugin=false",
         field="rollout.weight_transfer, rollout.sglang_plugin", value="memory",
-        error="needs Tandem's plugin to read it", fix="set weight_transfer=broadcast, or sglang_plugin=true",
+        error="needs Tandem's plugin in the servers", fix="set weight_transfer=broadcast, or sglang_plugin=true",
     ),
     # ---- memory
     "learner too large": Broken(

@@ -123,7 +123,7 @@ def test_a_function_is_tried_on_the_first_problem_of_its_source(tmp_path, monkey
         ({"math": {"type": "gsm8k"}, "math/": {"type": "gsm8k"}}, "'math' is 'math/' or its beginning"),
         ({"..": {"type": "gsm8k"}}, "'..' cannot name a metric"),
         ({"a": {"type": "by_field", "rewards": {"b": {"type": "gsm8k"}}}}, "does not match any of the expected tags"),
-        ({"a": {"type": "weighted", "parts": {"long": OVERLONG}}}, "nothing to penalise"),
+        ({"a": {"type": "weighted", "parts": {"long": OVERLONG}}}, "parts hold an overlong penalty but no reward"),
     ],
 )  # fmt: skip
 def test_what_is_no_choice_of_rewards(rewards, told):

@@ -1153,7 +1153,7 @@ def test_a_buffer_longer_than_a_response_is_refused():
         ({"type": "weighted", "parts": {}}, "at least 1 item"),
         (
             {"type": "weighted", "parts": {"long": {"type": "overlong", "buffer_tokens": 4}}},
-            "nothing to penalise",
+            "parts hold an overlong penalty but no reward",
         ),
         ({"type": "weighted", "parts": {"a b": {"type": "gsm8k"}}}, "'a b' cannot name a part"),
         (
@@ -1200,7 +1200,7 @@ def test_a_buffer_longer_than_a_response_is_refused():
         ),
         (
             {"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{answer}"}},
-            "its places are {prompt}, {response}",
+            "its placeholders are {prompt}, {response}",
         ),
         (
             {"type": "model", "urls": ["http://a"], "text": {"type": "plain", "template": "{response} }"}},

@@ -1,13 +1,15 @@
 """Advantages from rewards. An estimator is a pure function here and a member of ``AdvantageConfig``.
 
-``_S`` is over the sequences of the whole step, on all ranks, as a group must never be seen in part; ``_E`` over its
-episodes, which are sequences where none forks. ``_T`` and ``_N`` are of one rank. Rewards, values, returns and advantages have one unit.
+``_S`` is over the sequences of the whole step, on all ranks, since a group must always be complete. ``_E`` is
+over the step's episodes; an episode that does not fork is one sequence. ``_T`` and ``_N`` are of one rank.
+Rewards, values, returns and advantages have the same unit.
 
-    by sequence (S)    grpo, rloo, opo, the user's    every response token gets its sequence's advantage
+    by sequence (S)    grpo, rloo, opo, own function  every response token gets its sequence's advantage
     by token (T)       discounted_returns, gae        recurrences over response tokens, which skip tool tokens between them
     whiten             over the tokens of all ranks
 
-With ``credit: turn`` grpo is by turn, and the recurrences get each turn's reward at its end (``turn_rewards.py``).
+With ``credit: turn`` grpo compares turns, and the recurrences get each turn's reward at its end
+(``turn_rewards.py``).
 """
 
 from dataclasses import dataclass
@@ -65,17 +67,18 @@ def compute_advantages(
     on every rank. ``penalty_T`` [T] is subtracted from the rewards of response tokens (the KL of
     ``kl_reward``); estimators by sequence then use the sum of a sequence's token rewards.
 
-    ``episode_ids_S`` [S], from 0, has one id for the sequences of an episode that forked, whose reward is one.
-    Estimators by sequence count the episode once, and each of its tokens gets its advantage. Recurrences over
-    tokens give the reward to the last token of each sequence. None: each sequence is an episode of its own.
+    ``episode_ids_S`` [S], from 0, gives the sequences of a forked episode the same id; they share one reward.
+    Estimators by sequence count the episode once, and give its advantage to each of its tokens. Recurrences
+    over tokens give the reward to the last token of each sequence. None: each sequence is an episode of its
+    own.
 
-    ``turn_rewards`` are those of the whole step, for ``credit: turn``. With the others' ``credit: episode``, or where it
-    is None, ``rewards_S`` decide alone.
+    ``turn_rewards`` are those of the whole step, for ``credit: turn``. With ``credit: episode``, or if it is
+    None, only ``rewards_S`` count.
 
-    The arithmetic is float64, so that no digit of float32 depends on the split over ranks.
+    The arithmetic is float64, so that the float32 results do not depend on the split over ranks.
 
-    Every rank of ``total`` must call. Raises ValueError where shapes do not match, for a reward, value or
-    penalty that is not finite (naming the sequence), and for gae without values.
+    Every rank of ``total`` must call. Raises ValueError if shapes do not match, if a reward, value or penalty
+    is not finite (naming the sequence), and for gae without values.
     """
     _require_rewards(rewards_S, group_ids_S, batch.sequence_ids_S)
     step = _Step(batch, rewards_S, group_ids_S, episode_ids_S, turn_rewards, penalty_T, total)
@@ -111,7 +114,7 @@ class _Step:
         self.turn_rewards = turn_rewards
         self.groups_E = _one_per_episode(group_ids_S, self._episode_of_S)
         self.rewards_E = _one_per_episode(self._rewards_S, self._episode_of_S)
-        """Less the penalties of an episode's tokens."""
+        """The rewards of episodes, less the penalties of their tokens."""
         self._penalty_T = torch.zeros(batch.num_tokens, dtype=torch.float64)
         if penalty_T is not None:
             self._penalty_T = _response_values("penalty_T", penalty_T, batch)
@@ -147,7 +150,7 @@ class _Step:
         return _response_values("values_T", self._batch.values_T, self._batch)
 
     def _of_episodes(self, here_S: Tensor) -> Tensor:
-        """Sums over the sequences of each episode, on all ranks. ``here_S`` is of this rank's."""
+        """Sums over the sequences of each episode, on all ranks. ``here_S`` has this rank's sequences."""
         sums_E = torch.zeros(len(self.groups_E), dtype=torch.float64)
         episodes_S = self._episode_of_S[self._batch.sequence_ids_S]
         return self._total(sums_E.index_add(0, episodes_S, here_S.to(torch.float64)))
@@ -157,7 +160,7 @@ class _Step:
 
 
 def _estimate(config: AdvantageConfig, step: _Step) -> tuple[Tensor, dict[str, Metric]]:
-    """Advantages [T] in float64 as the estimator gives them, not whitened yet, and metrics of the user's own."""
+    """The estimator's advantages [T] in float64, before whitening, and the metrics of the user's function."""
     match config:
         case GrpoAdvantage(normalize_by_std=by_std) if step.turn_rewards is not None:
             return step.grpo_of_turns(step.turn_rewards, normalize_by_std=by_std), {}
@@ -231,7 +234,7 @@ def opo(rewards_S: Tensor, group_ids_S: Tensor, lengths_S: Tensor) -> Tensor:
 
     This baseline has the least gradient variance if a sequence's squared gradient norm grows with its length.
     A group of one keeps its raw reward, a group of equal rewards has exact zeros. A group without response
-    tokens has no weights; its finite result is meaningless.
+    tokens has no weights; its result is finite but meaningless.
 
     Source: Hao et al. 2025 (arXiv 2505.23585), which leaves groups of one open.
     """
@@ -284,7 +287,7 @@ def whiten(x_T: Tensor, mask_T: Tensor, total: Total) -> Tensor:
 
 
 def _one_per_episode(x_S: Tensor, episode_of_S: Tensor) -> Tensor:
-    """[S] -> [E], for what the sequences of an episode have in common."""
+    """[S] -> [E], for values that all sequences of an episode share."""
     x_E = x_S.new_zeros(int(episode_of_S.max()) + 1 if len(x_S) else 0)
     return x_E.index_put((episode_of_S,), x_S)
 
@@ -306,7 +309,7 @@ def _less_baseline(rewards_S: Tensor, weights_S: Tensor, group_of_S: Tensor) -> 
     """Reward minus the weighted mean of its group; exactly zero where a group's rewards are equal."""
     zeros_S = torch.zeros_like(rewards_S)
     least_S = zeros_S.scatter_reduce(0, group_of_S, rewards_S, "amin", include_self=False)[group_of_S]
-    # Measured from the group's least reward, equal rewards are exact zeros, and so is their mean.
+    # After subtracting the group's smallest reward, equal rewards are exact zeros, and so is their mean.
     shifted_S = rewards_S - least_S
     weight_S = _group_sum(weights_S, group_of_S).clamp(min=1)
     return shifted_S - _group_sum(weights_S * shifted_S, group_of_S) / weight_S

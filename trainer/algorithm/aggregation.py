@@ -21,15 +21,15 @@ Mode = Literal[
     "sequence_mean_token_sum_over_constant",
 ]
 Averaging = Mode | Literal["turn_mean"]
-"""Of the config."""
+"""The config's mode."""
 
 
 def units(mode: Averaging, response_mask_T: Tensor, cu_seqlens: Tensor) -> tuple[Mode, Tensor]:
     """(mode, boundaries) by which the functions below average.
 
-    ``turn_mean`` is ``sequence_mean_token_mean`` with turns in the place of sequences: the mean over turns of each
-    turn's mean. A turn is a run of response tokens, whatever is rejected within it. Its part of the batch begins with
-    the run, or with its sequence, and ends where the next one begins.
+    ``turn_mean`` is ``sequence_mean_token_mean`` over turns instead of sequences: the mean over turns of each
+    turn's mean. A turn is a run of response tokens, even if some of them are rejected. Its part of the batch
+    begins with the run, or with its sequence, and ends where the next part begins.
     """
     if mode != "turn_mean":
         return mode, cu_seqlens
@@ -43,7 +43,7 @@ def units(mode: Averaging, response_mask_T: Tensor, cu_seqlens: Tensor) -> tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GlobalCounts:
-    """Counts of one minibatch over all ranks; counts of its parts add up."""
+    """Counts of one minibatch over all ranks. Counts of parts add up to those of the whole."""
 
     tokens: int
     """Valid (response) tokens."""
@@ -77,10 +77,11 @@ def aggregation_weights(
         sequence_mean_token_mean               1 / (M n)
         sequence_mean_token_sum                1 / M
         sequence_mean_token_sum_over_constant  1 / (M constant)   (Dr. GRPO, arXiv 2503.20783)
-    An episode that forked counts as one sequence: ``tokens_S`` [S] then has the valid tokens of each sequence's
-    episode, over all ranks, and counts.sequences is the number of episodes. None: those of the sequences here.
-    Without any valid token all weights are zero. Differs from common code: a sequence without valid tokens is
-    not in M. Weights are rounded once, from float64, so they are bitwise the same under every split.
+    An episode that forked counts as one sequence: ``tokens_S`` [S] then has the valid tokens of each
+    sequence's episode, over all ranks, and counts.sequences is the number of episodes. None: each sequence's
+    own tokens. Without any valid token all weights are zero. Differs from common code: a sequence without
+    valid tokens does not count in M. Weights are rounded once, from float64, so they are bitwise the same
+    under every split.
 
     Raises ValueError for an unknown mode, a constant that is missing or below 1, and an N or M below the count
     of this part.
@@ -120,7 +121,7 @@ def _sequence_weights(tokens_S: Tensor, *, mode: Mode, constant: int | None, cou
 
 
 class Counted(NamedTuple):
-    """Number of tokens or sequences of a micro-batch, whichever the aggregation counts."""
+    """Number of tokens or of sequences of a micro-batch, as the aggregation counts."""
 
     all: int
     kept: int
@@ -129,11 +130,11 @@ class Counted(NamedTuple):
 def over_kept(
     aggregation_T: Tensor, keep_T: Tensor, response_mask_T: Tensor, cu_seqlens: Tensor, *, mode: Averaging
 ) -> tuple[Tensor, Counted]:
-    """``aggregation_weights`` of the kept tokens, for rejection that is known only in the forward pass.
+    """``aggregation_weights`` of the kept tokens, for rejection that only the forward pass decides.
 
-    ``aggregation_T`` has the weights of all response tokens. Returns the weights [T], still without
-    ``kept_factor``, which is one number for the whole minibatch, and the counts for that factor. An episode's
-    sequences may lie on several ranks, so in bypass mode each is rescaled, and counted, by itself.
+    ``aggregation_T`` has the weights of all response tokens. Returns the weights [T] without ``kept_factor``,
+    which is one number for the whole minibatch, and the counts for that factor. An episode's sequences may
+    lie on several ranks, so in bypass mode each sequence is rescaled, and counted, by itself.
     """
     mode, cu_seqlens = units(mode, response_mask_T, cu_seqlens)
     all_S, kept_S = count_per_sequence(response_mask_T, cu_seqlens), count_per_sequence(keep_T, cu_seqlens)
@@ -148,8 +149,8 @@ def over_kept(
 def kept_factor(parts: Iterable[Counted | None], total: Total = alone) -> float:
     """all / kept, which rescales a minibatch's mean over all tokens (or sequences) to its mean over kept ones.
 
-    ``parts`` are the counts of this rank's micro-batches, None where a micro-batch's weights were known. Every
-    rank of ``total`` must call. 1 if nothing was kept, where the loss is zero.
+    ``parts`` are the counts of this rank's micro-batches; None for a micro-batch whose weights were known.
+    Every rank of ``total`` must call. The factor is 1 if nothing was kept: the loss is then zero.
     """
     counts = [counted for counted in parts if counted is not None]
     sums = torch.tensor([sum(c.all for c in counts), sum(c.kept for c in counts)], dtype=torch.float64)

@@ -1,8 +1,8 @@
 """Correction of the gap between rollout and learner: importance weights and a keep mask, between recompute
 and loss.
 
-rho = pi_train / pi_rollout of a token. train is old in decoupled mode before the update, current inside the
-loss (in bypass mode, and where current is old). Order: log-ratio -> aggregated to its level -> bounded to +-20
+rho = pi_train / pi_rollout of a token. train is old in decoupled mode before the update. Inside the loss it is
+current (in bypass mode, and if current is old). Order: log-ratio -> aggregated to its level -> bounded to +-20
 -> exp -> weight bound -> normalised. Rejection and veto act on the mask only. Weights carry no gradient and
 never change advantages.
 
@@ -88,8 +88,8 @@ def _tokens(batch: PackedBatch, train_logprobs_T: Tensor) -> _Tokens:
 def scored_old(batch: PackedBatch, config: CorrectionConfig) -> Tensor | None:
     """The learner's own log-probs from before the update. [T]
 
-    None where they follow from the update's forward pass: in bypass mode, in which ``old_logprobs_T`` is the rollout,
-    and where current is old.
+    None if the update's forward pass gives them: in bypass mode, in which ``old_logprobs_T`` is the rollout,
+    and if current is old.
     """
     return None if config.mode == "bypass" else batch.old_logprobs_T
 
@@ -97,9 +97,9 @@ def scored_old(batch: PackedBatch, config: CorrectionConfig) -> Tensor | None:
 def correct(batch: PackedBatch, config: CorrectionConfig, total: Total = alone) -> Correction:
     """Weights and keep mask of a step's sequences (this rank's share), before its first update.
 
-    This function alone decides when a correction is computed: without ``scored_old`` it follows from the forward
-    pass of the loss (``weights_T`` is None, no metrics). Raises ValueError for a response token whose log-prob is not
-    finite, or above 0 (naming the sequence).
+    Only this function decides when a correction is computed: without ``scored_old`` the forward pass of the
+    loss computes it (``weights_T`` is None, no metrics). Raises ValueError for a response token whose
+    log-prob is not finite, or above 0 (naming the sequence).
     """
     old_T = scored_old(batch, config)
     tokens = None if old_T is None else _tokens(batch, old_T)
@@ -119,8 +119,8 @@ def correct_current(batch: PackedBatch, current_logprobs_T: Tensor, config: Corr
     """Weights and keep mask of a micro-batch against the policy that is being trained, inside the loss.
 
     Raises ValueError for normalised weights, whose mean over the step only ``correct`` knows, and for rollout
-    log-probs of response tokens that are not finite, or above 0. ``policy_loss`` turns such current log-probs
-    into a NaN loss.
+    log-probs of response tokens that are not finite, or above 0. If current log-probs are like that,
+    ``policy_loss`` returns a NaN loss.
     """
     if isinstance(config.weight, ImportanceWeight) and config.weight.normalise:
         raise ValueError(
@@ -139,7 +139,7 @@ def _corrected(tokens: _Tokens, cu_seqlens: Tensor, config: CorrectionConfig, to
     weights_N, weighed = _weigh(log_ratio_N, valid, config.weight, total)
     metrics |= weighed
     valid_S = bounds_S.diff()
-    # Rules on whole sequences are decided and counted by sequence, and brought to the tokens once.
+    # Rules on whole sequences are decided and counted by sequence, and spread to the tokens once.
     keep_N, keep_S, passed_S = None, torch.ones_like(valid_S, dtype=torch.bool), {}
     for name, rule in zip(rule_names(config.reject), config.reject, strict=True):
         judged = _judged(tokens, rule)
@@ -213,7 +213,7 @@ def _bounds(valid: ValidTokens, level: Level) -> Tensor:
 
 
 def _group_log_ratio(log_ratio_N: Tensor, valid: ValidTokens, level: Level) -> tuple[Tensor, Tensor]:
-    """The log-ratio of each sequence or segment, float64, and the boundaries of these."""
+    """The log-ratio of each sequence or segment, float64, and their boundaries."""
     bounds = _bounds(valid, level)
     # float64: the exp of a sum over thousands of tokens is compared with bounds like 1.001.
     sums_S = sum_per_sequence(log_ratio_N.to(torch.float64), bounds)
@@ -263,7 +263,7 @@ def weight_sums(weights_N: Tensor, valid: ValidTokens, level: Level) -> Tensor:
 
 
 class _Judged(NamedTuple):
-    """The statistic that a rule bounds: a number of each token, sequence or segment."""
+    """The statistic that a rule bounds: one number per token, sequence or segment."""
 
     statistic: Tensor
     lower: float

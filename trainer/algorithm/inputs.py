@@ -1,6 +1,6 @@
 """Checks of the numbers that enter the mathematics, one per token. Errors name field, value and sequence.
 
-``PackedBatch`` checks shapes and dtypes; here values are checked, on response tokens alone. Off the mask any
+``PackedBatch`` checks shapes and dtypes; this module checks values, of response tokens only. Off the mask any
 value is legal, even NaN.
 """
 

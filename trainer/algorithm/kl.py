@@ -9,9 +9,10 @@ In the loss only gradients matter. The gradient of k2 is an unbiased estimate of
 of k1 has expectation zero. That of k3 estimates the gradient of the reverse divergence KL(ref || current). A
 straight-through form has the value of its estimator, which is logged, and the gradient of k2.
 
-``kl.unbiased`` multiplies the estimator by r = pi_current / pi_sampler, with gradient. With d = log pi_ref - log
-pi_current the gradient of r k3 is -r d grad log pi_current, and that of r k1 has r grad log pi_current more, whose expectation
-is zero: over samples of any policy both estimate the gradient of KL(current || ref). At r = 1 it is k2's.
+``kl.unbiased`` multiplies the estimator by r = pi_current / pi_sampler, with gradient. With d = log pi_ref -
+log pi_current the gradient of r k3 is -r d grad log pi_current. The gradient of r k1 has the further term r
+grad log pi_current, whose expectation is zero. So over samples of any policy both estimate the gradient of
+KL(current || ref). At r = 1 the gradient of r k3 is k2's.
 """
 
 import math
@@ -24,7 +25,8 @@ from configs.schema.correction import LOG_RATIO_BOUND
 from configs.schema.objective import Estimator
 
 K3_BOUND = 10.0
-"""k3 to the reference is at most this, in the loss and in the reward: a single exp(20) would be all of either."""
+"""k3 to the reference is at most this, in the loss and in the reward: one token with exp(20) would dominate
+either."""
 
 ERROR_BOUND = 0.2
 """Bound of the proportional error of the adaptive coefficient."""
@@ -49,8 +51,8 @@ def k3(current_logprobs_T: Tensor, ref_logprobs_T: Tensor) -> Tensor:
     """exp(d) - d - 1 with d = log pi_ref - log pi_current, at most K3_BOUND (zero gradient beyond). [T] ->
     [T]
 
-    The bound is the reference implementation's. It is met if ref gives a token 14 times current's probability,
-    or e^-11 of it.
+    The bound is the reference implementation's. k3 reaches it if ref gives a token 14 times current's
+    probability, or e^-11 of it.
     """
     return excess(ref_logprobs_T - current_logprobs_T).clamp(max=K3_BOUND)
 

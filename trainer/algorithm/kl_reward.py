@@ -1,6 +1,6 @@
 """Rewards per token: the score at a response's end, less a penalty on every response token (KL in the reward).
 
-Rewards and penalties have one unit.
+Rewards and penalties have the same unit.
 """
 
 import torch
@@ -18,9 +18,9 @@ from trainer.ranks.totals import Total
 def kl_to_reference(batch: PackedBatch, estimator: Estimator) -> Tensor:
     """The estimate of KL(old || ref) of each response token, 0 on all others. [T], nats, without gradient
 
-    The penalty is this times the coefficient; an adaptive controller measures its mean over response tokens.
-    Raises ValueError if old or ref log-probs are missing, and for a response token where one is not finite, or
-    above 0.
+    The penalty is this estimate times the coefficient; an adaptive controller measures the estimate's mean
+    over response tokens. Raises ValueError if old or ref log-probs are missing, and if one of a response
+    token is not finite, or above 0.
     """
     if batch.old_logprobs_T is None or batch.ref_logprobs_T is None:
         raise ValueError(
@@ -59,11 +59,11 @@ class KLInReward:
 
     @property
     def state(self) -> float | None:
-        """The coefficient for a checkpoint; None where no controller moves it."""
+        """The coefficient for a checkpoint; None if no controller changes it."""
         return self.coefficient if self._is_adaptive else None
 
     def load_state(self, state: float | None) -> None:
-        """Go on from a checkpoint's ``state``. Without a controller the coefficient stays the config's."""
+        """Continue from a checkpoint's ``state``. Without a controller the coefficient stays the config's."""
         if self._is_adaptive and state is not None:
             self.coefficient = state
 
@@ -74,11 +74,13 @@ class KLInReward:
     def penalty(
         self, batch: PackedBatch, *, num_samples: int, total: Total, trains_policy: bool = True
     ) -> tuple[Tensor | None, dict[str, Metric]]:
-        """coefficient * KL_t of each token, None without such a term. The controller then moves the coefficient.
+        """coefficient * KL_t of each token; None without such a term. Afterwards the controller updates the
+        coefficient.
 
         num_samples: samples of the whole step; an episode that forked is one. Every rank of ``total`` must call.
-        trains_policy: whether the step moves the policy. If it does not, as in the critic's warm-up, the coefficient
-        stays: a KL that no update answers would drive it far from where training needs it.
+        trains_policy: whether the step updates the policy. If it does not, as in the critic's warm-up, the
+        coefficient stays as it is: no update would reduce the KL, and the coefficient would drift far from a
+        useful value.
         """
         if self.coefficient == 0:
             return None, {}

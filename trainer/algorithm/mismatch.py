@@ -3,7 +3,7 @@ metrics; its symbols are used here too.
 
 Axes: R responses (sequences with a valid token), B buckets, P pieces of responses, X several kinds of sums or
 maxima. Every function takes tensors of any part of a batch, detaches them, computes in float64 and returns
-metrics that merge exactly over micro-batches and ranks. A metric that counted nothing is left out, or has no
+metrics that merge exactly over micro-batches and ranks. A metric that counted nothing is absent, or has no
 value.
 
 Sources: formulas of rollout correction (Y. Li, 2025), section 4; F. Yao et al., "Your efficient RL framework
@@ -39,7 +39,7 @@ NEAR_ONE = (0.9, 1.1)
 
 
 class SampledGap(NamedTuple):
-    """The greatest distances of the two engines on a sampled token."""
+    """The greatest distances between the two engines on a sampled token."""
 
     probability: float
     """Greatest Δp."""
@@ -48,7 +48,8 @@ class SampledGap(NamedTuple):
 
     @classmethod
     def of(cls, metrics: Metrics) -> "SampledGap | None":
-        """From merged metrics; None where no token was compared. Where tokens have lags: of those with lag 0."""
+        """From merged metrics; None if no token was compared. If tokens have lags, only those with lag 0
+        count."""
         part = "staleness/by_lag/le_0" if "staleness/mean" in metrics else "mismatch"
         names = (f"{part}/abs_prob_max", f"{part}/logprob_gap_max")
         return cls(*(metrics[name].parts[0] for name in names)) if names[0] in metrics else None
@@ -77,7 +78,7 @@ def mismatch_metrics(
     metrics |= ratio_metrics
 
     # Each response is cut at the edges of the position buckets. All sums and maxima by response, length and
-    # position are made of these pieces.
+    # position combine these pieces.
     counts_RB = _lengths_by_position(lengths_R)
     bounds_P = bounds_of(counts_RB.flatten())
     gap_RB, k3_RB = (sum_per_sequence(x_N, bounds_P).view_as(counts_RB).cpu() for x_N in (gap_N, k3_N))
@@ -108,8 +109,8 @@ def weight_metrics(
 ) -> dict[str, Metric]:
     """Importance weights before the bound (``raw_N``) and after it (``weights_N``, before any normalisation).
 
-    A weight of a sequence is the same on each of its tokens. Without weights pass rho as ``raw_N`` and ones
-    as ``weights_N``. Without ``lower`` or ``upper`` there is no such bound, and no metric of it.
+    A sequence's weight is repeated on each of its tokens. If there are no weights, pass rho as ``raw_N`` and
+    ones as ``weights_N``. A ``lower`` or ``upper`` of None is no bound, and has no metric.
     """
     bounds_R = _response_bounds(bounds_S)
     _require_lengths(bounds_R, raw_N=raw_N, weights_N=weights_N)
@@ -125,10 +126,10 @@ def weight_metrics(
 
 
 def rejection_metrics(passed_S: Mapping[str, Tensor], kept_S: Tensor, valid_S: Tensor) -> dict[str, Metric]:
-    """Shares that each rule rejected, and all of them together (``total``).
+    """Shares that each rule rejected, and that all rules together rejected (``total``).
 
-    From each sequence's numbers of response tokens: those that passed the rule of that name, those that are
-    kept, and all.
+    The arguments are each sequence's numbers of response tokens: those that passed the rule of that name, those
+    that are kept, and all.
     """
     passed_XS = torch.stack([*passed_S.values(), kept_S])
     touched_XS = passed_XS < valid_S
@@ -150,7 +151,7 @@ def rule_metrics(
 ) -> dict[str, Metric]:
     """The statistic that a rejection rule compares with its bounds, one number per token, response or segment.
 
-    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics are of the ratio itself.
+    is_log_ratio: statistic and bounds are logarithms of a ratio; the metrics describe the ratio itself.
     """
     prefix, shift = f"mismatch/rejected/{name}", 1.0 if is_log_ratio else 0.0
     metrics = {f"{prefix}/above_upper": Metric.mean(statistic > upper)}
@@ -182,8 +183,8 @@ def veto_metrics(below_S: Tensor) -> dict[str, Metric]:
 def routing_metrics(by_layer: Sequence[int], tokens: int, is_sparse: Sequence[bool]) -> dict[str, Metric]:
     """Share of response tokens, and of their layers, whose replayed experts are not the router's own choice.
 
-    by_layer: tokens that differ, of each layer with experts. tokens: those whose experts were replayed. is_sparse: of
-        every layer of the model, whether it has experts.
+    by_layer: number of tokens that differ, for each layer with experts. tokens: number of tokens whose
+    experts were replayed. is_sparse: for every layer of the model, whether it has experts.
     """
     layers = [number for number, sparse in enumerate(is_sparse) if sparse]
     return {
@@ -198,9 +199,9 @@ def routing_metrics(by_layer: Sequence[int], tokens: int, is_sparse: Sequence[bo
 def reward_metrics(
     rewards_S: Tensor, sequence_log_ratio_S: Tensor, counted_S: Tensor | None = None
 ) -> dict[str, Metric]:
-    """The mean reward as sampled, and as the learner's own policy would have it.
+    """The mean reward of the samples, and an estimate of the mean reward under the learner's own policy.
 
-    The second estimate is self-normalised: biased by O(1 / S), and within the range of the rewards.
+    The estimate is self-normalised: biased by O(1 / S), and within the range of the rewards.
 
     sequence_log_ratio_S: sum of d over a response, bounded to +-20 here. The bound replaces the usual shift
     by the greatest log-ratio, which would differ from one part of the batch to the next. counted_S: bool,
@@ -219,8 +220,8 @@ def reward_metrics(
 def negative_fraction(estimates: Iterable[float]) -> Metric:
     """Share of minibatches whose estimate of a KL divergence (policy/ppo_kl) is negative.
 
-    k1 of KL(old || current) is unbiased for samples of old. These are samples of rollout, so negative values in
-    most minibatches are a sign of bias; a few are noise.
+    k1 of KL(old || current) is unbiased for samples of old. These are samples of rollout. Negative values in
+    most minibatches are therefore a sign of bias; a few are noise.
     """
     estimates = list(estimates)
     return Metric.quotient(sum(e < 0 for e in estimates), len(estimates))
@@ -239,7 +240,7 @@ def _lengths_by_position(lengths_R: Tensor) -> Tensor:
 def _ratios(log_ratio_N: Tensor) -> tuple[Tensor, dict[str, Metric]]:
     """k3 of each token, and the metrics of rho and its logarithm. Overwrites ``log_ratio_N``.
 
-    Passes over N numbers are the cost of all diagnostics, so there are few.
+    The diagnostics' cost is their passes over N numbers, so there are few passes.
     """
     log_extremes, total = torch.stack(torch.aminmax(log_ratio_N)), log_ratio_N.sum().item()
     (low_log, high_log), (low, high) = log_extremes.tolist(), torch.expm1(bounded(log_extremes)).tolist()
@@ -362,7 +363,7 @@ def _spread_of(name: str, weights: Tensor, total: float) -> dict[str, Metric]:
         f"{name}_mean": Metric.quotient(total, weights.numel()),
         f"{name}_min": Metric(reduction=Reduction.MIN, parts=(low,)),
         f"{name}_max": Metric(reduction=Reduction.MAX, parts=(high,)),
-        # A sum of its own: the total less the count would keep the rounding of a sum of numbers near 1.
+        # Summed separately: the total less the count would keep the rounding of a sum of numbers near 1.
         f"{name}_std": Metric.std(weights.sub_(1)),
     }
 

@@ -1,14 +1,14 @@
 """Policy objectives: per-token losses of log-probs and advantages. ``aggregation`` averages them.
 
-Losses have the unit of advantages. r = pi_current / pi_old of a token, A its advantage, sg[.] without gradient;
-old and A carry no gradient. Every function expects finite input: ``policy_loss`` replaces values off the
-response mask first. All of them bound log r to +-20, which the papers do not.
+Losses have the unit of advantages. r = pi_current / pi_old of a token, A its advantage, sg[.] without
+gradient; old and A carry no gradient. Every function expects finite input: ``policy_loss`` first replaces
+values off the response mask. Every function bounds log r to +-20; the papers do not.
 
     clipped          PPO, with DAPO's clip-higher and dual clip     gradient of a token at current = old: -A (per nat of log pi_current)
-    gspo             the sequence's ratio in place of the token's   -A
-    gmpo             one term per sequence, a geometric mean        -(mean A of the sequence): as the others where A is the same all along
+    gspo             the sequence's ratio instead of the token's    -A
+    gmpo             one term per sequence, a geometric mean        -(mean A of the sequence), as the others if A is constant in it
     cispo            policy gradient, weight the clipped ratio      -A
-    sapo             a smooth gate in place of the clip             -A
+    sapo             a smooth gate instead of the clip              -A
     dppo             masked by the change of the probability        -A
     policy_gradient  no ratio                                       -A, whatever old is
 """
@@ -28,7 +28,7 @@ GSPO_LOG_BOUND = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveLoss:
-    """Result of an objective, all [T]; None where it has no such quantity."""
+    """Result of an objective, all [T]; None for a quantity that it does not have."""
 
     loss_T: Tensor
     """With gradient."""
@@ -40,9 +40,9 @@ class ObjectiveLoss:
     dual_clipped_T: Tensor | None = None
     """bool: A < 0 and the loss was held at -c A."""
     off_policy_T: Tensor | None = None
-    """bool: what ``without_off_policy`` has masked."""
+    """bool: the tokens that ``without_off_policy`` has masked."""
     recorded: Mapping[str, Tensor] = field(default_factory=dict)
-    """What an objective of the user's own records, by its name."""
+    """Values that a user's objective records, by their names."""
 
 
 def clipped(
@@ -92,8 +92,8 @@ def gspo(
         s_i = exp((1/n) sum_t log r_t)                                log s_i bounded from above by GSPO_LOG_BOUND
         s_t = sg[s_i] pi_current,t / sg[pi_current,t]                 the value of s_i, a gradient to each token alone
         loss = max(-s_t A_t, -clip(s_t, 1 - clip_low, 1 + clip_high) A_t).
-    If A is the same all along a sequence, the mean over its tokens has the value and gradient of the sequence
-    form in s_i. Meant for ``sequence_mean_token_mean``.
+    If A is constant in a sequence, the mean over its tokens has the value and gradient of the sequence form
+    in s_i. Meant for ``sequence_mean_token_mean``.
 
     Source: Zheng et al. 2025 (arXiv 2507.18071), sections 4.1 and 4.3. Differs from it: the bound of log s_i.
     """
@@ -123,8 +123,8 @@ def gmpo(
     With n the tokens of sequence i that are on the mask [T], summed over them, and A_i their mean advantage,
         x_t = min(log r_t, clip_high) where A_t > 0,  max(log r_t, -clip_low) where A_t < 0,  0 where A_t = 0
         loss of every token of i = -A_i exp((1/n) sum_t x_t),
-    so that ``sequence_mean_token_mean``, for which it is meant, averages one term per sequence. The bounds act
-    on the log-ratio. Correction weights enter per sequence, by ``geometric_mean_weights``. All tokens of a
+    so ``sequence_mean_token_mean``, for which it is meant, averages one term per sequence. The bounds act on
+    the log-ratio. Correction weights enter per sequence, by ``geometric_mean_weights``. All tokens of a
     sequence that are not clipped have a gradient.
 
     Source: Zhao et al. 2025 (arXiv 2507.20673). Differs from it: the bound of the token's log-ratio.
@@ -144,8 +144,8 @@ def geometric_mean_weights(weights_T: Tensor, mask_T: Tensor, cu_seqlens: Tensor
     """Every token's weight replaced by the geometric mean over its sequence's tokens on the mask. [T] >= 0 ->
     [T]
 
-    Correction weights enter a product of ratios so: (prod r_t)^(1/n) (prod w_t)^(1/n). One weight of zero makes
-    its whole sequence's zero; a sequence without tokens on the mask gets 1.
+    So correction weights enter a product of ratios: (prod r_t)^(1/n) (prod w_t)^(1/n). One weight of zero
+    makes the whole sequence's weight zero; a sequence without tokens on the mask gets 1.
     """
     log_weights_T = torch.where(mask_T, weights_T, 1.0).log()
     return spread(_mean_per_sequence(log_weights_T, mask_T, cu_seqlens).exp(), cu_seqlens)
@@ -219,8 +219,8 @@ def dppo(
     ratio, it lets rare tokens move by large factors and holds likely tokens to small ones.
 
     Source: arXiv 2602.04879 (Divergence PPO), its binary TV form and, for ratio_max, its section 5.4. Differs
-    from it: the bound of the log-ratio, and in decoupled mode the policy that is moved from, which in the paper is rollout
-    (bypass mode) and not recomputed.
+    from it: the bound of the log-ratio, and in decoupled mode pi_old. The paper's pi_old is the rollout
+    (bypass mode), not recomputed.
     """
     current_T = current_logprobs_T.detach()
     ratio_T = bounded(current_T - old_logprobs_T).exp()
@@ -251,10 +251,11 @@ def without_off_policy(
 
     With n the tokens of a sequence that are on the mask [T], summed over them, a token's loss is 0 where
         A < 0  and  (1/n) sum_t (log pi_rollout,t - log pi_current,t) > threshold, in nats.
-    So a response that the policy would hardly give any more is not unlearned further; one with A > 0 is learned from, however
-    far the policy is from it.
+    So a response with A < 0 that the policy would hardly give any more is not unlearned further. A response
+    with A > 0 is always learned from, however far the policy is from it.
 
-    Source: DeepSeek-V3.2 2025 (arXiv 2512.02556), section 3.1, whose pi_old is the rollout as its engine tells it.
+    Source: DeepSeek-V3.2 2025 (arXiv 2512.02556), section 3.1, whose pi_old has the log-probs of the rollout
+    engine.
     """
     drift_T = torch.where(mask_T, rollout_logprobs_T - current_logprobs_T.detach(), 0.0)
     is_far_T = spread(_mean_per_sequence(drift_T, mask_T, cu_seqlens) > threshold, cu_seqlens)

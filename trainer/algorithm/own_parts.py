@@ -1,14 +1,15 @@
-"""Objectives, advantages and weights of the user's own: Python functions that a config names.
+"""The user's objectives, advantages and weights: Python functions that a config names.
 
     objective   f(current_logprobs_T, old_logprobs_T, advantages_T, **settings) -> loss_T         of: mask_T, cu_seqlens
     advantage   f(rewards_S, group_ids_S, **settings) -> advantages_S                             of: lengths_S
     weight      f(log_ratio_N, **settings) -> weights_N                                           of: bounds_S, segment_bounds
 
-Behind ``of`` are further parameters that a function may have, by name. Each returns a tensor of the form of its first
-argument, or that and a dict of such tensors, whose means are recorded as ``own/PART/NAME``.
+After ``of`` stand further parameters that a function may have, by name. A function returns a tensor with the
+shape, dtype and device of its first argument, or that tensor and a dict of such tensors, whose means are
+recorded as ``own/PART/NAME``.
 
-Every call checks the form of what comes back. ``trainer/own_contract.py`` checks before a start what one call cannot
-show, such as that a sequence's values do not depend on its batch.
+Every call checks the form (shape, dtype, device) of the result. ``trainer/own_contract.py`` checks before the
+start what one call cannot show, such as that a sequence's values do not depend on its batch.
 """
 
 import math
@@ -28,16 +29,16 @@ from trainer.ranks.metrics import Metric
 
 
 class ContractError(ValueError):
-    """A function of the user's own does not keep to its contract."""
+    """A user's function does not keep its contract."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a function of the user's own may replace."""
+    """A part of the algorithm that a user's function may replace."""
 
     name: str
     given: tuple[str, ...]
-    """Its arguments, in order. What it returns has the form of the first."""
+    """Its arguments, in order. Its result has the form of the first."""
     further: tuple[str, ...]
     """Further arguments, each for a parameter of this name."""
     returns: str
@@ -62,7 +63,7 @@ def own_parts(config: RunConfig) -> dict[str, tuple[Part, OwnFunction]]:
 
 
 def load_own_parts(config: RunConfig) -> None:
-    """Import what the config names, before the first step. Raises ValueError."""
+    """Import the functions that the config names, before the first step. Raises ValueError."""
     for part, own in own_parts(config).values():
         load(part, own.function)
 
@@ -74,7 +75,7 @@ def load(part: Part, path: str) -> Callable:
 
 
 def check_signature(part: Part, own: OwnFunction) -> None:
-    """Raises ValueError where the function cannot be called with its arguments and settings."""
+    """Raises ValueError if the function cannot be called with its arguments and settings."""
     if problem := call_problem(own, load(part, own.function), part.given, part.further):
         raise broken(part, own, problem)
 
@@ -87,11 +88,11 @@ def _further_of(part: Part, path: str) -> list[str]:
 def call(
     part: Part, own: OwnFunction, *given: Tensor, **further: Callable[[], Tensor]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """What the function makes of its arguments, and the tensors that it wants recorded.
+    """The function's result for these arguments, and the tensors that it records.
 
-    further: makes each further argument, if the function has a parameter of its name.
+    further: computes each further argument, for a function that has a parameter of its name.
 
-    Raises ContractError where the result has not the form of the first argument.
+    Raises ContractError if the result does not have the form of the first argument.
     """
     function = load(part, own.function)
     wanted = {name: further[name]() for name in _further_of(part, own.function)}
@@ -117,8 +118,8 @@ def metrics_of(part: Part, recorded: Mapping[str, Tensor], mask: Tensor | None =
 
 
 def require_weights(own: OwnFunction, weights_N: Tensor, log_ratio_N: Tensor) -> None:
-    """Raises ContractError for a weight that is negative or not finite, unless a log-ratio is not finite, which the loss
-    reports."""
+    """Raises ContractError for a weight that is negative or not finite. If a log-ratio is not finite, nothing
+    is raised: the loss reports it."""
     if not weights_N.numel():
         return
     least, greatest = torch.stack(torch.aminmax(weights_N)).tolist()  # NaN if one of them is

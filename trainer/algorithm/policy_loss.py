@@ -1,7 +1,7 @@
 """The loss of one micro-batch: objective, KL and entropy terms, each a plain sum over tokens of loss times
 weight.
 
-An objective is a pure function in ``objectives``, or the user's own (``own_parts``), and a case of
+An objective is a pure function in ``objectives``, or a user's function (``own_parts``). Each is a case of
 ``_objective_loss`` here.
 """
 
@@ -81,23 +81,23 @@ def policy_loss(
     and its metrics.
 
     loss = sum_t objective_t * importance_weights_t * aggregation_t
-         + kl.coefficient * sum_t KL_t * aggregation_t   (where kl.place is loss; where kl.unbiased KL_t times
+         + kl.coefficient * sum_t KL_t * aggregation_t   (if kl.place is loss; with kl.unbiased KL_t times
                                                           pi_current / pi_old and, but in bypass mode, importance_weights_t)
          - entropy.coefficient * sum_t H_t * aggregation_t     over response tokens t.
     aggregation_t holds the global normalisers, so losses and gradients of micro-batches and ranks add up. It is
     zero on rejected tokens, which leave every term and the sequence statistics of ``gspo`` and ``gmpo``. In
-    ``gmpo`` importance weights enter as their geometric mean over the sequence. The objective's term is without tokens that
-    ``correction.off_policy_mask`` masks. Values off the response mask do not matter, not even NaN. Without response tokens
-    loss and gradient are exact zeros, still connected to the graph. A current log-prob of a response token that is not finite,
-    or above 0, makes the loss NaN.
+    ``gmpo`` importance weights enter as their geometric mean over the sequence. Tokens that
+    ``correction.off_policy_mask`` masks do not enter the objective's term. Values off the response mask do
+    not matter, not even NaN. Without response tokens loss and gradient are exact zeros, still connected to
+    the graph. If a current log-prob of a response token is not finite, or above 0, the loss is NaN.
 
-    Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` weights and rejection follow here
-    from current and rollout (``correction``), without gradient. With rules and ``denominator: kept`` the loss then still
-    lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``. ``aggregation`` is the mode of
-    aggregation_T.
+    Without ``old_logprobs_T`` current is old. Without ``importance_weights_T`` this function computes weights
+    and rejection from current and rollout (``correction``), without gradient. With rules and ``denominator:
+    kept`` the loss then still lacks one factor for the whole minibatch: ``kept_factor`` of all ``counted``.
+    ``aggregation`` is the mode of aggregation_T.
 
-    Metrics: ``loss/*``, ``policy/*``, what an objective of the user's own records (``own/*``) and, where the correction
-    follows from current, ``mismatch/*`` and ``staleness/*``.
+    Metrics: ``loss/*``, ``policy/*``, the values that a user's objective records (``own/*``) and, if the
+    correction is computed from current, ``mismatch/*`` and ``staleness/*``.
 
     Raises ValueError naming the fields of ``batch`` that are not set, tensors that are not one float32 per
     token, and the sequence of a response token whose advantage, weight or log-prob in ``batch`` is not
@@ -152,12 +152,13 @@ def _old_and_advantages(batch: PackedBatch, current_T: Tensor) -> tuple[Tensor, 
     """old_T and advantages_T, without gradient, and 0 off the mask. Raises ValueError as ``policy_loss`` does."""
     advantages_T = _on_mask(batch, "advantages_T")
     if batch.old_logprobs_T is None:
-        return current_T.detach().clone(), advantages_T  # an objective of the user's own may write to it
+        return current_T.detach().clone(), advantages_T  # a user's objective may write to it
     return _on_mask(batch, "old_logprobs_T"), advantages_T
 
 
 def _on_mask(batch: PackedBatch, field: str) -> Tensor:
-    """A field of the batch, without gradient, and 0 off the mask. Raises ValueError where a number on it is broken."""
+    """A field of the batch, without gradient, and 0 off the mask. Raises ValueError if a value on the mask is
+    broken."""
     values_T = torch.where(batch.response_mask_T, getattr(batch, field).detach(), 0.0)
     if may_be_broken(values_T, logprobs=field.endswith("logprobs_T")):
         require_numbers(batch, field)
@@ -171,8 +172,8 @@ def _correct_here(
     correction: CorrectionConfig,
     averaging: Averaging,
 ) -> tuple[Tensor, Tensor, dict[str, Metric], Counted | None]:
-    """Importance weights from current, ``aggregation_T`` without what they reject, metrics, and counts where the
-    kept tokens alone are to be counted."""
+    """Importance weights from current, ``aggregation_T`` without the rejected tokens, metrics, and counts if
+    the mean is over kept tokens alone."""
     corrected = correct_current(batch, current_T, correction)
     metrics = dict(corrected.metrics)
     if not correction.rejects_from_mean:
@@ -201,8 +202,8 @@ def _nan_where_broken(loss: Tensor, batch: PackedBatch, current_T: Tensor) -> Te
     """The loss, or NaN if a current log-prob is broken; the optimizer's step refuses NaN. Raises ValueError if
     weights made the loss NaN.
 
-    A broken log-prob raises nothing here, as forward and backward passes of other ranks wait for this one. It
-    is looked for, because bounds hide an infinity and rejection hides a broken forward pass.
+    A broken log-prob raises nothing here, since forward and backward passes of other ranks wait for this one.
+    It needs a check because bounds hide an infinity and rejection hides a broken forward pass.
     """
     current_T = current_T.detach()
     if not may_be_broken(current_T, logprobs=True):
@@ -258,7 +259,7 @@ def _objective_loss(
 def _ratio_to_rollout(
     current_T: Tensor, old_T: Tensor, importance_T: Tensor, kept_T: Tensor, correction: CorrectionConfig
 ) -> Tensor:
-    """pi_current / pi_rollout of kept tokens, with gradient, as far as the weight's bound lets it be."""
+    """pi_current / pi_rollout of kept tokens, with gradient, limited by the weight's bound."""
     ratio_T = bounded(current_T - old_T).exp()
     if correction.mode == "bypass":  # old is the rollout, and a weight would be the same ratio once more
         return ratio_T
@@ -287,7 +288,7 @@ def _objective_metrics(result: ObjectiveLoss, kept_T: Tensor) -> dict[str, Metri
 
 def _ratio_metrics(ratio_T: Tensor, kept_T: Tensor, num_kept: int) -> dict[str, Metric]:
     kept_ratio_T = torch.where(kept_T, ratio_T, 0.0)
-    # Ratios are positive, so zeros in place of the rest do not change the greatest.
+    # Ratios are positive, so zeros instead of the rest do not change the greatest.
     high = (kept_ratio_T.max().item(),) if num_kept else ()
     low = (torch.where(kept_T, ratio_T, torch.inf).min().item(),) if num_kept else ()
     return {

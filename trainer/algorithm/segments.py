@@ -1,7 +1,8 @@
 """Sums and extremes per sequence of packed tokens, and back to tokens.
 
-``_N`` are the valid tokens alone, end to end: packed tokens without a mask. All functions are differentiable
-in ``x_T`` or ``x_S`` and never mix sequences, so a sequence's result does not depend on its batch.
+``_N`` runs over the valid tokens alone, end to end: packed tokens without a mask. All functions are
+differentiable in ``x_T`` or ``x_S`` and never mix sequences, so a sequence's result does not depend on its
+batch.
 
 On the CPU, without gradient, numpy works on the same memory: torch's reductions by segment are scalar loops
 there, 4 to 7 times slower, and its search for a mask's places is 10 times slower.
@@ -32,7 +33,8 @@ class ValidTokens(NamedTuple):
         return x_N.new_zeros(self.mask_T.shape).scatter_(0, self.places_N, x_N)
 
     def run_bounds(self) -> Tensor:
-        """``bounds_S`` with further boundaries wherever tokens off the mask part two valid ones; int64, in [N]."""
+        """``bounds_S`` with further boundaries wherever tokens off the mask separate two valid ones; int64,
+        in [N]."""
         cuts = (self.places_N.diff() != 1).nonzero().flatten() + 1
         return torch.cat([cuts, self.bounds_S]).unique()
 
@@ -49,7 +51,8 @@ def sum_per_sequence(x_T: Tensor, cu_seqlens: Tensor) -> Tensor:
     if _suits_numpy(x_T):
         return _by_numpy(np.add, x_T, cu_seqlens, of_none=0.0)
     offsets = cu_seqlens.to(device=x_T.device, dtype=torch.int64)
-    # unsafe: torch's check would read the offsets back from the device each time; packing made them.
+    # unsafe: torch's check would read the offsets back from the device each time, and packing made them
+    # valid.
     return torch.segment_reduce(x_T, "sum", offsets=offsets, initial=0.0, unsafe=True)
 
 

@@ -1,8 +1,8 @@
-"""Diagnostics by the age of tokens, where groups are sampled ahead of their step (``rollout.max_staleness``).
+"""Diagnostics by the age of tokens, if groups are sampled ahead of their step (``rollout.max_staleness``).
 
 The lag of a token is the number of updates between its sampling and its step. At lag 0 the same weights have
-sampled and scored it: what is left is the mismatch of the two engines. From lag 1 on, staleness adds to it.
-``trainer/metric_names.py`` defines the metrics; they merge exactly over micro-batches and ranks.
+sampled and scored it, so the gap is the mismatch of the two engines alone. From lag 1 on, staleness adds to
+it. ``trainer/metric_names.py`` defines the metrics; they merge exactly over micro-batches and ranks.
 """
 
 import torch

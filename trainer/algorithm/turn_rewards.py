@@ -1,6 +1,8 @@
-"""Rewards of turns (``advantage.credit: turn``): where each lies in the packed tokens, and what a turn is credited with.
+"""Rewards of turns (``advantage.credit: turn``): the place of each in the packed tokens, and the credit of
+each turn.
 
-``_V`` is over all rewards of turns of the whole step, ``_E`` over its episodes. An episode's reward is the sum of its own.
+``_V`` is over all turn rewards of the whole step, ``_E`` over its episodes. An episode's reward is the sum of
+its turns' rewards.
 """
 
 from dataclasses import dataclass
@@ -14,10 +16,10 @@ from trainer.algorithm.kl_reward import token_rewards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRewards:
-    """The same on every rank."""
+    """The turn rewards of the whole step, the same on every rank."""
 
     rewards_V: Tensor
-    """In the dtype of the rewards of episodes."""
+    """In the dtype of the episodes' rewards."""
     sequence_ids_V: Tensor
     """int64: the sequence of the turn."""
     places_V: Tensor
@@ -30,15 +32,15 @@ def rewards_at_turns(
     """r_t = sum of the values of the turns that end at t - penalty_t on response tokens of this rank, 0 elsewhere.
     [V], [S], [T] -> [T]
 
-    The last response token of a sequence also gets the values of the other sequences of its episode, so that each
-    sequence of an episode that forked has the whole of it.
+    The last response token of a sequence also gets the values of the other sequences of its episode, so each
+    sequence of a forked episode has the whole reward.
 
-    ``values_V`` are the rewards, or what an estimator made of them.
+    ``values_V`` are the rewards, or an estimator's values for them.
     """
     values_V = values_V.to(torch.float64)
     own_S = torch.zeros(len(episode_of_S), dtype=torch.float64).index_add(0, turns.sequence_ids_V, values_V)
     whole_E = torch.zeros(int(episode_of_S.max()) + 1 if len(episode_of_S) else 0, dtype=torch.float64)
-    # In the order of the sequences' own sums: one without a fork has exactly nothing of others.
+    # In the order of the sequences' own sums, so that a sequence without a fork gets exactly 0 from others.
     whole_E = whole_E.index_add(0, episode_of_S[turns.sequence_ids_V], values_V)
     of_others_S = whole_E[episode_of_S] - own_S
 

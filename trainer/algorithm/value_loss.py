@@ -28,12 +28,13 @@ class ValueLoss:
 def clipped_value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, *, clip: float | None
 ) -> ValueLoss:
-    """PPO's value loss: the worse of the value and the value held within ``clip`` of the old one.
+    """PPO's value loss: the larger of the errors of the value and of the value clipped to within ``clip`` of
+    the old one.
 
     With V the critic's value now, V_old the one that the advantages came from and R the return,
         l = 0.5 max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2);    clip None: l = 0.5 (V - R)^2.
-    The gradient with respect to V is zero where the held value is the worse one, V - R elsewhere. Expects finite
-    input.
+    The gradient with respect to V is zero where the clipped value has the larger error, V - R elsewhere.
+    Expects finite input.
 
     Source: Schulman et al. 2016 (arXiv 1506.02438) for the squared error; OpenAI Baselines' PPO2 for the
     clipping, which the PPO paper does not describe. Differs from both: the mean is left to aggregation.
@@ -52,10 +53,10 @@ def value_loss(
 
     loss = sum_t l_t * value_aggregation_t     over response tokens t, l_t of ``clipped_value_loss`` against ``batch.values_T``.
     Weights hold the global normalisers, so losses and gradients of micro-batches and ranks add up. Values off the
-    response mask do not matter, not even NaN. Without response tokens loss and gradient are exact zeros, still
-    connected to the graph. A response token's value that is not finite makes the loss so.
+    response mask do not matter, not even NaN. Without response tokens loss and gradient are exact zeros,
+    still connected to the graph. If a response token's value is not finite, neither is the loss.
 
-    Metrics: ``critic/*``; ``explained_variance`` makes one number of two of them.
+    Metrics: ``critic/*``; ``explained_variance`` combines two of them.
 
     Raises ValueError naming the fields of ``batch`` that are not set, values that are not one float32 per
     token, and the sequence of a response token whose value, return or weight in ``batch`` is not finite.
@@ -92,8 +93,8 @@ def explained_variance(numbers: Mapping[str, float]) -> float | None:
     """1 - Var(R - V_old) / Var(R) over response tokens, exact under any split: from the merged ``value_loss``
     metrics.
 
-    1: the values behind the advantages predict every return; 0: as well as one constant; below 0: worse. None
-    without returns, and where they are all alike, which leaves nothing to explain.
+    1: the values predict every return; 0: they predict as well as one constant; below 0: worse. None if there
+    are no returns, or if all returns are equal, which leaves nothing to explain.
     """
     if "critic/return_std" not in numbers:
         return None

@@ -1,1 +1,1 @@
-"""One step's samples: which rank takes which, in which minibatches, and what is known of the whole batch."""
+"""One step's samples: their division over ranks and minibatches, and the scalars of the whole batch."""

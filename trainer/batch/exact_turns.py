@@ -1,8 +1,9 @@
-"""The gate: what is trained on is what was sampled, turn by turn and token by token.
+"""The gate: it checks that the learner trains on the sampled tokens, turn by turn and token by token.
 
-Each turn carries two digests from the process that talked to the server: of the tokens in the request, and of the
-tokens in the answer. They are compared here with the packed tensors that the learner trains on. The prompt of a turn
-must be all that is packed before it, so a turn that was rendered or tokenised again is found.
+Each turn carries two digests from the process that talked to the server: of the tokens in the request, and of
+the tokens in the answer. They are compared here with the packed tensors that the learner trains on. The
+prompt of a turn must be all tokens that are packed before it, so a turn that was rendered or tokenised again
+is found.
 """
 
 import hashlib
@@ -16,7 +17,7 @@ from rollout.records import TOKEN_IDS, Trajectory, digest
 
 
 class TurnsDiffer(RolloutError):
-    """A turn was sampled from, or with, other tokens than those of its trajectory."""
+    """A turn's prompt or its sampled tokens differ from its trajectory."""
 
 
 def require_exact_turns(trajectories: Sequence[Trajectory], packed: PackedBatch) -> None:
@@ -40,7 +41,7 @@ def require_exact_turns(trajectories: Sequence[Trajectory], packed: PackedBatch)
 
 
 def _first_difference(trajectory: Trajectory, token_ids: np.ndarray, mask: np.ndarray) -> str | None:
-    """mask: of the targets, which are the tokens but the first."""
+    """mask: of the targets, which are all tokens but the first."""
     before, hashed = hashlib.blake2b(digest_size=8), 0
     is_sampled = np.zeros(len(token_ids), dtype=bool)
     for number, turn in enumerate(trajectory.turns, start=1):

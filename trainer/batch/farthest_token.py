@@ -1,4 +1,4 @@
-"""The sampled token on which learner and servers are farthest apart, in words: an error that ends a run names it."""
+"""Describes the sampled token on which learner and servers differ most: an error that ends a run names it."""
 
 import math
 from itertools import accumulate, pairwise
@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer.batch.step_batch import StepBatch
 
 Measure = Literal["abs_prob_max", "logprob_gap_max"]
-"""The metric whose greatest value is looked for: |p - p'| or |log p - log p'|."""
+"""The metric whose greatest value is searched: |p - p'| or |log p - log p'|."""
 
 
 def farthest_token(
@@ -31,7 +31,7 @@ def farthest_token(
 
 
 def _farthest_here(batch: StepBatch, learner_T: Tensor, measure: Measure) -> tuple[float, str]:
-    """(distance, its token). A distance that is no number is infinite; -1 where this rank has no token."""
+    """(distance, its token). A distance of NaN counts as infinite; -1 if this rank has no token."""
     packed = batch.packed
     is_compared_T = packed.response_mask_T
     if packed.lag_T is not None:
@@ -56,7 +56,7 @@ def _farthest_here(batch: StepBatch, learner_T: Tensor, measure: Measure) -> tup
 
 
 def _sibling(batch: StepBatch, number: int) -> int:
-    """The number of the sequence's episode among those of its group, the ones without a score included."""
+    """The number of the sequence's episode among those of its group, including those without a score."""
     episodes_S = torch.arange(len(batch.group_ids_S)) if batch.episode_ids_S is None else batch.episode_ids_S
     bounds = [0, *accumulate(batch.group_sizes)]
     start, end = next(pair for pair in pairwise(bounds) if number < pair[1])

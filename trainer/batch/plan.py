@@ -21,16 +21,17 @@ Bin = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """The form of the experts that are replayed."""
+    """Shape and dtype of the experts that are replayed."""
 
     layers: int
-    """Those with experts."""
+    """Layers with experts."""
     experts_per_token: int
     dtype: str
     """uint8 or int16"""
 
     def experts_of(self, trajectory: Trajectory) -> np.ndarray:
-        """[n, L, K]; zeros where none are known. Raises ValueError for experts of another form."""
+        """[n, L, K]; zeros for tokens whose experts are unknown. Raises ValueError for experts of another
+        shape or dtype."""
         shape = (len(trajectory.token_ids), self.layers, self.experts_per_token)
         if trajectory.experts is None:
             return np.zeros(shape, dtype=self.dtype)
@@ -45,7 +46,8 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """The prompts of S sequences, each computed once for its sequences of a micro-batch (``PackedBatch.prompt_ids_S``)."""
+    """The prompts of S sequences. Each prompt is computed once for its sequences in a micro-batch
+    (``PackedBatch.prompt_ids_S``)."""
 
     ids_S: Sequence[int]
     lengths_S: Sequence[int]
@@ -62,14 +64,15 @@ class Prompts:
         ]
 
     def load(self, unit: Bin, lengths_S: Sequence[int]) -> int:
-        """Places of sequences with one prompt in the model, and ``COPIED`` of the prompt's for each of several: attention
-        copies its keys and values, which are kept for backward."""
+        """Places that sequences with one prompt take in the model. If there are several, each also counts
+        ``COPIED`` of the prompt's places: attention copies its keys and values, which are kept for
+        backward."""
         prompt, copies = self.lengths_S[unit[0]], len(unit) if len(unit) > 1 else 0
         return prompt + sum(lengths_S[s] - prompt for s in unit) + math.ceil(COPIED * copies * prompt)
 
 
 EVEN_ENOUGH = 1.02
-"""The search for a split ends where the fullest rank's load is at most this multiple of an even share."""
+"""The search for a split ends when the fullest rank's load is at most this multiple of an even share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,10 +108,11 @@ def plan_batches(
 ) -> BatchPlan:
     """Split S sequences into ranks and micro-batches of at most ``token_budget`` tokens.
 
-    apart: sequences that share micro-batches with each other alone, at the end of each rank's, as far as they divide by
-        the ranks.
-    prompts: of sequences that share them. A shared prompt then counts once and a little (``Prompts.load``), and
-        sequences with one prompt stay together as far as ranks stay even. None: each sequence counts by itself.
+    apart: sequences that get their own micro-batches, at the end of each rank's, as far as they divide by the
+    ranks.
+        prompts: of sequences that share them. A shared prompt counts once and a little more
+        (``Prompts.load``), and sequences with one prompt stay together as far as ranks stay even. None: each
+        sequence counts by itself.
 
     ``minibatches`` has the numbers of each minibatch's sequences, so an optimizer step's data depends on neither
     ``dp_size`` nor the budget. They fill ``dp_size * k`` micro-batches, which are dealt to ranks, k each. k is the
@@ -123,8 +127,8 @@ def plan_batches(
     No micro-batch is empty: a minibatch's sequences divide by ``dp_size``, and each rank's by the multiple
     (the stages of an interleaved pipeline), so k is at most its sequences per rank.
 
-    Raises ValueError for an empty sequence or one longer than the budget, and for sequences of a minibatch that
-    are none, or do not divide by ``dp_size`` times the multiple.
+    Raises ValueError for an empty sequence or one longer than the budget, and for a minibatch whose number of
+    sequences is 0, or does not divide by ``dp_size`` times the multiple.
     """
     _check_inputs(lengths_S, minibatches, dp_size, token_budget, microbatch_multiple)
     multiple = dp_size * microbatch_multiple
@@ -140,8 +144,8 @@ def plan_batches(
 
 
 def _parted(minibatch: Sequence[int], apart: Collection[int], multiple: int) -> list[list[int]]:
-    """The sequences of a minibatch and then those that are packed apart, each a multiple of ``multiple``; all together
-    where one part would be none."""
+    """The sequences of a minibatch and then those that are packed apart, each a multiple of ``multiple``; all
+    in one part if the other would be empty."""
     alone = [s for s in minibatch if s in apart]
     alone = alone[: len(alone) - len(alone) % multiple]
     chosen = set(alone)
@@ -191,7 +195,7 @@ def pack_trajectories(
 def pack_prompted(
     token_ids: Sequence[Sequence[int]], prompt_lengths: Sequence[int], sequence_ids: Sequence[int]
 ) -> PackedBatch:
-    """Sequences end to end that no server has scored: all tokens behind the prompt are the response's."""
+    """Sequences end to end that no server has scored: all tokens after the prompt are the response's."""
     responses = [[range(p, len(ids))] for p, ids in zip(prompt_lengths, token_ids, strict=True)]
     return pack_responses(token_ids, responses, sequence_ids)
 
@@ -218,7 +222,7 @@ def _is_replayed(trajectory: Trajectory) -> np.ndarray:
 
 
 def _kept(trajectories: Sequence[Trajectory]) -> dict[str, list[np.ndarray]]:
-    """Where any of them has kept sets. A sequence without a response has none."""
+    """The kept sets, if any sequence has some. A sequence without a response has none."""
     if all(t.num_kept is None for t in trajectories):
         return {}
     num_kept = [
@@ -280,8 +284,8 @@ def _split_minibatch(
     """Micro-batches of one minibatch, by rank."""
     if prompts is None:
         prompts = Prompts(ids_S=range(len(lengths_S)), lengths_S=[0] * len(lengths_S))
-    # Large units share most, small ones are even. The best is what gives the fullest rank least. Single sequences, the
-    # last to be tried, always fit.
+    # Large units share most prompts, small units split most evenly. The best split gives the fullest rank the
+    # least load. Single sequences, tried last, always fit.
     best, least = None, 0.0
     size = max(Counter(prompts.ids_S[s] for s in part).values())
     while best is None or (size and best.most > EVEN_ENOUGH * least):
@@ -306,13 +310,13 @@ class _Split:
 def _split_units(
     units: Sequence[Bin], loads: Sequence[int], dp_size: int, token_budget: int, microbatch_multiple: int
 ) -> _Split | None:
-    """Micro-batches of whole units. None where a unit is longer than the budget, or there are too few units for the
-    ranks."""
+    """Micro-batches of whole units. None if a unit is longer than the budget, or if there are too few units
+    for the ranks."""
     if max(loads) > token_budget:
         return None
     longest_first = sorted(range(len(units)), key=lambda u: (-loads[u], u))
-    # So many micro-batches at least, by the tokens and by the units that fit into one; and at most one per unit, for
-    # which the emptiest succeeds.
+    # The least number of micro-batches, by the tokens and by the units that fit into one. The most is one per
+    # unit, for which the emptiest-first packing succeeds.
     fewest = max(-(-sum(loads) // token_budget), -(-len(units) // (token_budget // min(loads))))
     num_each = -(-fewest // (dp_size * microbatch_multiple)) * microbatch_multiple
     while num_each * dp_size <= len(units):

@@ -1,4 +1,4 @@
-"""Which samples of a step go to which data-parallel rank. Pure; the ranks pack their shares themselves
+"""Divides the samples of a step over data-parallel ranks. Pure; the ranks pack their shares themselves
 (``step_batch.py``)."""
 
 from collections.abc import Sequence
@@ -27,9 +27,9 @@ class Share:
     rewards: list[float]
     """Of the whole step. 0 where a sample is left out."""
     group_ids: list[int]
-    """Of the whole step. A sample that is left out has a group of its own, so that no baseline counts it."""
+    """Of the whole step. A sample that is left out has its own group, so that no baseline counts it."""
     episode_ids: list[int]
-    """Of the whole step, from 0. The sequences of a sample that forked have one."""
+    """Of the whole step, from 0. The sequences of a forked sample have the same id."""
     group_sizes: list[int]
     """Sequences of each group, without those that fill up a minibatch."""
     turn_rewards: TurnRewards | None = None
@@ -46,7 +46,7 @@ class Division:
     token_budget: int
     """Of a micro-batch."""
     microbatch_multiple: int = 1
-    """Each rank has a multiple of so many micro-batches in a minibatch."""
+    """The number of each rank's micro-batches in a minibatch is a multiple of this."""
     needs_siblings: bool = False
     """Whether advantages compare siblings. A sample whose siblings are all without a score is then left out too."""
     credits_turns: bool = False
@@ -59,8 +59,8 @@ class Division:
     def shares(self, groups: Sequence[Group]) -> list[Share]:
         """One Share per data-parallel rank, by the balanced plan of ``plan_batches``.
 
-        A sample without a score is left out: its tokens are off the response mask, so that loss, correction and metrics
-        do not see them, and its group's baseline is without it.
+        A sample without a score is left out: its tokens are off the response mask, so loss, correction and
+        metrics do not see them, and its group's baseline does not count it.
 
         Raises:
             ValueError: the groups do not divide into minibatches, or a sequence is longer than the budget.
@@ -84,7 +84,7 @@ class Division:
             apart=_without_signal(by_group) if self.parts_no_signal else frozenset(),
         )
         episodes = _episode_ids(trajectories)
-        # What is of the whole step is one object for all ranks, of which there may be hundreds.
+        # Data of the whole step is one object for all ranks, of which there may be hundreds.
         of_step = partial(
             Share,
             lengths=lengths,
@@ -157,8 +157,9 @@ def _episode_ids(trajectories: Sequence[Trajectory]) -> list[int]:
 
 
 def turn_rewards(trajectories: Sequence[Trajectory], episode_ids: Sequence[int]) -> TurnRewards:
-    """What each turn has earned, of the samples with a score. The last turn of an episode's first sequence has what no
-    turn has earned, if only 0: an episode has one reward at least."""
+    """The reward of each turn, for the samples with a score. The last turn of an episode's first sequence
+    gets the part of the episode's reward that no turn earned, even if it is 0: an episode has at least one
+    reward."""
     rows: list[tuple[float, int, int]] = []
     unearned = dict[int, float]()
     for trajectory, episode in zip(trajectories, episode_ids, strict=True):
@@ -169,7 +170,7 @@ def turn_rewards(trajectories: Sequence[Trajectory], episode_ids: Sequence[int])
         for number, turn in enumerate(trajectory.turns, start=1):
             rest = unearned.pop(episode, None) if number == len(trajectory.turns) else None
             if trajectory.reward is not None and (turn.reward is not None or rest is not None):
-                # A packed place holds the token after it.
+                # A packed place predicts the token after it.
                 rows.append(((turn.reward or 0.0) + (rest or 0.0), sequence, turn.end - 2))
     rewards, sequences, places = zip(*rows, strict=True) if rows else ((), (), ())
     return TurnRewards(
@@ -180,7 +181,7 @@ def turn_rewards(trajectories: Sequence[Trajectory], episode_ids: Sequence[int])
 
 
 def _without_unscored(group: Group, needs_siblings: bool) -> list[Trajectory]:
-    """The group's trajectories, those that are left out without reward and response."""
+    """The group's trajectories; those that are left out have no reward and no response."""
     scored = {t.sibling_id for t in group.trajectories if t.reward is not None}
     siblings = {t.sibling_id for t in group.trajectories}
     if scored == siblings:

@@ -35,13 +35,13 @@ class StepBatch:
     rewards_S: Tensor
     group_ids_S: Tensor
     episode_ids_S: Tensor | None = None
-    """int64, from 0. None: each sequence is an episode of its own, as without forks."""
+    """int64, from 0. None: each sequence is a separate episode, since nothing forked."""
     turn_rewards: TurnRewards | None = None
     """Of the whole step. None: ``credit: episode``."""
     lengths_S: Tensor | None = None
-    """int64, places in a packed batch. None where this rank has the whole step."""
+    """int64, places in a packed batch. None if this rank has the whole step."""
     group_sizes: tuple[int, ...] = ()
-    """Sequences of each group. Empty where this rank has the whole step."""
+    """Sequences of each group. Empty if this rank has the whole step."""
 
     @property
     def num_episodes(self) -> int:
@@ -112,8 +112,8 @@ class StepBatch:
         """Set ``importance_weights_T`` and ``aggregation_T``, with a critic's values also ``value_aggregation_T``,
         from counts of each minibatch over all ranks.
 
-        aggregation_T is zero on rejected tokens; ``denominator`` says which tokens the mean is over. A
-        correction that follows from the forward pass leaves ``importance_weights_T`` unset.
+        aggregation_T is zero on rejected tokens; ``denominator`` says over which tokens the mean is. If the
+        loss computes the correction in its forward pass, ``importance_weights_T`` stays unset.
         """
         mask_T, keep_T = self.packed.response_mask_T, correction.keep_T
         counted_T = keep_T if denominator == "kept" else mask_T
@@ -136,7 +136,7 @@ class StepBatch:
             part_T = counted_T[places]
             mode, bounds_of_units = units(config.type, self.packed.response_mask_T[places], cu_seqlens)
             tokens_S = count_per_sequence(part_T, bounds_of_units)
-            if self.episode_ids_S is None or mode != config.type:  # turns are counted each by itself
+            if self.episode_ids_S is None or mode != config.type:  # each turn counts by itself
                 counts, tokens_S = GlobalCounts.of(tokens_S).summed(total), None
             else:
                 tokens_E = self.per_episode(tokens_S, total, rows)

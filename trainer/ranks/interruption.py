@@ -1,8 +1,8 @@
 """Interruptions end a run between two steps, on all ranks together.
 
 Every rank raises one at the same place, with weights, optimizer and data position as the last complete step
-left them, so a checkpoint of that step may follow. Any other error is one rank's own: it ends the run at once,
-and nothing is written.
+left them, so a checkpoint of that step may follow. Any other error is of one rank alone: it ends the run at
+once, and nothing is written.
 """
 
 from collections.abc import Callable
@@ -28,8 +28,8 @@ class Postponed:
     interruption: Exception | None = None
 
     def attempt(self, part: Callable[[], T], *, in_any_case: bool = False) -> T | None:
-        """The result of ``part``; None if it is interrupted. Where an earlier part was, it is attempted only
-        ``in_any_case``."""
+        """The result of ``part``; None if it is interrupted. If an earlier part was interrupted, ``part`` is
+        attempted only ``in_any_case``."""
         if self.interruption is not None and not in_any_case:
             return None
         try:

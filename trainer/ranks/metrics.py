@@ -136,7 +136,7 @@ class Metric:
 
 
 def _extreme(reduction: Reduction, parts: tuple[float, ...]) -> tuple[float, ...]:
-    """The greatest or least part, NaN if one of them is (Python's max would depend on the order)."""
+    """The greatest or least part; NaN if one of them is NaN (Python's max would depend on the order)."""
     if any(math.isnan(part) for part in parts):
         return (math.nan,)
     pick = max if reduction is Reduction.MAX else min
@@ -196,7 +196,7 @@ def merge_over_ranks(metrics: Metrics, group: dist.ProcessGroup | None) -> dict[
 
 
 _DECODER = msgspec.msgpack.Decoder(dict[str, Metric])
-"""msgpack keeps all bits of a float, of infinity and NaN too."""
+"""msgpack keeps all bits of a float, even of infinity and NaN."""
 
 
 def values(metrics: Metrics) -> dict[str, float]:

@@ -1,9 +1,9 @@
 """Samples from rank 0 to the ranks that train on them.
 
 A share travels as two messages: two numbers, then one tensor of bytes with a header and the content of the trajectories'
-arrays (``rollout/columns.py``). It is received where it stays, and the arrays of the receiver are views of it. Nothing is pickled
-for each sample but numbers in lists. Ranks with the same share (tensor-, context- and pipeline-parallel siblings) are sent
-the same bytes.
+arrays (``rollout/columns.py``). The receiver does not copy it: its arrays are views of the received tensor.
+For each sample only numbers in lists are pickled. Ranks with the same share (tensor-, context- and
+pipeline-parallel siblings) get the same bytes.
 
 ``torch.distributed.scatter_object_list`` would copy every byte four times at rank 0 (pickle, tensor, padding to the longest
 rank's, list), once more for each sibling.

@@ -1,5 +1,5 @@
-"""Small sums over data-parallel ranks, as functions to pass to the mathematics, and calls that rank 0 makes for
-all ranks, or all ranks make together."""
+"""Small sums over data-parallel ranks, as functions to pass to the mathematics; calls that rank 0 makes for
+all ranks, and calls that all ranks make together."""
 
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -57,8 +57,8 @@ def answer_of_first_rank(ask: Callable[[], T]) -> T:
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:
-    """The result of this rank's ``work()``. A collective: an interruption of any rank is raised on all ranks, that of the
-    lowest rank where there are several."""
+    """The result of this rank's ``work()``. A collective: an interruption of any rank is raised on all ranks;
+    if there are several, that of the lowest rank."""
     result, mine = _attempted(work)
     for interruption in from_all_ranks(mine):
         if interruption is not None:

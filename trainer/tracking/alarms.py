@@ -16,12 +16,12 @@ from trainer.metric_names import known
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
     name: str
-    """The field of ``AlarmsConfig`` that is its level; None there turns the alarm off."""
+    """The field of ``AlarmsConfig`` with its level; None there turns the alarm off."""
     value: float
     badness: float
-    """Of two alarms of this name the worse one has the greater."""
+    """Larger is worse: of two alarms of one name the one with the larger value counts."""
     message: str
-    """One paragraph: what is wrong, what usually causes it, what to try."""
+    """One paragraph: the problem, its usual cause, and what to try."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,8 @@ _RULES = (
         badness=_from_one,
         wrong="the correction leaves nothing to learn from, and this step's policy gradient is zero",
         cause="a rejection rule that is too narrow for this gap (a geometric bound of 1.001 wants engines that agree to 0.1 % a token), or "
-        "a gap that no rule can mend: other weights, tokens or temperature on one side",
-        advice="look at mismatch/rejected/* for the rule; widen its bounds, or use weights in its place (decoupled_token_is); if "
+        "a gap that no rule can fix: other weights, tokens or temperature on one side",
+        advice="look at mismatch/rejected/* for the rule; widen its bounds, or use weights instead (decoupled_token_is); if "
         "mismatch/abs_prob_mean is high as well, find the gap's cause first",
     ),
     _Rule(
@@ -64,8 +64,8 @@ _RULES = (
         healthy=operator.gt,
         badness=operator.neg,
         wrong="all advantages of the step are equal, so it teaches the policy nothing",
-        cause="all samples have the same reward: the problems are too hard or too easy, the reward looks for another form of answer, "
-        "responses are cut at rollout.max_new_tokens before they answer, or the policy has collapsed and writes the same everywhere",
+        cause="all samples have the same reward: the problems are too hard or too easy, the reward expects another form of answer, "
+        "responses are cut at rollout.max_new_tokens before they answer, or the policy has collapsed and writes the same text everywhere",
         advice="read what it writes (`tandem samples RUN`), then look at response/truncated_fraction, policy/entropy and "
         "optim/grad_norm of the steps before; after a collapse go back to an earlier checkpoint with a lower learning rate",
     ),
@@ -85,7 +85,7 @@ _RULES = (
         metrics=("mismatch/weight_mean", "mismatch/weight_normaliser"),
         healthy=operator.ge,
         badness=_from_one,
-        wrong="importance weights are far below 1 on average, where they should average 1: the loss shrinks and leans to few tokens",
+        wrong="importance weights are far below 1 on average, where they should average 1: the loss shrinks and depends on few tokens",
         cause="the learner finds the sampled tokens much less likely than the rollout did: old samples, a quantised rollout, a mask of the "
         "sampler (top_p, top_k) or a temperature that the learner lacks; or sequence weights of long responses, cut from above only",
         advice="check temperature and sampling mask, lower the staleness, raise the rollout's precision; with sequence weights try "
@@ -97,7 +97,7 @@ _RULES = (
         healthy=operator.le,
         badness=_from_one,
         wrong="importance weights are far above 1 on average: a few tokens or responses outweigh the rest",
-        cause="tokens that the rollout held unlikely and the learner does not, multiplied over long responses, with a loose bound or none",
+        cause="tokens that only the rollout finds unlikely, multiplied over long responses, with a loose bound or none",
         advice="bound weights from above (decoupled_token_is with upper 2), drop what is over the bound (decoupled_token_icepop, "
         "drop_outliers), or leave sequence weights for decoupled_geo_rs",
     ),
@@ -106,7 +106,7 @@ _RULES = (
         metrics=("mismatch/ess",),
         healthy=operator.ge,
         badness=_from_one,
-        wrong="before the bound few samples carry most of the weight: the gradient is noisier than the batch size suggests",
+        wrong="before the bound, few samples carry most of the weight: the gradient is noisier than the batch size suggests",
         cause="heavy-tailed ratios: stale or quantised rollouts, or sequence weights of long responses",
         advice="a lower level of weights (decoupled_token_is for decoupled_seq_is), rejection of the outliers (decoupled_geo_rs, "
         "decoupled_k3_rs_token_is), and a smaller gap: less staleness, higher precision, equal layouts",
@@ -116,7 +116,7 @@ _RULES = (
         metrics=("mismatch/k1", "mismatch/k3"),
         healthy=lambda estimate, level: abs(estimate) <= level,
         wrong="the two engines are different policies: KL(rollout || train) per token is far above numerical noise",
-        cause="samples that are many versions old, weights that did not arrive whole, another temperature or sampling mask, or a rollout "
+        cause="samples that are many versions old, weights that arrived incomplete, another temperature or sampling mask, or a rollout "
         "in int8 or fp8",
         advice="without staleness both sides have the same weights, and mismatch/logprob_gap_max of the sampled tokens (and of the probe, "
         "sync/max_logprob_gap, where it is recorded) is of precision, layout, temperature or sampling mask; with stale samples lower the "
@@ -135,7 +135,7 @@ _RULES = (
         name="response_abs_prob_over_max",
         metrics=("mismatch/response_abs_prob_over",),
         healthy=operator.le,
-        wrong="too many responses hold a token on which the two engines contradict each other",
+        wrong="too many responses contain a token on which the two engines contradict each other",
         cause="different parallel layouts of learner and server (context or sequence parallelism most of all), long responses, in which "
         "the gap builds up, MoE routing, or a low-precision head",
         advice="give both sides the same tensor parallelism, compute logits in float32, compare mismatch/by_length and by_position; reject "
@@ -145,9 +145,9 @@ _RULES = (
         name="rejected_max",
         metrics=("mismatch/rejected/total/tokens", "mismatch/rejected/total/sequences"),
         healthy=operator.le,
-        wrong="most of what was sampled is thrown away, and what is left is a biased choice of it",
+        wrong="most sampled tokens or responses are rejected, and the rest are a biased selection",
         cause="bounds that are too narrow for this gap, or a gap that has grown",
-        advice="see which of mismatch/rejected/* does it; widen that rule, or weigh instead of rejecting (decoupled_token_is); sequence "
+        advice="mismatch/rejected/* names the rule; widen it, or weigh instead of rejecting (decoupled_token_is); sequence "
         "rules reject more the longer responses get, geometric ones do not",
     ),
     _Rule(
@@ -160,17 +160,17 @@ _RULES = (
             "eval/source/*/failed_fraction",
         ),
         healthy=operator.le,
-        wrong="rewards could not be computed. In training these samples are left out, so the others are a biased choice; in an evaluation "
+        wrong="rewards could not be computed. In training these samples are left out, so the rest is a biased selection; in an evaluation "
         "they count as wrong answers, so its accuracy is too low, and it is not taken as the best",
         cause="reward code that raises, runs out of time or returns no finite number for some responses, or an overloaded reward model",
         advice="read the first failures in the sample role's log (`tandem logs RUN --role sample`), which name the prompt and the line of "
-        "code; raise reward.timeout_s where it is too short",
+        "code; raise reward.timeout_s if it is too short",
     ),
 )
 
 
 def check_alarms(metrics: Mapping[str, float], config: AlarmsConfig) -> list[Alarm]:
-    """The alarms of a step, the gravest kind first; at most one for each level.
+    """The alarms of a step, the most serious kind first; at most one for each level.
 
     metrics: plain numbers by name. A missing metric raises no alarm, NaN does.
     """
@@ -199,7 +199,8 @@ def _recorded(metric: str, metrics: Mapping[str, float]) -> list[str]:
 
 
 def _share_of_staleness(metric: str, metrics: Mapping[str, float]) -> str:
-    """What the tokens' age tells of an alarm of the gap; empty in a run without lags, where the gap is the engines'."""
+    """How much of an alarm of the gap is due to the tokens' age; empty in a run without lags, where the whole
+    gap is the engines'."""
     lag = metrics.get(known("staleness/mean"))
     if not lag or not metric.startswith("mismatch/"):
         return ""

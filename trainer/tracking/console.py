@@ -119,7 +119,7 @@ class Console:
         text = visible(text)  # it may hold a model's
         self.note(text)
         if not sys.stdout.isatty():
-            with contextlib.suppress(OSError):  # a file on a full disk, or a reader that has gone
+            with contextlib.suppress(OSError):  # a file on a full disk, or a pipe without a reader
                 print(text, flush=True)
             return
         from rich import console  # only where there is a terminal

@@ -2,8 +2,9 @@
 
 A group is a prompt with its responses, and its number is its place in the order of the data. Each group up to
 the newest step was either trained on in exactly one step, or left out for lack of signal (dynamic sampling).
-Responses of a group share its fate, but one whose reward failed is not trained on. Groups that were
-sampled ahead of an interruption are in no line: the resumed run samples them again, under the same numbers.
+Responses of a group share its fate, except that a response whose reward failed is not trained on. Groups that
+were sampled ahead of an interruption are in no line: the resumed run samples them again, under the same
+numbers.
 """
 
 import json
@@ -65,7 +66,7 @@ class Ledger:
                 yield f"{json.dumps(line.model_dump())}\n"
 
     def enter(self, step: int, stats: SamplingStats) -> None:
-        """On a full disk the line waits for the next; the tracker, whose lines do too, says so."""
+        """On a full disk the line waits for the next one. The tracker, whose lines wait too, warns."""
         line = LedgerLine(
             step=step,
             first=stats.first_group,
@@ -80,8 +81,8 @@ class Ledger:
 
 
 def read_ledger(path: Path) -> Iterator[LedgerLine]:
-    """The whole lines, one at a time, since those of a long run with all their prompts are a gigabyte; one that a crash has torn
-    is left out. Raises OSError."""
+    """The complete lines, one at a time, since those of a long run with all prompts are a gigabyte. A line
+    that a crash has torn is left out. Raises OSError."""
     with openable(path).open(encoding="utf-8", errors="replace") as file:
         for text in file:
             with suppress(ValidationError):
@@ -89,8 +90,8 @@ def read_ledger(path: Path) -> Iterator[LedgerLine]:
 
 
 def _wrong_behind(before: LedgerLine | None, line: LedgerLine) -> str | None:
-    """What is wrong with a line: a step that is missing, or a group that no step has used, or two have. ``before``: the line
-    before it, if there is one."""
+    """The problem of a line: a missing step, or a group that no step has used or that two steps have used.
+    ``before``: the line before it, if there is one."""
     if before is not None:
         if line.step != before.step + 1:
             return f"step {line.step} follows step {before.step}"
@@ -104,7 +105,8 @@ def _wrong_behind(before: LedgerLine | None, line: LedgerLine) -> str | None:
 
 
 def summary(lines: Iterable[LedgerLine]) -> str:
-    """What became of all groups, in a sentence; the first thing that is wrong where not each of them has one fate."""
+    """A sentence on the fate of all groups; the first problem, if some group does not have exactly one
+    fate."""
     trained = left_out = failed = 0
     before, wrong, first_step = None, None, None
     for line in lines:

@@ -17,10 +17,11 @@ BLOCK_BYTES = 1 << 16
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl, two of one step joined; None stands for a value that was not finite.
+    """The lines of a metrics.jsonl, with two lines of one step joined; None stands for a value that was not
+    finite.
 
-    Lines that are no JSON object of a step and numbers (torn by a crash, or edited) are left out, with a warning. Raises
-    OSError.
+    Lines that are not a JSON object of a step and numbers (torn by a crash, or edited) are left out, with a
+    warning. Raises OSError.
     """
     rows, torn = list[dict[str, Any]](), list[str]()
     lines = openable(path).read_text(encoding="utf-8", errors="replace").splitlines()
@@ -33,8 +34,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 class GrowingMetrics:
-    """The lines of a metrics.jsonl to which a run adds. A look reads what was added since the one before; only a file that was
-    replaced is read anew."""
+    """The lines of a metrics.jsonl to which a run adds. Each read reads what was added since the one before;
+    only a replaced file is read from the start."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._rows = path, list[dict[str, Any]]()
@@ -42,8 +43,8 @@ class GrowingMetrics:
         """Of what was read: the file, the end of its last whole line, and that line."""
 
     def read(self) -> list[dict[str, Any]]:
-        """As ``read_metrics`` of a file that is written; no lines of one that is not there. Lines that have not changed are the
-        same objects as at the look before. Raises OSError."""
+        """Like ``read_metrics``, for a file that is being written; no lines if it does not exist. Unchanged
+        lines are the same objects as at the read before. Raises OSError."""
         try:
             added = self._added()
         except FileNotFoundError:
@@ -53,7 +54,7 @@ class GrowingMetrics:
             _join(self._rows, line.decode(errors="replace"))
             self._end, self._last = self._end + len(line) + 1, line + b"\n"
         rows = [*self._rows]
-        _join(rows, begun.decode(errors="replace"))  # where only the end of its line is missing
+        _join(rows, begun.decode(errors="replace"))  # if only the end of its line is missing
         return rows
 
     def _added(self) -> bytes:
@@ -61,7 +62,7 @@ class GrowingMetrics:
             inode = os.fstat(file.fileno()).st_ino
             file.seek(self._end - len(self._last))
             content = file.read()
-            # A file that takes the place of another may get the inode of the one before that.
+            # A file that replaces another may get the inode of an earlier one.
             if inode == self._inode and content.startswith(self._last):
                 return content[len(self._last) :]
             self._begin_anew(inode)

@@ -180,7 +180,7 @@ class MlflowThread(threading.Thread):
             self._send_until_finished()
         except Exception:
             # The thread's boundary: an error of MLflow or a storage plugin must not end training.
-            message = "MLflow tracking ended; training goes on, and metrics.jsonl has every metric\n%s"
+            message = "MLflow tracking ended; training continues, and metrics.jsonl has every metric\n%s"
             log.error(message, without_credentials(traceback.format_exc()))
 
     def _send_until_finished(self) -> None:

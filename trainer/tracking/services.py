@@ -170,7 +170,7 @@ def _digest(lines: Sequence[Line]) -> str:
 
 
 class TensorBoardService:
-    """Event files in RUN/tensorboard, written anew each time: ``tensorboard --logdir RUNS`` shows all runs."""
+    """Event files in RUN/tensorboard, rewritten each time: ``tensorboard --logdir RUNS`` shows all runs."""
 
     def __init__(self, run_dir: Path, *, say: Callable[[str], None] = print):
         self._dir, self._say = run_dir, say

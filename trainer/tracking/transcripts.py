@@ -1,4 +1,4 @@
-"""The text of a sample by turns, with what learner and rollout say of each token.
+"""The text of a sample by turns, with the numbers of learner and rollout for each token.
 
 A token may be a part of a character, and the text of a token may depend on the one before. ``pieces_of`` therefore
 gives the shortest runs of tokens that have a text of their own.
@@ -23,7 +23,7 @@ OLDEST = 4
 """Tokens of this age and more have one level."""
 PART_OF_A_CHARACTER = "\ufffd"
 MOST_PARTS = 8
-"""Tokens that may make one character; an invalid byte stays a part for ever."""
+"""Tokens that may make one character; an invalid byte stays a part forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def age_labels() -> list[str]:
 
 
 def ids_as_text(token_ids: Sequence[int]) -> str:
-    """In the place of a tokenizer's ``decode``, where there is no tokenizer."""
+    """Replaces a tokenizer's ``decode`` if there is no tokenizer."""
     return " ".join(map(str, token_ids))
 
 
@@ -107,7 +107,7 @@ def find_decode(model_path: Path, run_dir: Path) -> tuple[Decode, str | None]:
 
 
 def _decode_of(folder: Path) -> Decode:
-    """Raises ValueError where there is no tokenizer."""
+    """Raises ValueError if there is no tokenizer."""
     if TokenizerFiles.reads(folder):
         return TokenizerFiles(folder).decode
     tokenizer = load_tokenizer(folder)

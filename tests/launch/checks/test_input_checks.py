@@ -233,7 +233,7 @@ CASES = {
     ),
     "system prompt without a template": Case(
         overrides=("task.system_prompt=Think.", "task.apply_chat_template=false"), field="task.system_prompt",
-        error="has its place in a chat template", fix="set it to true",
+        error="system_prompt needs a chat template", fix="set it to true",
     ),
     "an argument that the template never reads": Case(
         damage=template(THINKS), overrides=("model.chat_template_kwargs={enable_thinkin: false}",), field="model.chat_template_kwargs",

@@ -268,7 +268,7 @@ def test_the_hosts_packages_do_not_come_before_the_images(tmp_path, monkeypatch,
 @pytest.mark.parametrize("name, value", [("container_python", PYTHON), ("container_mounts", "/data:/data")])
 def test_a_container_without_an_image_is_refused(name, value):
     with pytest.raises(
-        ValueError, match=f"{name}={value} is of a container, and launch.slurm.container names none"
+        ValueError, match=f"{name}={value} needs a container, but launch.slurm.container names none"
     ):
         config_with(slurm={name: value})
 
