@@ -1,6 +1,6 @@
-"""``tandem samples``: what the model does. Samples of a step by turns, and what learner and rollout say of each token.
+"""``tandem samples``: what the model does. Samples of a step turn by turn, and learner and rollout log-probs of each token.
 
-It reads the run folder alone, and works during a run.
+It reads only the run folder, and works during a run.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ MOST_STEPS = 12
 def show_samples(
     folder: RunFolder, *, step: int | None, group: int | None, sibling: int | None, tokens: bool
 ) -> None:
-    """Print the samples of ``step``, or of the last one, of all groups and siblings or of these."""
+    """Print the samples of ``step`` (None: the last one), of all groups and siblings or only of the given ones."""
     step = _chosen_step(folder, step)
     with as_bad_input(f"--step {step}: "):
         samples = read_samples(sample_file(folder.samples, step))
@@ -81,7 +81,7 @@ def _chosen(samples: list[Sample], name: str, number: int | None) -> list[Sample
 
 
 def decode_of(folder: RunFolder) -> tuple[Decode, str | None]:
-    """``find_decode`` of a run, whose config.yaml may be damaged."""
+    """``find_decode`` of a run. Its config.yaml may be damaged."""
     try:
         model = Path(yaml.safe_load(folder.config.read_text())["model"]["path"])
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError, RecursionError) as error:

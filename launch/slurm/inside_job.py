@@ -341,11 +341,13 @@ def _requeue(folder: RunFolder, job: Job) -> None:
     except RuntimeError as error:
         print_message(f"{error}; {way_on(folder)}")
     else:
-        next_start = "goes on from the newest checkpoint"
+        next_start = "continues from the newest checkpoint"
         if folder.newest_checkpoint() is None:
             damage = folder.damage_of_newest()
             next_start = (
-                f"finds no whole checkpoint{damage}" if damage else "begins anew, without a checkpoint"
+                f"finds no whole checkpoint{damage}"
+                if damage
+                else "starts from the beginning, without a checkpoint"
             )
         print_message(f"job {job.id} is requeued, and {next_start}")
 

@@ -269,7 +269,7 @@ def test_a_warm_start_is_neither_resumed_nor_exported(tmp_path, model):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({
         "kind": "sft", "model": {"path": str(model)}, "data": {"type": "countdown"}, "output": "warm",
     }))  # fmt: skip
-    with pytest.raises(BadInput, match="is a warm start, which saves nothing to go on from"):
+    with pytest.raises(BadInput, match="is a warm start, which saves no checkpoint to continue from"):
         training.resume(tmp_path, ["steps=3"])
     for command in (training.evaluate, results.export):  # its model is not in its folder
         with pytest.raises(
@@ -305,7 +305,7 @@ def test_an_interrupted_run_says_what_it_saved_and_how_it_goes_on(
         monkeypatch.setattr(start, "_claimed", lambda folder: folder)  # the error above keeps the lock
         with pytest.raises(Interrupted):
             training.resume(run, [])
-        assert f"goes on from step 2, {run.resolve()}/checkpoints/step_000002\n" in capsys.readouterr().out
+        assert f"continues from step 2, {run.resolve()}/checkpoints/step_000002\n" in capsys.readouterr().out
 
 
 def test_a_resume_that_cannot_write_its_config_leaves_the_run_as_it_was(tmp_path, model, monkeypatch):

@@ -316,8 +316,8 @@ def test_the_batch_by_hand(folder):
         "1 to 6, by the lengths",
     ):
         assert words in text
-    assert "at least 2 where every response has rollout.max_new_tokens=14" in text
-    assert "at most 3 where no prompt has more than 14 tokens" in text
+    assert "at least 2 if every response has rollout.max_new_tokens=14" in text
+    assert "at most 3 if no prompt has more than 14 tokens" in text
 
 
 def test_what_is_known_of_prompts_from_a_file(folder):

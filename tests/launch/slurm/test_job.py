@@ -442,7 +442,7 @@ def test_a_signal_stops_the_run_with_a_checkpoint(stage, number, requeued):
     code, output = stage.end()
     assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == requeued
-    assert ("job 17 is requeued, and goes on from the newest checkpoint" in output) == bool(requeued)
+    assert ("job 17 is requeued, and continues from the newest checkpoint" in output) == bool(requeued)
     assert f"stopped after step 1 on request ({number.name})" in output
     assert stage.folder.newest_checkpoint().name == "step_000001"
 
@@ -468,7 +468,7 @@ def test_the_notice_during_the_start_ends_everything_and_requeues(stage):
     code, output = stage.end()
     assert code == os.EX_TEMPFAIL, output
     assert stage.asked() == ["requeue 17"]
-    assert "job 17 is requeued, and begins anew, without a checkpoint" in output
+    assert "job 17 is requeued, and starts from the beginning, without a checkpoint" in output
 
 
 def test_a_requeue_over_a_damaged_checkpoint_promises_nothing(stage):

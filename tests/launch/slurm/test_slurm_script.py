@@ -468,7 +468,7 @@ def nothing_written(config_file: Path) -> bool:
     [
         (
             ["launch.slurm.gpus=2"],
-            "launch.slurm.gpus=2 is of a run on one node; with launch.nodes set launch.nodes.gpus_per_node",
+            "launch.slurm.gpus=2 is for a run on one node; with launch.nodes set launch.nodes.gpus_per_node",
         ),
         (["launch.nodes=null"], "layout.dp=auto takes the GPUs of this machine, not those of the job's node"),
         (
