@@ -157,9 +157,8 @@ def _stop_none(folder: RunFolder) -> int:
 def _wait(folder: RunFolder, has_ended: Callable[[float], bool], *, now: bool) -> int:
     """Wait for the end of a run that was asked to stop. ``has_ended`` takes the seconds that it may wait."""
     config = _config_of(folder)
-    limits = (
-        LaunchConfig() if config is None else config.launch
-    )  # a config of another version: the schema's defaults
+    # A config of another version cannot be read: the schema's defaults stand in for its limits.
+    limits = LaunchConfig() if config is None else config.launch
     at_once = now or _command_of(folder) != "train"  # only training leaves checkpoints
     deadline_s = limits.stop_grace_s + KILLED_S + (0.0 if at_once else limits.stop_timeout_s)
     in_order = "the step is finished or dropped, then a checkpoint is written"

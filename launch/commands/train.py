@@ -314,9 +314,7 @@ def print_result(folder: RunFolder, config: RunConfig, *, in_job: bool = False) 
         path, more = folder.path, f"steps={2 * summary['steps']}"
         job = tandem("slurm", folder.config, f"resume={path}", more, "--submit")
         print(f"continue:    {job if in_job else tandem('resume', path, more)}")
-    if isinstance(
-        config.task, CountdownTask
-    ):  # the quickstart's task; another task is already the user's own
+    if isinstance(config.task, CountdownTask):  # the quickstart's task
         init = tandem("init", "FOLDER")
         print(f"your own:    {init} writes a config, a reward and example data to start from")
     sys.stdout.flush()

@@ -168,9 +168,7 @@ class RunFolder:
         aside = []
         for folder in filter(Path.is_dir, (self.hf, self.adapter)):
             target = folder.with_name(f"{folder.name}-{older}")
-            shutil.rmtree(
-                target, ignore_errors=True
-            )  # an earlier model of the same step, which was done again
+            shutil.rmtree(target, ignore_errors=True)  # of the same step, done again
             aside.append((folder, folder.rename(target)))
         return aside
 

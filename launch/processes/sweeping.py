@@ -132,9 +132,8 @@ class Sweep:
         devices: the value of CUDA_VISIBLE_DEVICES of each run at a time; None: that of this process.
         Raises Interrupted on Ctrl-C or SIGTERM, after every run has stopped.
         """
-        limits = [
-            cell.config.launch for cell in cells
-        ]  # a run that is asked to stop ends by itself within them
+        # A run that is asked to stop ends by itself within these limits.
+        limits = [cell.config.launch for cell in cells]
         grace_s = max((s.stop_timeout_s + s.stop_grace_s + 2 * KILL_TIMEOUT_S for s in limits), default=0.0)
         self._wait_for_earlier(cells, grace_s)
         left = [cell for cell in cells if not self.is_finished(cell)]

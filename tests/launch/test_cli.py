@@ -120,7 +120,7 @@ def test_one_machine_shares_its_gpus_where_they_are_too_few_for_both(tmp_path, m
     assert placement(1) == ("colocated", 1)
     said = capsys.readouterr().out
     assert "# launch.placement=colocated: learner and servers take turns" in said
-    assert "GPUs of their own would be 2 and 1 is visible" in said
+    assert "separate ones would need 2 and 1 is visible" in said
     assert placement(2) == placement(0) == ("auto", 1)
     assert placement(4, "layout.tp=4", "rollout.tp=4") == ("colocated", 4)
     assert placement(1, "launch.placement=separate")[0] == "separate"
@@ -261,7 +261,7 @@ def test_a_folder_of_another_kind_is_refused(tmp_path, model, command, monkeypat
     assert ended.value.code == 2
     assert (
         capsys.readouterr().err
-        == f"tandem: RUN: {tmp_path} is a run of kind sft; this is for runs of kind train\n"
+        == f"tandem: RUN: {tmp_path} is a run of kind sft; this command takes runs of kind train\n"
     )
 
 
@@ -378,7 +378,7 @@ def test_a_file_system_without_locks_is_bad_input(tmp_path, model, monkeypatch, 
             claim()
     assert run._held == []
     assert start.new_run(config, "eval").config.is_file()  # nothing goes on with it
-    assert "this process goes on without a lock" in capsys.readouterr().out
+    assert "this process continues without a lock" in capsys.readouterr().out
 
 
 def without_links(path, target):

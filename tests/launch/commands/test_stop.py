@@ -287,9 +287,9 @@ def test_a_job_of_another_cluster_is_left_alone_whatever_this_one_calls_by_its_n
     monkeypatch.delenv("SLURM_CLUSTER_NAME", raising=False)
     done = tandem("stop", "run", "--now", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (1, "")
-    assert "it is of the cluster far, and this one is near" in done.stderr and not log.exists()
+    assert "it belongs to the cluster far, and this one is near" in done.stderr and not log.exists()
     told = tandem("status", "run", cwd=tmp_path).stdout
-    assert "it is of the cluster far, and this one is near" in told and not log.exists()
+    assert "it belongs to the cluster far, and this one is near" in told and not log.exists()
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "far")
     assert "RUNNING" in tandem("status", "run", cwd=tmp_path).stdout
 
